@@ -1,0 +1,116 @@
+"""Every error that ``tiered`` raises, in one tree.
+
+::
+
+    TieredError
+     +- MisuseError               the caller asked for something that cannot be
+     |   +- KeyNotFound           (also a KeyError)
+     |   +- LeaseConflict
+     |   +- StoreClosed
+     |   +- StoreLocked
+     |   +- ForkedStore
+     +- CapacityError             it does not fit: says what is needed, what there is, who holds it
+     +- TransferError             bytes could not be moved: key, tier, path, offset, errno
+     |   +- ReadError
+     |   +- WriteError
+     |   +- ShortTransfer
+     |   +- CorruptionError       the bytes came, and they are not the ones that were written
+     +- CommitError
+     +- ManifestError
+"""
+
+from __future__ import annotations
+
+import os
+
+__all__ = [
+    "CapacityError",
+    "CommitError",
+    "CorruptionError",
+    "ForkedStore",
+    "KeyNotFound",
+    "LeaseConflict",
+    "ManifestError",
+    "MisuseError",
+    "ReadError",
+    "ShortTransfer",
+    "StoreClosed",
+    "StoreLocked",
+    "TieredError",
+    "TransferError",
+    "WriteError",
+]
+
+
+class TieredError(Exception):
+    """Base of every error that this package raises."""
+
+
+class MisuseError(TieredError):
+    """The call is wrong as made; the message says how to make it right."""
+
+
+class KeyNotFound(MisuseError, KeyError):
+    """No tensor of that name is in the store."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of its argument
+        return Exception.__str__(self)
+
+
+class LeaseConflict(MisuseError):
+    """A lease that excludes this one is open."""
+
+
+class StoreClosed(MisuseError):
+    """The store was closed before."""
+
+
+class StoreLocked(MisuseError):
+    """Another process holds the store."""
+
+
+class ForkedStore(MisuseError):
+    """A store was used in a forked child; only the process that opened it may."""
+
+
+class CapacityError(TieredError):
+    """Something does not fit into a tier, now (after a bounded wait) or ever."""
+
+
+class TransferError(TieredError):
+    """Bytes of one tensor could not be moved. Other tensors are not affected.
+
+    Attributes: ``key``, ``tier`` (name), ``path`` (file or None), ``offset`` (bytes in that file), ``errno`` (or None).
+    """
+
+    def __init__(
+        self, what: str, *, key: str, tier: str, path: str | None, offset: int, errno: int | None
+    ) -> None:
+        self.key, self.tier, self.path, self.offset, self.errno = key, tier, path, offset, errno
+        where = f"{path} at byte {offset}" if path else f"tier {tier} at byte {offset}"
+        why = f": {os.strerror(errno)} (errno {errno})" if errno else ""
+        super().__init__(f"{what} tensor {key!r}, {where}{why}")
+
+
+class ReadError(TransferError):
+    """The device answered a read with an error."""
+
+
+class WriteError(TransferError):
+    """The device answered a write with an error; the tensor is still whole in the tier above."""
+
+
+class ShortTransfer(TransferError):
+    """Fewer bytes moved than were asked for, and the rest cannot be had (end of file)."""
+
+
+class CorruptionError(TransferError):
+    """What was read does not have the checksum of what was written."""
+
+
+class CommitError(TieredError):
+    """A commit did not become durable; the last acknowledged one still holds."""
+
+
+class ManifestError(TieredError):
+    """A manifest or a store's folder is damaged, foreign, or of an unknown version."""

@@ -1,0 +1,134 @@
+"""The four interfaces that parts plug into. Each has a contract suite in ``tests/contracts`` that every implementation runs.
+
+Full is an answer here (0, None, False), never an exception: the engine decides what happens then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from tiered.types import Candidate, Completion, IOCompletion, IORequest, Key, Slot, Transfer
+
+__all__ = ["EvictionPolicy", "IOBackend", "Link", "Tier"]
+
+
+@runtime_checkable
+class IOBackend(Protocol):
+    """Moves bytes between memory and file descriptors. Knows addresses, fds and offsets; never tensors.
+
+    All calls come from one thread (the engine's). The memory of a request belongs to the backend from ``submit`` until its
+    completion was handed out by ``reap``, or ``close`` has returned. A request's fd, offset, address and nbytes are multiples of
+    ``alignment`` when the fd was opened with O_DIRECT.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def alignment(self) -> int:
+        """Smallest alignment in bytes of offset, address and length that this backend can work with."""
+        ...
+
+    @property
+    def depth(self) -> int:
+        """How many requests may be in flight at once."""
+        ...
+
+    def submit(self, batch: Sequence[IORequest]) -> int:
+        """Take requests from the front of ``batch``; how many were taken. 0 means full: reap first.
+
+        Never blocks for a completion. A request that the kernel refuses outright is taken and completes with its errno.
+        """
+        ...
+
+    def reap(self, min_events: int, timeout: float) -> list[IOCompletion]:
+        """Completions, in any order. Waits up to ``timeout`` seconds for ``min_events`` of them; may return fewer or more.
+
+        Interrupted system calls are resumed within the timeout. With nothing in flight it returns [] at once. Short
+        transfers are continued by the backend, so a result below the request's length means end of file (or errno).
+        """
+        ...
+
+    def fileno(self) -> int:
+        """An fd that polls readable whenever ``reap(0, 0)`` may have something to return (spurious wake-ups are allowed)."""
+        ...
+
+    def close(self) -> None:
+        """Wait for everything in flight, then release. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class Tier(Protocol):
+    """Owns space, moves nothing. All calls are made under the engine's lock."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that can be allocated at most."""
+        ...
+
+    def allocate(self, nbytes: int) -> Slot | None:
+        """A slot of at least ``nbytes`` (>= 1), or None when there is no contiguous room for it now. Slots never overlap."""
+        ...
+
+    def free(self, slot: Slot) -> None:
+        """Give a slot back. Giving back what is not allocated is an AssertionError (our bug)."""
+        ...
+
+
+@runtime_checkable
+class Link(Protocol):
+    """Moves bytes between two neighbouring tiers; all calls come from the engine's thread."""
+
+    @property
+    def src(self) -> str:
+        """Name of the upper tier."""
+        ...
+
+    @property
+    def dst(self) -> str:
+        """Name of the lower tier."""
+        ...
+
+    def start(self, transfer: Transfer) -> bool:
+        """Take a transfer; False means full: poll first. Both slots belong to the link until its completion."""
+        ...
+
+    def poll(self, timeout: float) -> list[Completion]:
+        """Advance, and return what has ended, each exactly once, in any order; waits up to ``timeout`` seconds for one.
+
+        A failed transfer ends with ``error`` set, only after no more I/O on its slots is in flight.
+        """
+        ...
+
+    def fileno(self) -> int:
+        """An fd that polls readable whenever ``poll(0)`` may get something done."""
+        ...
+
+    def close(self) -> None:
+        """Wait for everything in flight, then release. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class EvictionPolicy(Protocol):
+    """Decides who leaves a tier. Pure: no I/O, no clock."""
+
+    def touched(self, key: Key) -> None:
+        """``key`` was leased or brought in."""
+        ...
+
+    def forgotten(self, key: Key) -> None:
+        """``key`` left the tier (evicted, superseded or deleted)."""
+        ...
+
+    def victims(self, nbytes: int, among: Sequence[Candidate]) -> list[Key] | None:
+        """Keys to evict, in order, that together free at least ``nbytes``; None when all of ``among`` is too little.
+
+        All or nothing. The list is a prefix of the policy's own order: no victim could be left out at its end.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""Parts that move bytes between memory and files."""

@@ -1,0 +1,1 @@
+"""Parts that move tensors between neighbouring tiers."""

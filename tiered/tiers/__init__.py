@@ -1,0 +1,1 @@
+"""Parts that own space."""

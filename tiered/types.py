@@ -1,0 +1,146 @@
+"""Values that the parts hand each other. No behaviour beyond derived numbers; no torch."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+from tiered.errors import TieredError
+
+__all__ = [
+    "CHECKSUM_BYTES",
+    "PIECE_BYTES",
+    "Access",
+    "Candidate",
+    "Completion",
+    "Direction",
+    "IOCompletion",
+    "IORequest",
+    "Key",
+    "Operation",
+    "Slot",
+    "TensorSpec",
+    "Transfer",
+    "Urgency",
+]
+
+Key = str
+
+PIECE_BYTES = 4 << 20
+"""An extent is checksummed in pieces of this many bytes (the last one may be shorter)."""
+CHECKSUM_BYTES = 16
+"""Bytes of one piece's checksum (xxh3-128)."""
+
+
+class Access(enum.Enum):
+    """What a lease allows. WRITE excludes every other lease of the tensor and supersedes its other copies."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+class Urgency(enum.IntEnum):
+    """Order in which transfers are started: smaller first."""
+
+    DEMAND = 0
+    PREFETCH = 1
+    WRITEBACK = 2
+
+
+class Direction(enum.Enum):
+    """UP is towards the compute (NVMe -> DRAM -> HBM), DOWN is away from it."""
+
+    UP = "up"
+    DOWN = "down"
+
+
+class Operation(enum.Enum):
+    READ = "read"
+    WRITE = "write"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and element type of a tensor.
+
+    ``dtype`` is torch's name without the prefix (``"float32"``); ``itemsize`` is in bytes.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A range of a tier's space; on NVMe it is called an extent. ``nbytes`` is what the tier set aside, padding included."""
+
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A copy that may be evicted: CLEAN and not leased."""
+
+    key: Key
+    nbytes: int
+
+
+@dataclass(slots=True)
+class Transfer:
+    """One tensor's way over one link, in one direction.
+
+    ``upper`` and ``lower`` are its slots in the link's two tiers, ``nbytes`` the tensor's own size (without padding; at
+    least 1). ``tensor_id`` and ``generation`` say whose bytes and from when, and go into the checksums. ``checksums`` is
+    what an UP transfer must find: the concatenated checksums of the pieces, or b"" for not checked.
+    """
+
+    tag: int
+    key: Key
+    direction: Direction
+    upper: Slot
+    lower: Slot
+    nbytes: int
+    urgency: Urgency
+    tensor_id: int = 0
+    generation: int = 0
+    checksums: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A transfer's end. ``checksums`` are those of the bytes that went DOWN; ``error`` is None when all went well."""
+
+    tag: int
+    checksums: bytes = b""
+    error: TieredError | None = field(default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class IORequest:
+    """Move ``nbytes`` between memory at ``address`` and ``fd`` at ``offset``; ``tag`` comes back with the completion."""
+
+    operation: Operation
+    fd: int
+    offset: int
+    address: int
+    nbytes: int
+    tag: int
+
+
+@dataclass(frozen=True, slots=True)
+class IOCompletion:
+    """``result`` is the number of bytes moved (short only at the end of a file), or a negative errno."""
+
+    tag: int
+    result: int
