@@ -1,0 +1,73 @@
+"""What every EvictionPolicy must do. Subclass ``EvictionContract`` and provide the fixture ``new_policy``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tiered.interfaces import EvictionPolicy
+from tiered.types import Candidate
+
+NewPolicy = Callable[[], EvictionPolicy]
+KEYS = [f"t{i}" for i in range(8)]
+
+
+class EvictionContract:
+    @pytest.fixture
+    def new_policy(self) -> NewPolicy:
+        """A function that makes a fresh policy."""
+        raise NotImplementedError
+
+    def test_is_a_policy(self, new_policy: NewPolicy) -> None:
+        assert isinstance(new_policy(), EvictionPolicy)
+
+    def test_nothing_is_needed(self, new_policy: NewPolicy) -> None:
+        assert new_policy().victims(0, [Candidate("a", 10)]) == []
+        assert new_policy().victims(0, []) == []
+
+    def test_too_little_is_none(self, new_policy: NewPolicy) -> None:
+        assert new_policy().victims(1, []) is None
+        assert new_policy().victims(21, [Candidate("a", 10), Candidate("b", 10)]) is None
+
+    def test_all_of_them_when_all_are_needed(self, new_policy: NewPolicy) -> None:
+        found = new_policy().victims(20, [Candidate("a", 10), Candidate("b", 10)])
+        assert found is not None and sorted(found) == ["a", "b"]
+
+    def test_forgetting_a_stranger_is_allowed(self, new_policy: NewPolicy) -> None:
+        new_policy().forgotten("never seen")
+
+    def test_asking_changes_nothing(self, new_policy: NewPolicy) -> None:
+        policy = new_policy()
+        among = [Candidate(key, 10) for key in KEYS]
+        for key in KEYS:
+            policy.touched(key)
+        assert policy.victims(30, among) == policy.victims(30, among)
+
+    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors], deadline=None)
+    @given(
+        history=st.lists(st.tuples(st.sampled_from(["touched", "forgotten"]), st.sampled_from(KEYS)), max_size=40),
+        sizes=st.dictionaries(st.sampled_from(KEYS), st.integers(1, 100)),
+        nbytes=st.integers(-10, 500),
+    )
+    def test_victims_are_enough_and_no_more(
+        self, new_policy: NewPolicy, history: list[tuple[str, str]], sizes: dict[str, int], nbytes: int
+    ) -> None:
+        policy, twin = new_policy(), new_policy()
+        for event, key in history:
+            getattr(policy, event)(key)
+            getattr(twin, event)(key)
+        among = [Candidate(key, size) for key, size in sizes.items()]
+        found = policy.victims(nbytes, among)
+        assert found == twin.victims(nbytes, among), "the same history gives the same victims"
+        if sum(sizes.values()) < nbytes:
+            assert found is None
+            return
+        assert found is not None
+        assert len(set(found)) == len(found) and set(found) <= set(sizes)
+        assert sum(sizes[key] for key in found) >= nbytes
+        assert not found or sum(sizes[key] for key in found[:-1]) < nbytes
+        longer = policy.victims(nbytes + 50, among)
+        assert longer is None or longer[: len(found)] == found, "victims are a prefix of one order"
