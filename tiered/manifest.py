@@ -1,0 +1,532 @@
+"""What a commit makes durable: which tensors there are, where their bytes lie, and what these bytes' checksums are.
+
+One file ``manifest.G`` per generation G. A generation exists from the moment its manifest has its name and the folder
+is synced; there is no "latest" file, the highest number wins. Format version 1, integers little-endian::
+
+    offset  bytes
+         0      8  b"TIEREDMF"
+         8      4  format version, u32
+        12      8  payload length, u64
+        20     16  xxh3-128 of the payload
+        36      8  xxh3-64 of the 36 bytes before
+        44      -  payload: UTF-8 JSON of exactly the fields that ``Manifest`` declares; bytes are base64
+
+Every version keeps these 44 bytes, so that a reader can always tell a newer format from damage; a change of the payload
+is a new version. Reading trusts nothing: sizes are limited before memory is taken, no field may be missing, unknown or
+of another type, no object other than the ones below can come out, and ``ManifestError`` is the only error for what is
+in a file. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import stat
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, NoReturn, TypeVar
+
+import msgspec
+import xxhash
+
+from tiered.errors import CommitError, ManifestError, MisuseError
+from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Key, Slot, TensorSpec
+
+__all__ = [
+    "ALIGNMENT",
+    "FORMAT_VERSION",
+    "MAX_BYTES",
+    "MAX_META_BYTES",
+    "MAX_META_DEPTH",
+    "DataFile",
+    "Extent",
+    "Folder",
+    "Manifest",
+    "TensorRecord",
+    "clean",
+    "decode",
+    "drop",
+    "encode",
+    "generations",
+    "load",
+    "pieces",
+    "write",
+]
+
+FORMAT_VERSION = 1
+ALIGNMENT = 4096
+"""Extents start and end at multiples of this many bytes, whatever the drive would allow."""
+MAX_BYTES = 256 << 20
+"""Largest manifest, in bytes: about a million tensors."""
+MAX_META_BYTES = 8 << 20
+"""Largest ``meta``, in bytes of JSON. Nested brackets grow thirtyfold when decoded, so it has a limit of its own."""
+MAX_META_DEPTH = 64
+"""Lists and objects of ``meta`` may be nested this deep."""
+
+Folder = int | str | os.PathLike[str]
+"""A store's folder: an open descriptor of it, or its path."""
+
+_T = TypeVar("_T")
+
+_MAGIC = b"TIEREDMF"
+_FIELDS = struct.Struct("<8sIQ16s")
+_SEAL = struct.Struct("<Q")
+_HEADER_BYTES = _FIELDS.size + _SEAL.size
+_META_INT_BITS = 256
+_LAST_GENERATION = 10**18 - 1
+_NAME = re.compile(r"manifest\.([1-9][0-9]{0,17})", re.ASCII)
+_TMP_NAME = re.compile(r"manifest\.[1-9][0-9]{0,17}\.tmp", re.ASCII)
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Generation = Annotated[int, msgspec.Meta(ge=1, le=_LAST_GENERATION)]
+_Uuid = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+
+
+# The structs are frozen and hold no containers that could form a cycle; gc=False spares the collector a walk over them.
+class DataFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """One data file. ``name`` is a bare file name (which folder it is in, is the store's to know), ``uuid`` 32 hex
+    digits that the file itself carries too, ``index`` its place in ``Manifest.files``, ``nbytes`` its size."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9._-]{0,63}\Z")]
+    uuid: _Uuid
+    index: _Count
+    nbytes: _Count
+
+
+class Extent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """A range of bytes in ``files[file]``; ``nbytes`` is what is set aside, padding included."""
+
+    file: _Count
+    offset: _Count
+    nbytes: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+
+    @property
+    def slot(self) -> Slot:
+        return Slot(self.offset, self.nbytes)
+
+
+class TensorRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """One tensor: its name, what it is, where it lies.
+
+    ``generation`` is the one in which its bytes were written; with ``tensor_id`` it went into the checksums.
+    ``checksums`` are those of its ``pieces(nbytes)`` pieces, one after the other. A tensor without bytes (a dimension
+    is 0) has no extent and no checksums; every other one, 0-d ones too, has both.
+    """
+
+    key: Key
+    tensor_id: _Count
+    dtype: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    shape: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=64)]
+    itemsize: Annotated[int, msgspec.Meta(ge=1, le=256)]
+    generation: _Generation
+    extent: Extent | None
+    checksums: bytes
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.dtype, self.shape, self.itemsize)
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """Everything that one generation makes durable.
+
+    ``store`` is the store's UUID in 32 hex digits. ``meta`` belongs to the user and holds what JSON can hold: objects
+    with string keys, lists (a tuple comes back as a list), strings, finite floats, integers of at most 256 bits, bools
+    and None. ``next_tensor_id`` is larger than every id given out so far, those of deleted tensors included.
+    """
+
+    store: str
+    generation: int
+    meta: Mapping[str, object]
+    files: tuple[DataFile, ...]
+    next_tensor_id: int
+    tensors: tuple[TensorRecord, ...]
+
+
+class _Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Manifest as it is written: ``meta`` stays undecoded until its size is known to be harmless."""
+
+    store: _Uuid
+    generation: _Generation
+    meta: msgspec.Raw
+    files: tuple[DataFile, ...]
+    next_tensor_id: _Count
+    tensors: tuple[TensorRecord, ...]
+
+
+_ENCODER = msgspec.json.Encoder(order="deterministic")
+_PAYLOAD_DECODER = msgspec.json.Decoder(_Payload)
+_META_DECODER = msgspec.json.Decoder(dict[str, object])
+
+
+def pieces(nbytes: int) -> int:
+    """How many checksums a tensor of ``nbytes`` bytes (without padding) has."""
+    return -(-nbytes // PIECE_BYTES)
+
+
+def encode(manifest: Manifest, *, limit: int = MAX_BYTES) -> bytes:
+    """The bytes of ``manifest``; equal manifests give equal bytes, and ``decode`` of them gives an equal manifest.
+
+    Raises ``MisuseError`` when ``meta`` or a key cannot be written down, ``ManifestError`` when the manifest
+    contradicts itself or would be larger than ``limit`` bytes.
+    """
+    try:
+        problem = _meta_problem(manifest.meta)
+        if problem:
+            raise MisuseError(problem)
+        meta = _ENCODER.encode(manifest.meta)
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
+        raise MisuseError(f"meta cannot be written as JSON: {error}") from None
+    if len(meta) > MAX_META_BYTES:
+        raise MisuseError(
+            f"meta is {len(meta)} bytes of JSON, the limit is {MAX_META_BYTES}; large data goes into tensors"
+        )
+    payload = _Payload(
+        manifest.store,
+        manifest.generation,
+        msgspec.Raw(meta),
+        manifest.files,
+        manifest.next_tensor_id,
+        manifest.tensors,
+    )
+    try:
+        body = _ENCODER.encode(payload)
+    except UnicodeEncodeError as error:
+        raise MisuseError(f"a key is not valid Unicode: {error}") from None
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+        raise ManifestError(f"generation {manifest.generation} cannot be encoded: {error}") from None
+    if _HEADER_BYTES + len(body) > limit:
+        raise ManifestError(f"the manifest would be {_HEADER_BYTES + len(body)} bytes; the limit is {limit}")
+    _parse(body)  # what we write, we can read: a mistake must show while the previous generation is the newest
+    fields = _FIELDS.pack(_MAGIC, FORMAT_VERSION, len(body), xxhash.xxh3_128_digest(body))
+    return fields + _SEAL.pack(xxhash.xxh3_64_intdigest(fields)) + body
+
+
+def decode(data: bytes, *, generation: int | None = None, limit: int = MAX_BYTES) -> Manifest:
+    """The manifest in ``data``, checked through and through; ``generation`` is the one that its file name says.
+
+    Raises ``ManifestError``, and for no content anything else.
+    """
+    if len(data) > limit:
+        raise ManifestError(f"{len(data)} bytes are more than the limit of {limit}")
+    if len(data) < _HEADER_BYTES:
+        raise ManifestError(f"cut short: {len(data)} bytes, the header alone has {_HEADER_BYTES}")
+    magic, version, length, digest = _FIELDS.unpack_from(data)
+    if magic != _MAGIC:
+        raise ManifestError("not a manifest (it does not begin with TIEREDMF)")
+    if _SEAL.unpack_from(data, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(data[: _FIELDS.size]):
+        raise ManifestError("the header is damaged (its checksum does not match)")
+    if version != FORMAT_VERSION:
+        raise ManifestError(f"format version {version}; this release reads version {FORMAT_VERSION}")
+    if length != len(data) - _HEADER_BYTES:
+        raise ManifestError(f"the header says {length} bytes of payload, there are {len(data) - _HEADER_BYTES}")
+    body = memoryview(data)[_HEADER_BYTES:]
+    if xxhash.xxh3_128_digest(body) != digest:
+        raise ManifestError("the payload is damaged (its checksum does not match)")
+    manifest = _parse(body)
+    if generation is not None and manifest.generation != generation:
+        raise ManifestError(f"named generation {generation}, but inside it is {manifest.generation}")
+    return manifest
+
+
+def _parse(body: bytes | memoryview) -> Manifest:
+    try:
+        payload = _PAYLOAD_DECODER.decode(body)
+        raw = bytes(payload.meta)
+        if len(raw) > MAX_META_BYTES:
+            raise ManifestError(f"meta is {len(raw)} bytes; the limit is {MAX_META_BYTES}")
+        meta = _META_DECODER.decode(raw)
+        problem = _meta_problem(meta)
+    except (ValueError, RecursionError, OverflowError) as error:  # msgspec's and Unicode's errors are ValueErrors
+        raise ManifestError(f"the payload is not what a manifest holds: {error}") from None
+    except MemoryError:
+        raise ManifestError(f"decoding {len(body)} bytes of payload needs more memory than there is") from None
+    if problem:
+        raise ManifestError(problem)
+    manifest = Manifest(payload.store, payload.generation, meta, payload.files, payload.next_tensor_id, payload.tensors)
+    _check_files(manifest.files)
+    _check_tensors(manifest)
+    return manifest
+
+
+def _meta_problem(meta: object) -> str | None:
+    """Why ``meta`` would not come back from JSON as it is, or None. (The codec would write NaN as null, 1 as "1".)"""
+    if not isinstance(meta, dict):
+        return f"meta is a {type(meta).__name__}, not a dict"
+    levels: list[Iterator[object]] = [iter((meta,))]  # a loop over iterators: neither depth nor width costs memory
+    while levels:
+        for value in levels[-1]:
+            if value is None or type(value) is str or type(value) is bool:
+                continue
+            if type(value) is float:
+                if not math.isfinite(value):
+                    return f"meta holds the float {value}, which JSON cannot say"
+            elif type(value) is int:
+                if value.bit_length() > _META_INT_BITS:
+                    return f"meta holds an integer of {value.bit_length()} bits; at most {_META_INT_BITS} fit"
+            elif isinstance(value, dict | list | tuple):
+                if len(levels) > MAX_META_DEPTH:
+                    return f"meta is nested deeper than {MAX_META_DEPTH}"
+                if isinstance(value, dict):
+                    for name in value:
+                        if type(name) is not str:
+                            return f"meta has a key that is not a str: {_short(name)}"
+                levels.append(iter(value.values() if isinstance(value, dict) else value))
+                break
+            else:
+                return f"meta holds a {type(value).__name__}; it takes dict, list, str, int, float, bool and None"
+        else:
+            levels.pop()
+    return None
+
+
+def _check_files(files: tuple[DataFile, ...]) -> None:
+    for place, file in enumerate(files):
+        if file.index != place:
+            raise ManifestError(f"data file {file.name} has index {file.index} at place {place}")
+    for what, values in (("name", [f.name for f in files]), ("UUID", [f.uuid for f in files])):
+        if len(set(values)) != len(values):
+            raise ManifestError(f"two data files have the {what} {_repeated(values)}")
+
+
+def _check_tensors(manifest: Manifest) -> None:
+    tensors, sizes = manifest.tensors, [file.nbytes for file in manifest.files]
+    keys = [tensor.key for tensor in tensors]
+    if len(set(keys)) != len(keys):
+        raise ManifestError(f"two tensors are named {_short(_repeated(keys))}")
+    ids = [tensor.tensor_id for tensor in tensors]
+    if len(set(ids)) != len(ids):
+        raise ManifestError(f"two tensors have the id {_repeated(ids)}")
+    if ids and max(ids) >= manifest.next_tensor_id:
+        raise ManifestError(f"tensor id {max(ids)} is in use, but the next one is {manifest.next_tensor_id}")
+    for dtype in {tensor.dtype for tensor in tensors}:
+        if not (dtype.isascii() and dtype.isidentifier()):
+            raise ManifestError(f"{dtype!r} is not the name of an element type")
+    taken: list[tuple[int, int, int, int]] = []
+    for place, tensor in enumerate(tensors):
+        nbytes = math.prod(tensor.shape) * tensor.itemsize  # exact: an int of any size
+        extent = tensor.extent
+        problem = None
+        if tensor.generation > manifest.generation:
+            problem = f"was written in generation {tensor.generation}, after this one ({manifest.generation})"
+        elif len(tensor.checksums) != pieces(nbytes) * CHECKSUM_BYTES:
+            problem = f"has {len(tensor.checksums)} bytes of checksums for {pieces(nbytes)} pieces"
+        elif extent is None:
+            if nbytes:
+                problem = f"has {nbytes} bytes and no extent"
+        elif not nbytes:
+            problem = "has an extent and no bytes"
+        elif nbytes > extent.nbytes:
+            problem = f"has {nbytes} bytes in an extent of {extent.nbytes}"
+        elif extent.offset % ALIGNMENT or extent.nbytes % ALIGNMENT:
+            problem = f"has an extent that is not aligned to {ALIGNMENT} bytes"
+        elif extent.file >= len(sizes):
+            problem = f"lies in data file {extent.file}; there are {len(sizes)}"
+        elif extent.offset + extent.nbytes > sizes[extent.file]:
+            problem = f"ends at byte {extent.offset + extent.nbytes} of a file of {sizes[extent.file]}"
+        else:
+            taken.append((extent.file, extent.offset, extent.offset + extent.nbytes, place))
+        if problem:
+            raise ManifestError(f"tensor {_short(tensor.key)} {problem}")
+    taken.sort()
+    last_file, last_end, last_place = -1, 0, -1
+    for file, offset, end, place in taken:
+        if file == last_file and offset < last_end:
+            one, other = _short(keys[last_place]), _short(keys[place])
+            raise ManifestError(f"tensors {one} and {other} overlap at byte {offset} of data file {file}")
+        last_file, last_end, last_place = file, end, place
+
+
+def _repeated(values: Sequence[_T]) -> _T:
+    return Counter(values).most_common(1)[0][0]
+
+
+def _short(text: object) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= 100 else shown[:97] + "..."
+
+
+# The protocol. Opening never follows a symbolic link in the last part of a name and never waits on a FIFO.
+
+
+def write(folder: Folder, manifest: Manifest) -> None:
+    """Make ``manifest`` durable as ``manifest.G`` in ``folder``; when this returns, it is.
+
+    The data files that it names must have been synced before. An older manifest is not touched. Raises
+    ``CommitError``; then generation G is not to be tried again: its name is taken away again as far as the file system
+    lets us, but after a failed sync of the folder nobody knows what a power loss would show. Its extents are to be
+    treated as in use until a later generation is durable. What ``encode`` raises comes before any file is made.
+
+    Order (rename(2), fsync(2)): a name must never appear before the bytes that it names, and a rename is durable only
+    with the folder that holds it.
+    """
+    data = encode(manifest)
+    name = f"manifest.{manifest.generation}"
+    temporary = f"{name}.tmp"
+    with _opened(folder, CommitError) as at:
+        doing, ours = "create", ""
+        try:
+            file = _create(at, temporary)
+            ours = temporary
+            try:
+                doing = "write"
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[os.write(file, rest) :]
+                doing = "sync"
+                os.fsync(file)
+            finally:
+                os.close(file)
+            doing = "rename"
+            if _exists(at, name):
+                raise CommitError(f"{_where(folder, name)} is there already; a generation is written once")
+            os.rename(temporary, name, src_dir_fd=at, dst_dir_fd=at)
+            doing, ours = "sync the folder of", name
+            os.fsync(at)
+        except BaseException as error:
+            if ours:
+                with contextlib.suppress(OSError):
+                    os.unlink(ours, dir_fd=at)
+            if isinstance(error, OSError):
+                _fail(CommitError, f"cannot {doing}", folder, name if ours == name else temporary, error)
+            raise
+
+
+def generations(folder: Folder) -> list[int]:
+    """The generations whose manifest is in ``folder``, oldest first; other names are not ours and are passed over."""
+    with _opened(folder, ManifestError) as at:
+        try:
+            names = os.listdir(at)
+        except OSError as error:
+            _fail(ManifestError, "cannot list", folder, "", error)
+    return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
+
+
+def load(folder: Folder, generation: int | None = None, *, limit: int = MAX_BYTES) -> Manifest | None:
+    """The manifest of ``generation``, or of the newest one; None when the folder has no generation at all.
+
+    A manifest that has its name was whole when it got it. So an invalid newest one is damage, not an unfinished commit,
+    and raises ``ManifestError``: going back to older tensors is for the caller to decide.
+    """
+    with _opened(folder, ManifestError) as at:
+        there = generations(at)
+        if generation is None:
+            if not there:
+                return None
+            generation = there[-1]
+        elif generation not in there:
+            held = ", ".join(map(str, there)) or "none"
+            raise ManifestError(f"no generation {generation} in {_where(folder, '')}; there are: {held}")
+        name = f"manifest.{generation}"
+        try:
+            return decode(_read(at, name, limit), generation=generation, limit=limit)
+        except OSError as error:
+            why = f"cannot be read: {os.strerror(error.errno or 0)} (errno {error.errno})"
+        except MemoryError:
+            why = "cannot be read: there is not enough memory"
+        except ManifestError as error:
+            why = str(error)
+        others = [str(other) for other in there if other != generation]
+        advice = f"; generations here: {', '.join(map(str, there))}"
+        advice += f"; open another one with generation={others[-1]}" if others else ", and no other one to go back to"
+        raise ManifestError(f"{_where(folder, name)}: {why}{advice}")
+
+
+def drop(folder: Folder, generation: int) -> None:
+    """Forget ``generation``: remove its manifest, nothing else. Only after a newer one is durable.
+
+    Not synced: should a power loss bring the name back, the newer generation still wins, and the extents that were
+    reused since fail their checksums.
+    """
+    with _opened(folder, ManifestError) as at:
+        name = f"manifest.{generation}"
+        try:
+            os.unlink(name, dir_fd=at)
+        except OSError as error:
+            _fail(ManifestError, "cannot remove", folder, name, error)
+
+
+def clean(folder: Folder) -> list[str]:
+    """Remove what an interrupted ``write`` left behind, and say which names that were."""
+    removed = []
+    with _opened(folder, ManifestError) as at:
+        name = ""
+        try:
+            for name in sorted(filter(_TMP_NAME.fullmatch, os.listdir(at))):
+                if stat.S_ISREG(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode):
+                    os.unlink(name, dir_fd=at)
+                    removed.append(name)
+        except OSError as error:
+            _fail(ManifestError, "cannot remove", folder, name, error)
+    return removed
+
+
+@contextlib.contextmanager
+def _opened(folder: Folder, kind: type[CommitError | ManifestError]) -> Iterator[int]:
+    if isinstance(folder, int):
+        yield folder
+        return
+    try:
+        at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        _fail(kind, "cannot open", folder, "", error)
+    try:
+        yield at
+    finally:
+        os.close(at)
+
+
+def _create(at: int, name: str) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(name, flags, 0o600, dir_fd=at)
+    except FileExistsError:
+        # From a commit that was interrupted, if it is a regular file; anything else somebody else put there.
+        if not stat.S_ISREG(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode):
+            raise
+    os.unlink(name, dir_fd=at)
+    return os.open(name, flags, 0o600, dir_fd=at)
+
+
+def _read(at: int, name: str, limit: int) -> bytes:
+    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise ManifestError("not a regular file")
+        if status.st_size > limit:
+            raise ManifestError(f"{status.st_size} bytes are more than the limit of {limit}")
+        data = bytearray()
+        while len(data) < status.st_size:
+            some = os.read(file, status.st_size - len(data))
+            if not some:
+                break
+            data += some
+        return bytes(data)
+    finally:
+        os.close(file)
+
+
+def _exists(at: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=at, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _where(folder: Folder, name: str) -> str:
+    if isinstance(folder, int):
+        try:
+            folder = os.readlink(f"/proc/self/fd/{folder}")
+        except OSError:
+            folder = f"(folder {folder})"
+    return os.path.join(os.fspath(folder), name) if name else os.fspath(folder)
+
+
+def _fail(kind: type[CommitError | ManifestError], what: str, folder: Folder, name: str, error: OSError) -> NoReturn:
+    number = error.errno or 0
+    raise kind(f"{what} {_where(folder, name)}: {os.strerror(number)} (errno {number})") from error
