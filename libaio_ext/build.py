@@ -1,0 +1,117 @@
+"""Describes the extension ``tiered.io._aio`` (cffi, API mode) to setup.py.
+
+``TIERED_LIBAIO`` says how libaio comes in: ``static``, ``shared``, ``off``, or ``auto`` (default): static where there is a
+libaio.a, else shared, and not at all where its header or the compiler is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from cffi import FFI
+
+HERE = Path(__file__).resolve().parent
+MODULE = "tiered.io._aio"
+MODES = ("auto", "static", "shared", "off")
+
+# Compiled, linked and thrown away before the real build, so that what is missing is one line and not a compiler's page.
+PROBE = """
+#include <Python.h>
+#include <libaio.h>
+int tiered_probe(void)
+{
+    io_context_t context = 0;
+    return io_setup(1, &context) + io_submit(context, 0, 0) + io_getevents(context, 0, 0, 0, 0) + io_destroy(context);
+}
+"""
+INSTALL = (
+    "install a C compiler, Python's headers and libaio (Debian, Ubuntu: apt-get install gcc libc6-dev python3-dev "
+    "libaio-dev), then install tiered again"
+)
+
+
+class CannotBuild(Exception):
+    """Why there will be no extension, in a few words."""
+
+
+def mode() -> str:
+    chosen = os.environ.get("TIERED_LIBAIO", "auto")
+    if chosen not in MODES:
+        raise SystemExit(f"TIERED_LIBAIO={chosen}: must be one of {', '.join(MODES)}")
+    return chosen
+
+
+def compiler() -> list[str]:
+    """The command that setuptools will use, with the flags that the environment gives it."""
+    command = os.environ.get("CC") or str(sysconfig.get_config_var("CC") or "cc")
+    return shlex.split(command) + shlex.split(os.environ.get("CFLAGS", ""))
+
+
+def static_link() -> list[str] | None:
+    """Linker arguments that put libaio.a into the extension, or None where there is none."""
+    answer = subprocess.run([*compiler(), "-print-file-name=libaio.a"], capture_output=True, text=True, check=False)
+    # A path when it is found, the bare name when not.
+    archive = answer.stdout.strip()
+    if answer.returncode != 0 or not os.path.isabs(archive):
+        return None
+    return [archive, f"-Wl,--version-script={HERE / 'static.map'}"]
+
+
+def trial(link: list[str]) -> str | None:
+    """What the compiler says against a small program, or None when it builds."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.c")
+        source.write_text(PROBE)
+        includes = [f"-I{sysconfig.get_path(which)}" for which in ("include", "platinclude")]
+        command = [*compiler(), "-shared", "-fPIC", *includes, str(source), "-o", str(Path(folder, "probe.so")), *link]
+        built = subprocess.run(command, capture_output=True, text=True, check=False)
+    return None if built.returncode == 0 else built.stderr
+
+
+def link_arguments() -> list[str]:
+    """How to link libaio here, tried out. Raises ``CannotBuild``."""
+    chosen = mode()
+    if sys.platform != "linux":
+        raise CannotBuild(f"there is no libaio on {sys.platform}")
+    if chosen == "off":
+        raise CannotBuild("TIERED_LIBAIO=off")
+    try:
+        subprocess.run([*compiler(), "--version"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        raise CannotBuild(f"there is no C compiler ({compiler()[0]})") from None
+
+    static = None if chosen == "shared" else static_link()
+    shared = None if chosen == "static" else ["-laio"]
+    complaint = "libaio.a not found"
+    for link in (static, shared):
+        if link is not None:
+            answer = trial(link)
+            if answer is None:
+                return link
+            complaint = answer
+    for name in ("Python.h", "libaio.h"):
+        if f"{name}: No such file" in complaint or f"'{name}' file not found" in complaint:
+            raise CannotBuild(f"{name} not found")
+    raise CannotBuild(f"a trial build failed: {complaint.strip().splitlines()[-1]}")
+
+
+def ffibuilder(link: list[str]) -> FFI:
+    """cffi's side of the extension. The ring is compiled together with the glue that cffi writes."""
+    ffi = FFI()
+    ffi.cdef((HERE / "aio_ring.cdef.h").read_text())
+    ffi.set_source(
+        MODULE,
+        '#include "aio_ring.h"',
+        sources=["libaio_ext/aio_ring.c"],
+        include_dirs=["libaio_ext"],
+        depends=["libaio_ext/aio_ring.h", "libaio_ext/aio_ring.cdef.h"],
+        extra_compile_args=["-std=gnu11", "-Wall", "-Wextra"],
+        extra_link_args=link,
+    )
+    return ffi

@@ -1,0 +1,22 @@
+"""What pyproject.toml cannot say: the libaio extension is built where it can be; where not, one line says so."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from setuptools import setup
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from libaio_ext import build
+
+try:
+    link = build.link_arguments()
+except build.CannotBuild as why:
+    print(f"tiered: the libaio backend is not built: {why}; posix serves. To get it: {build.INSTALL}", file=sys.stderr)
+    setup()
+else:
+    extension = build.ffibuilder(link).distutils_extension(tmpdir="build/cffi")
+    extension.optional = True  # a compiler that fails after all costs the backend, not the package
+    setup(ext_modules=[extension])
