@@ -1,0 +1,76 @@
+# Everything runs in .venv/, which `make setup` makes. Root or not; a bare Debian is enough (as root, the missing packages come
+# through apt-get). Your own choice of interpreter: make setup PYTHON=python3.12
+SHELL := /bin/bash
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
+TORCH ?= torch==2.13.0
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: help setup test check demo soak clean
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+
+setup: $(STAMP) ## make .venv/ with the package installed in it; quick when that is done
+
+test: setup ## every test but the long ones
+	@$(BIN)/python -m pytest -q
+
+check: setup ## ruff and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict tiered libaio_ext
+
+demo: setup ## train a small GPT under a memory budget, in demo-store/
+	$(BIN)/tiered train --dir demo-store --existing overwrite
+
+soak: setup ## the fault tests with their full counts; hours
+	@$(BIN)/python -m pytest -q -m soak
+
+clean: ## remove what the targets above made
+	rm -rf .venv build dist demo-store .hypothesis .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -f tiered/io/_aio.*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# What of the system is missing: a compiler, Python's headers and libaio for the fast backend, venv, strace for fault tests.
+# Headers and venv of a Python that Debian did not make are not Debian's to give.
+define SYSTEM_PACKAGES
+missing=(); python="$(PYTHON)"; \
+command -v gcc >/dev/null && echo 'int main(void) { return 0; }' | gcc -x c - -o /dev/null 2>/dev/null \
+	|| missing+=(gcc libc6-dev); \
+[[ -e /usr/include/libaio.h ]] || missing+=(libaio-dev); \
+command -v strace >/dev/null || missing+=(strace); \
+if ! command -v python3 >/dev/null; then missing+=(python3 python3-venv python3-dev); \
+elif [[ $$("$${python:-python3}" -c 'import sys; print(sys.base_prefix)') == /usr ]]; then \
+	"$${python:-python3}" -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv); \
+	"$${python:-python3}" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' \
+		|| missing+=(python3-dev); \
+fi; \
+if (( $${#missing[@]} )); then \
+	if [[ $$(id -u) == 0 ]] && command -v apt-get >/dev/null; then \
+		apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends "$${missing[@]}" \
+			|| echo "setup: apt-get failed; going on without: $${missing[*]}"; \
+	else \
+		echo "setup: going on without these system packages (sudo apt-get install $${missing[*]}, then make -B setup)"; \
+	fi; \
+fi
+endef
+
+$(STAMP): pyproject.toml setup.py $(wildcard libaio_ext/*.[ch] libaio_ext/*.map libaio_ext/*.py)
+	@$(SYSTEM_PACKAGES)
+	@$(MAKE) --no-print-directory environment
+
+# A second make, so that PYTHON is looked for again after Python itself may have been installed.
+.PHONY: environment
+environment:
+	@[[ -n "$(PYTHON)" ]] && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null \
+		|| { echo "setup: no Python 3.10 or newer here ('$(PYTHON)' is not); name one with make setup PYTHON=..." >&2; exit 1; }
+	@[[ -x $(BIN)/python && -x $(BIN)/pip ]] || $(PYTHON) -m venv .venv \
+		|| { rm -rf .venv; echo "setup: $(PYTHON) cannot make a virtual environment (Debian: python3-venv)" >&2; exit 1; }
+	@# torch by an exact pin and first: what is asked for later must not bring another build of it.
+	$(BIN)/pip install -q '$(TORCH)' 'setuptools>=68' wheel 'cffi>=1.16'
+	$(BIN)/pip install -q --no-build-isolation -e '.[test,dev]'
+	@$(BIN)/python -c 'from tiered.io.probe import libaio_unavailable as why; \
+		why() and print("setup: the libaio backend is not available, posix serves:", why())'
+	@touch $(STAMP)
