@@ -13,6 +13,8 @@ from tiered.types import Candidate
 
 NewPolicy = Callable[[], EvictionPolicy]
 KEYS = [f"t{i}" for i in range(8)]
+# A shared test runs under several classes, and its fixture only hands out a function: each example starts afresh.
+SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.differing_executors]
 
 
 class EvictionContract:
@@ -34,7 +36,8 @@ class EvictionContract:
 
     def test_all_of_them_when_all_are_needed(self, new_policy: NewPolicy) -> None:
         found = new_policy().victims(20, [Candidate("a", 10), Candidate("b", 10)])
-        assert found is not None and sorted(found) == ["a", "b"]
+        assert found is not None
+        assert sorted(found) == ["a", "b"]
 
     def test_forgetting_a_stranger_is_allowed(self, new_policy: NewPolicy) -> None:
         new_policy().forgotten("never seen")
@@ -46,7 +49,7 @@ class EvictionContract:
             policy.touched(key)
         assert policy.victims(30, among) == policy.victims(30, among)
 
-    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors], deadline=None)
+    @settings(suppress_health_check=SHARED, deadline=None)
     @given(
         history=st.lists(st.tuples(st.sampled_from(["touched", "forgotten"]), st.sampled_from(KEYS)), max_size=40),
         sizes=st.dictionaries(st.sampled_from(KEYS), st.integers(1, 100)),
@@ -66,7 +69,8 @@ class EvictionContract:
             assert found is None
             return
         assert found is not None
-        assert len(set(found)) == len(found) and set(found) <= set(sizes)
+        assert len(set(found)) == len(found)
+        assert set(found) <= set(sizes)
         assert sum(sizes[key] for key in found) >= nbytes
         assert not found or sum(sizes[key] for key in found[:-1]) < nbytes
         longer = policy.victims(nbytes + 50, among)
