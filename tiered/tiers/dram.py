@@ -1,0 +1,122 @@
+"""Host memory: the pinned-buffer pool. One arena on huge pages, cut into slots."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import weakref
+from dataclasses import dataclass
+
+from tiered.errors import CapacityError
+from tiered.space import FreeSpace
+from tiered.types import Slot
+
+__all__ = ["DramConfig", "DramTier"]
+
+HUGE_PAGE = 2 << 20
+
+
+@dataclass(frozen=True)
+class DramConfig:
+    """``capacity``: bytes, a hard limit. ``alignment``: bytes, of every slot; 4096 suits O_DIRECT on today's drives."""
+
+    capacity: int
+    alignment: int = 4096
+
+
+class DramTier:
+    """Slots in one anonymous mapping that starts on a 2 MiB boundary.
+
+    What holds the data decides the disk's bandwidth: a 1 MiB block in 4 KiB pages is 256 segments for the drive, in
+    huge pages it is one. The pool never uses more memory than its capacity, rounded down to the alignment; pages are
+    taken from the system at first touch.
+
+    The mapping lives as long as ``arena`` or anything made from it does: tensors that alias a slot may outlive the
+    tier. It is absent from forked children, where nothing may use it.
+
+    Raises CapacityError when the capacity is below one alignment or the system refuses the address space.
+    """
+
+    name = "dram"
+
+    def __init__(self, config: DramConfig) -> None:
+        space = FreeSpace(max(0, config.capacity), config.alignment)
+        if space.capacity == 0:
+            raise CapacityError(
+                f"a DRAM budget of {config.capacity} bytes holds nothing: the minimum is {config.alignment} bytes"
+            )
+        self._space = space
+        self._arena: ctypes.Array[ctypes.c_char] | None = _map(space.capacity)
+        _arenas[self.address] = self._arena
+
+    @property
+    def capacity(self) -> int:
+        """Bytes; a multiple of the alignment."""
+        return self._space.capacity
+
+    @property
+    def alignment(self) -> int:
+        return self._space.alignment
+
+    @property
+    def used(self) -> int:
+        """Bytes in allocated slots, padding included."""
+        return self._space.used_bytes
+
+    @property
+    def largest(self) -> int:
+        """The largest request in bytes that would be granted now."""
+        return self._space.largest
+
+    @property
+    def arena(self) -> ctypes.Array[ctypes.c_char]:
+        """The slots' memory, ``capacity`` bytes. Whoever holds it (or a ``from_buffer`` of it) keeps the mapping."""
+        if self._arena is None:
+            raise AssertionError("the DRAM tier was closed")
+        return self._arena
+
+    @property
+    def address(self) -> int:
+        """Address of the arena: the slot at offset ``o`` begins at ``address + o``."""
+        return ctypes.addressof(self.arena)
+
+    def allocate(self, nbytes: int) -> Slot | None:
+        found = self._space.allocate(nbytes)
+        return Slot(*found) if found else None
+
+    def free(self, slot: Slot) -> None:
+        self._space.free(slot.offset, slot.nbytes)
+
+    def close(self) -> None:
+        """Let go of the arena. Idempotent; aliases stay valid."""
+        self._arena = None
+
+
+def _map(nbytes: int) -> ctypes.Array[ctypes.c_char]:
+    """``nbytes`` of zeroed private memory that starts on a huge page, as an array that keeps its mapping alive."""
+    length = nbytes + HUGE_PAGE  # room to align in; what is left over is never touched, hence never backed
+    try:
+        mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise CapacityError(
+            f"the system refuses {length} bytes of memory for the DRAM tier ({error}): ask for less, or raise ulimit -v"
+        ) from error
+    base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    skip = -base % HUGE_PAGE
+    # MADV_DONTFORK: a child's copy-on-write would move pages away under I/O in flight. Advice on exactly the slots'
+    # range also keeps the kernel from backing the end of it with a huge page that is only partly ours.
+    span = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            with contextlib.suppress(OSError):  # a kernel built without it: slower, or more to copy at fork, but right
+                mapping.madvise(getattr(mmap, advice), skip, span)
+    return (ctypes.c_char * nbytes).from_buffer(mapping, skip)
+
+
+# In a forked child the arena's range is unmapped (MADV_DONTFORK) and may be given to something else. Were the mapping
+# object collected there, it would unmap that something. So children keep every arena for as long as they live.
+_arenas: weakref.WeakValueDictionary[int, ctypes.Array[ctypes.c_char]] = weakref.WeakValueDictionary()
+_inherited: list[ctypes.Array[ctypes.c_char]] = []
+os.register_at_fork(after_in_child=lambda: _inherited.extend(_arenas.values()))
