@@ -1,0 +1,559 @@
+from __future__ import annotations
+
+import ctypes
+import errno
+import importlib
+import random
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.contracts.link import SIZES, LinkContract, Loop
+from tests.fakes import InstantBackend, ManualBackend
+from tiered.errors import CorruptionError, MisuseError, ReadError, ShortTransfer, TransferError, WriteError
+from tiered.interfaces import IOBackend
+from tiered.links.disk import DiskConfig, DiskLink
+from tiered.tiers.dram import DramConfig, DramTier
+from tiered.tiers.nvme import NvmeConfig, NvmeTier
+from tiered.types import Direction, IORequest, Operation, Slot, Transfer, Urgency
+
+MIB = 1 << 20
+PIECE = 4 * MIB
+UUID = bytes(range(16))
+FD = 77
+ALIGNMENT = 4096
+
+
+@dataclass
+class Desk:
+    """A DRAM arena, an NVMe tier or a stand-in, and the link between them."""
+
+    link: DiskLink
+    upper: DramTier
+    lower: NvmeTier | DramTier
+
+    def write_upper(self, slot: Slot, data: bytes) -> None:
+        ctypes.memmove(self.upper.address + slot.offset, data, len(data))
+
+    def read_upper(self, slot: Slot, nbytes: int) -> bytes:
+        return ctypes.string_at(self.upper.address + slot.offset, nbytes)
+
+    def advance(self) -> None:
+        pass
+
+
+class Fake(Desk):
+    """The same over a backend whose completions the test releases."""
+
+    backend: ManualBackend
+
+    def __init__(self, backend: ManualBackend, config: DiskConfig, alignment: int = ALIGNMENT, room: int = 64 * MIB):
+        self.backend = backend
+        link_to = DramTier(DramConfig(room))
+        lower = DramTier(DramConfig(room))  # only its offsets are used: the bytes are in backend.files
+        lower.name = "nvme"
+        link = DiskLink(
+            backend, address=link_to.address, fd=FD, path="/s/data.0", uuid=UUID, alignment=alignment, config=config
+        )
+        super().__init__(link, link_to, lower)
+        self.loop = Loop(self)
+
+    @property
+    def file(self) -> bytearray:
+        return self.backend.files.setdefault(FD, bytearray())
+
+    def pair(self, nbytes: int, data: bytes = b"") -> tuple[Slot, Slot]:
+        upper, lower = self.loop.slots(nbytes)
+        self.write_upper(upper, data)
+        return upper, lower
+
+    def store(self, nbytes: int) -> tuple[Slot, Slot, bytes, bytes]:
+        """Write random bytes down; both slots, the bytes and their checksums."""
+        data = random.Random(nbytes).randbytes(nbytes)
+        upper, lower = self.pair(nbytes, data)
+        ended = self.drive(self.loop.transfer(Direction.DOWN, upper, lower, nbytes))
+        self.write_upper(upper, bytes(nbytes))
+        return upper, lower, data, ended
+
+    def drive(self, transfer: Transfer) -> bytes:
+        """Run one transfer without faults; its checksums."""
+        assert self.link.start(transfer)
+        while True:
+            self.backend.complete_all()
+            for completion in self.link.poll(0):
+                assert completion.tag == transfer.tag
+                assert completion.error is None
+                return completion.checksums
+
+    def in_flight(self) -> list[tuple[str, int, int]]:
+        return [(r.operation.value, r.offset, r.nbytes) for r in self.backend.pending.values()]
+
+
+def manual(depth: int = 16, block: int = MIB, window: int = 32 * MIB, **more: int) -> Fake:
+    return Fake(ManualBackend(depth), DiskConfig(block, window), **more)
+
+
+# The contract, over files in memory and over real ones
+
+
+class TestContractInMemory(LinkContract):
+    @pytest.fixture(params=[(MIB, 16), (4096, 3), (3 * MIB, 2), (5 * MIB + 4096, 16)], ids=lambda p: f"{p[0]}x{p[1]}")
+    def rig(self, request: pytest.FixtureRequest) -> Iterator[Fake]:
+        block, depth = request.param
+        fake = Fake(InstantBackend(depth), DiskConfig(block, 4 * MIB))
+        yield fake
+        fake.link.close()
+
+
+def backends() -> list[object]:
+    found: list[object] = []
+    for module, name in (("posix", "PosixBackend"), ("libaio", "LibaioBackend")):
+        try:
+            found.append(pytest.param(getattr(importlib.import_module(f"tiered.io.{module}"), name), id=module))
+        except (ImportError, AttributeError) as error:
+            found.append(pytest.param(None, id=module, marks=pytest.mark.skip(f"no {name}: {error}")))
+    return found
+
+
+class TestContractOnDisk(LinkContract):
+    @pytest.fixture(params=backends())
+    def rig(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Desk]:
+        lower = NvmeTier.open(NvmeConfig(tmp_path / "store", 64 * MIB))
+        upper = DramTier(DramConfig(64 * MIB, lower.alignment))
+        backend: IOBackend = open_backend(request.param)
+        link = DiskLink(
+            backend,
+            address=upper.address,
+            fd=lower.fd,
+            path=lower.path,
+            uuid=lower.uuid,
+            alignment=lower.alignment,
+            config=DiskConfig(window=8 * MIB),
+        )
+        yield Desk(link, upper, lower)
+        link.close()
+        lower.close()
+        upper.close()
+
+    def test_a_flipped_bit_on_the_disk_is_found(self, rig: Desk) -> None:
+        loop = Loop(rig)
+        nbytes = 5 * MIB + 123
+        upper, lower = loop.slots(nbytes)
+        rig.write_upper(upper, random.Random(1).randbytes(nbytes))
+        down = loop.run(loop.transfer(Direction.DOWN, upper, lower, nbytes))
+        assert isinstance(rig.lower, NvmeTier)
+        rig.lower.sync()
+        with open(rig.lower.path, "r+b") as file:
+            file.seek(lower.offset + PIECE + 5)
+            was = file.read(1)[0]
+            file.seek(lower.offset + PIECE + 5)
+            file.write(bytes([was ^ 4]))
+        up = loop.run(loop.transfer(Direction.UP, upper, lower, nbytes, checksums=down.checksums))
+        assert isinstance(up.error, CorruptionError)
+        assert (up.error.path, up.error.offset) == (rig.lower.path, lower.offset + PIECE)
+
+    def test_a_file_that_was_cut_is_a_short_transfer(self, rig: Desk) -> None:
+        loop = Loop(rig)
+        nbytes = 3 * MIB
+        upper, lower = loop.slots(nbytes)
+        down = loop.run(loop.transfer(Direction.DOWN, upper, lower, nbytes))
+        assert isinstance(rig.lower, NvmeTier)
+        with open(rig.lower.path, "r+b") as file:
+            file.truncate(lower.offset + MIB + 8192)
+        up = loop.run(loop.transfer(Direction.UP, upper, lower, nbytes, checksums=down.checksums))
+        assert isinstance(up.error, ShortTransfer)
+        assert up.error.offset in (lower.offset + MIB, lower.offset + 2 * MIB)
+
+
+def open_backend(backend: Callable[..., IOBackend]) -> IOBackend:
+    return backend()
+
+
+# Blocks
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+@pytest.mark.parametrize("block", [4096, 65536, MIB, 3 * MIB, PIECE, 5 * MIB + 5000])
+def test_every_byte_moves_once_in_aligned_blocks(nbytes: int, block: int) -> None:
+    fake = Fake(InstantBackend(64), DiskConfig(block))
+    upper, lower, data, checksums = fake.store(nbytes)
+    rounded = -(-nbytes // ALIGNMENT) * ALIGNMENT
+    at = 0
+    for request in fake.backend.submitted:
+        assert request.operation is Operation.WRITE
+        assert request.fd == FD
+        assert (request.offset - lower.offset, request.address - fake.upper.address - upper.offset) == (at, at)
+        at += request.nbytes
+        assert request.nbytes == block - block % ALIGNMENT or at == rounded
+    assert at == rounded
+    assert bytes(fake.file[lower.offset : lower.offset + nbytes]) == data
+    assert not any(fake.file[lower.offset + nbytes : lower.offset + rounded])
+    fake.drive(fake.loop.transfer(Direction.UP, upper, lower, nbytes, checksums=checksums))
+    assert fake.read_upper(upper, nbytes) == data
+
+
+def test_padding_is_zeroed_before_a_write() -> None:
+    fake = manual()
+    upper, lower = fake.pair(4096, b"\xee" * 4096)
+    fake.drive(fake.loop.transfer(Direction.DOWN, upper, lower, 100))
+    assert fake.read_upper(upper, 4096) == b"\xee" * 100 + bytes(3996)
+    assert bytes(fake.file[lower.offset : lower.offset + 4096]) == b"\xee" * 100 + bytes(3996)
+
+
+def test_a_block_smaller_than_the_alignment_becomes_one_alignment() -> None:
+    fake = Fake(InstantBackend(), DiskConfig(block=100), alignment=8192)
+    upper, lower = fake.pair(20_000)
+    fake.drive(fake.loop.transfer(Direction.DOWN, upper, lower, 10_000))
+    assert [request.nbytes for request in fake.backend.submitted] == [8192, 8192]
+
+
+@pytest.mark.parametrize("config", [DiskConfig(block=0), DiskConfig(window=0), DiskConfig(block=-1)])
+def test_sizes_that_move_nothing_are_refused(config: DiskConfig) -> None:
+    with pytest.raises(MisuseError):
+        Fake(ManualBackend(), config)
+
+
+def test_a_backend_that_needs_more_alignment_is_refused() -> None:
+    with pytest.raises(MisuseError, match="8192 bytes"):
+        Fake(ManualBackend(alignment=8192), DiskConfig())
+
+
+# The ring and the window
+
+
+def test_the_ring_stays_full_across_transfers() -> None:
+    fake = manual(depth=4, block=65536)
+    for _ in range(3):
+        nbytes = 2 * 65536 + 1  # two blocks and a small one
+        assert fake.link.start(fake.loop.transfer(Direction.DOWN, *fake.pair(nbytes), nbytes))
+    ended = 0
+    for left in range(9, 0, -1):
+        assert len(fake.backend.pending) == min(4, left)
+        fake.backend.complete(next(iter(fake.backend.pending)))
+        ended += len(fake.link.poll(0))
+    assert ended == 3
+
+
+def test_urgent_blocks_go_first_and_equals_in_order_of_arrival() -> None:
+    fake = manual(depth=2)
+    names = {}
+    for name, urgency in (
+        ("w1", Urgency.WRITEBACK),
+        ("w2", Urgency.WRITEBACK),
+        ("p1", Urgency.PREFETCH),
+        ("d1", Urgency.DEMAND),
+        ("d2", Urgency.DEMAND),
+    ):
+        upper, lower = fake.pair(3 * MIB)
+        names[lower.offset] = name
+        direction = Direction.DOWN if urgency is Urgency.WRITEBACK else Direction.UP
+        fake.file.extend(bytes(max(0, lower.offset + lower.nbytes - len(fake.file))))
+        assert fake.link.start(fake.loop.transfer(direction, upper, lower, 3 * MIB, urgency))
+    while fake.backend.pending:
+        fake.backend.complete_all()
+        fake.link.poll(0)
+    order = [names[r.offset - r.offset % (3 * MIB)] for r in fake.backend.submitted]
+    assert order == ["w1"] * 2 + ["d1"] * 3 + ["d2"] * 3 + ["p1"] * 3 + ["w1"] + ["w2"] * 3
+
+
+def test_promotion_overtakes() -> None:
+    fake = manual(depth=1)
+    slots = [fake.pair(2 * MIB) for _ in range(3)]
+    tags = []
+    for upper, lower in slots:
+        transfer = fake.loop.transfer(Direction.DOWN, upper, lower, 2 * MIB, Urgency.WRITEBACK)
+        tags.append(transfer.tag)
+        assert fake.link.start(transfer)
+    fake.link.promote(tags[2], Urgency.DEMAND)
+    fake.link.promote(tags[2], Urgency.PREFETCH)  # not downwards
+    fake.link.promote(12345, Urgency.DEMAND)  # long gone
+    ended = []
+    while fake.backend.pending:
+        fake.backend.complete_all()
+        ended += [completion.tag for completion in fake.link.poll(0)]
+    assert ended == [tags[2], tags[0], tags[1]]
+    upper, lower = slots[0]
+    assert fake.link.start(fake.loop.transfer(Direction.DOWN, upper, lower, MIB)), "the window's accounts are even"
+
+
+def test_the_window_refuses_and_an_idle_link_accepts() -> None:
+    fake = manual(window=2 * MIB)
+    big = fake.loop.transfer(Direction.DOWN, *fake.pair(9 * MIB), 9 * MIB, Urgency.WRITEBACK)
+    assert fake.link.start(big), "one of any size when idle"
+    small = fake.loop.transfer(Direction.DOWN, *fake.pair(1), 1, Urgency.WRITEBACK)
+    assert not fake.link.start(small)
+    fake.backend.complete_all()
+    assert [completion.tag for completion in fake.link.poll(0)] == [big.tag]
+    assert fake.link.start(small)
+
+
+def test_a_window_full_of_write_backs_does_not_refuse_demand() -> None:
+    fake = manual(depth=2, window=2 * MIB)
+
+    def start(urgency: Urgency) -> bool:
+        return fake.link.start(fake.loop.transfer(Direction.DOWN, *fake.pair(2 * MIB), 2 * MIB, urgency))
+
+    assert start(Urgency.WRITEBACK)
+    assert not start(Urgency.WRITEBACK)
+    assert start(Urgency.PREFETCH)
+    assert not start(Urgency.PREFETCH)
+    assert start(Urgency.DEMAND)
+    assert not start(Urgency.DEMAND)
+
+
+def test_what_the_backend_does_not_take_is_offered_again() -> None:
+    fake = manual(depth=8)
+    upper, lower = fake.pair(6 * MIB, random.Random(3).randbytes(6 * MIB))
+    fake.backend.refuse_after(1)
+    transfer = fake.loop.transfer(Direction.DOWN, upper, lower, 6 * MIB)
+    assert fake.link.start(transfer)
+    assert len(fake.backend.pending) == 1
+    fake.backend.refuse_after(0)
+    assert fake.link.poll(0) == []
+    assert len(fake.backend.pending) == 1
+    while not (ended := fake.link.poll(0)):
+        fake.backend.complete_all()
+    assert ended[0].error is None
+    assert bytes(fake.file[lower.offset : lower.offset + 6 * MIB]) == fake.read_upper(upper, 6 * MIB)
+    assert sorted(request.offset for request in fake.backend.submitted) == [lower.offset + i * MIB for i in range(6)]
+
+
+def test_the_first_blocks_are_on_their_way_before_later_pieces_are_hashed() -> None:
+    fake = manual(depth=16)
+    assert fake.link.start(fake.loop.transfer(Direction.DOWN, *fake.pair(9 * MIB), 9 * MIB))
+    assert fake.backend.batches == [4, 4, 1]
+
+
+def test_poll_waits_for_a_whole_transfer() -> None:
+    fake = Fake(InstantBackend(1), DiskConfig())
+    transfer = fake.loop.transfer(Direction.DOWN, *fake.pair(5 * MIB), 5 * MIB)
+    assert fake.link.start(transfer)
+    assert [completion.tag for completion in fake.link.poll(60)] == [transfer.tag]
+
+
+# Checksums
+
+
+@pytest.mark.parametrize("nbytes", [1, 4097, PIECE, PIECE + 1, 9 * MIB])
+def test_checksums_cover_store_tensor_generation_and_offset(nbytes: int) -> None:
+    fake = manual(depth=64)
+    data = random.Random(nbytes).randbytes(nbytes)
+    upper, lower = fake.pair(nbytes, data)
+    transfer = fake.loop.transfer(Direction.DOWN, upper, lower, nbytes, tensor_id=2**63)
+    transfer.generation = 2**64 - 1
+    expected = b"".join(
+        xxhash.xxh3_128_digest(struct.pack("<16sQQQ", UUID, 2**63, 2**64 - 1, at) + data[at : at + PIECE])
+        for at in range(0, nbytes, PIECE)
+    )
+    assert fake.drive(transfer) == expected
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, PIECE - 1, PIECE, PIECE + 1, 9 * MIB])
+@pytest.mark.parametrize("block", [MIB, 3 * MIB])
+def test_a_flipped_bit_anywhere_is_found(nbytes: int, block: int) -> None:
+    fake = Fake(InstantBackend(), DiskConfig(block))
+    upper, lower, data, checksums = fake.store(nbytes)
+    chance = random.Random(nbytes)
+    for at in {0, nbytes - 1, nbytes // 2, min(nbytes - 1, PIECE), min(nbytes, PIECE) - 1, chance.randrange(nbytes)}:
+        fake.file[lower.offset + at] ^= 1 << chance.randrange(8)
+        transfer = fake.loop.transfer(Direction.UP, upper, lower, nbytes, checksums=checksums)
+        error = fake.loop.run(transfer).error
+        assert isinstance(error, CorruptionError)
+        where = lower.offset + at // PIECE * PIECE
+        assert (error.key, error.tier, error.path, error.offset) == (transfer.key, "nvme", "/s/data.0", where)
+        fake.file[lower.offset + at] = data[at]
+    assert fake.loop.run(fake.loop.transfer(Direction.UP, upper, lower, nbytes, checksums=checksums)).error is None
+
+
+def test_stale_swapped_and_misdirected_bytes_are_found() -> None:
+    fake = Fake(InstantBackend(), DiskConfig())
+    upper, lower, _, checksums = fake.store(2 * PIECE)
+
+    def read(**changes: int) -> TransferError | None:
+        transfer = fake.loop.transfer(Direction.UP, upper, lower, 2 * PIECE, checksums=checksums)
+        for name, value in changes.items():
+            setattr(transfer, name, value)
+        error = fake.loop.run(transfer).error
+        assert error is None or isinstance(error, TransferError)
+        return error
+
+    assert read() is None
+    assert isinstance(read(generation=4), CorruptionError)
+    assert isinstance(read(tensor_id=2), CorruptionError)
+    first, second = fake.file[lower.offset : lower.offset + PIECE], fake.file[lower.offset + PIECE :]
+    fake.file[lower.offset :] = second + first
+    assert isinstance(read(), CorruptionError)
+
+
+def test_without_checksums_nothing_is_checked() -> None:
+    fake = Fake(InstantBackend(), DiskConfig())
+    upper, lower, _data, _ = fake.store(5000)
+    fake.file[lower.offset] ^= 1
+    assert fake.loop.run(fake.loop.transfer(Direction.UP, upper, lower, 5000)).error is None
+
+
+def test_padding_is_not_part_of_the_checksum() -> None:
+    fake = Fake(InstantBackend(), DiskConfig())
+    upper, lower, _data, checksums = fake.store(5000)
+    fake.file[lower.offset + 6000] ^= 1
+    assert fake.loop.run(fake.loop.transfer(Direction.UP, upper, lower, 5000, checksums=checksums)).error is None
+
+
+# Faults
+
+
+BLOCK = 65536
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("fault", [-errno.EIO, -errno.ENOSPC, -errno.EBADF, 0, 512, BLOCK - 512, BLOCK + 512])
+@pytest.mark.parametrize("block", [0, 2, 4])
+def test_a_fault_in_one_block(direction: Direction, fault: int, block: int) -> None:
+    """The transfer ends once, with an error that names the block, and not while blocks of it are in flight."""
+    fake = manual(depth=3, block=BLOCK, room=MIB)
+    upper, lower, _data, _checksums = fake.store(5 * BLOCK)
+    other = fake.loop.transfer(Direction.DOWN, *fake.pair(BLOCK), BLOCK)
+    transfer = fake.loop.transfer(direction, upper, lower, 5 * BLOCK)
+    before = len(fake.backend.submitted)
+    assert fake.link.start(transfer)
+    assert fake.link.start(other)
+    failed_at = lower.offset + block * BLOCK
+    tag = None
+    while tag is None:
+        tag = next((r.tag for r in fake.backend.pending.values() if r.offset == failed_at), None)
+        if tag is None:
+            fake.backend.complete(next(iter(fake.backend.pending)))
+            assert fake.link.poll(0) == []
+    if fault > BLOCK:
+        fake.backend._move = lambda request, nbytes: nbytes  # type: ignore[method-assign]
+    fake.backend.complete(tag, fault)
+    mine = [r for r in fake.backend.pending.values() if lower.offset <= r.offset < lower.offset + lower.nbytes]
+    ended = fake.link.poll(0)
+    while not ended:
+        assert mine, "ended at the last block in flight, and not before"
+        fake.backend.complete(mine.pop().tag)
+        ended = fake.link.poll(0)
+    assert not mine
+    assert [completion.tag for completion in ended] == [transfer.tag]
+    error = ended[0].error
+    expected = ShortTransfer if fault >= 0 else ReadError if direction is Direction.UP else WriteError
+    assert type(error) is expected
+    assert (error.key, error.tier, error.path, error.offset) == (transfer.key, "nvme", "/s/data.0", failed_at)
+    assert error.errno == (None if fault >= 0 else -fault)
+    assert ended[0].checksums == b""
+    mine_ever = [r.offset for r in fake.backend.submitted[before:] if 0 <= r.offset - lower.offset < lower.nbytes]
+    assert max(mine_ever) < failed_at + 3 * BLOCK, "the rest of it is dropped"
+    fake.backend.complete_all()
+    assert [(completion.tag, completion.error) for completion in fake.link.poll(0)] == [(other.tag, None)]
+    again = fake.loop.transfer(Direction.DOWN, upper, lower, 5 * BLOCK)
+    fake.drive(again)
+
+
+def test_the_first_of_several_errors_is_reported() -> None:
+    fake = manual()
+    upper, lower = fake.pair(3 * MIB)
+    assert fake.link.start(fake.loop.transfer(Direction.DOWN, upper, lower, 3 * MIB))
+    first, second, third = fake.backend.pending
+    fake.backend.complete(second, -errno.EIO)
+    fake.backend.complete(first, -errno.ENOSPC)
+    assert fake.link.poll(0) == []
+    fake.backend.complete(third)
+    (ended,) = fake.link.poll(0)
+    assert isinstance(ended.error, WriteError)
+    assert (ended.error.errno, ended.error.offset) == (errno.EIO, lower.offset + MIB)
+
+
+def test_corruption_drops_the_rest() -> None:
+    fake = manual(depth=4)
+    upper, lower, _data, checksums = fake.store(16 * MIB)
+    fake.file[lower.offset] ^= 1
+    before = len(fake.backend.submitted)
+    assert fake.link.start(fake.loop.transfer(Direction.UP, upper, lower, 16 * MIB, checksums=checksums))
+    fake.backend.complete_all()
+    assert fake.link.poll(0) == [], "the next blocks were handed over before the piece was hashed"
+    assert len(fake.backend.submitted) - before == 8
+    fake.backend.complete_all()
+    (ended,) = fake.link.poll(0)
+    assert isinstance(ended.error, CorruptionError)
+    assert not fake.backend.pending
+    assert len(fake.backend.submitted) - before == 8
+
+
+def test_an_unknown_completion_is_our_bug() -> None:
+    fake = manual()
+    address = fake.upper.address
+    fake.backend.submit([IORequest(Operation.WRITE, FD, 0, address, 4096, tag=1 << 40)])
+    fake.backend.complete_all()
+    with pytest.raises(KeyError):
+        fake.link.poll(0)
+
+
+def test_slots_without_room_for_the_padding_are_our_bug() -> None:
+    fake = manual()
+    for upper, lower in ((Slot(0, 4095), Slot(0, 4096)), (Slot(0, 4096), Slot(0, 4095))):
+        with pytest.raises(AssertionError):
+            fake.link.start(fake.loop.transfer(Direction.DOWN, upper, lower, 4095))
+
+
+def test_close_in_the_middle_leaves_nothing_in_flight() -> None:
+    fake = manual(depth=2)
+    assert fake.link.start(fake.loop.transfer(Direction.DOWN, *fake.pair(9 * MIB), 9 * MIB))
+    fake.link.close()
+    assert not fake.backend.pending
+    assert fake.backend.closed
+    assert len(fake.backend.submitted) == 2, "what was not handed over is dropped"
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=60)
+@given(
+    sizes=st.lists(st.integers(1, 300_000), min_size=1, max_size=10),
+    block=st.sampled_from([4096, 12288, 65536]),
+    depth=st.integers(1, 9),
+    data=st.data(),
+)
+def test_any_order_of_completions_and_faults(sizes: list[int], block: int, depth: int, data: st.DataObject) -> None:
+    """Each transfer ends once, with an error if and only if one of its blocks failed, and then none is in flight."""
+    fake = manual(depth=depth, block=block, room=4 * MIB)
+    live: dict[int, Transfer] = {}
+    contents: dict[int, tuple[Slot, Slot, bytes]] = {}
+    for nbytes in sizes:
+        content = random.Random(nbytes).randbytes(nbytes)
+        upper, lower = fake.pair(nbytes, content)
+        urgency = data.draw(st.sampled_from(list(Urgency)))
+        transfer = fake.loop.transfer(Direction.DOWN, upper, lower, nbytes, urgency)
+        live[transfer.tag] = transfer
+        contents[transfer.tag] = (upper, lower, content)
+        assert fake.link.start(transfer)
+    failed: set[int] = set()
+    ended: dict[int, bool] = {}
+
+    def owner(offset: int) -> int:
+        return next(t.tag for t in live.values() if 0 <= offset - t.lower.offset < t.lower.nbytes)
+
+    while fake.backend.pending:
+        tag = data.draw(st.sampled_from(sorted(fake.backend.pending)))
+        request = fake.backend.pending[tag]
+        if data.draw(st.integers(0, 9)) == 0:
+            failed.add(owner(request.offset))
+            fake.backend.complete(tag, data.draw(st.sampled_from([-errno.EIO, 0, 512])))
+        else:
+            fake.backend.complete(tag)
+        if data.draw(st.booleans()) or not fake.backend.pending:
+            for completion in fake.link.poll(0):
+                assert completion.tag not in ended
+                ended[completion.tag] = completion.error is None
+                transfer = live[completion.tag]
+                assert not any(
+                    0 <= r.offset - transfer.lower.offset < transfer.lower.nbytes for r in fake.backend.pending.values()
+                )
+    assert set(ended) == set(live)
+    assert {tag for tag, well in ended.items() if not well} == failed
+    for tag in set(live) - failed:
+        _, lower, content = contents[tag]
+        assert bytes(fake.file[lower.offset : lower.offset + len(content)]) == content
