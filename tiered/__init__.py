@@ -1,0 +1,72 @@
+"""``tiered`` keeps tensors where there is room (HBM, DRAM, NVMe) and brings them where they are needed in time.
+
+Start with ``TieredStore.open``; ``tiered.zero`` trains models that are larger than memory. The names below are imported when they
+are first used, so that the parts which need no torch (manifests, errors) come up without it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tiered import zero as zero
+    from tiered.errors import (
+        CapacityError,
+        CommitError,
+        CorruptionError,
+        ForkedStore,
+        KeyNotFound,
+        LeaseConflict,
+        ManifestError,
+        MisuseError,
+        ReadError,
+        ShortTransfer,
+        StoreClosed,
+        StoreLocked,
+        TieredError,
+        TransferError,
+        WriteError,
+    )
+    from tiered.store import TieredStore
+    from tiered.types import Access, TensorSpec
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Access",
+    "CapacityError",
+    "CommitError",
+    "CorruptionError",
+    "ForkedStore",
+    "KeyNotFound",
+    "LeaseConflict",
+    "ManifestError",
+    "MisuseError",
+    "ReadError",
+    "ShortTransfer",
+    "StoreClosed",
+    "StoreLocked",
+    "TensorSpec",
+    "TieredError",
+    "TieredStore",
+    "TransferError",
+    "WriteError",
+    "zero",
+]
+
+_HOME = {"TieredStore": "tiered.store", "Access": "tiered.types", "TensorSpec": "tiered.types"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'tiered' has no attribute {name!r}")
+    if name == "zero":
+        return import_module("tiered.zero")
+    found = getattr(import_module(_HOME.get(name, "tiered.errors")), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

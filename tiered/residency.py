@@ -1,0 +1,352 @@
+"""Where every tensor is: a state per copy, that is per (tensor, tier), and the only code that changes one.
+
+No threads, no torch, no I/O. Tiers are numbered from the top (0, next to the compute) to the bottom (the last one).
+
+==================================  ==============================================================
+edge                                fired by
+==================================  ==============================================================
+EMPTY -> FILLING                    ``begin_fill`` / ``begin_writeback``: a transfer into it is admitted
+FILLING -> CLEAN                    filled from below, or it is the bottom
+FILLING -> DIRTY                    filled from above, and there is a tier below that has not got the bytes yet
+FILLING -> EMPTY                    the transfer failed
+EMPTY -> DIRTY                      ``put``
+CLEAN -> DIRTY                      a WRITE lease is granted: every other copy is superseded at once, not at its release
+CLEAN -> EMPTY                      evicted, superseded, deleted
+DIRTY -> EMPTY                      superseded, deleted
+DIRTY -> WRITEBACK                  ``begin_writeback``: a transfer down is admitted
+WRITEBACK -> CLEAN / DIRTY          the transfer is done / failed
+==================================  ==============================================================
+
+CLEAN means: this is the bottom, or some tier below holds the same bytes. So a CLEAN copy above the bottom that nobody leases
+may be evicted without moving a byte.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from tiered.errors import KeyNotFound, LeaseConflict, TieredError
+from tiered.types import Access, Key, Slot, TensorSpec
+
+__all__ = ["EDGES", "Copy", "Directory", "Entry", "State"]
+
+
+class State(enum.Enum):
+    EMPTY = "empty"
+    FILLING = "filling"
+    CLEAN = "clean"
+    DIRTY = "dirty"
+    WRITEBACK = "writeback"
+
+
+EDGES: frozenset[tuple[State, State]] = frozenset(
+    {
+        (State.EMPTY, State.FILLING),
+        (State.EMPTY, State.DIRTY),
+        (State.FILLING, State.CLEAN),
+        (State.FILLING, State.DIRTY),
+        (State.FILLING, State.EMPTY),
+        (State.CLEAN, State.DIRTY),
+        (State.CLEAN, State.EMPTY),
+        (State.DIRTY, State.EMPTY),
+        (State.DIRTY, State.WRITEBACK),
+        (State.WRITEBACK, State.CLEAN),
+        (State.WRITEBACK, State.DIRTY),
+    }
+)
+
+_VALID = frozenset({State.CLEAN, State.DIRTY, State.WRITEBACK})
+_IN_FLIGHT = frozenset({State.FILLING, State.WRITEBACK})
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Copy:
+    """One tensor in one slot of one tier. It lives from its slot's allocation until EMPTY; then a new one is made.
+
+    ``aliases`` counts views of the slot's memory that are still reachable outside; a slot is given back only when the copy is
+    EMPTY *and* none is left. ``reads_from`` counts transfers up that read this slot. ``checksums`` and ``generation`` describe
+    the bytes of a bottom copy. ``witness`` is the store's (it shares torch's version counter between leases).
+    """
+
+    key: Key
+    tier: int
+    slot: Slot
+    _state: State = State.EMPTY
+    readers: int = 0
+    writers: int = 0
+    reads_from: int = 0
+    aliases: int = 0
+    checksums: bytes = b""
+    generation: int = 0
+    prefetched: bool = False
+    failure: TieredError | None = None
+    witness: object = None
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    def become(self, state: State) -> None:
+        assert (self._state, state) in EDGES, f"{self.key!r}: illegal edge {self._state.name} -> {state.name}"
+        self._state = state
+
+    @property
+    def valid(self) -> bool:
+        """It holds the tensor's bytes."""
+        return self._state in _VALID
+
+    @property
+    def in_flight(self) -> bool:
+        """A transfer uses its slot."""
+        return self._state in _IN_FLIGHT or self.reads_from > 0
+
+    @property
+    def leased(self) -> bool:
+        return self.readers > 0 or self.writers > 0
+
+    @property
+    def idle(self) -> bool:
+        """Nobody looks at it and nothing moves it."""
+        return not (self.leased or self.in_flight or self.aliases)
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A tensor: what it is, and its copies, one place per tier (None is EMPTY)."""
+
+    key: Key
+    spec: TensorSpec
+    tensor_id: int
+    copies: list[Copy | None] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes a slot must have; an empty tensor still takes one."""
+        return max(1, self.spec.nbytes)
+
+    @property
+    def in_flight(self) -> bool:
+        return any(copy is not None and copy.in_flight for copy in self.copies)
+
+    @property
+    def leased(self) -> bool:
+        return any(copy is not None and copy.leased for copy in self.copies)
+
+    @property
+    def written(self) -> bool:
+        """A WRITE lease is open."""
+        return any(copy is not None and copy.writers for copy in self.copies)
+
+    @property
+    def unsaved(self) -> Copy | None:
+        """The copy that some tier below has not got yet (DIRTY or WRITEBACK), if there is one."""
+        for copy in self.copies:
+            if copy is not None and copy.state in (State.DIRTY, State.WRITEBACK):
+                return copy
+        return None
+
+
+class Directory:
+    """All tensors of a store. ``vacated(copy)`` is called for each copy that becomes EMPTY."""
+
+    def __init__(self, depth: int, vacated: Callable[[Copy], None]) -> None:
+        assert depth >= 1
+        self.depth = depth
+        self.next_id = 1
+        self._vacated = vacated
+        self._entries: dict[Key, Entry] = {}
+
+    # -- looking ---------------------------------------------------------------------------------------------------------
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def entries(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def find(self, key: Key) -> Entry | None:
+        return self._entries.get(key)
+
+    def entry(self, key: Key) -> Entry:
+        """Raises KeyNotFound."""
+        found = self._entries.get(key)
+        if found is None:
+            raise KeyNotFound(f"no tensor {key!r} in the store")
+        return found
+
+    # -- coming and going ------------------------------------------------------------------------------------------------
+
+    def put(self, key: Key, spec: TensorSpec, tier: int, slot: Slot) -> Entry:
+        """New bytes in ``slot`` replace whatever ``key`` was. Raises LeaseConflict under an open lease."""
+        old = self._entries.get(key)
+        if old is not None:
+            self.forget(key)
+        entry = self.add(key, spec, self.next_id)
+        copy = Copy(key, tier, slot)
+        if tier == self.depth - 1:  # a chain of one tier: nothing below could be newer or older
+            copy.become(State.FILLING)
+            copy.become(State.CLEAN)
+        else:
+            copy.become(State.DIRTY)
+        entry.copies[tier] = copy
+        return entry
+
+    def add(self, key: Key, spec: TensorSpec, tensor_id: int) -> Entry:
+        """A tensor without any copy yet."""
+        assert key not in self._entries
+        entry = Entry(key, spec, tensor_id, [None] * self.depth)
+        self._entries[key] = entry
+        self.next_id = max(self.next_id, tensor_id + 1)
+        return entry
+
+    def restore(self, key: Key, spec: TensorSpec, tensor_id: int, slot: Slot, checksums: bytes, generation: int) -> Entry:
+        """A tensor that a manifest says is at the bottom."""
+        entry = self.add(key, spec, tensor_id)
+        copy = Copy(key, self.depth - 1, slot, checksums=checksums, generation=generation)
+        copy.become(State.FILLING)
+        copy.become(State.CLEAN)
+        entry.copies[-1] = copy
+        return entry
+
+    def forget(self, key: Key) -> None:
+        """Delete. Raises KeyNotFound, LeaseConflict; the caller has waited for transfers in flight."""
+        entry = self.entry(key)
+        if entry.leased:
+            raise LeaseConflict(f"tensor {key!r} is leased: it can be replaced or deleted after its leases have ended")
+        assert not entry.in_flight
+        for copy in entry.copies:
+            if copy is not None:
+                self._vacate(entry, copy)
+        del self._entries[key]
+
+    def evict(self, copy: Copy) -> None:
+        assert copy.state is State.CLEAN and copy.idle and copy.tier < self.depth - 1
+        self._vacate(self._entries[copy.key], copy)
+
+    def move(self, copy: Copy, slot: Slot) -> Copy:
+        """``copy``'s bytes were copied to ``slot`` of the same tier; the old slot goes to whoever still has aliases of it."""
+        entry = self._entries[copy.key]
+        assert copy.state is State.DIRTY and not copy.leased and not copy.in_flight
+        fresh = Copy(copy.key, copy.tier, slot)
+        fresh.become(State.DIRTY)
+        self._vacate(entry, copy)
+        entry.copies[copy.tier] = fresh
+        return fresh
+
+    # -- leases ----------------------------------------------------------------------------------------------------------
+
+    def grant(self, entry: Entry, tier: int, access: Access) -> Copy:
+        """Open a lease on a valid copy. Raises LeaseConflict; WRITE also needs that no transfer is in flight."""
+        copy = entry.copies[tier]
+        assert copy is not None and copy.valid
+        self.refuse_conflict(entry, access)
+        if access is Access.WRITE:
+            assert not entry.in_flight
+            for other in entry.copies:
+                if other is not None and other is not copy:
+                    self._vacate(entry, other)
+            if copy.state is State.CLEAN and tier < self.depth - 1:
+                copy.become(State.DIRTY)
+            copy.checksums = b""
+            copy.writers += 1
+        else:
+            copy.readers += 1
+        copy.prefetched = False
+        copy.failure = None
+        return copy
+
+    def refuse_conflict(self, entry: Entry, access: Access) -> None:
+        if entry.written or (access is Access.WRITE and entry.leased):
+            held = "WRITE" if entry.written else "READ"
+            raise LeaseConflict(f"tensor {entry.key!r} has an open {held} lease; a {access.name} lease must wait for its end")
+
+    def release(self, copy: Copy, access: Access) -> None:
+        if access is Access.WRITE:
+            assert copy.writers == 1
+            copy.writers = 0
+        else:
+            assert copy.readers > 0
+            copy.readers -= 1
+
+    # -- transfers -------------------------------------------------------------------------------------------------------
+
+    def begin_fill(self, entry: Entry, tier: int, slot: Slot) -> Copy:
+        """A transfer up, from the tier below, is admitted into ``slot``."""
+        source = entry.copies[tier + 1]
+        assert source is not None and source.valid and entry.copies[tier] is None and not entry.written
+        source.reads_from += 1
+        copy = Copy(entry.key, tier, slot)
+        copy.become(State.FILLING)
+        entry.copies[tier] = copy
+        return copy
+
+    def end_fill(self, entry: Entry, tier: int, error: TieredError | None) -> None:
+        source, copy = entry.copies[tier + 1], entry.copies[tier]
+        assert source is not None and copy is not None
+        source.reads_from -= 1
+        if error is None:
+            copy.become(State.CLEAN)
+        else:
+            self._vacate(entry, copy)
+
+    def begin_writeback(self, entry: Entry, tier: int, slot: Slot) -> Copy:
+        """A transfer down, into the tier below, is admitted."""
+        source = entry.copies[tier]
+        assert source is not None and not source.writers and not source.in_flight and entry.copies[tier + 1] is None
+        source.become(State.WRITEBACK)
+        copy = Copy(entry.key, tier + 1, slot)
+        copy.become(State.FILLING)
+        entry.copies[tier + 1] = copy
+        return copy
+
+    def end_writeback(
+        self, entry: Entry, tier: int, error: TieredError | None, checksums: bytes = b"", generation: int = 0
+    ) -> None:
+        source, copy = entry.copies[tier], entry.copies[tier + 1]
+        assert source is not None and copy is not None
+        if error is None:
+            copy.checksums, copy.generation = checksums, generation
+            copy.become(State.CLEAN if copy.tier == self.depth - 1 else State.DIRTY)
+            source.become(State.CLEAN)
+            source.failure = None
+        else:
+            source.become(State.DIRTY)
+            source.failure = error
+            self._vacate(entry, copy)
+
+    # -- within ----------------------------------------------------------------------------------------------------------
+
+    def _vacate(self, entry: Entry, copy: Copy) -> None:
+        copy.become(State.EMPTY)
+        entry.copies[copy.tier] = None
+        self._vacated(copy)
+
+    def check(self) -> None:
+        """Assert every invariant of the state table (for tests)."""
+        for entry in self._entries.values():
+            unsaved = [copy for copy in entry.copies if copy is not None and copy.state in (State.DIRTY, State.WRITEBACK)]
+            valid = [copy for copy in entry.copies if copy is not None and copy.valid]
+            assert len(unsaved) <= 1, f"{entry.key!r}: two copies claim to be the newest"
+            assert valid, f"{entry.key!r}: no copy has its bytes"
+            for tier, copy in enumerate(entry.copies):
+                if copy is None:
+                    continue
+                assert copy.tier == tier and copy.key == entry.key and copy.state is not State.EMPTY
+                below = [c for c in entry.copies[tier + 1 :] if c is not None and c.valid]
+                if copy.state is State.CLEAN:
+                    assert tier == self.depth - 1 or below, f"{entry.key!r}: CLEAN in tier {tier}, nothing below"
+                if copy.state in (State.DIRTY, State.WRITEBACK):
+                    assert tier < self.depth - 1 and not below, f"{entry.key!r}: unsaved in tier {tier}, a copy below"
+                if copy.writers:
+                    assert copy.writers == 1 and copy.readers == 0 and not entry.in_flight
+                    assert sum(c is not None for c in entry.copies) == 1, f"{entry.key!r}: WRITE lease beside copies"
+                if copy.state is State.FILLING:
+                    assert not copy.leased
