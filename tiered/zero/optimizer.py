@@ -1,0 +1,204 @@
+"""AdamW for paged parameters: ``step()`` marks, each unit is updated when it is next needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from tiered.errors import MisuseError
+from tiered.zero.gradients import StoredGradient
+from tiered.zero.paging import Pager, placement_of
+from tiered.zero.rules import AdamWRule
+from tiered.zero.unit import Pending, Unit, Update
+from tiered.zero.units import Placement
+
+__all__ = ["AdamW"]
+
+
+class AdamW(Optimizer):
+    """``torch.optim.AdamW(fused=True)`` for a model that went through ``tiered.zero.page``, bit for bit.
+
+    Masters and moments are fp32 tensors in the store (fp32 parameters are their own masters; fp64 ones keep fp64 moments), read
+    and written in chunks of a few MiB, so that memory does not grow with the model. ``step()`` only freezes learning rate, betas,
+    decay, step count and clip factor of each unit; the update is applied when the unit is next leased: by the next forward, by
+    evaluation, by ``state_dict``.
+
+    Parameters whose gradient is None are left alone. ``lr`` in units of the parameters; ``betas``, ``eps``, ``weight_decay`` as in
+    torch (Loshchilov and Hutter, 2019). Raises MisuseError for parameters that are not paged.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        for what, value, wrong in (
+            ("lr", lr, lr < 0),
+            ("eps", eps, eps < 0),
+            ("weight_decay", weight_decay, weight_decay < 0),
+            ("betas", betas, not all(0 <= beta < 1 for beta in betas)),
+        ):
+            if wrong:
+                raise MisuseError(f"{what}={value} is out of range")
+        self._steps: dict[Placement, int] = {}
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; every parameter must be paged."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            for parameter in group["params"]:
+                _, unit, _ = placement_of(parameter)
+                kinds = {placement.dtype for placement in unit.gradients}
+                if torch.float64 in kinds and len(kinds) > 1:
+                    raise MisuseError(f"unit {unit.plan.name!r} mixes float64 with other element types: use one of them")
+        except MisuseError:
+            self.param_groups.pop()
+            raise
+
+    # -- stepping ----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One AdamW step for every parameter that has a gradient. ``closure`` as in torch."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        updates: dict[Unit, dict[Placement, Update]] = {}
+        for group in self.param_groups:
+            rule = AdamWRule(
+                float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"], group["maximize"]
+            )
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    _, unit, placement = placement_of(parameter)
+                    step = self._steps.get(placement, 0) + 1
+                    updates.setdefault(unit, {})[placement] = Update(rule, step, ())
+        for pager in self._pagers():
+            pager.reset()
+        for unit, changed in updates.items():
+            unit.settle()  # an earlier update that nothing has asked for yet
+            self._mark(unit, changed)
+        for pager in self._pagers():
+            pager.look_ahead()
+        return loss
+
+    def _mark(self, unit: Unit, changed: dict[Placement, Update]) -> None:
+        for placement, update in changed.items():
+            grad = placement.parameter.grad
+            assert grad is not None
+            if not isinstance(grad, StoredGradient):
+                unit.take_gradient(placement, grad)  # somebody assigned it
+            changed[placement] = Update(update.rule, update.step, tuple(unit.gradients[placement].scales))
+            self._steps[placement] = update.step
+        unit.close_gradient()
+        unit.pending = Pending(changed)
+        unit.version += 1
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; with ``set_to_none=False`` they become zeros (hence an update follows), as in torch."""
+        units: dict[Unit, list[Placement]] = {}
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                _, unit, placement = placement_of(parameter)
+                units.setdefault(unit, []).append(placement)
+        for unit, placements in units.items():
+            if set_to_none:
+                for placement in placements:
+                    placement.parameter.grad = None
+                unit.forget_gradients()
+            else:
+                unit.settle()
+                for placement in placements:
+                    unit.take_gradient(placement, torch.zeros((), dtype=placement.dtype).expand(placement.shape))
+                unit.close_gradient()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the norm of all gradients together and return it (0-d): ``torch.nn.utils.clip_grad_norm_``, bit for bit.
+
+        The norm of each whole gradient, then the norm of these in ``model.parameters()`` order; the factor is applied when
+        the update is. Raises RuntimeError for a norm that is not finite when ``error_if_nonfinite``.
+        """
+        order = float(norm_type)
+        graded = [placement_of(p) for p in self._parameters() if p.grad is not None]
+        if not graded:
+            return torch.tensor(0.0)
+        graded.sort(key=lambda found: found[2].index)
+        for pager in self._pagers():
+            pager.reset()
+        norms = [unit.gradient_norm(placement, order) for _, unit, placement in graded]
+        total = torch.linalg.vector_norm(torch.stack(norms), order)
+        if error_if_nonfinite and not bool(torch.isfinite(total)):
+            raise RuntimeError(f"The total norm of order {norm_type} of the gradients is not finite: {total.item()}")
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for _, unit, placement in graded:
+            unit.scale_gradient(placement, factor)
+        return total
+
+    def grad(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """A copy of the gradient of ``parameter``, or None when it has none."""
+        _, unit, placement = placement_of(parameter)
+        return unit.gradient(placement)
+
+    def flush(self) -> None:
+        """Apply every pending update now."""
+        for unit in self._units():
+            unit.settle()
+
+    # -- state -------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies, in the form of ``torch.optim.AdamW``'s: step, exp_avg and exp_avg_sq per parameter, and the param groups."""
+        packed = super().state_dict()
+        state = {}
+        for index, parameter in enumerate(self._parameters()):
+            _, unit, placement = placement_of(parameter)
+            if placement in self._steps:
+                moments = unit.state_copies(placement)
+                state[index] = {
+                    "step": torch.tensor(float(self._steps[placement])),
+                    "exp_avg": moments["m"],
+                    "exp_avg_sq": moments["v"],
+                }
+        packed["state"] = state
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` gave, from this class or from ``torch.optim.AdamW``. Pending updates are applied first."""
+        self.flush()
+        moments = state_dict["state"]
+        super().load_state_dict({**state_dict, "state": {}})
+        self._steps.clear()
+        for index, parameter in enumerate(self._parameters()):
+            _, unit, placement = placement_of(parameter)
+            found = moments.get(index)
+            if found is None:
+                continue
+            unit.load_state(placement, {"m": found["exp_avg"], "v": found["exp_avg_sq"]})
+            self._steps[placement] = int(found["step"])
+
+    # -- within ------------------------------------------------------------------------------------------------------------
+
+    def _parameters(self) -> Iterable[torch.nn.Parameter]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def _units(self) -> Iterable[Unit]:
+        return dict.fromkeys(placement_of(parameter)[1] for parameter in self._parameters())
+
+    def _pagers(self) -> Iterable[Pager]:
+        return dict.fromkeys(placement_of(parameter)[0] for parameter in self._parameters())

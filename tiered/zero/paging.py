@@ -1,0 +1,453 @@
+"""Brings each unit in before the module that needs it computes, and lets it go afterwards; forward and backward.
+
+Forward: a *frame* per running module holds its units from its pre-forward hook to its post-forward hook. A parameter that is
+read from a module whose own forward is not running (``x @ self.embedding.weight.t()``) is held by the innermost frame.
+
+Backward: what autograd saves of a paged parameter is packed as a reference (unit, version, place), so that it does not keep
+the unit in memory; unpacking it holds the unit until another one is unpacked. Gradients are moved into the store as they
+arrive. ``torch.utils.checkpoint`` works by the same hooks: only the innermost pair of saved-tensor hooks runs, so ours are
+pushed only where no others are active, and its recomputation is an ordinary forward with frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from tiered import CapacityError, MisuseError, TensorSpec, TieredStore
+from tiered.types import Access
+from tiered.zero.schedule import Successors
+from tiered.zero.unit import Unit
+from tiered.zero.units import ALIGNMENT, Placement, Plan, divide, is_called
+
+__all__ = ["Pager", "page", "placement_of"]
+
+UNIT_SHARE = 8
+"""A unit is at most this fraction of the pool, where single parameters allow it."""
+CHUNK_SHARE = 64
+"""A chunk of optimizer state is at most this fraction of the pool, and at most ``LARGEST_CHUNK`` bytes."""
+LARGEST_CHUNK = 4 << 20
+LOOK_AHEAD = 3
+"""The share of the pool that is asked for ahead of time is one in this many."""
+
+Event = tuple[str, int]
+
+
+class _Reference:
+    """A saved tensor that was a paged parameter, or a view of one."""
+
+    __slots__ = ("dtype", "offset", "size", "stride", "unit", "version")
+
+    def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
+        self.unit, self.version = unit, unit.version
+        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
+        self.offset = tensor.storage_offset()
+
+
+class _Frame:
+    """What one running forward holds."""
+
+    __slots__ = ("hooks", "module", "units")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.units: list[Unit] = []
+        self.hooks: saved_tensors_hooks | None = None
+
+
+class _Watched(dict[str, Any]):
+    """A module's parameters; tells the pager when one is read by name."""
+
+    def __init__(self, parameters: dict[str, Any], pager: Pager) -> None:
+        super().__init__(parameters)
+        self.pager = pager
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        if parameter is not None:
+            self.pager.read(parameter)
+        return parameter
+
+
+class Pager:
+    """A model whose parameters live in a store. Used by one thread at a time, as a module is."""
+
+    def __init__(self, model: nn.Module, store: TieredStore, name: str, plan: Plan, pool: int, *, prefetch: bool) -> None:
+        self.model, self.store, self.name = model, store, name
+        chunk = min(LARGEST_CHUNK, pool // CHUNK_SHARE) // 4096 * 4096
+        self.units = [Unit(store, name, unit, max(4096, chunk) // 4) for unit in plan.units]
+        self.placements = sorted((p for u in plan.units for p in u.placements), key=lambda p: p.index)
+        self._home = {p.parameter: (u, p) for u in self.units for p in u.plan.placements}
+        self._index = {unit: index for index, unit in enumerate(self.units)}
+        self._held = {module: [self.units[i] for i in indices] for module, indices in plan.held.items()}
+        self._frames: list[_Frame] = []
+        self._bases: dict[int, Unit] = {}
+        self._backward_unit: Unit | None = None
+        self._gradient_unit: Unit | None = None
+        self._in_backward = False
+        self._hooked: set[Placement] = set()
+        self._schedule: Successors[Event] = Successors()
+        self._look_ahead = pool // LOOK_AHEAD if prefetch else 0
+        self._watch()
+
+    # -- installing --------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        for unit in self.units:
+            for placement in unit.plan.placements:
+                placement.parameter._tiered = (self, unit, placement)  # type: ignore[attr-defined]
+        for module in self.model.modules():
+            if module._parameters:
+                module._parameters = _Watched(module._parameters, self)
+                module.register_state_dict_post_hook(partial(self._after_state_dict))
+                module.register_load_state_dict_pre_hook(self._before_load)
+                module.register_load_state_dict_post_hook(self._after_load)
+            if module in self._held or (module is self.model and is_called(module)):
+                module.register_forward_pre_hook(self._before_forward, prepend=True)
+                module.register_forward_hook(self._after_forward, always_call=True)
+
+    def unit_of(self, parameter: nn.Parameter) -> tuple[Unit, Placement]:
+        return self._home[parameter]
+
+    # -- forward -----------------------------------------------------------------------------------------------------------
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if module is self.model and torch._C._current_graph_task_id() == -1:  # not a recomputation within backward
+            self.reset()
+        frame = _Frame(module)
+        self._frames.append(frame)
+        if torch.is_grad_enabled() and not _hooks_active():
+            frame.hooks = saved_tensors_hooks(self._pack, self._unpack)
+            frame.hooks.__enter__()
+        for unit in self._held.get(module, ()):
+            self._hold(frame, unit)
+
+    def _hold(self, frame: _Frame, unit: Unit) -> None:
+        if not unit.held:
+            self._happened(("forward", self._index[unit]))
+            self._hook_gradients(unit)
+        unit.hold()
+        frame.units.append(unit)
+        assert unit.base is not None
+        self._bases[unit.base.untyped_storage().data_ptr()] = unit
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._frames and self._frames[-1].module is module:
+            self._leave(self._frames.pop())
+
+    def _leave(self, frame: _Frame) -> None:
+        if frame.hooks is not None:
+            frame.hooks.__exit__()
+        for unit in reversed(frame.units):
+            self._drop(unit)
+
+    def _drop(self, unit: Unit) -> None:
+        assert unit.base is not None
+        address = unit.base.untyped_storage().data_ptr()
+        try:
+            unit.drop()
+        finally:
+            if not unit.held:
+                self._bases.pop(address, None)
+
+    def read(self, parameter: nn.Parameter) -> None:
+        """``module.name`` was evaluated. Inside a forward, the innermost frame holds the parameter's unit from here on."""
+        found = self._home.get(parameter)
+        if found is not None and self._frames and not found[0].held:
+            self._hold(self._frames[-1], found[0])
+
+    def reset(self) -> None:
+        """Let go of everything, also what an exception or Ctrl-C left held. The next forward starts from nothing."""
+        while self._frames:
+            self._leave(self._frames.pop())
+        self._end_backward()
+
+    # -- saved for backward ------------------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> object:
+        if tensor.layout is torch.strided:
+            unit = self._bases.get(tensor.untyped_storage().data_ptr())
+            if unit is not None:
+                return _Reference(unit, tensor)
+        return tensor
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        assert isinstance(packed, _Reference)
+        unit = packed.unit
+        if unit.version != packed.version:
+            raise MisuseError(
+                f"the parameters of {unit.plan.name!r} were updated after this graph was made: call backward before step()"
+            )
+        if not self._frames:
+            self._visit_backward(unit)
+        elif not unit.held:
+            self._hold(self._frames[-1], unit)
+        assert unit.base is not None
+        typed = unit.base.view(packed.dtype)
+        return typed.as_strided(packed.size, packed.stride, packed.offset)
+
+    def _visit_backward(self, unit: Unit) -> None:
+        self._begin_backward()
+        if self._backward_unit is unit:
+            return
+        before, self._backward_unit = self._backward_unit, None
+        if before is not None:
+            self._drop(before)
+        self._happened(("backward", self._index[unit]))
+        unit.hold()
+        self._backward_unit = unit
+        assert unit.base is not None
+        self._bases[unit.base.untyped_storage().data_ptr()] = unit
+
+    def _begin_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        unit, self._backward_unit = self._backward_unit, None
+        if unit is not None:
+            self._drop(unit)
+        if self._gradient_unit is not None:
+            self._gradient_unit.close_gradient()
+            self._gradient_unit = None
+
+    # -- gradients ---------------------------------------------------------------------------------------------------------
+
+    def _hook_gradients(self, unit: Unit) -> None:
+        """Also for a parameter that was unfrozen since."""
+        for placement in unit.plan.placements:
+            if placement.parameter.requires_grad and placement not in self._hooked:
+                if placement not in unit.gradients:
+                    raise MisuseError(f"parameter {placement.name!r} is {placement.dtype}: only real floating point can be trained")
+                self._hooked.add(placement)
+                placement.parameter.register_hook(self._gradient_hook(unit, placement))
+                placement.parameter.register_post_accumulate_grad_hook(self._gradient_taker(unit, placement))
+
+    def _gradient_hook(self, unit: Unit, placement: Placement) -> Callable[[torch.Tensor], None]:
+        def arriving(gradient: torch.Tensor) -> None:
+            self._open_gradients(unit)
+            unit.before_gradient(placement)
+
+        return arriving
+
+    def _gradient_taker(self, unit: Unit, placement: Placement) -> Callable[[torch.Tensor], None]:
+        def arrived(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            unit.add_gradient(placement, parameter.grad)
+
+        return arrived
+
+    def _open_gradients(self, unit: Unit) -> None:
+        """One unit's gradients are leased at a time."""
+        self._begin_backward()
+        if self._gradient_unit is not unit:
+            if self._gradient_unit is not None:
+                self._gradient_unit.close_gradient()
+            if unit.pending is not None and unit is self._backward_unit:
+                raise MisuseError(f"{unit.plan.name!r} has an update pending while its graph runs: call backward before step()")
+            self._gradient_unit = unit
+
+    # -- looking ahead -----------------------------------------------------------------------------------------------------
+
+    def _happened(self, event: Event) -> None:
+        self._schedule.happened(event)
+        self.look_ahead(self.units[event[1]])
+
+    def look_ahead(self, current: Unit | None = None) -> None:
+        """Ask the store for what this unit still needs, and for what will be needed after it."""
+        if not self._look_ahead:
+            return
+        keys = current.upcoming_keys() if current is not None else []
+        room = self._look_ahead
+        for kind, index in self._schedule.coming():
+            unit = self.units[index]
+            wanted = unit.upcoming_keys() if kind == "forward" else self._backward_keys(unit)
+            room -= self._bytes(unit, wanted)
+            keys += wanted
+            if room <= 0:
+                break
+        self.store.prefetch(keys)
+
+    def _backward_keys(self, unit: Unit) -> list[str]:
+        return [unit.key, unit.gradient_key] if unit.any_gradient else [unit.key]
+
+    def _bytes(self, unit: Unit, keys: Iterable[str]) -> int:
+        chunks = sum(1 for _ in keys) - 1
+        return unit.plan.nbytes + chunks * unit.chunk_elements * 4
+
+    # -- state_dict --------------------------------------------------------------------------------------------------------
+
+    def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and prefix + name in state and parameter in self._home:
+                state[prefix + name] = self.value(parameter)
+
+    def value(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A copy of a parameter's value, with pending updates applied."""
+        unit, placement = self._home[parameter]
+        unit.hold()
+        try:
+            return placement.parameter.detach().clone()
+        finally:
+            unit.drop()
+
+    def _loading(self, module: nn.Module) -> list[Unit]:
+        return list(dict.fromkeys(self._home[p][0] for p in module._parameters.values() if p in self._home))
+
+    def _before_load(self, module: nn.Module, *args: Any) -> None:
+        for unit in self._loading(module):
+            unit.hold(Access.WRITE)
+
+    def _after_load(self, module: nn.Module, incompatible: Any) -> None:
+        for unit in self._loading(module):
+            unit.drop()
+
+
+def placement_of(parameter: torch.Tensor) -> tuple[Pager, Unit, Placement]:
+    """Raises MisuseError for a parameter that was not paged."""
+    found = getattr(parameter, "_tiered", None)
+    if found is None:
+        raise MisuseError("this parameter is not paged: call tiered.zero.page(model, store) before making the optimizer")
+    pager, unit, placement = found
+    return pager, unit, placement
+
+
+def _hooks_active() -> bool:
+    """Whether saved-tensor hooks of somebody (torch.utils.checkpoint, for one) are in force; the innermost pair wins."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
+
+
+def page(
+    model: nn.Module,
+    store: TieredStore,
+    *,
+    name: str = "model",
+    existing: str = "refuse",
+    prefetch: str = "on",
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+) -> nn.Module:
+    """Move ``model``'s parameters into ``store`` and page them around each module's forward and backward. Returns ``model``.
+
+    Make the optimizer afterwards, with ``tiered.zero.AdamW``. Parameters on the meta device are given memory module by module,
+    initialised by ``param_init_fn(module)`` (default: the module's ``reset_parameters``), and stored at once, so a model may be
+    built that never fits into memory. Buffers stay in memory.
+
+    ``existing``: what to do when the store already holds tensors under ``name``: "refuse" or "overwrite".
+    ``prefetch``: "on", or "off" to fetch only on demand (to see what it brings).
+
+    Raises MisuseError (paged before, name taken, wrong device), and CapacityError when the store's DRAM budget is below the
+    smallest that works for this model; the message says how much that is. Then nothing was changed.
+    """
+    if existing not in ("refuse", "overwrite") or prefetch not in ("on", "off"):
+        raise MisuseError("existing is 'refuse' or 'overwrite', prefetch is 'on' or 'off'")
+    held = [key for key in store if key.startswith(f"{name}/")]
+    if held and existing == "refuse":
+        raise MisuseError(
+            f"the store already holds a model named {name!r} ({len(held)} tensors): give another name=, or existing='overwrite'"
+        )
+    for qualified, parameter in model.named_parameters():
+        if hasattr(parameter, "_tiered"):
+            raise MisuseError(f"parameter {qualified!r} is paged already")
+        if parameter.device.type not in ("cpu", "meta"):
+            raise MisuseError(f"parameter {qualified!r} is on {parameter.device}: move the model to the CPU first")
+    pool = store.statistics().tiers[0].capacity
+    _refuse_small_pool(model, pool)
+    without_memory = _replace_meta(model)
+    plan = divide(model, pool // UNIT_SHARE)
+    for key in held:
+        store.delete(key)
+    _store_parameters(model, store, name, plan, without_memory, param_init_fn)
+    Pager(model, store, name, plan, pool, prefetch=prefetch == "on")
+    return model
+
+
+def _refuse_small_pool(model: nn.Module, pool: int) -> None:
+    """A unit, its gradient, and what the modules around it hold must fit at the same time, wherever they happen to lie."""
+    plan = divide(model, pool // UNIT_SHARE)
+    sizes = [-(-unit.nbytes // 4096) * 4096 for unit in plan.units]
+
+    def deepest(module: nn.Module, above: frozenset[int]) -> int:
+        here = above | frozenset(plan.held.get(module, ()))
+        return max([sum(sizes[i] for i in here), *(deepest(child, here) for child in module.children())])
+
+    together = deepest(model, frozenset()) if sizes else 0
+    needed = max(3 * max(sizes, default=0), together + max(sizes, default=0), 1 << 20)
+    if pool < needed:
+        largest = max(plan.units, key=lambda unit: unit.nbytes)
+        raise CapacityError(
+            f"a DRAM budget of {pool:,} bytes is too small for this model: the smallest that works is {needed:,} bytes "
+            f"(its largest unit, {largest.name!r}, has {largest.nbytes:,})"
+        )
+
+
+def _replace_meta(model: nn.Module) -> set[nn.Parameter]:
+    """Put parameters without memory in the place of meta ones, which cannot be given any; tied ones stay tied."""
+    fresh: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if parameter not in fresh:
+                empty = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                fresh[parameter] = nn.Parameter(empty, parameter.requires_grad)
+                fresh[parameter].__dict__.update(parameter.__dict__)
+            module._parameters[name] = fresh[parameter]
+    return set(fresh.values())
+
+
+def _store_parameters(
+    model: nn.Module,
+    store: TieredStore,
+    name: str,
+    plan: Plan,
+    without_memory: set[nn.Parameter],
+    init: Callable[[nn.Module], None] | None,
+) -> None:
+    owner: dict[nn.Parameter, nn.Module] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owner.setdefault(parameter, module)
+    for unit in plan.units:
+        key = f"{name}/param/{unit.name}"
+        store.create(key, TensorSpec("uint8", (unit.nbytes,), 1))
+        with store.lease(key, access=Access.WRITE) as memory:
+            memory.zero_()
+            for placement in unit.placements:
+                if placement.parameter in without_memory:
+                    _materialise(owner[placement.parameter], without_memory, init)
+                with torch.no_grad():
+                    placement.view(memory).copy_(placement.parameter)
+                placement.parameter.data = torch.zeros((), dtype=placement.dtype).expand(placement.shape)
+            del memory
+
+
+def _materialise(
+    module: nn.Module, without_memory: set[nn.Parameter], init: Callable[[nn.Module], None] | None
+) -> None:
+    """Give the parameters and buffers that are directly on ``module`` memory and their initial values."""
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter in without_memory:
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
+            without_memory.remove(parameter)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    if init is not None:
+        init(module)
+        return
+    reset = getattr(module, "reset_parameters", None)
+    if reset is None:
+        raise MisuseError(
+            f"{type(module).__name__} has meta parameters and no reset_parameters(): give page() a param_init_fn"
+        )
+    reset()

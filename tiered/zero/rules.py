@@ -1,0 +1,64 @@
+"""Update rules: mathematics, no movement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.optim.adamw import adamw
+
+from tiered.types import TensorSpec
+
+__all__ = ["AdamWRule", "UpdateRule"]
+
+
+class UpdateRule(Protocol):
+    """One parameter's update, elementwise, so that any slice of it may be updated by itself. A frozen value: its
+    hyper-parameters are those of the step that it belongs to."""
+
+    def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
+        """What has to be kept for a (flat slice of a) parameter; it starts as zeros."""
+        ...
+
+    def update(
+        self, param: torch.Tensor, grad: torch.Tensor, state: Mapping[str, torch.Tensor], step: int
+    ) -> None:
+        """Change ``param`` and ``state`` in place. All are flat, of equal length; ``step`` counts from 1."""
+        ...
+
+
+@dataclass(frozen=True)
+class AdamWRule:
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101), by torch's own fused
+    kernel: bit-identical to ``torch.optim.AdamW(fused=True)`` however a tensor is cut."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    maximize: bool
+
+    def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
+        return {"m": param, "v": param}
+
+    def update(
+        self, param: torch.Tensor, grad: torch.Tensor, state: Mapping[str, torch.Tensor], step: int
+    ) -> None:
+        adamw(
+            [param],
+            [grad],
+            [state["m"]],
+            [state["v"]],
+            [],
+            [torch.tensor(float(step - 1))],  # torch's kernel counts it up itself
+            fused=True,
+            amsgrad=False,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            maximize=self.maximize,
+        )

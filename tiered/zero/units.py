@@ -1,0 +1,173 @@
+"""Which parameters are paged together, and where each lies in its unit. Decides; moves nothing.
+
+A *unit* is one tensor of bytes in the store that holds the parameters of the largest module (one whose forward is called) that
+fits the limit. A module that is larger is divided into its children; parameters directly on it are a unit of their own, and a
+parameter that is larger than the limit is one by itself. A tied parameter belongs to the first place that names it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+__all__ = ["ALIGNMENT", "Placement", "Plan", "UnitPlan", "divide"]
+
+ALIGNMENT = 64
+"""Bytes: parameters start at multiples of this in their unit, as torch's own allocations do, so that kernels take the same path."""
+
+
+@dataclass(eq=False)
+class Placement:
+    """One parameter's place. ``offset`` is in bytes in the unit, ``element`` in elements of its optimizer state."""
+
+    parameter: nn.Parameter
+    name: str
+    index: int  # in model.parameters()
+    offset: int = 0
+    element: int = 0
+    shape: torch.Size = field(init=False)
+    stride: tuple[int, ...] = field(init=False)
+    dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shape, self.dtype = self.parameter.shape, self.parameter.dtype
+        self.stride = self.parameter.stride() if _is_dense(self.parameter) else _row_major(self.shape)
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def view(self, unit: torch.Tensor) -> torch.Tensor:
+        """This parameter in ``unit``, a uint8 tensor of the unit's layout (or of the beginning of it)."""
+        flat = unit[self.offset : self.offset + self.nbytes].view(self.dtype)
+        return flat.as_strided(self.shape, self.stride)
+
+    def flat(self, unit: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Elements ``start`` to ``stop`` in memory order, shape (stop - start,)."""
+        size = self.dtype.itemsize
+        return unit[self.offset + start * size : self.offset + stop * size].view(self.dtype)
+
+
+@dataclass(eq=False)
+class UnitPlan:
+    """Placements, those that need a gradient first, so that gradients and states cover only the beginning of the unit."""
+
+    name: str
+    placements: list[Placement]
+    nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.placements.sort(key=lambda placement: not placement.parameter.requires_grad)
+        offset = element = 0
+        for placement in self.placements:
+            placement.offset, placement.element = offset, element
+            offset += _round_up(placement.nbytes, ALIGNMENT)
+            element += _round_up(placement.numel, ALIGNMENT // 4)
+        self.nbytes = max(ALIGNMENT, offset)
+
+
+@dataclass(eq=False)
+class Plan:
+    """``held[module]``: the units that must be there during that module's forward, by index in ``units``."""
+
+    units: list[UnitPlan]
+    held: dict[nn.Module, list[int]]
+
+    @property
+    def largest(self) -> int:
+        return max((unit.nbytes for unit in self.units), default=0)
+
+
+def divide(model: nn.Module, limit: int) -> Plan:
+    """Divide ``model``'s parameters into units of at most ``limit`` bytes where a single parameter allows it."""
+    order = {parameter: index for index, parameter in enumerate(model.parameters())}
+    plan = Plan([], {})
+    home: dict[nn.Parameter, int] = {}
+
+    def make(name: str, named: list[tuple[str, nn.Parameter]]) -> None:
+        for _, parameter in named:
+            home[parameter] = len(plan.units)
+        plan.units.append(UnitPlan(name, [Placement(p, n, order[p]) for n, p in named]))
+
+    def fresh(named: Iterator[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in named if parameter not in home]
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        mine = fresh(module.named_parameters(prefix))
+        if not mine:
+            return
+        if is_called(module) and sum(_size(p) for _, p in mine) <= limit:
+            make(prefix or ".", mine)
+            return
+        direct = fresh(module.named_parameters(prefix, recurse=False))
+        if direct and sum(_size(p) for _, p in direct) <= limit:
+            make(direct[0][0] if len(direct) == 1 else f"{prefix}.*".lstrip("."), direct)
+        else:
+            for name, parameter in direct:
+                make(name, [(name, parameter)])
+        for name, child in module.named_children():
+            visit(child, f"{prefix}.{name}".lstrip("."))
+
+    visit(model, "")
+    _hold(model, home, limit, plan)
+    return plan
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether the module has a forward (a ModuleList has not; its parent's runs instead)."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _hold(model: nn.Module, home: dict[nn.Parameter, int], limit: int, plan: Plan) -> None:
+    """A module holds the units of its own parameters; one whose parameters fit the limit together holds all below it."""
+
+    def visit(module: nn.Module, seen: set[nn.Module]) -> list[nn.Parameter]:
+        """Parameters that the nearest enclosing module with a forward has to hold."""
+        if module in seen:
+            return []
+        seen.add(module)
+        own = list(module.parameters(recurse=False))
+        for child in module.children():
+            own += visit(child, seen)
+        if not is_called(module):
+            return own
+        everything = list(module.parameters())
+        wanted = everything if sum(_size(p) for p in everything) <= limit else own
+        units = sorted({home[parameter] for parameter in wanted})
+        if units:
+            plan.held[module] = units
+        return []
+
+    visit(model, set())
+
+
+def _size(parameter: nn.Parameter) -> int:
+    return _round_up(parameter.numel() * parameter.dtype.itemsize, ALIGNMENT)
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def _row_major(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Every element once, without gaps: sorted by stride, each stride is the product of the smaller dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return tensor.numel() > 0
