@@ -103,7 +103,8 @@ class ManualBackend:
         self.files = files if files is not None else {}
         self.pending: dict[int, IORequest] = {}  # by tag, in order of submission
         self.submitted: list[IORequest] = []  # all that were ever taken
-        self.batches: list[int] = []  # how many each submit took
+        self.offered: list[int] = []  # how many each submit was given
+        self.batches: list[int] = []  # and how many it took
         self.closed = False
         self._most_taken: int | None = None
         self._done: list[IOCompletion] = []
@@ -115,6 +116,7 @@ class ManualBackend:
     def submit(self, batch: Sequence[IORequest]) -> int:
         with self._changed:
             assert not self.closed, "submit after close"
+            self.offered.append(len(batch))
             room = self.depth - len(self.pending) - len(self._done)
             if self._most_taken is not None:
                 room, self._most_taken = min(room, self._most_taken), None

@@ -307,6 +307,22 @@ def test_a_window_full_of_write_backs_does_not_refuse_demand() -> None:
     assert not start(Urgency.DEMAND)
 
 
+def test_promotion_moves_the_bytes_to_the_other_window() -> None:
+    fake = manual(window=2 * MIB)
+
+    def start(urgency: Urgency) -> int:
+        transfer = fake.loop.transfer(Direction.DOWN, *fake.pair(2 * MIB), 2 * MIB, urgency)
+        return transfer.tag if fake.link.start(transfer) else 0
+
+    for _ in range(2):
+        tag = start(Urgency.WRITEBACK)
+        assert tag
+        fake.link.promote(tag, Urgency.DEMAND)
+        assert not start(Urgency.DEMAND)
+        fake.backend.complete_all()
+        assert [completion.tag for completion in fake.link.poll(0)] == [tag]
+
+
 def test_what_the_backend_does_not_take_is_offered_again() -> None:
     fake = manual(depth=8)
     upper, lower = fake.pair(6 * MIB, random.Random(3).randbytes(6 * MIB))
@@ -328,6 +344,9 @@ def test_the_first_blocks_are_on_their_way_before_later_pieces_are_hashed() -> N
     fake = manual(depth=16)
     assert fake.link.start(fake.loop.transfer(Direction.DOWN, *fake.pair(9 * MIB), 9 * MIB))
     assert fake.backend.batches == [4, 4, 1]
+    fake = manual(depth=6)
+    assert fake.link.start(fake.loop.transfer(Direction.DOWN, *fake.pair(9 * MIB), 9 * MIB))
+    assert fake.backend.offered == [4, 2], "no more than the ring has room for"
 
 
 def test_poll_waits_for_a_whole_transfer() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import resource
@@ -265,6 +266,24 @@ class TestLock:
         with pytest.raises(StoreLocked):
             NvmeTier.open(NvmeConfig(folder))
         take(tier, 1)
+
+    def test_a_file_that_is_removed_before_it_is_locked_is_made_again(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The last owner, a scratch store, ends between our open and our lock."""
+        flock = fcntl.flock
+        removed: list[int] = []
+
+        def flock_after_removal(fd: int, operation: int) -> None:
+            if not removed:
+                removed.append(os.fstat(fd).st_ino)
+                (folder / "data.0").unlink()
+            flock(fd, operation)
+
+        monkeypatch.setattr(fcntl, "flock", flock_after_removal)
+        tier = NvmeTier.open(NvmeConfig(folder))
+        assert os.path.samestat(os.fstat(tier.fd), os.stat(tier.path))
+        tier.close()
 
     def test_a_forked_child_does_not_keep_the_lock_after_close(self, tier: NvmeTier, folder: Path) -> None:
         held, release = os.pipe()
