@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.contracts.io_backend import IOBackendContract
+from tiered.errors import MisuseError
+from tiered.io.posix import PosixBackend, PosixConfig
+
+
+class TestPosix(IOBackendContract):
+    @pytest.fixture
+    def backend(self) -> Iterator[PosixBackend]:
+        backend = PosixBackend(PosixConfig(depth=8))
+        yield backend
+        backend.close()
+
+
+def test_a_depth_of_nothing_is_refused() -> None:
+    with pytest.raises(MisuseError, match="depth 0"):
+        PosixBackend(PosixConfig(depth=0))
