@@ -1,7 +1,7 @@
 """Describes the extension ``tiered.io._aio`` (cffi, API mode) to setup.py.
 
-``TIERED_LIBAIO`` says how libaio comes in: ``static``, ``shared``, ``off``, or ``auto`` (default): static where there is a
-libaio.a, else shared, and not at all where its header or the compiler is missing.
+``TIERED_LIBAIO`` says how libaio comes in: ``static``, ``shared``, ``off``, or ``auto`` (default): static where there is
+a libaio.a, else shared, and not at all where its header or the compiler is missing.
 """
 
 from __future__ import annotations
