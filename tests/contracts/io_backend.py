@@ -334,6 +334,7 @@ class IOBackendContract:
             lambda: backend.reap(1, PATIENCE),
             lambda: backend.fileno(),
         ]
+        wakeup = backend.fileno()
         child = os.fork()
         if child == 0:
             refused = 0
@@ -343,11 +344,14 @@ class IOBackendContract:
                         use()
                     except ForkedStore:
                         refused += 1
+                os.dup2(file.fd, wakeup)  # the child has closed what it inherited, and the number is something else now
                 backend.close()
+                os.fstat(wakeup)
+                refused += 1
             finally:
                 os._exit(refused)
         _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == len(uses)
+        assert os.waitstatus_to_exitcode(status) == len(uses) + 1
         assert drain(backend, 1) == {1: BLOCK}
         assert run(backend, [IORequest(READ, file.fd, BLOCK, memory.address + BLOCK, BLOCK, 2)]) == {2: BLOCK}
         assert memory.view == file.content

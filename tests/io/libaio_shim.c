@@ -13,6 +13,7 @@ int shim_busy;        /* and this many times it says that it has no room; */
 int shim_getevents_eintr; /* io_getevents says this many times, after waiting, that a signal came, */
 int shim_getevents_eio;   /* and this many times that it failed. */
 int shim_fired;
+int shim_submitted; /* requests that io_submit was given */
 
 int __real_io_submit(io_context_t context, long count, struct iocb **iocbs);
 int __real_io_getevents(io_context_t context, long least, long most, struct io_event *events, struct timespec *timeout);
@@ -28,6 +29,7 @@ int __wrap_io_submit(io_context_t context, long count, struct iocb **iocbs)
         shim_fired++;
         count = shim_take;
     }
+    shim_submitted += (int)count;
     return __real_io_submit(context, count, iocbs);
 }
 

@@ -74,14 +74,21 @@ class ShimmedRing:
         self.handle = ctypes.c_void_p()
         assert library.aio_ring_open(8, ctypes.byref(self.handle)) == 0
         self.set("shim_fired", 0)
+        self.set("shim_submitted", 0)
 
     def set(self, name: str, value: int) -> None:
         kind = ctypes.c_long if name == "shim_cut_to" else ctypes.c_int
         kind.in_dll(self.library, name).value = value
 
+    def count(self, name: str) -> int:
+        return ctypes.c_int.in_dll(self.library, name).value
+
     @property
     def fired(self) -> int:
-        return ctypes.c_int.in_dll(self.library, "shim_fired").value
+        return self.count("shim_fired")
+
+    def is_readable(self) -> bool:
+        return bool(select.select([self.library.aio_ring_fileno(self.handle)], [], [], 30)[0])
 
     def submit(self, requests: list[IORequest]) -> None:
         for r in requests:
@@ -204,6 +211,27 @@ def test_with_direct_io_the_tail_of_a_file_is_its_end(ring: ShimmedRing, file: t
     os.close(fd)
 
 
+def test_a_file_that_ends_within_a_sector_is_not_asked_for_more(ring: ShimmedRing, tmp_path: Path) -> None:
+    path, memory = tmp_path / "odd", Memory(SHIM_BLOCK)
+    path.write_bytes(bytes(BLOCK + 100))
+    fd = open_direct(path)
+    ring.submit(requests_over(fd, memory, Operation.READ)[:1])
+    assert ring.reap(1, 30.0) == {0: BLOCK + 100}
+    assert ring.count("shim_submitted") == 1
+    os.close(fd)
+
+
+def test_a_request_that_the_kernel_has_no_room_for_wakes_the_event_loop(ring: ShimmedRing, file: tuple[int, bytes]) -> None:
+    """Nothing is in flight, so no completion will; and only a reap offers it again."""
+    fd, _ = file
+    memory = Memory(SHIM_BLOCK)
+    ring.set("shim_busy", 1)
+    ring.submit(requests_over(fd, memory, Operation.READ)[:1])
+    assert ring.is_readable()
+    assert ring.reap(1, 30.0) == {0: SHIM_BLOCK}
+    assert ring.fired == 1
+
+
 def test_an_interrupted_reap_keeps_its_completions(ring: ShimmedRing, file: tuple[int, bytes]) -> None:
     fd, content = file
     memory = Memory(len(content))
@@ -216,8 +244,7 @@ def test_an_interrupted_reap_keeps_its_completions(ring: ShimmedRing, file: tupl
     first = ring.reap(8, 30.0)
     assert first in (-errno.EINTR, ALL)  # ALL: it had everything without waiting
     if first != ALL:
-        readable, _, _ = select.select([ring.library.aio_ring_fileno(ring.handle)], [], [], 30)
-        assert readable
+        assert ring.is_readable()
         assert ring.reap(8, 30.0) == ALL
     for name in ("shim_take", "shim_getevents_eintr"):
         ring.set(name, 0)
@@ -230,7 +257,7 @@ def test_a_failing_getevents_loses_nothing(ring: ShimmedRing, file: tuple[int, b
     ring.submit(requests_over(fd, memory, Operation.READ))
     ring.set("shim_getevents_eio", 1)
     assert ring.reap(8, 30.0) == -errno.EIO
-    assert select.select([ring.library.aio_ring_fileno(ring.handle)], [], [], 30)[0]
+    assert ring.is_readable()
     assert ring.reap(8, 30.0) == ALL
     assert ring.fired == 1
     assert memory.view == content
