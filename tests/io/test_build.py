@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -67,8 +68,8 @@ def use(package: Path) -> list[str]:
     ("environment", "why"),
     [
         ({"TIERED_LIBAIO": "off"}, "TIERED_LIBAIO=off"),
-        ({"CC": "/nowhere/gcc"}, "there is no C compiler (/nowhere/gcc)"),
-        ({"CFLAGS": "-D__LIBAIO_H"}, "a trial build failed"),  # the header's own guard makes it empty
+        ({"CC": "/nowhere/gcc"}, r"there is no C compiler \(/nowhere/gcc\)"),
+        ({"CFLAGS": "-D__LIBAIO_H"}, r"a trial build failed|\.h not found"),  # the header's own guard makes it empty
     ],
     ids=["off", "no compiler", "no header"],
 )
@@ -76,7 +77,7 @@ def test_without_libaio_the_rest_is_built(checkout: Path, environment: dict[str,
     package, said = build(checkout, **environment)
     lines = [line for line in said.splitlines() if "libaio backend is not built" in line]
     assert len(lines) == 1
-    assert why in lines[0]
+    assert re.search(why, lines[0])
     assert "libaio-dev" in lines[0]
     assert not list(package.rglob("*.so"))
     works, reason = use(package)
