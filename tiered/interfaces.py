@@ -17,9 +17,9 @@ __all__ = ["EvictionPolicy", "IOBackend", "Link", "Tier"]
 class IOBackend(Protocol):
     """Moves bytes between memory and file descriptors. Knows addresses, fds and offsets; never tensors.
 
-    All calls come from one thread (the engine's). The memory of a request belongs to the backend from ``submit`` until its
-    completion was handed out by ``reap``, or ``close`` has returned. A request's fd, offset, address and nbytes are multiples of
-    ``alignment`` when the fd was opened with O_DIRECT.
+    All calls come from one thread (the engine's). The memory of a request belongs to the backend from ``submit`` until
+    its completion was handed out by ``reap``, or ``close`` has returned. A request's fd, offset, address and nbytes are
+    multiples of ``alignment`` when the fd was opened with O_DIRECT.
     """
 
     @property

@@ -10,7 +10,7 @@ from tiered.residency import Copy, State
 from tiered.types import Access, Key, Slot, TensorSpec, Urgency
 
 if TYPE_CHECKING:
-    from tiered.engine import Engine
+    from tiered.admission import Admission
 
 __all__ = ["Delete", "Flush", "Install", "Lease", "Prefetch", "Request", "Room"]
 
@@ -25,7 +25,7 @@ class Request:
         self.error: TieredError | None = None
         self.waits_for_room = False
 
-    def attempt(self, engine: Engine) -> bool:
+    def attempt(self, admission: Admission) -> bool:
         raise NotImplementedError
 
     def wants(self) -> Sequence[Key]:
@@ -35,7 +35,7 @@ class Request:
     def failed(self, key: Key, error: TieredError) -> None:
         """``key`` could not be brought up."""
 
-    def abandon(self, engine: Engine) -> None:
+    def abandon(self, admission: Admission) -> None:
         """The caller gave up (deadline, Ctrl-C): undo what was granted meanwhile. Under the lock."""
 
 
@@ -53,28 +53,29 @@ class Lease(Request):
     def wants(self) -> Sequence[Key]:
         return () if self.done else self.keys
 
-    def attempt(self, engine: Engine) -> bool:
-        entries = [engine.directory.entry(key) for key in self.keys]
+    def attempt(self, admission: Admission) -> bool:
+        entries = [admission.directory.entry(key) for key in self.keys]
         for entry in entries:
-            engine.directory.refuse_conflict(entry, self.access)
-        ready = all([engine.bring(entry, self.tier, self) for entry in entries])
+            admission.directory.refuse_conflict(entry, self.access)
+        arrived = [admission.bring(entry, self.tier, self) for entry in entries]  # each starts on its way, not only the first
+        ready = all(arrived)
         if not ready or (self.access is Access.WRITE and any(entry.in_flight for entry in entries)):
             return False
         for entry in entries:
-            copy = engine.directory.grant(entry, self.tier, self.access)
+            copy = admission.directory.grant(entry, self.tier, self.access)
             copy.aliases += 1  # the view that the caller makes of it
             self.copies.append(copy)
-            engine.policies[self.tier].touched(entry.key)
+            admission.policies[self.tier].touched(entry.key)
         return True
 
     def failed(self, key: Key, error: TieredError) -> None:
         if key in self.keys and not self.done:
             self.error, self.done = error, True
 
-    def abandon(self, engine: Engine) -> None:
+    def abandon(self, admission: Admission) -> None:
         while self.copies:
             copy = self.copies.pop()
-            engine.directory.release(copy, self.access)
+            admission.directory.release(copy, self.access)
             copy.aliases -= 1
 
 
@@ -89,13 +90,13 @@ class Room(Request):
     def __str__(self) -> str:
         return f"a put of {self.nbytes:,} bytes"
 
-    def attempt(self, engine: Engine) -> bool:
-        self.slot = engine.room(self.tier, self.nbytes, self)
+    def attempt(self, admission: Admission) -> bool:
+        self.slot = admission.room(self.tier, self.nbytes, self)
         return self.slot is not None
 
-    def abandon(self, engine: Engine) -> None:
+    def abandon(self, admission: Admission) -> None:
         if self.slot is not None:
-            engine.give_back(self.tier, self.slot)
+            admission.give_back(self.tier, self.slot)
 
 
 class Install(Request):
@@ -108,23 +109,23 @@ class Install(Request):
     def __str__(self) -> str:
         return f"a put of {self.key!r}"
 
-    def attempt(self, engine: Engine) -> bool:
-        old = engine.directory.find(self.key)
+    def attempt(self, admission: Admission) -> bool:
+        old = admission.directory.find(self.key)
         if old is not None and old.in_flight and not old.leased:
             return False
         try:
-            entry = engine.directory.put(self.key, self.spec, self.tier, self.slot)
+            entry = admission.directory.put(self.key, self.spec, self.tier, self.slot)
         except LeaseConflict:
-            engine.give_back(self.tier, self.slot)
+            admission.give_back(self.tier, self.slot)
             raise
         copy = entry.copies[self.tier]
         assert copy is not None
-        engine.install(copy)
+        admission.install(copy)
         return True
 
-    def abandon(self, engine: Engine) -> None:
+    def abandon(self, admission: Admission) -> None:
         if not self.done:
-            engine.give_back(self.tier, self.slot)
+            admission.give_back(self.tier, self.slot)
 
 
 class Delete(Request):
@@ -135,11 +136,11 @@ class Delete(Request):
     def __str__(self) -> str:
         return f"the deletion of {self.key!r}"
 
-    def attempt(self, engine: Engine) -> bool:
-        entry = engine.directory.entry(self.key)
+    def attempt(self, admission: Admission) -> bool:
+        entry = admission.directory.entry(self.key)
         if entry.in_flight and not entry.leased:
             return False
-        engine.directory.forget(self.key)
+        admission.directory.forget(self.key)
         return True
 
 
@@ -156,18 +157,18 @@ class Prefetch(Request):
     def wants(self) -> Sequence[Key]:
         return (self.key,)
 
-    def attempt(self, engine: Engine) -> bool:
-        entry = engine.directory.find(self.key)
+    def attempt(self, admission: Admission) -> bool:
+        entry = admission.directory.find(self.key)
         if entry is None or entry.written:
             return True
-        return engine.bring(entry, self.tier, self) or entry.copies[self.tier] is not None
+        return admission.bring(entry, self.tier, self) or entry.copies[self.tier] is not None
 
 
 class Flush(Request):
     """Every byte at the bottom; ``then`` runs at that moment, still under the lock.
 
-    A tensor that is not leased but still referenced from an ended lease is first copied to a slot of its own: bytes on their way
-    out must not change. An open WRITE lease is an error.
+    A tensor that is not leased but still referenced from an ended lease is first copied to a slot of its own: bytes on
+    their way out must not change. An open WRITE lease is an error.
     """
 
     def __init__(self, then: Callable[[], None], duplicate: Callable[[int, Slot, Slot, int], None]) -> None:
@@ -178,8 +179,8 @@ class Flush(Request):
     def __str__(self) -> str:
         return "a flush"
 
-    def attempt(self, engine: Engine) -> bool:
-        unsaved = engine.unsaved()
+    def attempt(self, admission: Admission) -> bool:
+        unsaved = admission.unsaved()
         for copy in unsaved:
             if copy.writers:
                 raise LeaseConflict(f"tensor {copy.key!r} has an open WRITE lease: end it before a commit")
@@ -190,21 +191,21 @@ class Flush(Request):
         self._first = False
         for copy in unsaved:
             if copy.state is State.DIRTY and not copy.in_flight:
-                self._write_back(engine, copy)
+                self._write_back(admission, copy)
         if unsaved:
             return False
         self._then()
         return True
 
-    def _write_back(self, engine: Engine, copy: Copy) -> None:
-        entry = engine.directory.entry(copy.key)
+    def _write_back(self, admission: Admission, copy: Copy) -> None:
+        entry = admission.directory.entry(copy.key)
         self.tier = copy.tier
         if copy.aliases and not copy.leased:
-            slot = engine.room(copy.tier, entry.nbytes, self)
+            slot = admission.room(copy.tier, entry.nbytes, self)
             if slot is None:
                 return
             self._duplicate(copy.tier, copy.slot, slot, entry.nbytes)
-            engine.install(engine.directory.move(copy, slot))
-        if engine.bottom == 0:
+            admission.install(admission.directory.move(copy, slot))
+        if admission.bottom == 0:
             raise MisuseError("this store has no tier below the first one")
-        engine.admit_writeback(entry, copy.tier, self)
+        admission.admit_writeback(entry, copy.tier, self)

@@ -16,7 +16,7 @@ import torch
 from tiered import manifest as manifests
 from tiered.config import Parts, StoreConfig, build, default_dram
 from tiered.engine import Engine, EngineConfig
-from tiered.errors import CommitError, ForkedStore, ManifestError, MisuseError, StoreClosed
+from tiered.errors import CapacityError, CommitError, ForkedStore, ManifestError, MisuseError, StoreClosed
 from tiered.requests import Delete, Flush, Install, Lease, Room
 from tiered.residency import Copy, State
 from tiered.sizes import parse_size
@@ -54,7 +54,7 @@ class _Held:
         engine = self._store._running()
         engine.wait(request)
         self._copies = request.copies
-        tensors = [self._store._view(copy, engine.directory.entry(copy.key).spec) for copy in self._copies]
+        tensors = [self._store._view(copy, engine.admission.directory.entry(copy.key).spec) for copy in self._copies]
         if self._access is Access.READ:
             witnesses = [copy.witness for copy in self._copies]
             self._versions = [(w, w._version) for w in witnesses if isinstance(w, torch.Tensor)]
@@ -206,7 +206,7 @@ class TieredStore:
                 fill(_bytes_at(self._parts.dram.address + room.slot.offset, spec.nbytes))
         except BaseException:
             with engine.lock:
-                engine.give_back(0, room.slot)
+                engine.admission.give_back(0, room.slot)
             raise
         engine.wait(Install(key, spec, 0, room.slot))
 
@@ -218,9 +218,9 @@ class TieredStore:
     @overload
     def lease(self, key: Key, *, access: Access | str = ..., tier: str | None = ...) -> LeaseOfOne: ...
     @overload
-    def lease(self, key: Sequence[Key], *, access: Access | str = ..., tier: str | None = ...) -> LeaseOfMany: ...
+    def lease(self, key: list[Key] | tuple[Key, ...], *, access: Access | str = ..., tier: str | None = ...) -> LeaseOfMany: ...
     def lease(
-        self, key: Key | Sequence[Key], *, access: Access | str = Access.READ, tier: str | None = None
+        self, key: Key | list[Key] | tuple[Key, ...], *, access: Access | str = Access.READ, tier: str | None = None
     ) -> LeaseOfOne | LeaseOfMany:
         """A context manager that gives the tensor itself, in ``tier`` (default: the top one), without a copy.
 
@@ -258,21 +258,21 @@ class TieredStore:
         self._running().wait(Delete(key))
 
     def __contains__(self, key: object) -> bool:
-        return key in self._running().directory
+        return key in self._running().admission.directory
 
     def __iter__(self) -> Iterator[Key]:
         engine = self._running()
         with engine.lock:
-            return iter(list(engine.directory))
+            return iter(list(engine.admission.directory))
 
     def __len__(self) -> int:
-        return len(self._running().directory)
+        return len(self._running().admission.directory)
 
     def spec(self, key: Key) -> TensorSpec:
         """Raises KeyNotFound."""
         engine = self._running()
         with engine.lock:
-            return engine.directory.entry(key).spec
+            return engine.admission.directory.entry(key).spec
 
     # -- commits ----------------------------------------------------------------------------------------------------------
 
@@ -313,7 +313,7 @@ class TieredStore:
                     return
                 manifests.encode(draft)  # what cannot be written down is refused before anything is pinned
                 nvme.retain(draft.generation, [r.extent.slot for r in draft.tensors if r.extent])
-                engine.generation += 1
+                engine.admission.generation += 1
                 drafts.append(draft)
 
             engine.wait(Flush(snapshot, self._duplicate), deadline=3600.0)
@@ -338,9 +338,10 @@ class TieredStore:
         nvme = self._parts.nvme
         identity = nvme.uuid.hex()
         records = []
-        for entry in engine.directory.entries():
+        for entry in engine.admission.directory.entries():
             copy = entry.copies[-1]
-            assert copy is not None and copy.state is State.CLEAN
+            assert copy is not None
+            assert copy.state is State.CLEAN
             extent = manifests.Extent(0, copy.slot.offset, copy.slot.nbytes) if entry.spec.nbytes else None
             records.append(
                 manifests.TensorRecord(
@@ -355,7 +356,7 @@ class TieredStore:
                 )
             )
         file = manifests.DataFile(Path(nvme.path).name, identity, 0, nvme.file_bytes)
-        return manifests.Manifest(identity, engine.generation, meta, (file,), engine.directory.next_id, tuple(records))
+        return manifests.Manifest(identity, engine.admission.generation, meta, (file,), engine.admission.directory.next_id, tuple(records))
 
     def _drop_old(self, engine: Engine) -> None:
         """Older generations than are kept: their manifests go first, durably; only then their extents may be written over."""
@@ -385,17 +386,17 @@ class TieredStore:
             return StoreStatistics(
                 backend=self._parts.backend.name,
                 direct=self._parts.nvme.direct,
-                tensors=len(engine.directory),
+                tensors=len(engine.admission.directory),
                 generation=self.generation,
                 leases=engine.leases,
                 hits=engine.hits,
                 misses=engine.misses,
                 stalled_for_reads=engine.stalled_for_reads,
                 stalled_for_room=engine.stalled_for_room,
-                prefetched=engine.prefetched,
-                prefetched_unused=engine.prefetched_unused,
-                evictions=engine.evictions,
-                tiers=engine.tier_statistics(),
+                prefetched=engine.admission.prefetched,
+                prefetched_unused=engine.admission.prefetched_unused,
+                evictions=engine.admission.evictions,
+                tiers=engine.admission.tier_statistics(),
                 links=engine.link_statistics(),
             )
 
@@ -477,23 +478,24 @@ def _restore(parts: Parts, engine: Engine) -> tuple[list[int], manifests.Manifes
             for slot in slots:
                 nvme.free(slot)
         kept.append(generation)
-    bottom = engine.bottom
+    bottom = engine.admission.bottom
     for record in newest.tensors:
         if record.extent is None:
-            slot = nvme.allocate(1)
-            if slot is None:
-                raise ManifestError(f"{folder}: {nvme.refusal}")
+            found = nvme.allocate(1)  # an empty tensor has no extent in the manifest, but a slot like any other here
+            if found is None:
+                raise CapacityError(f"{folder}: {nvme.refusal}")
+            slot = found
         else:
             slot = record.extent.slot
-        engine.account_restored(bottom, slot)
-        entry = engine.directory.restore(
+        engine.admission.account_restored(bottom, slot)
+        entry = engine.admission.directory.restore(
             record.key, record.spec, record.tensor_id, slot, record.checksums, record.generation
         )
         copy = entry.copies[bottom]
         assert copy is not None
-        engine.install(copy)
-    engine.directory.next_id = max(engine.directory.next_id, newest.next_tensor_id)
-    engine.generation = newest.generation + 1
+        engine.admission.install(copy)
+    engine.admission.directory.next_id = max(engine.admission.directory.next_id, newest.next_tensor_id)
+    engine.admission.generation = newest.generation + 1
     return kept, newest
 
 

@@ -20,7 +20,7 @@ class StoredGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, parameter: torch.Tensor, name: str) -> StoredGradient:
-        made: StoredGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: StoredGradient = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
         made.parameter_name = name
@@ -28,11 +28,11 @@ class StoredGradient(torch.Tensor):
 
     parameter_name: str
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
         return f"StoredGradient(of={self.parameter_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks the classmethod
         cls,
         func: Callable[..., Any],
         types: Sequence[type],
@@ -41,8 +41,8 @@ class StoredGradient(torch.Tensor):
     ) -> Any:
         name = next((arg.parameter_name for arg in _flatten(args) if isinstance(arg, StoredGradient)), "?")
         raise MisuseError(
-            f"the gradient of {name!r} is in the store, so {func} cannot compute with it: use optimizer.clip_grad_norm_(max_norm) "
-            "instead of torch.nn.utils.clip_grad_norm_, optimizer.zero_grad() instead of grad.zero_(), and "
+            f"the gradient of {name!r} is in the store, so {func} cannot compute with it: use "
+            "optimizer.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_, optimizer.zero_grad() instead of grad.zero_(), and "
             "optimizer.grad(parameter) to look at it; torch.amp.GradScaler does not work with paged parameters"
         )
 

@@ -21,13 +21,13 @@ __all__ = ["AdamW"]
 class AdamW(Optimizer):
     """``torch.optim.AdamW(fused=True)`` for a model that went through ``tiered.zero.page``, bit for bit.
 
-    Masters and moments are fp32 tensors in the store (fp32 parameters are their own masters; fp64 ones keep fp64 moments), read
-    and written in chunks of a few MiB, so that memory does not grow with the model. ``step()`` only freezes learning rate, betas,
-    decay, step count and clip factor of each unit; the update is applied when the unit is next leased: by the next forward, by
-    evaluation, by ``state_dict``.
+    Masters and moments are fp32 tensors in the store (fp32 parameters are their own masters; fp64 ones keep fp64
+    moments), read and written in chunks of a few MiB, so that memory does not grow with the model. ``step()`` only
+    freezes learning rate, betas, decay, step count and clip factor of each unit; the update is applied when the unit is
+    next leased: by the next forward, by evaluation, by ``state_dict``.
 
-    Parameters whose gradient is None are left alone. ``lr`` in units of the parameters; ``betas``, ``eps``, ``weight_decay`` as in
-    torch (Loshchilov and Hutter, 2019). Raises MisuseError for parameters that are not paged.
+    Parameters whose gradient is None are left alone. ``lr``, ``betas``, ``eps``, ``weight_decay``, ``maximize`` as in torch
+    (Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101). Raises MisuseError for parameters that are not paged.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class AdamW(Optimizer):
         for pager in self._pagers():
             pager.reset()
         norms = [unit.gradient_norm(placement, order) for _, unit, placement in graded]
-        total = torch.linalg.vector_norm(torch.stack(norms), order)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(f"The total norm of order {norm_type} of the gradients is not finite: {total.item()}")
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -178,7 +178,7 @@ class AdamW(Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` gave, from this class or from ``torch.optim.AdamW``. Pending updates are applied first."""
+        """Take over what ``state_dict`` gave, here or from ``torch.optim.AdamW``. Pending updates are applied first."""
         self.flush()
         moments = state_dict["state"]
         super().load_state_dict({**state_dict, "state": {}})

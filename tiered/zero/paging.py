@@ -23,7 +23,7 @@ from tiered import CapacityError, MisuseError, TensorSpec, TieredStore
 from tiered.types import Access
 from tiered.zero.schedule import Successors
 from tiered.zero.unit import Unit
-from tiered.zero.units import ALIGNMENT, Placement, Plan, divide, is_called
+from tiered.zero.units import Placement, Plan, divide, is_called
 
 __all__ = ["Pager", "page", "placement_of"]
 
@@ -104,9 +104,10 @@ class Pager:
         for module in self.model.modules():
             if module._parameters:
                 module._parameters = _Watched(module._parameters, self)
-                module.register_state_dict_post_hook(partial(self._after_state_dict))
-                module.register_load_state_dict_pre_hook(self._before_load)
-                module.register_load_state_dict_post_hook(self._after_load)
+                module.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
+                    partial(self._after_state_dict))
+                module.register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_post_hook(self._after_load)  # type: ignore[no-untyped-call]
             if module in self._held or (module is self.model and is_called(module)):
                 module.register_forward_pre_hook(self._before_forward, prepend=True)
                 module.register_forward_hook(self._after_forward, always_call=True)
@@ -209,7 +210,7 @@ class Pager:
     def _begin_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         self._in_backward = False
@@ -227,10 +228,13 @@ class Pager:
         for placement in unit.plan.placements:
             if placement.parameter.requires_grad and placement not in self._hooked:
                 if placement not in unit.gradients:
-                    raise MisuseError(f"parameter {placement.name!r} is {placement.dtype}: only real floating point can be trained")
+                    raise MisuseError(
+                        f"parameter {placement.name!r} is {placement.dtype}: only real floating point can be trained"
+                    )
                 self._hooked.add(placement)
-                placement.parameter.register_hook(self._gradient_hook(unit, placement))
-                placement.parameter.register_post_accumulate_grad_hook(self._gradient_taker(unit, placement))
+                parameter: Any = placement.parameter
+                parameter.register_hook(self._gradient_hook(unit, placement))
+                parameter.register_post_accumulate_grad_hook(self._gradient_taker(unit, placement))
 
     def _gradient_hook(self, unit: Unit, placement: Placement) -> Callable[[torch.Tensor], None]:
         def arriving(gradient: torch.Tensor) -> None:
@@ -323,7 +327,7 @@ def placement_of(parameter: torch.Tensor) -> tuple[Pager, Unit, Placement]:
 
 def _hooks_active() -> bool:
     """Whether saved-tensor hooks of somebody (torch.utils.checkpoint, for one) are in force; the innermost pair wins."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def page(

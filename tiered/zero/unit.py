@@ -35,8 +35,8 @@ class Pending:
 
 @dataclass(eq=False)
 class GradientState:
-    """``scales``: factors that the stored gradient has yet to be multiplied by. ``norms``: those known of it, by order;
-    ``orders``: the ones that somebody asked for before, and that are worth computing while a gradient is at hand."""
+    """``scales``: factors that the stored gradient has yet to be multiplied by. ``norms``: those known of it, by order.
+    ``orders``: those that somebody asked for before, worth computing while a gradient is at hand."""
 
     marker: StoredGradient
     scales: list[torch.Tensor] = field(default_factory=list)
@@ -48,8 +48,9 @@ class GradientState:
 class Unit:
     """Parameters that are paged together.
 
-    While nobody holds the unit its parameters are NaN without memory (a stale read is loud); while somebody does, they are views
-    of the store's own memory. ``version`` counts optimizer steps: what a graph saved before one cannot be used after it.
+    While nobody holds the unit its parameters are NaN without memory (a stale read is loud); while somebody does, they
+    are views of the store's own memory. ``version`` counts optimizer steps: what a graph saved before one cannot be used
+    after it.
     """
 
     def __init__(self, store: TieredStore, prefix: str, plan: UnitPlan, chunk_elements: int) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 __all__ = ["ALIGNMENT", "Placement", "Plan", "UnitPlan", "divide"]
 
 ALIGNMENT = 64
-"""Bytes: parameters start at multiples of this in their unit, as torch's own allocations do, so that kernels take the same path."""
+"""Bytes: parameters start at multiples of this in their unit, as torch's own allocations do: kernels take the same path."""
 
 
 @dataclass(eq=False)
