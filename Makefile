@@ -42,7 +42,7 @@ command -v gcc >/dev/null && echo 'int main(void) { return 0; }' | gcc -x c - -o
 [[ -e /usr/include/libaio.h ]] || missing+=(libaio-dev); \
 command -v strace >/dev/null || missing+=(strace); \
 if ! command -v python3 >/dev/null; then missing+=(python3 python3-venv python3-dev); \
-elif [[ $$("$${python:-python3}" -c 'import sys; print(sys.base_prefix)') == /usr ]]; then \
+elif [[ $$("$${python:-python3}" -c 'import sys; print(sys.base_prefix)' 2>/dev/null) == /usr ]]; then \
 	"$${python:-python3}" -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv); \
 	"$${python:-python3}" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' \
 		|| missing+=(python3-dev); \
