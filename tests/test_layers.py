@@ -38,6 +38,7 @@ LAYERS = {
     "manifest": "decisions",
     "config": "config",
     "requests": "requests",
+    "admission": "admission",
     "engine": "engine",
     "store": "store",
     "": "package",
@@ -55,10 +56,11 @@ MAY_IMPORT = {
     "parts": {"values", "interfaces"},  # never each other
     "decisions": {"values", "interfaces"},
     "config": {"values", "interfaces", "parts"},
-    "requests": {"values", "interfaces", "decisions"},  # what the engine works off; half of it
-    "engine": {"values", "interfaces", "decisions", "requests"},
-    "store": {"values", "interfaces", "parts", "decisions", "config", "requests", "engine"},
-    "package": {"values", "interfaces", "parts", "decisions", "config", "requests", "engine", "store", "zero"},
+    "requests": {"values", "interfaces", "decisions"},  # what the engine works off
+    "admission": {"values", "interfaces", "decisions", "requests"},  # what it may start
+    "engine": {"values", "interfaces", "decisions", "requests", "admission"},
+    "store": {"values", "interfaces", "parts", "decisions", "config", "requests", "admission", "engine"},
+    "package": {"values", "interfaces", "parts", "decisions", "config", "requests", "admission", "engine", "store", "zero"},
     "zero": {"package", "zero"},  # the public API only, and:
     "cli": set(LAYERS.values()),
 }
