@@ -1,7 +1,7 @@
 """What may move where, and in which order: evictions, transfers, write-backs. Decides; touches no link and no thread.
 
-Everything here runs under the engine's lock. Admitting a transfer means: its slot is allocated, the residency edge is taken, and
-it stands in its link's queue, from which the engine starts it.
+Everything here runs under the engine's lock. Admitting a transfer means: its slot is allocated, the residency edge is taken,
+and it stands in its link's queue, from which the engine starts it.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class TieredStore:
         self._put(key, spec_of(source), lambda target: _copy_bytes(target, source))
 
     def create(self, key: Key, spec: TensorSpec) -> None:
-        """A new tensor with undefined contents, to be filled under a WRITE lease; replaces what was there. Errors as ``put``."""
+        """A new tensor with undefined contents, to be filled under a WRITE lease. Replaces and raises as ``put``."""
         dtype_of(spec)
         self._put(key, spec, None)
 
@@ -356,7 +356,8 @@ class TieredStore:
                 )
             )
         file = manifests.DataFile(Path(nvme.path).name, identity, 0, nvme.file_bytes)
-        return manifests.Manifest(identity, engine.admission.generation, meta, (file,), engine.admission.directory.next_id, tuple(records))
+        next_id = engine.admission.directory.next_id
+        return manifests.Manifest(identity, engine.admission.generation, meta, (file,), next_id, tuple(records))
 
     def _drop_old(self, engine: Engine) -> None:
         """Older generations than are kept: their manifests go first, durably; only then their extents may be written over."""

@@ -1,7 +1,7 @@
 """ZeRO-Infinity on a ``TieredStore``: parameters and Adam states paged around each layer's forward and backward."""
 
 from tiered.zero.optimizer import AdamW
-from tiered.zero.paging import page
+from tiered.zero.paging import PagingStatistics, page, statistics
 from tiered.zero.rules import AdamWRule, UpdateRule
 
-__all__ = ["AdamW", "AdamWRule", "UpdateRule", "page"]
+__all__ = ["AdamW", "AdamWRule", "PagingStatistics", "UpdateRule", "page", "statistics"]

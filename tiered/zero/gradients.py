@@ -28,7 +28,7 @@ class StoredGradient(torch.Tensor):
 
     parameter_name: str
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's stub misnames it
         return f"StoredGradient(of={self.parameter_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
@@ -42,8 +42,8 @@ class StoredGradient(torch.Tensor):
         name = next((arg.parameter_name for arg in _flatten(args) if isinstance(arg, StoredGradient)), "?")
         raise MisuseError(
             f"the gradient of {name!r} is in the store, so {func} cannot compute with it: use "
-            "optimizer.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_, optimizer.zero_grad() instead of grad.zero_(), and "
-            "optimizer.grad(parameter) to look at it; torch.amp.GradScaler does not work with paged parameters"
+            "optimizer.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_, optimizer.zero_grad() instead of "
+            "grad.zero_(), and optimizer.grad(parameter) to look at it; torch.amp.GradScaler does not work with paged parameters"
         )
 
 

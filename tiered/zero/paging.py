@@ -12,6 +12,7 @@ pushed only where no others are active, and its recomputation is an ordinary for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from tiered.zero.schedule import Successors
 from tiered.zero.unit import Unit
 from tiered.zero.units import Placement, Plan, divide, is_called
 
-__all__ = ["Pager", "page", "placement_of"]
+__all__ = ["Pager", "PagingStatistics", "page", "placement_of", "statistics"]
 
 UNIT_SHARE = 8
 """A unit is at most this fraction of the pool, where single parameters allow it."""
@@ -69,9 +70,7 @@ class _Watched(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
-        if parameter is not None:
-            self.pager.read(parameter)
-        return parameter
+        return parameter if parameter is None else self.pager.read(parameter)
 
 
 class Pager:
@@ -156,11 +155,19 @@ class Pager:
             if not unit.held:
                 self._bases.pop(address, None)
 
-    def read(self, parameter: nn.Parameter) -> None:
-        """``module.name`` was evaluated. Inside a forward, the innermost frame holds the parameter's unit from here on."""
+    def read(self, parameter: nn.Parameter) -> torch.Tensor:
+        """``module.name`` was evaluated. Inside a forward, the innermost frame holds the parameter's unit from here on.
+
+        torch.utils.checkpoint keeps what its recomputation saves: aliases of parameters that need a gradient, which stay right
+        when the unit is let go, but frozen ones as the very object, which would turn to NaN. So there these are aliases, too.
+        """
         found = self._home.get(parameter)
-        if found is not None and self._frames and not found[0].held:
-            self._hold(self._frames[-1], found[0])
+        if found is not None and self._frames:
+            if not found[0].held:
+                self._hold(self._frames[-1], found[0])
+            if not parameter.requires_grad and torch._C._current_graph_task_id() != -1:
+                return parameter.detach()
+        return parameter
 
     def reset(self) -> None:
         """Let go of everything, also what an exception or Ctrl-C left held. The next forward starts from nothing."""
@@ -314,6 +321,29 @@ class Pager:
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         for unit in self._loading(module):
             unit.drop()
+
+
+@dataclass(frozen=True, slots=True)
+class PagingStatistics:
+    """Of one paged model, since ``page``. Bytes are those of one unit, times are seconds."""
+
+    units: int
+    largest_unit: int
+    updates: int
+    update_seconds: float
+
+
+def statistics(model: nn.Module) -> PagingStatistics:
+    """What paging ``model`` took so far. Raises MisuseError for a model that is not paged."""
+    for parameter in model.parameters():
+        units = placement_of(parameter)[0].units
+        return PagingStatistics(
+            units=len(units),
+            largest_unit=max(unit.plan.nbytes for unit in units),
+            updates=sum(unit.updates for unit in units),
+            update_seconds=sum(unit.update_seconds for unit in units),
+        )
+    raise MisuseError("this model has no parameters")
 
 
 def placement_of(parameter: torch.Tensor) -> tuple[Pager, Unit, Placement]:

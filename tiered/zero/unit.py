@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -59,6 +60,8 @@ class Unit:
         self.gradient_key = f"{self.key}/grad"
         self.chunk_elements = chunk_elements
         self.version = 0
+        self.updates = 0
+        self.update_seconds = 0.0
         self.pending: Pending | None = None
         self.base: torch.Tensor | None = None
         self.gradients = {
@@ -269,6 +272,7 @@ class Unit:
                 pending.chunks_done += 1
             del unit, gradient
         self.stale_masters.difference_update(pending.updates)
+        self.updates += 1
         self.pending = None
         self.forget_gradients()
 
@@ -277,7 +281,9 @@ class Unit:
     ) -> None:
         self._create_chunk(keys)
         with self.store.lease(keys, access=Access.WRITE) as states, torch.no_grad():
+            began = time.perf_counter()
             self._update_slices(index * self.chunk_elements, states, pending, unit, gradient)
+            self.update_seconds += time.perf_counter() - began
             del states  # the last alias: the chunk may go to disk as soon as the lease ends
 
     def _update_slices(
