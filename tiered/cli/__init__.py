@@ -1,0 +1,84 @@
+"""The ``tiered`` command. Thin: commands parse, call what the library offers, and print.
+
+Exit codes: 0 success, 1 failure, 2 bad usage, 130 and 143 when stopped by Ctrl-C and SIGTERM. What goes wrong is one line on
+stderr that names the thing and the mend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import TextIO
+
+from tiered import __version__
+from tiered.cli import train
+from tiered.errors import TieredError
+
+__all__ = ["main"]
+
+EXAMPLE = """\
+example:
+  tiered train --dir my-store --dram 256MiB
+
+Each command has its own help: tiered train --help
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line ``arguments`` (default: the process's own); returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(
+        prog="tiered",
+        description="Keeps tensors on device, host memory and NVMe, and brings them where they are needed in time.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"tiered {__version__}")
+    commands = parser.add_subparsers(metavar="command", dest="command", required=True)
+    train.add_parser(commands)
+    try:
+        options = parser.parse_args(given)
+    except SystemExit as exit_:  # argparse has printed its help (0) or what is wrong (2)
+        return exit_.code if isinstance(exit_.code, int) else 2
+    warnings.showwarning = _show_warning
+    try:
+        code: int = options.run(options, given)
+        sys.stdout.flush()
+    except TieredError as error:
+        return _fail(str(error))
+    except BrokenPipeError:  # what reads our output has left; nobody is there to be told
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except KeyboardInterrupt:
+        print("tiered: stopped", file=sys.stderr)
+        return 130
+    except (MemoryError, RuntimeError) as error:
+        if not (isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)):
+            raise
+        return _fail("memory ran out: lower --batch, --context or --dram, or add --checkpoint")
+    return code
+
+
+def _fail(message: str) -> int:
+    print(f"tiered: {_one_line(message)}", file=sys.stderr)
+    return 1
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    print(f"tiered: note: {_one_line(str(message))}", file=sys.stderr)
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())

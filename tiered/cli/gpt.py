@@ -1,0 +1,101 @@
+"""A byte-level decoder-only GPT in plain PyTorch: nothing in it knows of the store."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["GPT", "Block", "Shape", "build", "initialiser"]
+
+BYTES = 256
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``context`` in bytes of text; ``width`` is a multiple of ``heads``. ``recompute``: each block again in backward."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    recompute: bool = False
+
+
+class Residual(nn.Linear):
+    """A linear layer whose result is added to the block's input; it starts smaller."""
+
+
+class Block(nn.Module):
+    """Pre-LN attention and MLP (Radford et al., 2019). (batch, time, width) -> the same."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width = shape.width
+        self.heads = shape.heads
+        self.norm_attention = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.project = Residual(width, width)
+        self.norm_mlp = nn.LayerNorm(width)
+        self.expand = nn.Linear(width, 4 * width)
+        self.contract = Residual(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, time, width = x.shape
+        split = self.qkv(self.norm_attention(x)).view(batch, time, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.project(attended.transpose(1, 2).reshape(batch, time, width))
+        hidden: torch.Tensor = self.contract(F.gelu(self.expand(self.norm_mlp(x))))
+        return x + hidden
+
+
+class GPT(nn.Module):
+    """Bytes, shape (batch, time), int64 -> logits of the byte that follows each, shape (batch, time, 256)."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.recompute = shape.recompute
+        self.embed = nn.Embedding(BYTES, shape.width)
+        self.position = nn.Embedding(shape.context, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, BYTES, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        x = self.embed(text) + self.position(torch.arange(text.shape[1], device=text.device))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False) if self.recompute else block(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+def build(shape: Shape) -> GPT:
+    """On the meta device: shapes without memory. Give the parameters theirs module by module, with ``initialiser``."""
+    with torch.device("meta"):
+        return GPT(shape)
+
+
+def initialiser(shape: Shape) -> Callable[[nn.Module], None]:
+    """GPT-2's: normal with deviation 0.02, smaller by sqrt(2 layers) where a block adds to its input; biases zero."""
+    small = 0.02 / math.sqrt(2 * shape.layers)
+
+    def initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=small if isinstance(module, Residual) else 0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        elif isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+        else:
+            raise TypeError(f"no initial values for a {type(module).__name__}")
+
+    return initialise

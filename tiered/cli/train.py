@@ -1,0 +1,221 @@
+"""``tiered train``: its options. torch is imported only when it runs, so that ``--help`` is quick."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from tiered.errors import MisuseError
+from tiered.sizes import parse_size
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+__all__ = ["Options", "add_parser"]
+
+DESCRIPTION = """\
+Train a byte-level GPT on a text file. Parameters, gradients and Adam states live in a store on disk; of
+them, only what the memory budget (--dram) allows is in memory at any time. Without options: 113 million
+parameters on ten plays of Shakespeare, about 3 minutes on 2 cores.
+"""
+
+EXAMPLES = """\
+examples:
+  tiered train --dir my-store --dram 256MiB            the model that the defaults describe
+  tiered train --text book.txt --minutes 10 --checkpoint --layers 32 --dir other-store
+  tiered train --check                                 prove it: the same numbers as in memory, bit by bit
+"""
+
+DEMO: dict[str, Any] = {
+    "dram": 256 << 20,
+    "layers": 16,
+    "width": 768,
+    "heads": 12,
+    "context": 256,
+    "batch": 2,
+    "accumulate": 1,
+    "steps": 40,
+    "warmup": 5,
+}
+"""What is meant where an option is not given: at least 100 million parameters, about 3 minutes on 2 cores."""
+
+CHECK = DEMO | {
+    "dram": 4 << 20,
+    "layers": 6,
+    "width": 192,
+    "heads": 6,
+    "context": 64,
+    "accumulate": 2,
+    "steps": 20,
+}
+"""The same with ``--check``: seconds, and a budget that evicts every unit between its uses."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """``dram`` in bytes. ``steps`` None: until ``minutes`` are over. ``folder`` None: a temporary one."""
+
+    text: str | None
+    folder: str | None
+    existing: Literal["refuse", "overwrite"]
+    dram: int
+    backend: Literal["auto", "libaio", "posix"]
+    prefetch: Literal["on", "off"]
+    layers: int
+    width: int
+    heads: int
+    context: int
+    batch: int
+    accumulate: int
+    recompute: bool
+    steps: int | None
+    minutes: float | None
+    lr: float
+    warmup: int
+    weight_decay: float
+    clip: float
+    seed: int
+    json: str | None
+
+
+def add_parser(commands: Commands) -> None:
+    """Add ``train`` to the commands."""
+    parser = commands.add_parser(
+        "train",
+        help="train a GPT that is larger than its memory budget",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    where = parser.add_argument_group("data and store")
+    where.add_argument(
+        "--text", metavar="FILE", help="text to learn, any bytes (default: the Shakespeare that ships with this)"
+    )
+    where.add_argument(
+        "--dir", metavar="DIR", dest="folder", help="the store's folder, made when absent (default: ./tiered-store)"
+    )
+    where.add_argument(
+        "--existing",
+        choices=("refuse", "overwrite"),
+        default="refuse",
+        help="what to do when DIR holds a model already (default: refuse)",
+    )
+    where.add_argument(
+        "--dram", metavar="SIZE", type=_size, help=f"memory for parameters, gradients and states {_default('dram')}"
+    )
+    where.add_argument("--backend", choices=("auto", "libaio", "posix"), default="auto", help="how to do I/O (default: auto)")
+    where.add_argument(
+        "--no-prefetch",
+        dest="prefetch",
+        action="store_const",
+        const="off",
+        default="on",
+        help="fetch only what is asked for, to see what fetching ahead brings",
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument("--layers", metavar="N", type=_count, help=f"transformer blocks {_default('layers')}")
+    model.add_argument("--width", metavar="N", type=_count, help=f"a multiple of --heads {_default('width')}")
+    model.add_argument("--heads", metavar="N", type=_count, help=f"attention heads {_default('heads')}")
+    model.add_argument("--context", metavar="N", type=_count, help=f"bytes of text that are seen at once {_default('context')}")
+    model.add_argument(
+        "--checkpoint",
+        dest="recompute",
+        action="store_true",
+        help="compute each block again in backward instead of keeping its activations",
+    )
+    training = parser.add_argument_group("training")
+    training.add_argument("--batch", metavar="N", type=_count, help=f"texts at once {_default('batch')}")
+    training.add_argument("--accumulate", metavar="N", type=_count, help=f"batches per step {_default('accumulate')}")
+    training.add_argument("--steps", metavar="N", type=_count, help=f"stop after so many {_default('steps')}")
+    training.add_argument(
+        "--minutes", metavar="M", type=_positive, help="stop after so long, or after --steps where both are given"
+    )
+    training.add_argument(
+        "--lr", metavar="R", type=_positive, default=6e-4, help="highest learning rate (default: %(default)s)"
+    )
+    training.add_argument("--warmup", metavar="N", type=_count, help=f"steps until then; a cosine follows {_default('warmup')}")
+    training.add_argument(
+        "--weight-decay",
+        metavar="R",
+        type=_fraction,
+        default=0.1,
+        help="of matrices; vectors have none (default: %(default)s)",
+    )
+    training.add_argument(
+        "--clip",
+        metavar="NORM",
+        type=_fraction,
+        default=1.0,
+        help="largest gradient norm, 0 for any (default: %(default)s)",
+    )
+    training.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="of initial values and data order (default: %(default)s)"
+    )
+    outcome = parser.add_argument_group("outcome")
+    outcome.add_argument(
+        "--check",
+        action="store_true",
+        help="train twice, on the store and in memory, and compare every number bit by bit; small sizes unless given",
+    )
+    outcome.add_argument("--json", metavar="FILE", help="write the summary there as JSON; '-' is stdout")
+    parser.set_defaults(run=lambda parsed, given: _run(parser, parsed, given))
+
+
+def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: list[str]) -> int:
+    if parsed.check and parsed.minutes is not None:
+        parser.error("--check compares a number of steps: give --steps, not --minutes")
+    values = {field.name: getattr(parsed, field.name) for field in fields(Options)}
+    for name, value in (CHECK if parsed.check else DEMO).items():
+        if values[name] is None and not (name == "steps" and values["minutes"] is not None):
+            values[name] = value
+    options = Options(**values)
+    if options.width % options.heads:
+        parser.error(f"--width {options.width} is not a multiple of --heads {options.heads}")
+    if parsed.check:
+        from tiered.cli.check import check
+
+        return check(options)
+    from tiered.cli.training import train
+
+    return train(options, given)
+
+
+def _default(name: str) -> str:
+    shown = {"dram": "256MiB; with --check 4MiB"}.get(name, str(DEMO[name]))
+    if name != "dram" and DEMO[name] != CHECK[name]:
+        shown += f"; with --check {CHECK[name]}"
+    return f"(default: {shown})"
+
+
+def _parsed(convert: Callable[[str], Any], text: str, wanted: str, allowed: Callable[[Any], bool]) -> Any:
+    try:
+        value = convert(text)
+    except ValueError:
+        value = None
+    if value is None or not allowed(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+    return value
+
+
+def _count(text: str) -> int:
+    value: int = _parsed(int, text, "a whole number from 1 on", lambda v: v >= 1)
+    return value
+
+
+def _positive(text: str) -> float:
+    value: float = _parsed(float, text, "a number above 0", lambda v: 0 < v < float("inf"))
+    return value
+
+
+def _fraction(text: str) -> float:
+    value: float = _parsed(float, text, "a number from 0 on", lambda v: 0 <= v < float("inf"))
+    return value
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except MisuseError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
