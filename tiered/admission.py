@@ -11,12 +11,15 @@ from collections.abc import Sequence
 
 from tiered.errors import CapacityError, TieredError
 from tiered.interfaces import EvictionPolicy, Tier
-from tiered.requests import Prefetch, Request
+from tiered.requests import Request
 from tiered.residency import Copy, Directory, Entry, State
 from tiered.stats import TierStatistics
 from tiered.types import Access, Candidate, Completion, Direction, Key, Slot, Transfer, Urgency
 
 __all__ = ["Admission"]
+
+PACKINGS = 4
+"""How often a request may evict what it has itself, to fit better among the same neighbours."""
 
 
 class Admission:
@@ -39,6 +42,7 @@ class Admission:
         self._dead: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         self._resident: list[dict[Key, Copy]] = [{} for _ in tiers]
         self._orphans: set[Copy] = set()
+        self._slots: list[set[Slot]] = [set() for _ in tiers]  # all that are allocated
         self._used = [0] * len(tiers)
         self._peak = [0] * len(tiers)
         self._largest = 1
@@ -69,8 +73,7 @@ class Admission:
         for request in sorted(self.requests, key=lambda r: (r.urgency, r.sequence)):
             if self.attempt(request):
                 finished = True
-                if isinstance(request, Prefetch):
-                    self.requests.remove(request)
+                self.requests.remove(request)  # at once: the engine must not turn and turn until the caller has woken
         return finished
 
     # -- admission (called by requests) ------------------------------------------------------------------------------------
@@ -80,7 +83,7 @@ class Admission:
         copy = entry.copies[tier]
         if copy is not None:
             if copy.state is State.FILLING:
-                self._hurry(entry.key, request.urgency)
+                self.hurry(entry.key, request.urgency)
             return copy.valid
         for below in range(tier + 1, len(self.tiers)):
             source = entry.copies[below]
@@ -90,13 +93,17 @@ class Admission:
                 if not entry.written:
                     self._admit_fill(entry, below - 1, request)
             else:
-                self._hurry(entry.key, request.urgency)
+                self.hurry(entry.key, request.urgency)
             return False
         for above in range(tier - 1, -1, -1):
             source = entry.copies[above]
             if source is not None and source.state is State.DIRTY and source.idle:
+                if source.failure is not None:
+                    error, source.failure = source.failure, None  # a later request tries again
+                    raise error
                 self.admit_writeback(entry, above, request)
                 return False
+        self.hurry(entry.key, request.urgency)
         return False
 
     def _admit_fill(self, entry: Entry, tier: int, request: Request) -> None:
@@ -141,7 +148,14 @@ class Admission:
         self._transfers[transfer.tag] = (entry, transfer)
         self.queues[index].append(transfer)
 
-    def _hurry(self, key: Key, urgency: Urgency) -> None:
+    def busy(self, entry: Entry, request: Request) -> bool:
+        """Whether transfers of ``entry`` are under way, which ``request`` has to wait for."""
+        if entry.in_flight:
+            self.hurry(entry.key, request.urgency)
+        return entry.in_flight
+
+    def hurry(self, key: Key, urgency: Urgency) -> None:
+        """Transfers of ``key`` that are not started yet inherit ``urgency``."""
         for waiting in self.queues:
             for transfer in waiting:
                 if transfer.key == key and transfer.urgency > urgency:
@@ -162,31 +176,67 @@ class Admission:
         if prefetch and (self._reads_queued(tier) or self._slack(tier, request) - nbytes < self._largest):
             return None  # the link is busy, or a demand could find no room
         slot = space.allocate(nbytes)
-        while slot is None and tier < self.bottom:
-            candidates = self._evictable(tier, request)
-            chosen = self.policies[tier].victims(1, [Candidate(c.key, c.slot.nbytes) for c in candidates])
-            if not chosen:
-                break
-            self._evict(self._resident[tier][chosen[0]])
-            slot = space.allocate(nbytes)
+        if slot is None and tier < self.bottom:
+            slot = self._evict_for(tier, nbytes, request)
         if slot is not None:
-            self._used[tier] += slot.nbytes
-            self._peak[tier] = max(self._peak[tier], self._used[tier])
+            self._account(tier, slot)
             return slot
         request.waits_for_room = True
         if tier < self.bottom and not prefetch:
             self._clean(tier, nbytes, request)
         return None
 
+    def _evict_for(self, tier: int, nbytes: int, request: Request) -> Slot | None:
+        """Evict, the policy's next victims first, until ``nbytes`` fit in one piece; nobody when that would not be enough.
+
+        Evicting in vain would be worse than waste: two requests could take turns at it for ever.
+        """
+        victims = self._evictable(tier, request)
+        if not self._would_fit(tier, nbytes, victims):
+            # What the request has here already may lie in the middle: then it packs anew, a few times around the same neighbours.
+            own = [self._resident[tier][key] for key in request.wants() if key in self._resident[tier]]
+            victims += [copy for copy in own if copy not in victims]
+            neighbours = frozenset(self._slots[tier] - {copy.slot for copy in victims})
+            tried = request.packed.count(neighbours)
+            packable = tried < PACKINGS and all(copy.state is State.CLEAN and copy.idle for copy in own)
+            if not packable or not self._would_fit(tier, nbytes, victims):
+                return None
+            request.packed = [neighbours] * (tried + 1)
+            for copy in victims:
+                self._evict(copy)
+            victims = []
+        slot = self.tiers[tier].allocate(nbytes)
+        for key in self._order(tier, victims):
+            if slot is not None:
+                break
+            self._evict(self._resident[tier][key])
+            slot = self.tiers[tier].allocate(nbytes)
+        return slot
+
+    def _would_fit(self, tier: int, nbytes: int, without: Sequence[Copy]) -> bool:
+        """Whether there were ``nbytes`` in one piece if the copies ``without`` were gone."""
+        staying = self._slots[tier] - {copy.slot for copy in without}
+        end = 0
+        for slot in sorted(staying, key=lambda slot: slot.offset):
+            if slot.offset - end >= nbytes:
+                return True
+            end = slot.offset + slot.nbytes
+        return self.tiers[tier].capacity - end >= nbytes
+
+    def _order(self, tier: int, copies: Sequence[Copy]) -> list[Key]:
+        """All of ``copies``, the policy's next victims first."""
+        total = sum(copy.slot.nbytes for copy in copies)
+        order = self.policies[tier].victims(total, [Candidate(copy.key, copy.slot.nbytes) for copy in copies])
+        assert order is not None
+        return order
+
     def _reads_queued(self, tier: int) -> bool:
         return tier < self.bottom and any(t.direction is Direction.UP for t in self.queues[tier])
 
     def _evictable(self, tier: int, request: Request) -> list[Copy]:
         """CLEAN and idle; not what this or an older request still wants; for a prefetch, not what was just prefetched."""
-        wanted: set[Key] = set(request.wants())
-        for other in self.requests:
-            if other.sequence < request.sequence and other.urgency <= request.urgency:
-                wanted.update(other.wants())
+        older = [r for r in self.requests if r.sequence < request.sequence and r.urgency <= request.urgency]
+        wanted = {key for r in (request, *older) for key in r.wants() if self._on_its_way(key, tier, r.tier)}
         prefetch = request.urgency is Urgency.PREFETCH
         return [
             copy
@@ -196,6 +246,11 @@ class Admission:
             and copy.key not in wanted
             and not (prefetch and copy.prefetched)
         ]
+
+    def _on_its_way(self, key: Key, tier: int, target: int) -> bool:
+        """Whether a copy in ``tier`` has still to serve a request for ``target``: none between them has the bytes yet."""
+        entry = self.directory.find(key)
+        return entry is not None and not any(copy is not None and copy.valid for copy in entry.copies[target:tier])
 
     def _slack(self, tier: int, request: Request) -> int:
         """Bytes that ``request`` could have at once: free, or in CLEAN copies that it may evict."""
@@ -211,12 +266,7 @@ class Admission:
     def _dirty(self, tier: int) -> list[Copy]:
         """Copies that may be written back now, the policy's next victims first."""
         dirty = [c for c in self._resident[tier].values() if c.state is State.DIRTY and c.idle]
-        if not dirty:
-            return []
-        total = sum(c.slot.nbytes for c in dirty)
-        order = self.policies[tier].victims(total, [Candidate(c.key, c.slot.nbytes) for c in dirty])
-        assert order is not None
-        return [self._resident[tier][key] for key in order]
+        return [self._resident[tier][key] for key in self._order(tier, dirty)]
 
     def _under_way(self, tier: int) -> int:
         """Bytes of ``tier`` that write-backs in flight will make CLEAN."""
@@ -232,7 +282,7 @@ class Admission:
         for copy in self._dirty(tier):
             if coming >= nbytes:
                 return
-            if copy.failure is not None:
+            if copy.failure is not None and not isinstance(copy.failure, CapacityError):  # there may be room by now
                 failure = copy.failure
                 continue
             if self.admit_writeback(self.directory.entry(copy.key), tier, request):
@@ -268,7 +318,7 @@ class Admission:
                 try:
                     if not self.admit_writeback(self.directory.entry(copy.key), tier, background):
                         break
-                except CapacityError as error:
+                except TieredError as error:  # a request that needs the room will meet it
                     copy.failure = error
                     break
                 shortage -= copy.slot.nbytes
@@ -291,10 +341,15 @@ class Admission:
     def give_back(self, tier: int, slot: Slot) -> None:
         """Free a slot that ``room`` gave and nothing was put into."""
         self.tiers[tier].free(slot)
+        self._slots[tier].remove(slot)
         self._used[tier] -= slot.nbytes
 
     def account_restored(self, tier: int, slot: Slot) -> None:
         """``slot`` was claimed from the tier while opening."""
+        self._account(tier, slot)
+
+    def _account(self, tier: int, slot: Slot) -> None:
+        self._slots[tier].add(slot)
         self._used[tier] += slot.nbytes
         self._peak[tier] = max(self._peak[tier], self._used[tier])
 

@@ -61,7 +61,7 @@ class _Wake:
             while len(os.read(self._read, 4096)) == 4096:
                 pass
 
-    def close(self) -> None:
+    def __del__(self) -> None:  # not before: a finalizer may poke as long as it holds the engine
         os.close(self._read)
         os.close(self._write)
 
@@ -135,6 +135,7 @@ class Engine:
                     self._wait_for(request, began, patience)
                 except BaseException:
                     request.abandon(self.admission)
+                    self._wake.set()  # for those who wait for what it had
                     raise
                 finally:
                     if request in self.admission.requests:
@@ -150,7 +151,7 @@ class Engine:
         done = self.admission.attempt(request)
         if not done:
             self.admission.requests.append(request)
-        if not done or any(self.admission.queues) or self.admission.wants_cleaning:
+        if self.admission.requests or any(self.admission.queues) or self.admission.wants_cleaning:
             self._wake.set()
         return done
 

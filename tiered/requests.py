@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from tiered.errors import LeaseConflict, MisuseError, TieredError
+from tiered.errors import CapacityError, LeaseConflict, MisuseError, TieredError
 from tiered.residency import Copy, State
 from tiered.types import Access, Key, Slot, TensorSpec, Urgency
 
@@ -24,6 +24,7 @@ class Request:
         self.done = False
         self.error: TieredError | None = None
         self.waits_for_room = False
+        self.packed: list[frozenset[Slot]] = []  # among which slots it packed what it had anew, once for each time
 
     def attempt(self, admission: Admission) -> bool:
         raise NotImplementedError
@@ -57,9 +58,16 @@ class Lease(Request):
         entries = [admission.directory.entry(key) for key in self.keys]
         for entry in entries:
             admission.directory.refuse_conflict(entry, self.access)
+        space, total = admission.tiers[self.tier], sum(entry.nbytes for entry in entries)
+        if total > space.capacity:
+            raise CapacityError(
+                f"{self} needs {total:,} bytes, which can never be in tier {space.name} together ({space.capacity:,} bytes): "
+                f"lease fewer at once, or open the store with more room there"
+            )
         arrived = [admission.bring(entry, self.tier, self) for entry in entries]  # each starts on its way, not only the first
         ready = all(arrived)
-        if not ready or (self.access is Access.WRITE and any(entry.in_flight for entry in entries)):
+        busy = [self.access is Access.WRITE and admission.busy(entry, self) for entry in entries]
+        if not ready or any(busy):
             return False
         for entry in entries:
             copy = admission.directory.grant(entry, self.tier, self.access)
@@ -111,7 +119,7 @@ class Install(Request):
 
     def attempt(self, admission: Admission) -> bool:
         old = admission.directory.find(self.key)
-        if old is not None and old.in_flight and not old.leased:
+        if old is not None and not old.leased and admission.busy(old, self):
             return False
         try:
             entry = admission.directory.put(self.key, self.spec, self.tier, self.slot)
@@ -138,7 +146,7 @@ class Delete(Request):
 
     def attempt(self, admission: Admission) -> bool:
         entry = admission.directory.entry(self.key)
-        if entry.in_flight and not entry.leased:
+        if not entry.leased and admission.busy(entry, self):
             return False
         admission.directory.forget(self.key)
         return True
@@ -162,6 +170,10 @@ class Prefetch(Request):
         if entry is None or entry.written:
             return True
         return admission.bring(entry, self.tier, self) or entry.copies[self.tier] is not None
+
+    def failed(self, key: Key, error: TieredError) -> None:
+        if key == self.key:
+            self.done = True  # a hint is not tried twice
 
 
 class Flush(Request):

@@ -283,6 +283,7 @@ class Directory:
         source = entry.copies[tier + 1]
         assert source is not None and source.valid and entry.copies[tier] is None and not entry.written
         source.reads_from += 1
+        source.prefetched = False  # it was of use
         copy = Copy(entry.key, tier, slot)
         copy.become(State.FILLING)
         entry.copies[tier] = copy

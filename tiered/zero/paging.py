@@ -98,6 +98,7 @@ class Pager:
 
     def _watch(self) -> None:
         for unit in self.units:
+            unit.release_parameters()
             for placement in unit.plan.placements:
                 placement.parameter._tiered = (self, unit, placement)  # type: ignore[attr-defined]
         for module in self.model.modules():
@@ -468,20 +469,30 @@ def _store_parameters(
 def _materialise(
     module: nn.Module, without_memory: set[nn.Parameter], init: Callable[[nn.Module], None] | None
 ) -> None:
-    """Give the parameters and buffers that are directly on ``module`` memory and their initial values."""
-    for parameter in module._parameters.values():
-        if parameter is not None and parameter in without_memory:
-            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
-            without_memory.remove(parameter)
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            module._buffers[name] = torch.empty_like(buffer, device="cpu")
-    if init is not None:
-        init(module)
-        return
-    reset = getattr(module, "reset_parameters", None)
+    """Give the parameters and buffers that are directly on ``module`` memory and their initial values.
+
+    A tied parameter keeps the values that the first module naming it gave it; what later ones write goes to memory that is
+    thrown away.
+    """
+    reset = init if init is not None else getattr(type(module), "reset_parameters", None)
     if reset is None:
         raise MisuseError(
             f"{type(module).__name__} has meta parameters and no reset_parameters(): give page() a param_init_fn"
         )
-    reset()
+    stored: dict[nn.Parameter, torch.Tensor] = {}
+    for parameter in module._parameters.values():
+        if parameter is None or parameter in stored:
+            continue
+        if parameter in without_memory:
+            without_memory.remove(parameter)
+        elif parameter.untyped_storage().nbytes() < parameter.numel() * parameter.dtype.itemsize:
+            stored[parameter] = parameter.data
+        else:
+            continue
+        parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    reset(module)
+    for parameter, placeholder in stored.items():
+        parameter.data = placeholder

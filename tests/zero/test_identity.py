@@ -1,0 +1,159 @@
+"""Training from disk gives the bits of training in memory. The budget is so small that units are evicted between uses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.zero.models import Mixed, Tied, parameter_groups
+from tiered import TieredStore, zero
+
+SMALLEST = "1MiB"
+STEPS = 20
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[float], torch.Tensor], between: Callable[[int], None]
+) -> list[float]:
+    """Losses and norms of STEPS steps of two micro-batches each, clipped, with a schedule."""
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    numbers = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(2):
+            loss = model.loss(2 * step + micro)  # type: ignore[operator]
+            (loss / 2).backward()
+            numbers.append(loss.item())
+        numbers.append(clip(0.5).item())
+        optimizer.step()
+        scheduler.step()
+        between(step)
+    return numbers
+
+
+def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(
+        torch.equal(a, right[k]) and a.dtype == right[k].dtype for k, a in left.items()
+    )
+
+
+def both(
+    tmp_path: Path, make: Callable[[], nn.Module], *, dram: str = SMALLEST, prefetch: str = "on", look: bool = False
+) -> tuple[list[float], list[float], int]:
+    """Train twins; assert equal numbers, parameters, buffers and moments. Returns the numbers and the count of evictions."""
+    torch.manual_seed(0)
+    reference = make()
+    paged = copy.deepcopy(reference)
+    fused = torch.optim.AdamW(parameter_groups(reference), lr=1e-3, fused=True)
+
+    def nothing(step: int) -> None:
+        pass
+
+    expected = train(
+        reference, fused, lambda norm: torch.nn.utils.clip_grad_norm_(reference.parameters(), norm), nothing
+    )
+    with TieredStore.open(tmp_path / "store", dram=dram) as store:
+        zero.page(paged, store, prefetch=prefetch)
+        optimizer = zero.AdamW(parameter_groups(paged), lr=1e-3)
+
+        def inspect(step: int) -> None:
+            if look and step % 5 == 2:  # looking must not change anything
+                paged.state_dict()
+                with torch.no_grad():
+                    paged.loss(1000 + step)
+                optimizer.state_dict()
+
+        numbers = train(paged, optimizer, optimizer.clip_grad_norm_, inspect if look else nothing)
+        statistics = store.statistics()
+        assert statistics.tiers[0].peak <= statistics.tiers[0].capacity
+        assert equal(reference.state_dict(), paged.state_dict())
+        ours, theirs = optimizer.state_dict(), fused.state_dict()
+        assert ours["state"].keys() == theirs["state"].keys()
+        for index, state in theirs["state"].items():
+            assert equal(state, ours["state"][index])
+        store.close()
+    return expected, numbers, statistics.evictions
+
+
+@pytest.mark.parametrize("mode", ["plain", "checkpoint", "reentrant"])
+def test_a_tied_transformer_in_the_smallest_budget(tmp_path: Path, mode: str) -> None:
+    def make() -> nn.Module:
+        return Tied(width=64, layers=3, mode=mode)
+
+    expected, numbers, evictions = both(tmp_path, make)
+    assert numbers == expected
+    assert evictions > 10 * STEPS, "the budget was meant to be too small to keep anything"
+
+
+def test_without_prefetch(tmp_path: Path) -> None:
+    expected, numbers, _ = both(tmp_path, lambda: Tied(width=64), prefetch="off")
+    assert numbers == expected
+
+
+def test_looking_in_between_changes_nothing(tmp_path: Path) -> None:
+    class Deterministic(Mixed):
+        """Batch norm's running statistics would notice an extra forward, in memory too."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.normal = nn.BatchNorm2d(16, track_running_stats=False)  # type: ignore[assignment]
+
+    expected, numbers, _ = both(tmp_path, Deterministic, look=True)
+    assert numbers == expected
+    expected, numbers, _ = both(tmp_path / "tied", lambda: Tied(width=32), look=True)
+    assert numbers == expected
+
+
+@pytest.mark.parametrize("dram", [SMALLEST, "64MiB"])
+def test_convolution_batchnorm_lstm_attention(tmp_path: Path, dram: str) -> None:
+    expected, numbers, _ = both(tmp_path, Mixed, dram=dram)
+    assert numbers == expected
+
+
+def test_loading_an_optimizer_state_of_torch_goes_on_identically(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    reference = Tied()
+    fused = torch.optim.AdamW(parameter_groups(reference), lr=1e-3, fused=True)
+    for step in range(3):
+        fused.zero_grad()
+        reference.loss(step).backward()
+        fused.step()
+    paged = Tied()
+    with TieredStore.open(tmp_path / "store", dram=SMALLEST) as store:
+        zero.page(paged, store)
+        paged.load_state_dict(reference.state_dict())
+        optimizer = zero.AdamW(parameter_groups(paged), lr=5.0)
+        optimizer.load_state_dict(copy.deepcopy(fused.state_dict()))
+        for step in range(3, 6):
+            for model, adam in ((reference, fused), (paged, optimizer)):
+                adam.zero_grad()
+                model.loss(step).backward()
+                adam.step()
+        assert equal(reference.state_dict(), paged.state_dict())
+
+
+def test_low_precision_parameters_keep_an_fp32_master(tmp_path: Path) -> None:
+    """Tiny updates that bf16 alone would lose add up in the master."""
+    torch.manual_seed(0)
+    reference = nn.Linear(8, 8, bias=False)
+    with torch.no_grad():
+        reference.weight.fill_(1.0)
+    master = copy.deepcopy(reference)
+    paged = copy.deepcopy(reference).to(torch.bfloat16)
+    fused = torch.optim.AdamW(master.parameters(), lr=1e-4, fused=True)
+    with TieredStore.open(tmp_path / "store", dram=SMALLEST) as store:
+        zero.page(paged, store)
+        optimizer = zero.AdamW(paged.parameters(), lr=1e-4)
+        for _ in range(60):
+            optimizer.zero_grad()
+            paged(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+            master.weight.grad = torch.ones(8, 8)
+            fused.step()
+        assert torch.equal(paged.state_dict()["weight"], master.weight.detach().bfloat16())
+        assert paged.state_dict()["weight"].max() < 1

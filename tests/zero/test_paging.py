@@ -1,0 +1,296 @@
+"""What a user can see of paging beyond the numbers: gradients, errors, lifetimes, budgets."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.zero.models import Mixed, Tied, parameter_groups
+from tiered import CapacityError, MisuseError, TieredStore, zero
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TieredStore]:
+    opened = TieredStore.open(tmp_path / "store", dram="1MiB", deadline=20)
+    yield opened
+    opened.close()
+
+
+def held(store: TieredStore) -> int:
+    gc.collect()
+    return sum(tier.held for tier in store.statistics().tiers)
+
+
+def test_released_parameters_keep_shape_and_hold_no_memory(store: TieredStore) -> None:
+    model = zero.page(Tied(), store)
+    for parameter in model.parameters():
+        assert parameter.untyped_storage().nbytes() <= 8
+        assert torch.isnan(parameter).all(), "a stale read must be loud"
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in Tied().parameters())
+
+
+def test_nothing_is_held_between_passes(store: TieredStore) -> None:
+    model = zero.page(Tied(), store)
+    with torch.no_grad():
+        model(torch.zeros(1, 4, dtype=torch.long))
+    assert held(store) == 0
+    loss = model.loss(0)
+    assert held(store) == 0, "what is saved for backward must not hold a slot"
+    loss.backward()
+    assert held(store) == 0
+
+
+def test_gradients_are_in_the_store_and_say_so(store: TieredStore) -> None:
+    torch.manual_seed(0)
+    reference = Tied()
+    torch.manual_seed(0)
+    model = zero.page(Tied(), store)
+    optimizer = zero.AdamW(parameter_groups(model))
+    reference.loss(0).backward()
+    model.loss(0).backward()
+    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if expected.grad is None:
+            assert parameter.grad is None, name
+            assert optimizer.grad(parameter) is None
+        else:
+            assert parameter.grad is not None, name
+            assert parameter.grad.shape == parameter.shape
+            assert name in repr(parameter.grad)
+            assert torch.equal(optimizer.grad(parameter), expected.grad), name
+    with pytest.raises(MisuseError, match=r"optimizer\.clip_grad_norm_"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            with pytest.raises(MisuseError, match="in the store"):
+                parameter.grad.norm()
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not [key for key in store if key.endswith("/grad")], "forgotten gradients take no room"
+
+
+def test_gradients_that_a_user_assigns_or_clears_count(store: TieredStore) -> None:
+    torch.manual_seed(0)
+    reference = nn.Linear(4, 4)
+    torch.manual_seed(0)
+    model = zero.page(nn.Linear(4, 4), store)
+    fused = torch.optim.AdamW(reference.parameters(), fused=True)
+    optimizer = zero.AdamW(model.parameters())
+    for net, adam in ((reference, fused), (model, optimizer)):
+        net(torch.ones(1, 4)).sum().backward()
+        net.zero_grad()  # not the optimizer's
+        net(torch.ones(2, 4)).sum().backward()
+        net.bias.grad = torch.full((4,), 3.0)
+        net(torch.ones(2, 4)).sum().backward()
+        adam.step()
+        adam.zero_grad(set_to_none=False)
+        adam.step()
+        net.weight.grad = torch.ones(4, 4)
+        adam.step()
+        adam.step()  # the same gradients once more
+    assert all(torch.equal(a, b) for a, b in zip(reference.state_dict().values(), model.state_dict().values(), strict=True))
+
+
+def test_clipping_twice_and_accumulating_onto_clipped(store: TieredStore) -> None:
+    torch.manual_seed(0)
+    reference = nn.Linear(4, 4)
+    torch.manual_seed(0)
+    model = zero.page(nn.Linear(4, 4), store)
+    fused = torch.optim.AdamW(reference.parameters(), fused=True)
+    optimizer = zero.AdamW(model.parameters())
+    norms: list[list[float]] = []
+    for net, adam in ((reference, fused), (model, optimizer)):
+
+        def clip(limit: float, order: float, net: nn.Module = net, adam: object = adam) -> float:
+            if isinstance(adam, zero.AdamW):
+                return adam.clip_grad_norm_(limit, order).item()
+            return torch.nn.utils.clip_grad_norm_(net.parameters(), limit, order).item()
+
+        net(torch.ones(1, 4)).sum().backward()
+        seen = [clip(0.5, 2.0), clip(0.25, 2.0), clip(0.2, float("inf"))]
+        net(torch.ones(3, 4)).sum().backward()
+        seen += [clip(0.1, 1.0), clip(1e9, 2.0)]
+        adam.step()
+        norms.append(seen)
+    assert norms[0] == norms[1]
+    assert all(torch.equal(a, b) for a, b in zip(reference.state_dict().values(), model.state_dict().values(), strict=True))
+    with pytest.raises(RuntimeError, match="not finite"):
+        model.weight.grad = torch.full((4, 4), float("nan"))
+        optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+def test_a_graph_from_before_a_step_cannot_run_after_it(store: TieredStore) -> None:
+    model = zero.page(Tied(), store)
+    optimizer = zero.AdamW(model.parameters())
+    model.loss(0).backward()
+    late = model.loss(1)
+    optimizer.step()
+    with pytest.raises(MisuseError, match=r"before step\(\)"):
+        late.backward()
+    model.loss(2).backward()
+
+
+def test_changing_a_paged_parameter_in_place_during_forward_is_refused(store: TieredStore) -> None:
+    class Vandal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.weight.mul_(2)
+            return x * self.weight
+
+    model = zero.page(Vandal(), store)
+    with pytest.raises(MisuseError, match="'weight' was changed in place"):
+        model(torch.ones(4))
+
+
+def test_an_exception_in_forward_or_backward_leaves_nothing_held(store: TieredStore) -> None:
+    model = Tied()
+    zero.page(model, store)
+    optimizer = zero.AdamW(model.parameters())
+
+    def fail(*_: object) -> None:
+        raise ValueError("on purpose")
+
+    handle = model.blocks[1].mlp.register_forward_hook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        model.loss(0)
+    handle.remove()
+    assert held(store) == 0
+    handle = model.blocks[1].attention.weight.register_hook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        model.loss(0).backward()
+    handle.remove()
+    optimizer.zero_grad()
+    model.loss(0).backward()
+    optimizer.step()
+    assert held(store) == 0
+    store.commit()
+
+
+def test_state_dict_loads_into_an_ordinary_model_and_back(store: TieredStore) -> None:
+    model = Mixed()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    zero.page(model, store)
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+    other = Mixed()
+    model.load_state_dict(other.state_dict())
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in other.state_dict().items())
+    assert torch.equal(model.lstm.state_dict()["weight_hh_l1"], other.lstm.weight_hh_l1)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict({**other.state_dict(), "shared.bias": torch.zeros(7)})
+    assert held(store) == 0
+
+
+def test_a_submodule_may_be_called_by_itself(store: TieredStore) -> None:
+    reference = Tied()
+    block = reference.blocks[0]
+    x = torch.randn(1, 4, 32)
+    expected = block.mlp(x)
+    zero.page(reference, store)
+    assert torch.equal(reference.blocks[0].mlp(x), expected)
+
+
+def test_double_use_and_wrong_use(store: TieredStore) -> None:
+    model = zero.page(nn.Linear(4, 4), store, name="one")
+    with pytest.raises(MisuseError, match="paged already"):
+        zero.page(model, store, name="two")
+    with pytest.raises(MisuseError, match="already holds a model named 'one'"):
+        zero.page(nn.Linear(4, 4), store, name="one")
+    with pytest.raises(MisuseError, match=r"zero\.page"):
+        zero.AdamW(nn.Linear(4, 4).parameters())
+    fresh = nn.Linear(4, 4)
+    expected = fresh.weight.detach().clone()
+    zero.page(fresh, store, name="one", existing="overwrite")
+    assert torch.equal(fresh.state_dict()["weight"], expected)
+    with pytest.raises(MisuseError, match="out of range"):
+        zero.AdamW(fresh.parameters(), lr=-1)
+
+
+def test_several_models_share_a_store(store: TieredStore) -> None:
+    left, right = nn.Linear(8, 8), nn.Linear(8, 8)
+    x = torch.randn(2, 8)
+    expected = right(left(x))
+    zero.page(left, store, name="left")
+    zero.page(right, store, name="right")
+    assert torch.equal(right(left(x)), expected)
+
+
+@pytest.mark.parametrize("width", [32, 96])
+def test_too_small_a_budget_names_the_smallest_which_then_works(tmp_path: Path, width: int) -> None:
+    model = Tied(width=width, layers=2)
+    with TieredStore.open(tmp_path / "big", dram="64MiB") as probe:
+        largest = max(p.numel() * 4 for p in model.parameters())
+        assert largest * 3 < probe.statistics().tiers[0].capacity
+    wide = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 8))
+    with (
+        TieredStore.open(tmp_path / "small", dram="2MiB") as small,
+        pytest.raises(CapacityError, match="smallest that works is ([0-9,]+) bytes") as caught,
+    ):
+        zero.page(wide, small)
+    assert not torch.isnan(wide[0].weight).any(), "nothing was changed"
+    number = int(str(caught.value).split("smallest that works is ")[1].split(" ")[0].replace(",", ""))
+    with TieredStore.open(tmp_path / "enough", dram=number, deadline=20) as enough:
+        zero.page(wide, enough)
+        optimizer = zero.AdamW(wide.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            wide(torch.randn(4, 512)).sum().backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+        assert not torch.isnan(wide.state_dict()["0.weight"]).any()
+
+
+def test_a_model_on_the_meta_device_is_built_in_the_store(store: TieredStore) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+        model[2].bias = model[1].bias  # never called with this shape; only tying matters here
+    initialised: list[nn.Module] = []
+
+    def init(module: nn.Module) -> None:
+        initialised.append(module)
+        module.reset_parameters()
+
+    zero.page(model, store, param_init_fn=init)
+    state = model.state_dict()
+    assert len(initialised) == 3
+    assert model[2].bias is model[1].bias
+    assert not any(value.is_meta or torch.isnan(value.float()).any() for value in state.values())
+    assert torch.equal(state["1.running_var"], torch.ones(16))
+    assert state["0.weight"].std() > 0.05
+
+
+def test_unfreezing_a_parameter_later_trains_it(store: TieredStore) -> None:
+    model = nn.Linear(4, 4)
+    model.weight.requires_grad_(False)
+    zero.page(model, store)
+    optimizer = zero.AdamW(model.parameters(), lr=0.1)
+    before = model.state_dict()
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        model.weight.requires_grad_(True)
+    after = model.state_dict()
+    assert not torch.equal(before["weight"], after["weight"])
+    assert not torch.equal(before["bias"], after["bias"])
+
+
+def test_statistics_count_units_and_updates(store: TieredStore) -> None:
+    model = zero.page(Tied(), store)
+    optimizer = zero.AdamW(model.parameters())
+    model.loss(0).backward()
+    optimizer.step()
+    assert zero.statistics(model).updates == 0, "step() only marks"
+    model.loss(1)
+    done = zero.statistics(model)
+    assert done.updates > 0
+    assert done.update_seconds > 0
+    assert done.largest_unit <= store.statistics().tiers[0].capacity // 8
