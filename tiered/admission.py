@@ -193,7 +193,7 @@ class Admission:
         """
         victims = self._evictable(tier, request)
         if not self._would_fit(tier, nbytes, victims):
-            # What the request has here already may lie in the middle: then it packs anew, a few times around the same neighbours.
+            # What the request has here already may lie in the middle: then it packs anew, at most PACKINGS times.
             own = [self._resident[tier][key] for key in request.wants() if key in self._resident[tier]]
             victims += [copy for copy in own if copy not in victims]
             neighbours = frozenset(self._slots[tier] - {copy.slot for copy in victims})

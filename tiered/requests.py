@@ -204,6 +204,8 @@ class Flush(Request):
         for copy in unsaved:
             if copy.state is State.DIRTY and not copy.in_flight:
                 self._write_back(admission, copy)
+            else:
+                admission.hurry(copy.key, self.urgency)
         if unsaved:
             return False
         self._then()
