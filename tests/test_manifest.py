@@ -28,6 +28,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tiered import generations as protocol
 from tiered import manifest as subject
 from tiered.errors import CommitError, ManifestError, MisuseError
 from tiered.manifest import DataFile, Extent, Manifest, TensorRecord, decode, encode
@@ -334,7 +335,7 @@ def test_size_limits_come_first(tmp_path: Path) -> None:
     with open(tmp_path / "manifest.1", "wb") as file:
         file.truncate(1 << 40)  # sparse: a terabyte that takes no space, and must take no memory either
     with pytest.raises(ManifestError, match="1099511627776 bytes are more than the limit"):
-        subject.load(tmp_path)
+        protocol.load(tmp_path)
 
 
 # Fuzz: everything is signed (but for one kind), so that it is the parsing that is tried and not the digest
@@ -493,59 +494,59 @@ def names(folder: Path) -> list[str]:
 
 
 def test_write_and_load(tmp_path: Path) -> None:
-    assert subject.generations(tmp_path) == []
-    assert subject.load(tmp_path) is None
+    assert protocol.generations(tmp_path) == []
+    assert protocol.load(tmp_path) is None
     for generation in (1, 2, 10):
-        subject.write(tmp_path, sample(generation))
+        protocol.write(tmp_path, sample(generation))
     assert names(tmp_path) == ["manifest.1", "manifest.10", "manifest.2"]
-    assert subject.generations(tmp_path) == [1, 2, 10]
-    assert subject.load(tmp_path) == sample(10)
-    assert subject.load(tmp_path, 2) == sample(2)
+    assert protocol.generations(tmp_path) == [1, 2, 10]
+    assert protocol.load(tmp_path) == sample(10)
+    assert protocol.load(tmp_path, 2) == sample(2)
     assert (tmp_path / "manifest.2").stat().st_mode & 0o7777 == 0o600
-    subject.drop(tmp_path, 10)
-    assert subject.load(str(tmp_path)) == sample(2)
+    protocol.drop(tmp_path, 10)
+    assert protocol.load(str(tmp_path)) == sample(2)
 
 
 def test_a_descriptor_of_the_folder_serves_as_well(tmp_path: Path) -> None:
     folder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        subject.write(folder, sample(1))
-        assert subject.generations(folder) == subject.generations(folder) == [1]
-        assert subject.load(folder) == sample(1)
+        protocol.write(folder, sample(1))
+        assert protocol.generations(folder) == protocol.generations(folder) == [1]
+        assert protocol.load(folder) == sample(1)
         with pytest.raises(ManifestError, match=re.escape(str(tmp_path))):
-            subject.load(folder, 2)
-        subject.drop(folder, 1)
-        assert subject.clean(folder) == []
-        assert subject.generations(folder) == []
+            protocol.load(folder, 2)
+        protocol.drop(folder, 1)
+        assert protocol.clean(folder) == []
+        assert protocol.generations(folder) == []
     finally:
         os.close(folder)
 
 
 def test_a_generation_is_written_once(tmp_path: Path) -> None:
-    subject.write(tmp_path, sample(1))
+    protocol.write(tmp_path, sample(1))
     before = (tmp_path / "manifest.1").read_bytes()
     with pytest.raises(CommitError, match=r"manifest\.1 is there already"):
-        subject.write(tmp_path, msgspec.structs.replace(sample(1), meta={}))
+        protocol.write(tmp_path, msgspec.structs.replace(sample(1), meta={}))
     assert (tmp_path / "manifest.1").read_bytes() == before
     assert names(tmp_path) == ["manifest.1"]
 
 
 def test_damaged_newest_raises_and_older_opens_by_choice(tmp_path: Path) -> None:
     for generation in (1, 2, 3):
-        subject.write(tmp_path, sample(generation))
+        protocol.write(tmp_path, sample(generation))
     (tmp_path / "manifest.3").write_bytes(b"")
     with pytest.raises(ManifestError, match=r"manifest\.3: cut short.*generations here: 1, 2, 3.*generation=2"):
-        subject.load(tmp_path)
-    assert subject.load(tmp_path, generation=2) == sample(2)
+        protocol.load(tmp_path)
+    assert protocol.load(tmp_path, generation=2) == sample(2)
     with pytest.raises(ManifestError, match=r"no generation 7.* there are: 1, 2, 3"):
-        subject.load(tmp_path, generation=7)
+        protocol.load(tmp_path, generation=7)
     os.rename(tmp_path / "manifest.2", tmp_path / "manifest.4")
     with pytest.raises(ManifestError, match="named generation 4, but inside it is 2"):
-        subject.load(tmp_path)
+        protocol.load(tmp_path)
 
 
 def test_other_names_are_passed_over(tmp_path: Path) -> None:
-    subject.write(tmp_path, sample(5))
+    protocol.write(tmp_path, sample(5))
     noise = [
         *(
             "manifest",
@@ -563,18 +564,18 @@ def test_other_names_are_passed_over(tmp_path: Path) -> None:
     for name in noise:
         (tmp_path / name).touch()
     (tmp_path / os.fsdecode(b"manifest.9\xff")).touch()
-    assert subject.generations(tmp_path) == [5]
-    assert subject.load(tmp_path) == sample(5)
-    assert subject.clean(tmp_path) == ["manifest.6.tmp"]
+    assert protocol.generations(tmp_path) == [5]
+    assert protocol.load(tmp_path) == sample(5)
+    assert protocol.clean(tmp_path) == ["manifest.6.tmp"]
     assert len(names(tmp_path)) == 1 + len(noise)
 
 
 def test_leftover_of_an_interrupted_write_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "manifest.1.tmp").write_bytes(b"torn" * 10_000)
     (tmp_path / "manifest.1.tmp").chmod(0o644)
-    subject.write(tmp_path, sample(1))
+    protocol.write(tmp_path, sample(1))
     assert names(tmp_path) == ["manifest.1"]
-    assert subject.load(tmp_path) == sample(1)
+    assert protocol.load(tmp_path) == sample(1)
     assert (tmp_path / "manifest.1").stat().st_mode & 0o7777 == 0o600
 
 
@@ -584,36 +585,36 @@ def test_symbolic_links_and_odd_files_are_refused(tmp_path: Path) -> None:
     outside.write_bytes(encode(sample(1)))
     (folder / "manifest.1").symlink_to(outside)
     with pytest.raises(ManifestError, match=rf"errno {errno.ELOOP}"):
-        subject.load(folder)
+        protocol.load(folder)
     with pytest.raises(CommitError, match="there already"):
-        subject.write(folder, sample(1))
+        protocol.write(folder, sample(1))
     (folder / "manifest.2.tmp").symlink_to(outside)
     with pytest.raises(CommitError, match=rf"manifest\.2\.tmp: .*errno {errno.EEXIST}"):
-        subject.write(folder, sample(2))
-    assert subject.clean(folder) == []
+        protocol.write(folder, sample(2))
+    assert protocol.clean(folder) == []
     assert outside.read_bytes() == encode(sample(1))
     os.mkfifo(folder / "manifest.3")
     with pytest.raises(ManifestError, match="not a regular file"):
-        subject.load(folder)
+        protocol.load(folder)
     (folder / "manifest.4").mkdir()
     with pytest.raises(ManifestError, match="not a regular file"):
-        subject.load(folder)
+        protocol.load(folder)
     with pytest.raises(ManifestError, match=r"cannot remove .*manifest\.4.*errno"):
-        subject.drop(folder, 4)
+        protocol.drop(folder, 4)
 
 
 @pytest.mark.parametrize(
-    "call", [subject.load, subject.generations, subject.clean, lambda folder: subject.drop(folder, 1)]
+    "call", [protocol.load, protocol.generations, protocol.clean, lambda folder: protocol.drop(folder, 1)]
 )
 def test_missing_folder(tmp_path: Path, call: Callable[[Path], object]) -> None:
     with pytest.raises(ManifestError, match=rf"cannot open .*nowhere.*errno {errno.ENOENT}"):
         call(tmp_path / "nowhere")
     with pytest.raises(CommitError, match=rf"errno {errno.ENOENT}"):
-        subject.write(tmp_path / "nowhere", sample(1))
+        protocol.write(tmp_path / "nowhere", sample(1))
 
 
 def test_file_size_limit_is_a_commit_error(tmp_path: Path) -> None:
-    subject.write(tmp_path, sample(1))
+    protocol.write(tmp_path, sample(1))
     program = (
         "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)); " + WRITE
     )  # a short write, then EFBIG
@@ -628,9 +629,9 @@ def test_file_size_limit_is_a_commit_error(tmp_path: Path) -> None:
 WRITE = """
 import sys
 from tests import test_manifest
-from tiered import errors, manifest
+from tiered import errors, generations
 try:
-    manifest.write(sys.argv[1], test_manifest.sample(int(sys.argv[2])))
+    generations.write(sys.argv[1], test_manifest.sample(int(sys.argv[2])))
     print("done")
 except errors.TieredError as error:
     print(type(error).__name__, error)
@@ -683,7 +684,7 @@ def test_order_of_a_write(tmp_path: Path) -> None:
 def test_failing_call_leaves_the_previous_generation(tmp_path: Path, inject: str, says: str, number: int) -> None:
     folder, log = tmp_path / "store", tmp_path / "log"
     folder.mkdir()
-    subject.write(folder, sample(1))
+    protocol.write(folder, sample(1))
     call = inject.split(":")[0]
     strace = ["strace", "-f", "-o", str(log), "-e", f"trace={call}", "-e", f"inject={inject}"]
     ran = run_python("-c", WRITE, str(folder), "2", before=strace)
@@ -692,7 +693,7 @@ def test_failing_call_leaves_the_previous_generation(tmp_path: Path, inject: str
     assert f"(errno {number})" in ran.stdout
     assert f"{folder}/manifest.2" in ran.stdout
     assert names(folder) == ["manifest.1"]
-    assert subject.load(folder) == sample(1)
+    assert protocol.load(folder) == sample(1)
 
 
 @needs_strace
@@ -700,18 +701,18 @@ def test_failing_call_leaves_the_previous_generation(tmp_path: Path, inject: str
 def test_killed_at_any_step(tmp_path: Path, kill: str, left: int) -> None:
     folder = tmp_path / "store"
     folder.mkdir()
-    subject.write(folder, sample(1))
+    protocol.write(folder, sample(1))
     call, when = kill.split(":")
     log = tmp_path / "log"
     strace = ["strace", "-f", "-o", str(log), "-e", f"trace={call}", "-e", f"inject={call}:signal=SIGKILL:when={when}"]
     ran = run_python("-c", WRITE, str(folder), "2", before=strace)
     assert ran.stdout == ""
     assert "killed by SIGKILL" in log.read_text()
-    found = subject.load(folder)
+    found = protocol.load(folder)
     assert found is not None
     assert found.generation in {left, 2}
     assert found == sample(found.generation)
-    subject.clean(folder)
+    protocol.clean(folder)
     assert names(folder) == [f"manifest.{g}" for g in range(1, found.generation + 1)]
 
 

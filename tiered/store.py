@@ -13,90 +13,19 @@ from typing import Any, Literal, overload
 
 import torch
 
+from tiered import generations
 from tiered import manifest as manifests
 from tiered.config import Parts, StoreConfig, build, default_dram
 from tiered.engine import Engine, EngineConfig
 from tiered.errors import CapacityError, CommitError, ForkedStore, ManifestError, MisuseError, StoreClosed
-from tiered.requests import Delete, Flush, Install, Lease, Room
-from tiered.residency import Copy, State
+from tiered.lease import LeaseOfMany, LeaseOfOne, dtype_of, spec_of
+from tiered.requests import Delete, Flush, Install, Room
+from tiered.residency import State
 from tiered.sizes import parse_size
 from tiered.stats import StoreStatistics
 from tiered.types import Access, Key, Slot, TensorSpec
 
-__all__ = ["LeaseOfMany", "LeaseOfOne", "TieredStore", "dtype_of", "spec_of"]
-
-
-def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    """Shape and element type of ``tensor``."""
-    return TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.dtype.itemsize)
-
-
-def dtype_of(spec: TensorSpec) -> torch.dtype:
-    """Raises ManifestError when this torch has no such element type."""
-    dtype = getattr(torch, spec.dtype, None)
-    if not isinstance(dtype, torch.dtype) or dtype.itemsize != spec.itemsize:
-        raise ManifestError(f"this torch ({torch.__version__}) has no element type {spec.dtype!r} of {spec.itemsize} bytes")
-    return dtype
-
-
-class _Held:
-    """Copies on loan to the caller, and the tensors made of them."""
-
-    def __init__(self, store: TieredStore, keys: Sequence[Key], access: Access, tier: int) -> None:
-        self._store, self._keys, self._access, self._tier = store, keys, access, tier
-        self._copies: list[Copy] | None = None
-        self._versions: list[tuple[torch.Tensor, int]] = []
-
-    def _enter(self) -> list[torch.Tensor]:
-        if self._copies is not None:
-            raise MisuseError(f"this lease of {', '.join(map(repr, self._keys))} is open already; make another one")
-        request = Lease(self._keys, self._tier, self._access)
-        engine = self._store._running()
-        engine.wait(request)
-        self._copies = request.copies
-        tensors = [self._store._view(copy, engine.admission.directory.entry(copy.key).spec) for copy in self._copies]
-        if self._access is Access.READ:
-            witnesses = [copy.witness for copy in self._copies]
-            self._versions = [(w, w._version) for w in witnesses if isinstance(w, torch.Tensor)]
-        return tensors
-
-    def _exit(self, failing: bool) -> None:
-        copies, self._copies = self._copies, None
-        if copies is None:
-            return
-        written = [
-            copy.key for copy, (witness, version) in zip(copies, self._versions, strict=False) if witness._version != version
-        ]
-        self._versions = []
-        self._store._engine.release(copies, self._access)
-        if written and not failing:
-            raise MisuseError(
-                f"tensor {written[0]!r} was written to under a READ lease; take store.lease(key, access='write') to change it"
-            )
-
-
-class LeaseOfOne(_Held):
-    """``with store.lease(key) as tensor:``"""
-
-    def __enter__(self) -> torch.Tensor:
-        return self._enter()[0]
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._exit(kind is not None)
-
-
-class LeaseOfMany(_Held):
-    """``with store.lease([key, ...]) as (tensor, ...):``"""
-
-    def __enter__(self) -> tuple[torch.Tensor, ...]:
-        return tuple(self._enter())
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._exit(kind is not None)
+__all__ = ["TieredStore"]
 
 
 class TieredStore:
@@ -240,11 +169,11 @@ class TieredStore:
             raise MisuseError(f"there are no leases in tier {tier!r}; this store has {', '.join(names)}")
         index = 0 if tier is None else names.index(tier)
         if isinstance(key, str):
-            return LeaseOfOne(self, [key], wanted, index)
+            return LeaseOfOne(self._running, self._parts.dram, [key], wanted, index)
         keys = list(key)
         if len(set(keys)) != len(keys):
             raise MisuseError(f"the same tensor twice in one lease: {keys}")
-        return LeaseOfMany(self, keys, wanted, index)
+        return LeaseOfMany(self._running, self._parts.dram, keys, wanted, index)
 
     def prefetch(self, keys: Sequence[Key]) -> None:
         """Bring ``keys`` up in this order when there is room and time. A hint: a newer one replaces what has not begun.
@@ -329,7 +258,7 @@ class TieredStore:
                 )
                 raise CommitError(self._condemned) from error
             self._kept.append(draft.generation)  # also when the next line fails: a power loss may still show it
-            manifests.write(nvme.folder, draft)
+            generations.write(nvme.folder, draft)
             self._newest = draft
             self._drop_old(engine)
             return draft.generation
@@ -364,10 +293,10 @@ class TieredStore:
         old = self._kept[: -self._keep]
         if not old:
             return
-        there = manifests.generations(self._parts.nvme.folder)
+        there = generations.generations(self._parts.nvme.folder)
         for generation in old:
             if generation in there:
-                manifests.drop(self._parts.nvme.folder, generation)
+                generations.drop(self._parts.nvme.folder, generation)
         fd = os.open(self._parts.nvme.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -418,36 +347,9 @@ class TieredStore:
             raise StoreClosed(f"the store in {self._parts.nvme.folder} is closed")
         return self._engine
 
-    def _view(self, copy: Copy, spec: TensorSpec) -> torch.Tensor:
-        """A tensor on ``copy``'s slot. Its memory tells the engine when the last alias of it is gone, whoever holds that.
-
-        All tensors ever made of one copy share one version counter: autograd then notices when something that it saved under a
-        READ lease was changed under a later WRITE lease of the same slot.
-        """
-        dtype = dtype_of(spec)
-        with torch.inference_mode(False):  # a view made there would have no version
-            if spec.nbytes == 0:
-                self._engine.alias_died(copy)
-                return torch.empty(spec.shape, dtype=dtype)
-            buffer = (ctypes.c_char * spec.nbytes).from_address(self._parts.dram.address + copy.slot.offset)
-            # The arguments keep the arena mapped for as long as the buffer lives, also beyond the store.
-            weakref.finalize(buffer, _alias_died, self._engine, copy, self._parts.dram.arena).atexit = False
-            memory = torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(spec.shape)
-            if copy.witness is None:
-                copy.witness = witness = memory.detach()
-                witness.data = torch.empty(0, dtype=dtype)
-            assert isinstance(copy.witness, torch.Tensor)
-            tensor = copy.witness.detach()
-            tensor.data = memory
-            return tensor
-
     def _duplicate(self, tier: int, source: Slot, target: Slot, nbytes: int) -> None:
         base = self._parts.dram.address
         ctypes.memmove(base + target.offset, base + source.offset, nbytes)
-
-
-def _alias_died(engine: Engine, copy: Copy, arena: object) -> None:
-    engine.alias_died(copy)
 
 
 def _shut_down(engine: Engine, parts: Parts, pid: int) -> None:
@@ -461,15 +363,15 @@ def _shut_down(engine: Engine, parts: Parts, pid: int) -> None:
 def _restore(parts: Parts, engine: Engine) -> tuple[list[int], manifests.Manifest | None]:
     """Fill the directory from the newest manifest; pin what the older ones that are kept reference."""
     folder, nvme = parts.nvme.folder, parts.nvme
-    manifests.clean(folder)
-    newest = manifests.load(folder)
+    generations.clean(folder)
+    newest = generations.load(folder)
     if newest is None:
         return [], None
     if newest.store != nvme.uuid.hex():
         raise ManifestError(f"{folder}: the manifest belongs to another store than {Path(nvme.path).name}")
     kept = []
-    for generation in manifests.generations(folder):
-        manifest = newest if generation == newest.generation else manifests.load(folder, generation)
+    for generation in generations.generations(folder):
+        manifest = newest if generation == newest.generation else generations.load(folder, generation)
         assert manifest is not None
         slots = [record.extent.slot for record in manifest.tensors if record.extent]
         for slot in slots:

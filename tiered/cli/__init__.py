@@ -43,9 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parser.parse_args(given)
     except SystemExit as exit_:  # argparse has printed its help (0) or what is wrong (2)
         return exit_.code if isinstance(exit_.code, int) else 2
-    warnings.showwarning = _show_warning
     try:
-        code: int = options.run(options, given)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code: int = options.run(options, given)
         sys.stdout.flush()
     except TieredError as error:
         return _fail(str(error))

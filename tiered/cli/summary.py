@@ -25,6 +25,7 @@ class Summary:
     tokens: int
     parameters: int
     moved: Counters
+    update_seconds: float
     before: tuple[LinkStatistics, ...]
     seen: StoreStatistics
     counted_by: str
@@ -66,7 +67,8 @@ class Summary:
                 "written_bytes_per_parameter": moved.written / steps / self.parameters,
             },
             "time": {
-                "compute_seconds": moved.seconds - moved.stalled,
+                "compute_seconds": moved.seconds - moved.stalled - self.update_seconds,
+                "optimizer_seconds": self.update_seconds,
                 "waiting_for_reads_seconds": moved.stalled_for_reads,
                 "waiting_for_room_seconds": moved.stalled_for_room,
             },
@@ -112,7 +114,8 @@ def describe(summary: Summary, other_way: str) -> str:
             f"torch); parameters, gradients and states alone would be {format_size(IN_MEMORY_BYTES * summary.parameters)}",
             f"disk      per step {flow('read', moved.read)}, {flow('wrote', moved.written)}; {how}",
             "time      per step",
-            spent("compute and optimizer", moved.seconds - moved.stalled),
+            spent("forward and backward", moved.seconds - moved.stalled - summary.update_seconds),
+            spent("optimizer", summary.update_seconds),
             spent("waiting for reads", moved.stalled_for_reads),
             spent("waiting for writes", moved.stalled_for_room),
             spent("together", moved.seconds),

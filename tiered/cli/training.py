@@ -298,6 +298,7 @@ def _train(
         tokens=tokens * len(results),
         parameters=parameters,
         moved=moved,
+        update_seconds=zero.statistics(model).update_seconds,
         before=links,
         seen=seen,
         counted_by=gauge.counted_by,

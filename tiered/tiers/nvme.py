@@ -6,7 +6,6 @@ at offsets counted from the beginning of the file. Which extent holds which tens
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import xxhash
 
+from tiered.directio import LARGEST_ALIGNMENT, direct_io_alignment
 from tiered.errors import CapacityError, ManifestError, MisuseError, StoreLocked
 from tiered.sizes import format_size
 from tiered.space import FreeSpace
@@ -35,7 +35,6 @@ FORMAT_VERSION = 1
 _FIELDS = struct.Struct("<8sII16sI")  # magic, version, alignment (= header size), UUID, file index
 _DIGEST_BYTES = 16
 _MINIMUM_ALIGNMENT = 4096
-_LARGEST_ALIGNMENT = 1 << 20
 _MANIFEST = re.compile(r"manifest\.\d+")
 _IGNORED = {"lost+found"}  # the folder may be the root of a drive's filesystem
 
@@ -105,9 +104,9 @@ class NvmeTier:
     def _adopt(self, folder_fd: int, capacity: int | None) -> None:
         """Read the header, or write it where there is none yet."""
         size = os.fstat(self._fd).st_size
-        alignment = max(_MINIMUM_ALIGNMENT, _direct_io_alignment(self._fd))
+        alignment = max(_MINIMUM_ALIGNMENT, direct_io_alignment(self._fd))
         try:
-            header = _read(self._fd, min(size, _LARGEST_ALIGNMENT), self._direct)
+            header = _read(self._fd, min(size, LARGEST_ALIGNMENT), self._direct)
         except OSError as error:
             raise ManifestError(f"{self.path}: the header cannot be read: {error.strerror}") from error
         self.created = _is_blank(header, size, os.listdir(folder_fd), self._folder)
@@ -474,7 +473,7 @@ def _decode(header: bytes, path: Path) -> tuple[int, bytes]:
     _, version, alignment, identity, index = _FIELDS.unpack_from(header)
     if version != FORMAT_VERSION:
         raise ManifestError(f"{path} has format version {version}; this program reads version {FORMAT_VERSION}")
-    if header[:alignment] != _encode(min(alignment, _LARGEST_ALIGNMENT), identity, index):
+    if header[:alignment] != _encode(min(alignment, LARGEST_ALIGNMENT), identity, index):
         raise ManifestError(f"{path}: the header is damaged (its checksum does not match)")
     if alignment < _MINIMUM_ALIGNMENT or alignment & (alignment - 1) or index != 0:
         raise ManifestError(f"{path}: the header names an alignment of {alignment} and file index {index}")
@@ -483,7 +482,7 @@ def _decode(header: bytes, path: Path) -> tuple[int, bytes]:
 
 def _is_blank(header: bytes, size: int, names: list[str], folder: Path) -> bool:
     """Whether the data file was only just created, now or by a process that died before the header was written."""
-    if size > _LARGEST_ALIGNMENT or any(header):
+    if size > LARGEST_ALIGNMENT or any(header):
         return False
     _refuse_foreign(folder, [name for name in names if name != DATA_FILE])
     return True
@@ -493,32 +492,6 @@ def _read(fd: int, nbytes: int, direct: bool) -> bytes:
     """The file's first ``nbytes``, or fewer at its end."""
     if nbytes == 0:
         return b""
-    length = -(-nbytes // _LARGEST_ALIGNMENT) * _LARGEST_ALIGNMENT if direct else nbytes
+    length = -(-nbytes // LARGEST_ALIGNMENT) * LARGEST_ALIGNMENT if direct else nbytes
     with mmap.mmap(-1, length) as buffer:
         return buffer[: os.preadv(fd, [buffer], 0)]
-
-
-class _Statx(ctypes.Structure):
-    """``struct statx`` up to the two fields that are wanted; see statx(2)."""
-
-    _fields_ = [
-        ("mask", ctypes.c_uint32),
-        ("before", ctypes.c_char * 148),
-        ("memory_alignment", ctypes.c_uint32),
-        ("offset_alignment", ctypes.c_uint32),
-        ("after", ctypes.c_char * 96),
-    ]
-
-
-def _direct_io_alignment(fd: int) -> int:
-    """What the kernel says direct I/O on this file needs, in bytes; 0 where it does not say (before Linux 6.1)."""
-    at_empty_path, statx_dioalign = 0x1000, 0x2000
-    try:
-        statx = ctypes.CDLL(None, use_errno=True).statx
-    except (OSError, AttributeError):
-        return 0
-    found = _Statx()
-    if statx(fd, b"", at_empty_path, statx_dioalign, ctypes.byref(found)) != 0 or not found.mask & statx_dioalign:
-        return 0
-    needed = max(int(found.memory_alignment), int(found.offset_alignment))
-    return needed if needed <= _LARGEST_ALIGNMENT else 0

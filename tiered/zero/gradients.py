@@ -43,7 +43,7 @@ class StoredGradient(torch.Tensor):
         raise MisuseError(
             f"the gradient of {name!r} is in the store, so {func} cannot compute with it: use "
             "optimizer.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_, optimizer.zero_grad() instead of "
-            "grad.zero_(), and optimizer.grad(parameter) to look at it; torch.amp.GradScaler does not work with paged parameters"
+            "grad.zero_(), optimizer.grad(parameter) to look at it; torch.amp.GradScaler does not work with paged parameters"
         )
 
 

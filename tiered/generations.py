@@ -1,0 +1,206 @@
+"""The protocol that makes a manifest durable: one file ``manifest.G`` per generation G, in the store's folder.
+
+A generation exists from the moment its manifest has its name and the folder is synced. Opening never follows a symbolic link in
+the last part of a name and never waits on a FIFO. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+from collections.abc import Iterator
+from typing import NoReturn
+
+from tiered.errors import CommitError, ManifestError
+from tiered.manifest import MAX_BYTES, Manifest, decode, encode
+
+__all__ = ["Folder", "clean", "drop", "generations", "load", "write"]
+
+Folder = int | str | os.PathLike[str]
+"""A store's folder: an open descriptor of it, or its path."""
+
+
+_NAME = re.compile(r"manifest\.([1-9][0-9]{0,17})", re.ASCII)
+_TMP_NAME = re.compile(r"manifest\.[1-9][0-9]{0,17}\.tmp", re.ASCII)
+
+
+def write(folder: Folder, manifest: Manifest) -> None:
+    """Make ``manifest`` durable as ``manifest.G`` in ``folder``; when this returns, it is.
+
+    The data files that it names must have been synced before. An older manifest is not touched. Raises
+    ``CommitError``; then generation G is not to be tried again: its name is taken away again as far as the file system
+    lets us, but after a failed sync of the folder nobody knows what a power loss would show. Its extents are to be
+    treated as in use until a later generation is durable. What ``encode`` raises comes before any file is made.
+
+    Order (rename(2), fsync(2)): a name must never appear before the bytes that it names, and a rename is durable only
+    with the folder that holds it.
+    """
+    data = encode(manifest)
+    name = f"manifest.{manifest.generation}"
+    temporary = f"{name}.tmp"
+    with _opened(folder, CommitError) as at:
+        doing, ours = "create", ""
+        try:
+            file = _create(at, temporary)
+            ours = temporary
+            try:
+                doing = "write"
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[os.write(file, rest) :]
+                doing = "sync"
+                os.fsync(file)
+            finally:
+                os.close(file)
+            doing = "rename"
+            if _exists(at, name):
+                raise CommitError(f"{_where(folder, name)} is there already; a generation is written once")
+            os.rename(temporary, name, src_dir_fd=at, dst_dir_fd=at)
+            doing, ours = "sync the folder of", name
+            os.fsync(at)
+        except BaseException as error:
+            if ours:
+                with contextlib.suppress(OSError):
+                    os.unlink(ours, dir_fd=at)
+            if isinstance(error, OSError):
+                _fail(CommitError, f"cannot {doing}", folder, name if ours == name else temporary, error)
+            raise
+
+
+def generations(folder: Folder) -> list[int]:
+    """The generations whose manifest is in ``folder``, oldest first; other names are not ours and are passed over."""
+    with _opened(folder, ManifestError) as at:
+        try:
+            names = os.listdir(at)
+        except OSError as error:
+            _fail(ManifestError, "cannot list", folder, "", error)
+    return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
+
+
+def load(folder: Folder, generation: int | None = None, *, limit: int = MAX_BYTES) -> Manifest | None:
+    """The manifest of ``generation``, or of the newest one; None when the folder has no generation at all.
+
+    A manifest that has its name was whole when it got it. So an invalid newest one is damage, not an unfinished commit,
+    and raises ``ManifestError``: going back to older tensors is for the caller to decide.
+    """
+    with _opened(folder, ManifestError) as at:
+        there = generations(at)
+        if generation is None:
+            if not there:
+                return None
+            generation = there[-1]
+        elif generation not in there:
+            held = ", ".join(map(str, there)) or "none"
+            raise ManifestError(f"no generation {generation} in {_where(folder, '')}; there are: {held}")
+        name = f"manifest.{generation}"
+        try:
+            return decode(_read(at, name, limit), generation=generation, limit=limit)
+        except OSError as error:
+            why = f"cannot be read: {os.strerror(error.errno or 0)} (errno {error.errno})"
+        except MemoryError:
+            why = "cannot be read: there is not enough memory"
+        except ManifestError as error:
+            why = str(error)
+        others = [str(other) for other in there if other != generation]
+        advice = f"; generations here: {', '.join(map(str, there))}"
+        advice += f"; open another one with generation={others[-1]}" if others else ", and no other one to go back to"
+        raise ManifestError(f"{_where(folder, name)}: {why}{advice}")
+
+
+def drop(folder: Folder, generation: int) -> None:
+    """Forget ``generation``: remove its manifest, nothing else. Only after a newer one is durable.
+
+    Not synced: should a power loss bring the name back, the newer generation still wins, and the extents that were
+    reused since fail their checksums.
+    """
+    with _opened(folder, ManifestError) as at:
+        name = f"manifest.{generation}"
+        try:
+            os.unlink(name, dir_fd=at)
+        except OSError as error:
+            _fail(ManifestError, "cannot remove", folder, name, error)
+
+
+def clean(folder: Folder) -> list[str]:
+    """Remove what an interrupted ``write`` left behind, and say which names that were."""
+    removed = []
+    with _opened(folder, ManifestError) as at:
+        name = ""
+        try:
+            for name in sorted(filter(_TMP_NAME.fullmatch, os.listdir(at))):
+                if stat.S_ISREG(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode):
+                    os.unlink(name, dir_fd=at)
+                    removed.append(name)
+        except OSError as error:
+            _fail(ManifestError, "cannot remove", folder, name, error)
+    return removed
+
+
+@contextlib.contextmanager
+def _opened(folder: Folder, kind: type[CommitError | ManifestError]) -> Iterator[int]:
+    if isinstance(folder, int):
+        yield folder
+        return
+    try:
+        at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        _fail(kind, "cannot open", folder, "", error)
+    try:
+        yield at
+    finally:
+        os.close(at)
+
+
+def _create(at: int, name: str) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(name, flags, 0o600, dir_fd=at)
+    except FileExistsError:
+        # From a commit that was interrupted, if it is a regular file; anything else somebody else put there.
+        if not stat.S_ISREG(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode):
+            raise
+    os.unlink(name, dir_fd=at)
+    return os.open(name, flags, 0o600, dir_fd=at)
+
+
+def _read(at: int, name: str, limit: int) -> bytes:
+    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise ManifestError("not a regular file")
+        if status.st_size > limit:
+            raise ManifestError(f"{status.st_size} bytes are more than the limit of {limit}")
+        data = bytearray()
+        while len(data) < status.st_size:
+            some = os.read(file, status.st_size - len(data))
+            if not some:
+                break
+            data += some
+        return bytes(data)
+    finally:
+        os.close(file)
+
+
+def _exists(at: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=at, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _where(folder: Folder, name: str) -> str:
+    if isinstance(folder, int):
+        try:
+            folder = os.readlink(f"/proc/self/fd/{folder}")
+        except OSError:
+            folder = f"(folder {folder})"
+    return os.path.join(os.fspath(folder), name) if name else os.fspath(folder)
+
+
+def _fail(kind: type[CommitError | ManifestError], what: str, folder: Folder, name: str, error: OSError) -> NoReturn:
+    number = error.errno or 0
+    raise kind(f"{what} {_where(folder, name)}: {os.strerror(number)} (errno {number})") from error
