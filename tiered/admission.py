@@ -194,7 +194,8 @@ class Admission:
         victims = self._evictable(tier, request)
         if not self._would_fit(tier, nbytes, victims):
             # What the request has here already may lie in the middle: then it packs anew, at most PACKINGS times.
-            own = [self._resident[tier][key] for key in request.wants() if key in self._resident[tier]]
+            others = self._wanted(tier, self._older(request))
+            own = [self._resident[tier][key] for key in request.wants() if key in self._resident[tier] and key not in others]
             victims += [copy for copy in own if copy not in victims]
             neighbours = frozenset(self._slots[tier] - {copy.slot for copy in victims})
             tried = request.packed.count(neighbours)
@@ -235,8 +236,7 @@ class Admission:
 
     def _evictable(self, tier: int, request: Request) -> list[Copy]:
         """CLEAN and idle; not what this or an older request still wants; for a prefetch, not what was just prefetched."""
-        older = [r for r in self.requests if r.sequence < request.sequence and r.urgency <= request.urgency]
-        wanted = {key for r in (request, *older) for key in r.wants() if self._on_its_way(key, tier, r.tier)}
+        wanted = self._wanted(tier, [request, *self._older(request)])
         prefetch = request.urgency is Urgency.PREFETCH
         return [
             copy
@@ -246,6 +246,12 @@ class Admission:
             and copy.key not in wanted
             and not (prefetch and copy.prefetched)
         ]
+
+    def _older(self, request: Request) -> list[Request]:
+        return [r for r in self.requests if r.sequence < request.sequence and r.urgency <= request.urgency]
+
+    def _wanted(self, tier: int, requests: Sequence[Request]) -> set[Key]:
+        return {key for r in requests for key in r.wants() if self._on_its_way(key, tier, r.tier)}
 
     def _on_its_way(self, key: Key, tier: int, target: int) -> bool:
         """Whether a copy in ``tier`` has still to serve a request for ``target``: none between them has the bytes yet."""
