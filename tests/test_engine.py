@@ -1,0 +1,1169 @@
+"""The engine without its thread: the test takes the turns, and releases the transfers in any order and with any end."""
+
+from __future__ import annotations
+
+import random
+import select
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from tests.fakes import FakeTier, ManualLink, fake_checksums
+from tiered.admission import Admission
+from tiered.engine import Engine, EngineConfig
+from tiered.errors import (
+    CapacityError,
+    KeyNotFound,
+    LeaseConflict,
+    ReadError,
+    StoreClosed,
+    TieredError,
+    TransferError,
+    WriteError,
+)
+from tiered.eviction import LRU
+from tiered.requests import Delete, Flush, Install, Lease, Prefetch, Request, Room
+from tiered.residency import Copy, State
+from tiered.types import Access, Direction, Slot, TensorSpec, Transfer, Urgency
+
+READ, WRITE = Access.READ, Access.WRITE
+
+
+def spec(nbytes: int) -> TensorSpec:
+    return TensorSpec("uint8", (nbytes,), 1)
+
+
+class CheckedLease(Lease):
+    """Looks at the bytes in the moment of the grant."""
+
+    def __init__(self, rig: Rig, keys: Sequence[str], tier: int, access: Access) -> None:
+        super().__init__(keys, tier, access)
+        self.rig = rig
+
+    def attempt(self, admission: Admission) -> bool:
+        done = super().attempt(admission)
+        if done:
+            assert [copy.key for copy in self.copies] == list(self.keys)
+            for copy in self.copies:
+                assert copy.tier == self.tier
+                assert self.rig.bytes_of(copy) == self.rig.newest[copy.key], f"{copy.key!r} was granted with old bytes"
+                self.rig.on_loan(copy)
+        return done
+
+    def abandon(self, admission: Admission) -> None:
+        for copy in self.copies:
+            self.rig.aliases.remove(copy)
+        super().abandon(admission)
+
+
+class CheckedInstall(Install):
+    def __init__(self, rig: Rig, key: str, data: bytes, tier: int, slot: Slot) -> None:
+        super().__init__(key, spec(len(data)), tier, slot)
+        self.rig, self.data = rig, data
+
+    def attempt(self, admission: Admission) -> bool:
+        done = super().attempt(admission)
+        if done:
+            self.rig.newest[self.key] = self.data
+        return done
+
+
+class CheckedDelete(Delete):
+    def __init__(self, rig: Rig, key: str) -> None:
+        super().__init__(key)
+        self.rig = rig
+
+    def attempt(self, admission: Admission) -> bool:
+        done = super().attempt(admission)
+        if done:
+            del self.rig.newest[self.key]
+        return done
+
+
+class Put:
+    """As the store does it: room, then the bytes, then the installation."""
+
+    def __init__(self, rig: Rig, key: str, data: bytes) -> None:
+        self.rig, self.key, self.data = rig, key, data
+        self.room = Room(0, len(data))
+        self.install: CheckedInstall | None = None
+
+    def go_on(self) -> bool:
+        """Whether it has ended."""
+        if self.install is None and self.room.done:
+            if self.room.error is not None:
+                return True
+            assert self.room.slot is not None
+            self.rig.tiers[0].write(self.room.slot, self.data)
+            self.install = CheckedInstall(self.rig, self.key, self.data, 0, self.room.slot)
+            self.rig.submit(self.install)
+        return self.install is not None and self.install.done
+
+    @property
+    def error(self) -> TieredError | None:
+        return self.room.error or (self.install.error if self.install else None)
+
+    @property
+    def waiting(self) -> Request:
+        return self.install or self.room
+
+
+class Rig:
+    """An engine between fakes, and what every copy must hold: ``newest`` by key, ``expected`` by copy on loan."""
+
+    def __init__(self, *capacities: int, limit: int = 1 << 30, reserve: float = 0.5) -> None:
+        self.tiers = [FakeTier(f"t{index}", capacity) for index, capacity in enumerate(capacities)]
+        self.links = [
+            ManualLink(upper, lower, limit, fake_checksums if lower is self.tiers[-1] else None)
+            for upper, lower in zip(self.tiers, self.tiers[1:], strict=False)
+        ]
+        self.engine = Engine(self.tiers, self.links, [LRU() for _ in self.tiers], EngineConfig(0.0, reserve))
+        self.admission = self.engine.admission
+        self.bottom = len(self.tiers) - 1
+        self.newest: dict[str, bytes] = {}
+        self.puts: list[Put] = []
+        self.waiting: list[Request] = []
+        self.held: list[Lease] = []  # granted, and not released
+        self.aliases: list[Copy] = []  # one for each view that is still reachable
+        self.expected: dict[Copy, bytes] = {}
+        self.flushed = 0
+
+    # One step each
+
+    def submit(self, request: Request) -> Request:
+        with self.engine.lock:
+            self.engine._submit(request)
+        return request
+
+    def lease(self, *keys: str, tier: int = 0, access: Access = READ) -> Lease:
+        request = CheckedLease(self, keys, tier, access)
+        self.submit(request)
+        self.waiting.append(request)
+        self.look()
+        return request
+
+    def put(self, key: str, data: bytes) -> Put:
+        put = Put(self, key, data)
+        self.submit(put.room)
+        self.puts.append(put)
+        self.look()
+        return put
+
+    def delete(self, key: str) -> Delete:
+        request = CheckedDelete(self, key)
+        self.submit(request)
+        self.waiting.append(request)
+        self.look()
+        return request
+
+    def flush(self) -> Flush:
+        request = Flush(self._at_the_bottom, self._duplicate)
+        self.submit(request)
+        self.waiting.append(request)
+        self.look()
+        return request
+
+    def hint(self, *keys: str, tier: int = 0) -> None:
+        self.engine.hint(keys, tier)
+
+    def write(self, lease: Lease, data: Callable[[int], bytes]) -> None:
+        assert lease.access is WRITE
+        for copy in [copy for copy in lease.copies if copy in self.aliases]:  # without a view nobody writes
+            fresh = data(len(self.newest[copy.key]))
+            self.tiers[copy.tier].write(copy.slot, fresh)
+            self.newest[copy.key] = self.expected[copy] = fresh
+
+    def release(self, lease: Lease) -> None:
+        self.held.remove(lease)
+        self.engine.release(lease.copies, lease.access)
+
+    def drop(self, copy: Copy) -> None:
+        """The last reference to one view of it is gone."""
+        self.aliases.remove(copy)
+        if copy not in self.aliases:
+            self.expected.pop(copy, None)
+        self.engine.alias_died(copy)
+
+    def end(self, lease: Lease) -> None:
+        self.release(lease)
+        for copy in lease.copies:
+            self.drop(copy)
+
+    def abandon(self, request: Request) -> None:
+        """What ``Engine.wait`` does when its deadline passes or Ctrl-C comes."""
+        with self.engine.lock:
+            request.abandon(self.admission)
+            if request in self.admission.requests:
+                self.admission.requests.remove(request)
+
+    def complete(self, link: int, tag: int, error: TieredError | None = None) -> None:
+        self.links[link].complete(tag, error)
+
+    def turn(self) -> bool:
+        moved = self.engine.turn()
+        self.look()
+        return moved
+
+    def run(self) -> None:
+        """Turn until nothing moves by itself."""
+        for _ in range(200):
+            if not self.turn():
+                return
+        raise AssertionError("the engine turns and turns")
+
+    def settle(self) -> None:
+        """Every transfer ends well, until nothing is left to move."""
+        for _ in range(500):
+            self.run()
+            if not any(link.pending for link in self.links):
+                return
+            for link in self.links:
+                link.complete_all()
+        raise AssertionError("transfers without end")
+
+    # Bookkeeping
+
+    def on_loan(self, copy: Copy) -> None:
+        self.aliases.append(copy)
+        self.expected[copy] = self.bytes_of(copy)
+
+    def bytes_of(self, copy: Copy) -> bytes:
+        return self.tiers[copy.tier].read(copy.slot, self.admission.directory.entry(copy.key).nbytes)
+
+    def look(self) -> None:
+        """Take note of what got done."""
+        moved = True
+        while moved:
+            ended = [put for put in self.puts if put.go_on()]
+            self.puts = [put for put in self.puts if put not in ended]
+            moved = bool(ended)
+        for request in [r for r in self.waiting if r.done]:
+            self.waiting.remove(request)
+            if isinstance(request, Lease):
+                assert request.error is None or not request.copies
+                if request.error is None:
+                    self.held.append(request)
+
+    def _at_the_bottom(self) -> None:
+        self.flushed += 1
+        assert set(self.admission.directory) == set(self.newest)
+        for entry in self.admission.directory.entries():
+            copy = entry.copies[-1]
+            assert copy is not None
+            assert copy.state is State.CLEAN
+            assert self.bytes_of(copy) == self.newest[entry.key], f"{entry.key!r} was flushed with old bytes"
+
+    def _duplicate(self, tier: int, source: Slot, target: Slot, nbytes: int) -> None:
+        self.tiers[tier].write(target, self.tiers[tier].read(source, nbytes))
+
+    def copies(self) -> Iterator[Copy]:
+        for entry in self.admission.directory.entries():
+            yield from (copy for copy in entry.copies if copy is not None)
+
+    def check(self) -> None:
+        self.admission.directory.check()
+        assert set(self.admission.directory) == set(self.newest)
+        for copy in self.copies():
+            if copy.valid:
+                assert self.bytes_of(copy) == self.newest[copy.key], f"{copy.key!r} is {copy.state} with old bytes"
+        for copy, data in self.expected.items():
+            found = self.tiers[copy.tier].read(copy.slot, len(data))
+            assert found == data, f"the memory of {copy.key!r} changed under an alias"
+        rooms = [put.room.slot for put in self.puts if put.room.done and put.room.slot is not None]
+        for index, (tier, row) in enumerate(zip(self.tiers, self.admission.tier_statistics(), strict=True)):
+            assert row.used == tier.used <= row.capacity
+            assert row.used <= row.peak <= row.capacity
+            slots = {copy.slot for copy in self.copies() if copy.tier == index}
+            slots |= {copy.slot for copy in self.aliases if copy.tier == index}
+            slots |= set(rooms) if index == 0 else set()
+            assert sum(slot.nbytes for slot in slots) <= tier.used
+            if self.admission._dead.empty():
+                assert sum(slot.nbytes for slot in slots) == tier.used, f"a slot of {tier.name} was lost"
+
+    def wind_down(self) -> None:
+        """Everything that waits gets done once leases have ended and transfers go well; nothing is lost on the way."""
+        for _ in range(100):
+            self.settle()
+            if not self.held and not self.aliases and not any(link.pending for link in self.links):
+                break
+            for lease in list(self.held):
+                self.release(lease)
+            for copy in list(self.aliases):
+                self.drop(copy)
+        self.check()
+        stuck = [*self.waiting, *(put.waiting for put in self.puts)]
+        assert not stuck, f"these wait for ever: {[str(request) for request in stuck]}"
+        assert not [r for r in self.admission.requests if not isinstance(r, Prefetch)]
+        for key in list(self.newest):
+            self.delete(key)
+        self.settle()
+        self.check()
+        assert not self.newest
+        for tier in self.tiers:
+            assert (tier.used, tier.largest) == (0, tier.capacity), f"a slot of {tier.name} was lost"
+        self.engine.stop()
+
+
+def failure(transfer: Transfer, where: str = "t") -> TransferError:
+    kind = ReadError if transfer.direction is Direction.UP else WriteError
+    return kind("cannot move", key=transfer.key, tier=where, path=None, offset=0, errno=5)
+
+
+def fill(rig: Rig, *keys: str, nbytes: int) -> None:
+    """Put and write back; where there is room the copies stay above, too."""
+    for key in keys:
+        put = rig.put(key, key[:1].encode() * nbytes)
+        rig.settle()
+        assert put.install is not None
+        assert put.install.done
+    flush = rig.flush()
+    rig.settle()
+    assert flush.done
+    assert flush.error is None
+
+
+def where(rig: Rig, key: str) -> list[State | None]:
+    return [copy.state if copy else None for copy in rig.admission.directory.entry(key).copies]
+
+
+def pending(rig: Rig, link: int = 0) -> list[tuple[str, Direction, Urgency]]:
+    return [(t.key, t.direction, t.urgency) for t in rig.links[link].pending.values()]
+
+
+def queued(rig: Rig, link: int = 0) -> list[tuple[str, Direction, Urgency]]:
+    waiting = sorted(rig.admission.queues[link], key=lambda t: (t.urgency, t.tag))
+    return [(t.key, t.direction, t.urgency) for t in waiting]
+
+
+def woken(rig: Rig) -> bool:
+    """Whether the engine's thread would take a turn now; answers once."""
+    found = bool(select.select([rig.engine._wake.fileno()], [], [], 0)[0])
+    rig.engine._wake.clear()
+    return found
+
+
+# Random histories
+
+KEYS = ("a", "b", "c", "d", "e")
+LARGEST = 4
+SHAPES = (
+    (12, 400),
+    (9, 400),
+    (12, 16, 400),
+    (12, 12, 400),
+    (16, 8, 400),  # a middle tier smaller than the top
+    (12, 14, 9, 400),
+)
+
+
+class Histories(RuleBasedStateMachine):
+    """Each rule is one thing that a thread, the collector or a device may do next."""
+
+    @initialize(shape=st.sampled_from(SHAPES), limit=st.sampled_from([1, 2, 100]), reserve=st.sampled_from([0.0, 0.5, 1.0]))
+    def open(self, shape: tuple[int, ...], limit: int, reserve: float) -> None:
+        self.rig = Rig(*shape, limit=limit, reserve=reserve)
+        self.numbers = iter(range(1, 1 << 30))
+        self.failures = 0
+        self.seen: list[Request | Put] = []
+
+    def data(self, nbytes: int) -> bytes:
+        return next(self.numbers).to_bytes(4, "little")[:nbytes].ljust(nbytes, b"-")
+
+    @rule(key=st.sampled_from(KEYS), nbytes=st.integers(1, LARGEST))
+    def put(self, key: str, nbytes: int) -> None:
+        self.seen.append(self.rig.put(key, self.data(nbytes)))
+
+    @rule(
+        keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=3, unique=True),
+        tier=st.integers(0, 2),
+        access=st.sampled_from(Access),
+    )
+    def lease(self, keys: list[str], tier: int, access: Access) -> None:
+        self.seen.append(self.rig.lease(*keys, tier=tier % self.rig.bottom, access=access))
+
+    @rule(which=st.integers(0, 7))
+    def write(self, which: int) -> None:
+        writing = [lease for lease in self.rig.held if lease.access is WRITE]
+        if writing:
+            self.rig.write(writing[which % len(writing)], self.data)
+
+    @rule(which=st.integers(0, 7))
+    def release(self, which: int) -> None:
+        if self.rig.held:
+            self.rig.release(self.rig.held[which % len(self.rig.held)])
+
+    @rule(which=st.integers(0, 7))
+    def drop(self, which: int) -> None:
+        """Also while the lease is open: nobody has to keep what it gave."""
+        if self.rig.aliases:
+            self.rig.drop(self.rig.aliases[which % len(self.rig.aliases)])
+
+    @rule(key=st.sampled_from(KEYS))
+    def delete(self, key: str) -> None:
+        self.seen.append(self.rig.delete(key))
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=4, unique=True), tier=st.integers(0, 2))
+    def hint(self, keys: list[str], tier: int) -> None:
+        self.rig.hint(*keys, tier=tier % self.rig.bottom)
+
+    @rule()
+    def flush(self) -> None:
+        self.seen.append(self.rig.flush())
+
+    @rule(which=st.integers(0, 7))
+    def abandon(self, which: int) -> None:
+        if self.rig.waiting:
+            self.rig.abandon(self.rig.waiting.pop(which % len(self.rig.waiting)))
+        elif self.rig.puts:
+            self.rig.abandon(self.rig.puts.pop(which % len(self.rig.puts)).waiting)
+
+    @rule(link=st.integers(0, 2), which=st.integers(0, 7), good=st.sampled_from([True, True, True, False]))
+    def complete(self, link: int, which: int, good: bool) -> None:
+        pending = self.rig.links[link % self.rig.bottom].pending
+        if pending:
+            transfer = list(pending.values())[which % len(pending)]
+            self.failures += not good
+            self.rig.complete(link % self.rig.bottom, transfer.tag, None if good else failure(transfer))
+
+    @rule()
+    def turn(self) -> None:
+        self.rig.turn()
+
+    @rule()
+    def run(self) -> None:
+        self.rig.run()
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "rig"):
+            self.rig.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        self.rig.wind_down()
+        for request in self.seen:
+            error = request.error
+            if isinstance(error, TransferError):
+                assert self.failures
+                assert not (isinstance(error, ReadError) and error.key not in getattr(request, "keys", ())), (
+                    f"{request} got the error of another tensor: {error}"
+                )
+            elif isinstance(error, CapacityError):
+                assert isinstance(request, Lease)
+                assert "never" in str(error)
+            else:
+                assert error is None or isinstance(error, KeyNotFound | LeaseConflict), error
+
+
+def test_random_histories() -> None:
+    quick = settings(
+        max_examples=150,
+        stateful_step_count=60,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    run_state_machine_as_test(Histories, settings=quick)
+
+
+@pytest.mark.soak
+def test_many_random_histories() -> None:
+    many = settings(max_examples=20_000, stateful_step_count=150, deadline=None, suppress_health_check=list(HealthCheck))
+    run_state_machine_as_test(Histories, settings=many)
+
+
+def history(seed: int, steps: int) -> Rig:
+    """The same, without hypothesis: longer, and nothing is shrunk."""
+    source = random.Random(seed)
+    machine = Histories()
+    machine.open(source.choice(SHAPES), source.choice([1, 2, 100]), source.choice([0.0, 0.5, 1.0]))
+    for _ in range(steps):
+        which = source.randrange(8)
+        source.choice(
+            [
+                lambda: machine.put(source.choice(KEYS), source.randint(1, LARGEST)),
+                lambda: machine.lease(
+                    source.sample(KEYS, source.choice([1, 1, 2, 3])), source.randrange(3), source.choice(list(Access))
+                ),
+                lambda which=which: machine.write(which),
+                lambda which=which: machine.release(which),
+                lambda which=which: machine.release(which),
+                lambda which=which: machine.drop(which),
+                lambda which=which: machine.drop(which),
+                lambda which=which: machine.drop(which),
+                lambda: machine.delete(source.choice(KEYS)) if source.random() < 0.2 else None,
+                lambda: machine.hint(source.sample(KEYS, source.randrange(4)), source.randrange(3)),
+                lambda: machine.flush() if source.random() < 0.3 else None,
+                lambda which=which: machine.abandon(which) if source.random() < 0.2 else None,
+                lambda which=which: machine.complete(source.randrange(3), which, source.random() < 0.9),
+                lambda which=which: machine.complete(source.randrange(3), which, source.random() < 0.9),
+                lambda: machine.run(),
+                lambda: machine.turn(),
+            ]
+        )()
+        machine.holds()
+    machine.teardown()
+    return machine.rig
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_long_histories(seed: int) -> None:
+    rig = history(seed, 400)
+    assert any(link.started for link in rig.links)
+
+
+@pytest.mark.soak
+def test_many_long_histories() -> None:
+    for seed in range(1000, 3000):
+        history(seed, 2000)
+
+
+# Urgency
+
+
+def test_urgent_transfers_start_first() -> None:
+    rig = Rig(40, 400, limit=1, reserve=1.0)
+    fill(rig, "a", "b", nbytes=4)
+    for key in "ab":
+        rig.admission.directory.evict(rig.admission.directory.entry(key).copies[0])
+    rig.put("x", b"xxxx")
+    rig.put("y", b"yyyy")
+    rig.run()  # one write-back is on the link, the other waits
+    assert pending(rig) == [("x", Direction.DOWN, Urgency.WRITEBACK)]
+    rig.hint("a")
+    assert queued(rig) == [("a", Direction.UP, Urgency.PREFETCH), ("y", Direction.DOWN, Urgency.WRITEBACK)]
+    rig.lease("b")
+    assert [key for key, _, _ in queued(rig)] == ["b", "a", "y"]
+    order = []
+    for _ in range(4):
+        rig.run()
+        order.append(next(iter(rig.links[0].pending.values())).key)
+        rig.links[0].complete_all()
+    assert order == ["x", "b", "a", "y"]
+    rig.wind_down()
+
+
+def evicted(rig: Rig, *keys: str) -> None:
+    for key in keys:
+        copy = rig.admission.directory.entry(key).copies[0]
+        assert copy is not None
+        rig.admission._evict(copy)
+
+
+def test_a_demand_makes_a_queued_prefetch_its_own() -> None:
+    rig = Rig(40, 400, limit=1)
+    fill(rig, "a", "b", nbytes=4)
+    evicted(rig, "a", "b")
+    rig.hint("a", "b")
+    assert queued(rig) == [("a", Direction.UP, Urgency.PREFETCH)], "one at a time, so that a demand never waits for many"
+    rig.lease("a")
+    assert queued(rig) == [("a", Direction.UP, Urgency.DEMAND)]
+    rig.wind_down()
+    assert [t.key for t in rig.links[0].started if t.direction is Direction.UP].count("a") == 1
+
+
+@pytest.mark.parametrize("what", ["write lease", "put", "delete", "flush"])
+def test_who_waits_for_a_queued_write_back_hurries_it(what: str) -> None:
+    rig = Rig(40, 400, limit=1, reserve=1.0)
+    for key in "xab":
+        rig.put(key, key.encode() * 4)
+    rig.run()
+    assert [key for key, _, _ in queued(rig)] == ["a", "b"]
+    request = {
+        "write lease": lambda: rig.lease("b", access=WRITE),
+        "put": lambda: rig.put("b", b"new"),
+        "delete": lambda: rig.delete("b"),
+        "flush": lambda: rig.flush(),
+    }[what]()
+    assert request.error is None
+    hurried = [key for key, _, urgency in queued(rig) if urgency is Urgency.DEMAND]
+    assert hurried == (["a", "b"] if what == "flush" else ["b"])
+    rig.wind_down()
+
+
+def test_a_write_back_that_demand_needs_inherits_its_urgency() -> None:
+    rig = Rig(8, 400, limit=1, reserve=1.0)
+    rig.put("x", b"xxxx")
+    rig.put("y", b"yyyy")
+    rig.run()
+    assert queued(rig) == [("y", Direction.DOWN, Urgency.WRITEBACK)]
+    put = rig.put("z", b"zzzzzzzz")
+    assert queued(rig) == [("y", Direction.DOWN, Urgency.DEMAND)]
+    assert put.room.waits_for_room
+    rig.wind_down()
+
+
+def test_a_lease_below_waits_for_the_write_back_and_hurries_it() -> None:
+    rig = Rig(40, 40, 400, limit=1, reserve=0.0)
+    rig.put("x", b"xxxx")
+    lease = rig.lease("x", tier=1)
+    assert queued(rig) == [("x", Direction.DOWN, Urgency.DEMAND)]
+    rig.settle()
+    assert lease.done
+    assert where(rig, "x") == [State.CLEAN, State.DIRTY, None]
+    rig.wind_down()
+
+
+# Prefetch
+
+
+def test_a_prefetch_leaves_room_for_a_demand() -> None:
+    rig = Rig(12, 400, reserve=0.0)
+    fill(rig, "a", "b", "c", nbytes=4)
+    evicted(rig, "a", "b", "c")
+    rig.hint("a", "b", "c")
+    rig.settle()
+    assert [where(rig, key)[0] for key in "abc"] == [State.CLEAN, State.CLEAN, None], "the last room is not for a hint"
+    rig.wind_down()
+
+
+def test_a_prefetch_does_not_evict_what_was_prefetched_and_not_used() -> None:
+    rig = Rig(12, 400, reserve=0.0)
+    fill(rig, "a", "b", "c", "d", nbytes=4)
+    evicted(rig, *[key for key in "abcd" if where(rig, key)[0]])
+    rig.hint("a", "b")
+    rig.settle()
+    rig.hint("c")
+    rig.settle()
+    assert where(rig, "c")[0] is None
+    rig.end(rig.lease("b"))
+    rig.settle()
+    assert where(rig, "c")[0] is State.CLEAN, "the use of b made slack, and there is a free place"
+    rig.end(rig.lease("c"))
+    rig.hint("d")
+    rig.settle()
+    assert [where(rig, key)[0] for key in "abcd"] == [State.CLEAN, None, State.CLEAN, State.CLEAN], "a is still to be used"
+    assert (rig.admission.prefetched, rig.admission.prefetched_unused) == (4, 0)
+    rig.wind_down()
+
+
+def test_a_prefetch_does_not_evict_what_an_older_request_wants() -> None:
+    rig = Rig(12, 400, reserve=0.0)
+    fill(rig, "a", "b", "c", nbytes=4)
+    evicted(rig, "b", "c")
+    lease = rig.lease("a", "b")  # a is there, b on its way
+    rig.hint("c")
+    rig.run()
+    assert not lease.done
+    rig.run()
+    assert where(rig, "a")[0] is State.CLEAN
+    rig.settle()
+    assert lease.done
+    rig.wind_down()
+
+
+def test_a_demand_evicts_what_was_prefetched() -> None:
+    rig = Rig(12, 400, reserve=0.0)
+    fill(rig, "a", "b", "c", nbytes=4)
+    evicted(rig, "a", "b", "c")
+    rig.hint("a", "b")
+    rig.settle()
+    rig.put("x", b"xxxx")
+    rig.put("y", b"yyyy")
+    rig.settle()
+    assert rig.admission.prefetched_unused == 1
+    rig.wind_down()
+
+
+def test_a_newer_hint_replaces_what_has_not_begun() -> None:
+    rig = Rig(40, 400, limit=1)
+    fill(rig, "a", "b", "c", nbytes=4)
+    evicted(rig, "a", "b", "c")
+    rig.hint("a", "b")
+    rig.hint("c")
+    rig.settle()
+    assert [where(rig, key)[0] for key in "abc"] == [State.CLEAN, None, State.CLEAN]
+    rig.wind_down()
+
+
+def test_hints_never_fail() -> None:
+    rig = Rig(12, 400)
+    fill(rig, "a", nbytes=4)
+    lease = rig.lease("a", access=WRITE)
+    rig.hint("a", "nobody", "a")
+    rig.settle()
+    rig.end(lease)
+    rig.hint()
+    rig.wind_down()
+
+
+def test_a_prefetch_passes_through_the_middle() -> None:
+    rig = Rig(12, 12, 400)
+    fill(rig, "a", nbytes=4)
+    for copy in rig.admission.directory.entry("a").copies[:2]:
+        if copy is not None:
+            rig.admission._evict(copy)
+    rig.hint("a")
+    rig.settle()
+    assert where(rig, "a") == [State.CLEAN, State.CLEAN, State.CLEAN]
+    rig.end(rig.lease("a"))
+    fill(rig, "b", "c", "d", "e", nbytes=4)
+    assert rig.admission.prefetched_unused == 0
+    rig.wind_down()
+
+
+def test_a_prefetch_that_fails_half_way_is_not_tried_again() -> None:
+    rig = Rig(12, 12, 400)
+    fill(rig, "a", nbytes=4)
+    for copy in rig.admission.directory.entry("a").copies[:2]:
+        if copy is not None:
+            rig.admission._evict(copy)
+    rig.hint("a")
+    rig.run()
+    (transfer,) = rig.links[1].pending.values()
+    rig.complete(1, transfer.tag, failure(transfer))
+    rig.run()
+    assert not rig.links[1].pending
+    assert not rig.admission.requests
+    rig.wind_down()
+
+
+# Room
+
+
+@pytest.mark.parametrize(
+    ("ask", "named"),
+    [
+        (lambda rig: rig.put("x", bytes(13)), ("13 bytes can never fit", "t0", "12 bytes")),
+        (lambda rig: rig.lease("a", "b", "c", "d"), ("16 bytes", "t0", "12 bytes")),
+    ],
+)
+def test_what_can_never_fit_fails_at_once(ask: Callable[[Rig], Put | Request], named: tuple[str, ...]) -> None:
+    rig = Rig(12, 400)
+    fill(rig, "a", "b", "c", "d", nbytes=4)
+    held = rig.lease("a")
+    rig.settle()
+    before = len(rig.links[0].started)
+    request = ask(rig)
+    assert isinstance(request.error, CapacityError)
+    for words in named:
+        assert words in str(request.error)
+    rig.run()
+    assert len(rig.links[0].started) == before, "nothing moved for it"
+    rig.end(held)
+    rig.wind_down()
+
+
+def test_the_deadline_names_who_holds_the_room() -> None:
+    rig = Rig(12, 400)
+    fill(rig, "a", "b", nbytes=5)
+    a, b = rig.lease("a"), rig.lease("b")
+    rig.release(b)  # but what it gave lives on
+    with pytest.raises(CapacityError) as raised:
+        rig.engine.wait(Room(0, 6), 0.0)
+    text = str(raised.value)
+    assert "a put of 6 bytes" in text
+    assert "10 of 12 bytes are in use" in text
+    assert "'a' (5 bytes, leased)" in text
+    assert "'b' (5 bytes, still referenced after its lease)" in text
+    assert not rig.admission.requests, "it waits no longer"
+    assert [row.held for row in rig.admission.tier_statistics()] == [1, 0]
+    rig.end(a)
+    rig.drop(b.copies[0])
+    rig.wind_down()
+
+
+def test_the_deadline_names_orphans() -> None:
+    rig = Rig(12, 400)
+    fill(rig, "a", nbytes=8)
+    lease = rig.lease("a")
+    rig.release(lease)
+    rig.delete("a")
+    with pytest.raises(CapacityError, match=r"'a' \(8 bytes, still referenced after its lease\)"):
+        rig.engine.wait(Room(0, 6), 0.0)
+    assert rig.tiers[0].used == 8
+    rig.drop(lease.copies[0])
+    rig.wind_down()
+
+
+def test_a_lease_that_gave_up_holds_nothing() -> None:
+    rig = Rig(12, 400)
+    fill(rig, "a", "b", nbytes=5)
+    evicted(rig, "a", "b")
+    with pytest.raises(CapacityError):
+        rig.engine.wait(Lease(["a", "b"], 0, WRITE), 0.0)
+    rig.settle()  # what it had begun arrives
+    assert not any(entry.leased for entry in rig.admission.directory.entries())
+    rig.wind_down()
+
+
+def test_ctrl_c_in_a_waiting_lease_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(12, 400)
+    fill(rig, "a", nbytes=5)
+    evicted(rig, "a")
+    request = Lease(["a"], 0, WRITE)
+
+    def interrupted(timeout: float) -> None:
+        # Granted by the engine in the very moment in which the signal comes.
+        for turn in (lambda: rig.links[0].complete_all(), lambda: None):
+            rig.engine.lock.release()
+            try:
+                rig.engine.turn()
+                turn()
+            finally:
+                rig.engine.lock.acquire()
+        rig.engine.lock.release()
+        rig.engine.turn()
+        rig.engine.lock.acquire()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rig.engine._changed, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rig.engine.wait(request, 60.0)
+    assert request.done
+    assert not any(entry.leased for entry in rig.admission.directory.entries())
+    rig.wind_down()
+
+
+@pytest.mark.parametrize("reserve", [0.0, 1.0])
+def test_a_full_bottom_is_a_capacity_error_that_says_why(reserve: float) -> None:
+    rig = Rig(8, 8, reserve=reserve)
+    rig.tiers[1].refusal = "no space left on device: the disk has 0 free"  # type: ignore[attr-defined]
+    for key in "ab":
+        rig.put(key, key.encode() * 4)
+        rig.settle()
+    rig.put("c", b"cccc")
+    rig.settle()
+    rig.put("d", b"dddd")
+    rig.settle()
+    put = rig.put("e", b"eeee")
+    rig.settle()
+    assert isinstance(put.error, CapacityError)
+    assert "no space left on device: the disk has 0 free" in str(put.error)
+    flush = rig.flush()
+    rig.settle()
+    assert isinstance(flush.error, CapacityError)
+    for key in "abcd":
+        lease = rig.lease(key)
+        rig.settle()
+        if key in "ab":
+            assert isinstance(lease.error, CapacityError), "nothing above can make way for it"
+        else:
+            rig.end(lease)
+    for key in ("a", "b"):  # the space comes back
+        rig.delete(key)
+    put = rig.put("e", b"eeee")
+    rig.settle()
+    assert put.error is None
+    assert "e" in rig.newest
+    rig.wind_down()
+
+
+def test_larger_than_the_tier_below() -> None:
+    """It can be had, but not be kept; and the others go on being written back."""
+    rig = Rig(16, 8, reserve=1.0)
+    rig.put("big", bytes(9))
+    rig.put("a", b"aaaa")
+    rig.settle()
+    rig.settle()
+    assert where(rig, "a") == [State.CLEAN, State.CLEAN]
+    flush = rig.flush()
+    rig.settle()
+    assert isinstance(flush.error, CapacityError)
+    assert "never fit" in str(flush.error)
+    rig.wind_down()
+
+
+def test_nothing_is_evicted_in_vain() -> None:
+    rig = Rig(12, 400, reserve=0.0)
+    fill(rig, "a", "b", "c", nbytes=4)
+    held = rig.lease("b")  # in the middle: 4 + 4 are free at most, not 8 in one piece
+    put = rig.put("x", bytes(8))
+    rig.run()
+    assert not put.room.done
+    assert rig.admission.evictions == 0
+    rig.end(held)
+    rig.settle()
+    assert "x" in rig.newest
+    rig.wind_down()
+
+
+def test_a_lease_packs_what_it_has_in_the_middle() -> None:
+    rig = Rig(10, 400, reserve=0.0)
+    fill(rig, "z", nbytes=3)
+    fill(rig, "a", nbytes=4)
+    rig.delete("z")
+    evicted_b = rig.put("b", b"bbbb")  # nowhere beside a: 3 + 3 are free
+    rig.settle()
+    assert evicted_b.error is None
+    flush = rig.flush()
+    rig.settle()
+    assert flush.done
+    lease = rig.lease("a", "b")
+    rig.settle()
+    assert lease.done
+    assert lease.error is None
+    rig.end(lease)
+    rig.wind_down()
+
+
+def test_the_oldest_of_two_hungry_leases_makes_progress() -> None:
+    rig = Rig(12, 400, limit=1, reserve=0.0)
+    fill(rig, "a", "b", "c", "d", nbytes=4)
+    rig.settle()
+    put = rig.put("x", b"x" * 12)  # throws out the rest
+    rig.settle()
+    assert put.error is None
+    first = rig.lease("a", "b", "c")
+    second = rig.lease("b", "c", "d")
+    third = rig.lease("d", "a", access=WRITE)
+    rig.settle()
+    assert first.done
+    assert first.error is None
+    assert not second.done
+    rig.end(first)
+    rig.settle()
+    assert second.done
+    assert not third.done or isinstance(third.error, LeaseConflict)
+    rig.end(second)
+    rig.settle()
+    assert third.done
+    rig.wind_down()
+
+
+def test_a_middle_tier_smaller_than_a_lease() -> None:
+    rig = Rig(16, 4, 400, reserve=0.0)
+    fill(rig, "a", "b", "c", nbytes=4)
+    rig.put("x", b"x" * 4)
+    rig.put("y", b"y" * 4)
+    rig.settle()
+    lease = rig.lease("a", "b", "c")
+    rig.settle()
+    assert lease.done
+    rig.end(lease)
+    rig.wind_down()
+
+
+# Failures
+
+
+def test_a_failed_fill_fails_only_who_asked_for_that_tensor() -> None:
+    rig = Rig(40, 400)
+    fill(rig, "a", "b", nbytes=4)
+    evicted(rig, "a", "b")
+    both, a, b, again = rig.lease("a", "b"), rig.lease("a"), rig.lease("b"), rig.lease("a", access=WRITE)
+    rig.run()
+    for transfer in list(rig.links[0].pending.values()):
+        rig.complete(0, transfer.tag, failure(transfer) if transfer.key == "a" else None)
+    rig.run()
+    assert [request.error is None for request in (both, a, b, again)] == [False, False, True, False]
+    assert isinstance(a.error, ReadError)
+    assert a.error.key == "a"
+    assert where(rig, "a") == [None, State.CLEAN]
+    retry = rig.lease("a")
+    rig.settle()
+    assert retry.error is None
+    rig.wind_down()
+
+
+def test_a_failed_write_back_keeps_the_bytes_and_a_flush_tries_again() -> None:
+    rig = Rig(40, 400, reserve=0.0)
+    rig.put("a", b"aaaa")
+    flush = rig.flush()
+    rig.run()
+    (transfer,) = rig.links[0].pending.values()
+    rig.complete(0, transfer.tag, failure(transfer))
+    rig.run()
+    assert isinstance(flush.error, WriteError)
+    assert where(rig, "a") == [State.DIRTY, None]
+    assert rig.tiers[1].used == 0
+    assert rig.flushed == 0
+    rig.check()
+    again = rig.flush()
+    rig.settle()
+    assert again.error is None
+    assert rig.flushed == 1
+    rig.wind_down()
+
+
+def test_a_failed_write_back_reaches_who_needs_the_room_and_is_tried_again() -> None:
+    rig = Rig(8, 400, reserve=0.0)
+    rig.put("a", b"a" * 8)
+    put = rig.put("b", b"bbbb")
+    rig.run()
+    (transfer,) = rig.links[0].pending.values()
+    rig.complete(0, transfer.tag, failure(transfer))
+    rig.run()
+    assert isinstance(put.error, WriteError)
+    assert put.error.key == "a"
+    again = rig.put("b", b"bbbb")
+    rig.settle()
+    assert again.error is None
+    assert rig.newest["b"] == b"bbbb"
+    rig.wind_down()
+
+
+def test_background_write_backs_do_not_try_a_failing_one_for_ever() -> None:
+    rig = Rig(8, 400, reserve=1.0)
+    rig.put("a", b"aaaa")
+    for _ in range(20):
+        rig.run()
+        for transfer in list(rig.links[0].pending.values()):
+            rig.complete(0, transfer.tag, failure(transfer))
+    assert len(rig.links[0].started) == 1
+    rig.wind_down()
+
+
+def test_a_failure_below_does_not_end_the_engine() -> None:
+    """Background write-backs of tier 0 need room in tier 1, whose own write-backs fail."""
+    rig = Rig(8, 4, 400, reserve=1.0)
+    for number in range(12):
+        rig.put("ab"[number % 2], bytes([number]) * 4)
+        for _ in range(4):
+            rig.run()
+            rig.links[0].complete_all()
+            for transfer in list(rig.links[1].pending.values()):
+                rig.complete(1, transfer.tag, failure(transfer))
+    assert rig.links[1].started
+    rig.wind_down()
+
+
+def test_a_lease_below_an_unwritable_copy_fails() -> None:
+    rig = Rig(8, 8, 400, reserve=0.0)
+    rig.put("a", b"aaaa")
+    lease = rig.lease("a", tier=1)
+    rig.run()
+    (transfer,) = rig.links[0].pending.values()
+    rig.complete(0, transfer.tag, failure(transfer))
+    rig.run()
+    assert isinstance(lease.error, WriteError)
+    assert not rig.links[0].pending
+    rig.wind_down()
+
+
+# Flush
+
+
+def test_a_flush_under_a_write_lease_raises() -> None:
+    rig = Rig(8, 400)
+    rig.put("a", b"aaaa")
+    lease = rig.lease("a", access=WRITE)
+    rig.settle()
+    flush = rig.flush()
+    assert isinstance(flush.error, LeaseConflict)
+    rig.end(lease)
+    again = rig.flush()
+    rig.settle()
+    assert again.error is None
+    rig.wind_down()
+
+
+def test_a_write_lease_that_begins_during_a_flush_ends_it() -> None:
+    rig = Rig(12, 400, reserve=0.0, limit=1)
+    rig.put("a", b"aaaa")
+    rig.put("b", b"bbbb")
+    flush = rig.flush()
+    rig.run()
+    rig.links[0].complete_all()
+    rig.run()
+    assert not flush.done
+    lease = rig.lease("a", access=WRITE)
+    rig.run()
+    assert isinstance(flush.error, LeaseConflict)
+    rig.end(lease)
+    rig.wind_down()
+
+
+def test_a_flush_copies_what_is_still_referenced() -> None:
+    rig = Rig(12, 400, reserve=0.0)
+    rig.put("a", b"aaaa")
+    rig.settle()
+    lease = rig.lease("a", access=WRITE)
+    rig.write(lease, lambda nbytes: b"1" * nbytes)
+    rig.release(lease)
+    flush = rig.flush()
+    rig.settle()
+    assert flush.error is None
+    (copy,) = lease.copies
+    assert copy.state is State.EMPTY
+    rig.tiers[0].write(copy.slot, b"late")  # through the alias: its own memory by now
+    rig.expected[copy] = b"late"
+    rig.check()
+    rig.drop(copy)
+    rig.wind_down()
+
+
+def test_a_flush_under_a_read_lease() -> None:
+    rig = Rig(12, 400, reserve=0.0)
+    rig.put("a", b"aaaa")
+    lease = rig.lease("a")
+    flush = rig.flush()
+    rig.settle()
+    assert flush.error is None
+    rig.end(lease)
+    rig.wind_down()
+
+
+# Waking up
+
+
+def test_who_waits_is_woken_by_what_makes_room_in_a_callers_thread() -> None:
+    rig = Rig(8, 400, reserve=0.0)
+    fill(rig, "a", "b", nbytes=4)
+    a, b = rig.lease("a"), rig.lease("b")
+    rig.release(a)
+    rig.release(b)
+    rig.put("x", b"xxxxxxxx")
+    rig.run()
+    woken(rig)
+    rig.drop(a.copies[0])
+    assert woken(rig), "by the death of an alias"
+    rig.delete("a")
+    assert woken(rig), "by a deletion"
+    rig.drop(b.copies[0])
+    rig.settle()
+    assert rig.newest["x"] == b"xxxxxxxx"
+    rig.wind_down()
+
+
+def test_a_resident_lease_wakes_nobody() -> None:
+    rig = Rig(8, 400, reserve=0.0)
+    fill(rig, "a", nbytes=4)
+    woken(rig)
+    lease = rig.lease("a")
+    assert lease.done
+    rig.end(lease)
+    assert not woken(rig)
+    rig.wind_down()
+
+
+def test_a_request_that_is_done_does_not_keep_the_engine_turning() -> None:
+    rig = Rig(8, 400, reserve=0.0)
+    fill(rig, "a", nbytes=4)
+    evicted(rig, "a")
+    request = Lease(["a"], 0, READ)
+    rig.submit(request)
+    rig.settle()
+    assert request.done
+    assert not rig.engine.turn()
+    rig.engine.release(request.copies, READ)
+    rig.engine.alias_died(request.copies[0])
+    rig.wind_down()
+
+
+def test_a_stopped_engine_refuses() -> None:
+    rig = Rig(8, 400)
+    rig.engine.start()
+    rig.engine.stop()
+    rig.engine.stop()
+    with pytest.raises(StoreClosed):
+        rig.engine.wait(Lease(["a"], 0, READ))
+
+
+def test_an_internal_error_reaches_who_waits() -> None:
+    rig = Rig(8, 400)
+    fill(rig, "a", nbytes=4)
+    evicted(rig, "a")
+
+    def broken(transfer: Transfer) -> bool:
+        raise ZeroDivisionError("in a link")
+
+    rig.links[0].start = broken  # type: ignore[method-assign]
+    rig.engine.start()
+    with pytest.raises(TieredError, match="ZeroDivisionError"):
+        rig.engine.wait(Lease(["a"], 0, READ), 60.0)
+    rig.engine.stop()
