@@ -41,13 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     train.add_parser(commands)
     try:
         options = parser.parse_args(given)
-    except SystemExit as exit_:  # argparse has printed its help (0) or what is wrong (2)
-        return exit_.code if isinstance(exit_.code, int) else 2
-    try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             code: int = options.run(options, given)
         sys.stdout.flush()
+    except SystemExit as exit_:  # argparse has printed its help (0) or what is wrong (2)
+        return exit_.code if isinstance(exit_.code, int) else 2
     except TieredError as error:
         return _fail(str(error))
     except BrokenPipeError:  # what reads our output has left; nobody is there to be told

@@ -98,7 +98,7 @@ def describe(summary: Summary, other_way: str) -> str:
         return f"  {what:<22}{seconds / steps:8.2f} s {seconds / moved.seconds:6.0%}"
 
     def flow(what: str, nbytes: int) -> str:
-        return f"{what} {nbytes / steps / 1e9:.2f} GB ({nbytes / steps / summary.parameters:.1f} bytes per parameter)"
+        return f"{what} {_amount(nbytes / steps)} ({nbytes / steps / summary.parameters:.1f} bytes per parameter)"
 
     serial = summary.serial_seconds
     share = moved.stalled / serial if serial else 0.0
@@ -126,3 +126,7 @@ def describe(summary: Summary, other_way: str) -> str:
             f"{'without' if summary.prefetch == 'on' else 'with'} fetching ahead: {other_way}",
         ]
     )
+
+
+def _amount(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
