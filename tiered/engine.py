@@ -156,8 +156,11 @@ class Engine:
         return done
 
     def _wait_for(self, request: Request, began: float, patience: float) -> None:
+        left = request.left
         while not request.done:
             self._refuse_stopped()
+            if request.left != left:
+                began, left = time.monotonic(), request.left
             before, for_room = time.monotonic(), request.waits_for_room
             if before - began >= patience:
                 raise CapacityError(self.admission.why_stuck(request, before - began))

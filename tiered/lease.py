@@ -52,7 +52,15 @@ class _Held:
         engine.wait(request)
         self._copies = request.copies
         directory = engine.admission.directory
-        tensors = [_view(engine, self._dram, copy, directory.entry(copy.key).spec) for copy in self._copies]
+        tensors: list[torch.Tensor] = []
+        try:
+            for copy in self._copies:
+                tensors.append(_view(engine, self._dram, copy, directory.entry(copy.key).spec))
+        except BaseException:
+            for copy in self._copies[len(tensors) :]:
+                engine.alias_died(copy)  # the view that there will not be
+            self._exit(failing=True)
+            raise
         if self._access is Access.READ:
             witnesses = [copy.witness for copy in self._copies]
             self._versions = [(w, w._version) for w in witnesses if isinstance(w, torch.Tensor)]
@@ -109,15 +117,17 @@ def _view(engine: Engine, dram: DramTier, copy: Copy, spec: TensorSpec) -> torch
             engine.alias_died(copy)
             return torch.empty(spec.shape, dtype=dtype)
         buffer = (ctypes.c_char * spec.nbytes).from_address(dram.address + copy.slot.offset)
-        # The arguments keep the arena mapped for as long as the buffer lives, also beyond the store.
-        weakref.finalize(buffer, _alias_died, engine, copy, dram.arena).atexit = False
         memory = torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(spec.shape)
-        if copy.witness is None:
-            copy.witness = witness = memory.detach()
-            witness.data = torch.empty(0, dtype=dtype)
+        with engine.lock:  # two threads with a READ lease each must not make two of them
+            if copy.witness is None:
+                witness = memory.detach()
+                witness.data = torch.empty(0, dtype=dtype)
+                copy.witness = witness
         assert isinstance(copy.witness, torch.Tensor)
         tensor = copy.witness.detach()
         tensor.data = memory
+        # The arguments keep the arena mapped for as long as the buffer lives, also beyond the store.
+        weakref.finalize(buffer, _alias_died, engine, copy, dram.arena).atexit = False
         return tensor
 
 

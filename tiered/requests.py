@@ -24,6 +24,7 @@ class Request:
         self.done = False
         self.error: TieredError | None = None
         self.waits_for_room = False
+        self.left = 0  # whenever this changes it has come closer, and the deadline counts anew
         self.packed: list[frozenset[Slot]] = []  # among which slots it packed what it had anew, once for each time
 
     def attempt(self, admission: Admission) -> bool:
@@ -206,6 +207,7 @@ class Flush(Request):
                 self._write_back(admission, copy)
             else:
                 admission.hurry(copy.key, self.urgency)
+        self.left = len(unsaved)
         if unsaved:
             return False
         self._then()

@@ -142,7 +142,9 @@ class TieredStore:
     def get(self, key: Key) -> torch.Tensor:
         """A copy of ``key``, on the CPU. Raises KeyNotFound, TransferError, CapacityError."""
         with self.lease(key) as tensor:
-            return tensor.clone()
+            copy = torch.empty_like(tensor)
+            _flat(copy).copy_(_flat(tensor))  # as bytes: there are element types that torch cannot clone
+            return copy
 
     @overload
     def lease(self, key: Key, *, access: Access | str = ..., tier: str | None = ...) -> LeaseOfOne: ...
@@ -245,7 +247,7 @@ class TieredStore:
                 engine.admission.generation += 1
                 drafts.append(draft)
 
-            engine.wait(Flush(snapshot, self._duplicate), deadline=3600.0)
+            engine.wait(Flush(snapshot, self._duplicate))
             if not drafts:
                 return self.generation
             draft = drafts[0]
@@ -313,6 +315,7 @@ class TieredStore:
         """What happened since ``open``: a frozen snapshot."""
         engine = self._running()
         with engine.lock:
+            engine.admission.bury()
             return StoreStatistics(
                 backend=self._parts.backend.name,
                 direct=self._parts.nvme.direct,
@@ -417,10 +420,15 @@ def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
 
 def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     if source.is_contiguous():
-        target.copy_(source.reshape(-1).view(torch.uint8))
+        target.copy_(_flat(source))
         return
     try:
         target.view(source.dtype).view(source.shape).copy_(source)  # straight into the pool, without a second copy
     except (NotImplementedError, RuntimeError):  # element types that torch cannot gather: copy whole first
-        target.copy_(source.contiguous().reshape(-1).view(torch.uint8))
+        target.copy_(_flat(source.contiguous()))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as uint8 of shape (nbytes,)."""
+    return tensor.reshape(-1).view(torch.uint8)
 
