@@ -44,10 +44,7 @@ class Tied(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens) + self.position[: tokens.shape[1]]
         for block in self.blocks:
-            if self.mode == "plain":
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.mode == "reentrant")
+            x = block(x) if self.mode == "plain" else checkpoint(block, x, use_reentrant=self.mode == "reentrant")
         x = self.norm(x)
         return self.head(x) + self.scale * (x @ self.embedding.weight.t())
 

@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tiered import CapacityError, MisuseError, TensorSpec, TieredStore
 from tiered.types import Access
+from tiered.zero.heap import Trimmer
 from tiered.zero.schedule import Successors
 from tiered.zero.unit import Unit
 from tiered.zero.units import Placement, Plan, divide, is_called
@@ -33,6 +34,8 @@ UNIT_SHARE = 8
 CHUNK_SHARE = 64
 """A chunk of optimizer state is at most this fraction of the pool, and at most ``LARGEST_CHUNK`` bytes."""
 LARGEST_CHUNK = 4 << 20
+TRIM_SHARE = 4
+"""Freed memory goes back to the system whenever this fraction of the pool came and went as gradients."""
 LOOK_AHEAD = 3
 """The share of the pool that is asked for ahead of time is one in this many."""
 
@@ -92,6 +95,7 @@ class Pager:
         self._hooked: set[Placement] = set()
         self._schedule: Successors[Event] = Successors()
         self._look_ahead = pool // LOOK_AHEAD if prefetch else 0
+        self._trimmer = Trimmer(pool // TRIM_SHARE)
         self._watch()
 
     # -- installing --------------------------------------------------------------------------------------------------------
@@ -255,6 +259,7 @@ class Pager:
         def arrived(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
             unit.add_gradient(placement, parameter.grad)
+            self._trimmer.passed(placement.nbytes)
 
         return arrived
 
@@ -400,7 +405,7 @@ def page(
     plan = divide(model, pool // UNIT_SHARE)
     for key in held:
         store.delete(key)
-    _store_parameters(model, store, name, plan, without_memory, param_init_fn)
+    _store_parameters(model, store, name, plan, pool, without_memory, param_init_fn)
     Pager(model, store, name, plan, pool, prefetch=prefetch == "on")
     return model
 
@@ -444,6 +449,7 @@ def _store_parameters(
     store: TieredStore,
     name: str,
     plan: Plan,
+    pool: int,
     without_memory: set[nn.Parameter],
     init: Callable[[nn.Module], None] | None,
 ) -> None:
@@ -452,6 +458,7 @@ def _store_parameters(
         for parameter in module._parameters.values():
             if parameter is not None:
                 owner.setdefault(parameter, module)
+    trimmer = Trimmer(pool // TRIM_SHARE)
     for unit in plan.units:
         key = f"{name}/param/{unit.name}"
         store.create(key, TensorSpec("uint8", (unit.nbytes,), 1))
@@ -464,6 +471,8 @@ def _store_parameters(
                     placement.view(memory).copy_(placement.parameter)
                 placement.parameter.data = torch.zeros((), dtype=placement.dtype).expand(placement.shape)
             del memory
+        trimmer.passed(unit.nbytes)
+    trimmer.trim()
 
 
 def _materialise(

@@ -206,9 +206,13 @@ class Unit:
         if not isinstance(grad, StoredGradient):
             self.take_gradient(placement, grad)
         if order not in state.norms:
-            whole = self.gradient(placement)
-            assert whole is not None
-            state.norms[order] = torch.linalg.vector_norm(whole, order)
+            self.close_gradient()
+            with self.store.lease(self.gradient_key) as stored:
+                whole = placement.view(stored)
+                for scale in state.scales:
+                    whole = whole.mul(scale)
+                state.norms[order] = torch.linalg.vector_norm(whole, order)
+            del stored, whole
         return state.norms[order]
 
     def scale_gradient(self, placement: Placement, factor: torch.Tensor) -> None:

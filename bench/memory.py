@@ -1,0 +1,114 @@
+"""Does training stay within its memory, whatever the size of the model?
+
+    .venv/bin/python bench/memory.py                   4 GiB of state under a limit of 1.5 GiB for the whole process
+    .venv/bin/python bench/memory.py --growth          one layer count and ten times as many, both with --checkpoint
+
+The limit is a memory cgroup (v2 or v1) where this user may make one; else the peak RSS is compared with it. Prints a Markdown
+table and exits 1 when the limit, or the pool's budget, was exceeded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tiered.sizes import format_size, parse_size
+
+
+@contextmanager
+def memory_cgroup(limit: int) -> Iterator[Path | None]:
+    """A fresh memory cgroup with ``limit`` bytes, or None where this user cannot make one."""
+    v2, v1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
+    base, knob = (v1, "memory.limit_in_bytes") if v1.is_dir() else (v2, "memory.max")
+    group = base / f"tiered-bench-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / knob).write_text(str(limit))
+    except OSError:
+        group.rmdir() if group.is_dir() else None
+        yield None
+        return
+    try:
+        yield group
+    finally:
+        group.rmdir()
+
+
+def train(arguments: list[str], group: Path | None) -> dict[str, Any]:
+    """Run ``tiered train`` (inside ``group``); its summary."""
+
+    def enter() -> None:
+        if group is not None:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+
+    with tempfile.TemporaryDirectory(dir=".", prefix="bench-memory-") as folder:
+        out = Path(folder) / "summary.json"
+        command = [sys.executable, "-m", "tiered.cli", "train", "--dir", f"{folder}/store", "--json", str(out), *arguments]
+        done = subprocess.run(command, preexec_fn=enter, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"tiered train failed ({done.returncode}): {done.stderr.strip()[-2000:]}")
+        summary: dict[str, Any] = json.loads(out.read_text())
+        summary["command"] = " ".join(["tiered", "train", *arguments])
+        return summary
+
+
+def read_peak(group: Path | None) -> int | None:
+    for name in ("memory.max_usage_in_bytes", "memory.peak"):
+        if group is not None and (group / name).exists():
+            return int((group / name).read_text())
+    return None
+
+
+def row(summary: dict[str, Any], peak: int | None) -> str:
+    cells = [
+        f"`{summary['command']}`",
+        f"{summary['parameters']:,}",
+        format_size(summary["state_bytes"]),
+        f"{format_size(summary['pool']['peak_bytes'])} of {format_size(summary['pool']['budget_bytes'])}",
+        format_size(summary["peak_rss_bytes"]),
+        format_size(peak) if peak is not None else "-",
+        f"{summary['per_step']['seconds']:.2f} s",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit", default="1.5GiB", help="for the whole process (default: 1.5GiB)")
+    parser.add_argument("--layers", type=int, default=51, help="of width 768: 51 have 4 GiB of parameters and Adam states")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--growth", action="store_true", help="compare 4 and 40 small layers instead")
+    options = parser.parse_args()
+    print("| command | parameters | state | pool peak | peak RSS | cgroup peak | per step |\n|---|---|---|---|---|---|---|")
+    failed = False
+    if options.growth:
+        small = ["--width=256", "--heads=4", "--context=64", "--batch=1", "--dram=16MiB", "--checkpoint"]
+        peaks = []
+        for layers in (4, 40):
+            summary = train([*small, f"--layers={layers}", f"--steps={options.steps}"], None)
+            print(row(summary, None), flush=True)
+            peaks.append(summary["peak_rss_bytes"])
+            failed |= summary["pool"]["peak_bytes"] > summary["pool"]["budget_bytes"]
+        print(f"\nten times the layers: {format_size(peaks[1] - peaks[0])} more RSS at the peak")
+        return int(failed)
+    limit = parse_size(options.limit)
+    with memory_cgroup(limit) as group:
+        shape = ["--batch=1", "--context=256", "--dram=256MiB", "--checkpoint"]
+        summary = train([*shape, f"--layers={options.layers}", f"--steps={options.steps}"], group)
+        print(row(summary, read_peak(group)))
+        failed = summary["pool"]["peak_bytes"] > summary["pool"]["budget_bytes"] or summary["peak_rss_bytes"] > limit
+        how = f"under a cgroup limit of {format_size(limit)}" if group else "no cgroup could be made: RSS only"
+        print(f"\n{how}; losses {', '.join(f'{loss:.4f}' for loss in summary['loss']['all'])}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
