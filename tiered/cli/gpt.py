@@ -31,6 +31,10 @@ class Residual(nn.Linear):
     """A linear layer whose result is added to the block's input; it starts smaller."""
 
 
+class Positions(nn.Embedding):
+    """What is added for each place in the context; it starts small, so that the bytes themselves are learnt first."""
+
+
 class Block(nn.Module):
     """Pre-LN attention and MLP (Radford et al., 2019). (batch, time, width) -> the same."""
 
@@ -62,7 +66,7 @@ class GPT(nn.Module):
         super().__init__()
         self.recompute = shape.recompute
         self.embed = nn.Embedding(BYTES, shape.width)
-        self.position = nn.Embedding(shape.context, shape.width)
+        self.position = Positions(shape.context, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, BYTES, bias=False)
@@ -91,6 +95,8 @@ def initialiser(shape: Shape) -> Callable[[nn.Module], None]:
             nn.init.normal_(module.weight, std=small if isinstance(module, Residual) else 0.02)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+        elif isinstance(module, Positions):
+            nn.init.normal_(module.weight, std=0.002)
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         elif isinstance(module, nn.LayerNorm):

@@ -33,10 +33,10 @@ DEMO: dict[str, Any] = {
     "layers": 16,
     "width": 768,
     "heads": 12,
-    "context": 256,
-    "batch": 2,
+    "context": 128,
+    "batch": 4,
     "accumulate": 1,
-    "steps": 40,
+    "steps": 50,
     "warmup": 5,
 }
 """What is meant where an option is not given: at least 100 million parameters, about 3 minutes on 2 cores."""
@@ -47,6 +47,7 @@ CHECK = DEMO | {
     "width": 192,
     "heads": 6,
     "context": 64,
+    "batch": 2,
     "accumulate": 2,
     "steps": 20,
 }
@@ -133,7 +134,7 @@ def add_parser(commands: Commands) -> None:
         "--minutes", metavar="M", type=_positive, help="stop after so long, or after --steps where both are given"
     )
     training.add_argument(
-        "--lr", metavar="R", type=_positive, default=6e-4, help="highest learning rate (default: %(default)s)"
+        "--lr", metavar="R", type=_positive, default=1.5e-4, help="highest learning rate (default: %(default)s)"
     )
     training.add_argument("--warmup", metavar="N", type=_count, help=f"steps until then; a cosine follows {_default('warmup')}")
     training.add_argument(
