@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,6 +95,30 @@ def test_gradients_that_a_user_assigns_or_clears_count(store: TieredStore) -> No
         adam.step()
         adam.step()  # the same gradients once more
     assert all(torch.equal(a, b) for a, b in zip(reference.state_dict().values(), model.state_dict().values(), strict=True))
+
+
+def test_asking_autograd_for_gradients_leaves_the_stored_ones_alone(store: TieredStore) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = copy.deepcopy(reference)
+    zero.page(model, store)
+    optimizer = zero.AdamW(model.parameters())
+    for net in (reference, model):
+        net(torch.ones(1, 4)).sum().backward()
+    asked = [torch.autograd.grad(net(torch.ones(2, 4)).square().sum(), list(net.parameters())) for net in (reference, model)]
+    assert all(torch.equal(a, b) for a, b in zip(*asked, strict=True))
+    for net in (reference, model):
+        net(torch.ones(3, 4)).sum().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(optimizer.grad(ours), theirs.grad)
+
+
+def test_a_paged_model_says_that_it_cannot_be_copied(store: TieredStore) -> None:
+    model = zero.page(nn.Linear(4, 4), store)
+    with pytest.raises(MisuseError, match="state_dict"):
+        copy.deepcopy(model)
+    with pytest.raises(MisuseError, match="state_dict"):
+        pickle.dumps(model)
 
 
 def test_clipping_twice_and_accumulating_onto_clipped(store: TieredStore) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from tiered import CapacityError, MisuseError, TensorSpec, TieredStore
 from tiered.types import Access
@@ -92,7 +92,7 @@ class Pager:
         self._backward_unit: Unit | None = None
         self._gradient_unit: Unit | None = None
         self._in_backward = False
-        self._hooked: set[Placement] = set()
+        self._accumulators: dict[Placement, Any] = {}
         self._schedule: Successors[Event] = Successors()
         self._look_ahead = pool // LOOK_AHEAD if prefetch else 0
         self._trimmer = Trimmer(pool // TRIM_SHARE)
@@ -108,16 +108,17 @@ class Pager:
         for module in self.model.modules():
             if module._parameters:
                 module._parameters = _Watched(module._parameters, self)
-                module.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
-                    partial(self._after_state_dict))
+                after = partial(self._after_state_dict)  # torch marks the hook, which a bound method does not allow
+                module.register_state_dict_post_hook(after)  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_post_hook(self._after_load)  # type: ignore[no-untyped-call]
             if module in self._held or (module is self.model and is_called(module)):
                 module.register_forward_pre_hook(self._before_forward, prepend=True)
                 module.register_forward_hook(self._after_forward, always_call=True)
 
-    def unit_of(self, parameter: nn.Parameter) -> tuple[Unit, Placement]:
-        return self._home[parameter]
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Called by copy and pickle."""
+        raise MisuseError("a paged model cannot be copied or pickled: copy or save model.state_dict() instead")
 
     # -- forward -----------------------------------------------------------------------------------------------------------
 
@@ -238,18 +239,20 @@ class Pager:
     def _hook_gradients(self, unit: Unit) -> None:
         """Also for a parameter that was unfrozen since."""
         for placement in unit.plan.placements:
-            if placement.parameter.requires_grad and placement not in self._hooked:
+            if placement.parameter.requires_grad and placement not in self._accumulators:
                 if placement not in unit.gradients:
                     raise MisuseError(
                         f"parameter {placement.name!r} is {placement.dtype}: only real floating point can be trained"
                     )
-                self._hooked.add(placement)
                 parameter: Any = placement.parameter
-                parameter.register_hook(self._gradient_hook(unit, placement))
+                # On the node, which accumulates; a hook on the parameter would run for torch.autograd.grad, too. The parameter
+                # holds its node weakly.
+                node = self._accumulators[placement] = get_gradient_edge(parameter).node
+                node.register_prehook(self._gradient_hook(unit, placement))
                 parameter.register_post_accumulate_grad_hook(self._gradient_taker(unit, placement))
 
-    def _gradient_hook(self, unit: Unit, placement: Placement) -> Callable[[torch.Tensor], None]:
-        def arriving(gradient: torch.Tensor) -> None:
+    def _gradient_hook(self, unit: Unit, placement: Placement) -> Callable[[Any], None]:
+        def arriving(gradients: Any) -> None:
             self._open_gradients(unit)
             unit.before_gradient(placement)
 
@@ -269,8 +272,6 @@ class Pager:
         if self._gradient_unit is not unit:
             if self._gradient_unit is not None:
                 self._gradient_unit.close_gradient()
-            if unit.pending is not None and unit is self._backward_unit:
-                raise MisuseError(f"{unit.plan.name!r} has an update pending while its graph runs: call backward before step()")
             self._gradient_unit = unit
 
     # -- looking ahead -----------------------------------------------------------------------------------------------------

@@ -30,12 +30,13 @@ class Successors(Generic[Event]):
         self._before, self._last = self._last, event
 
     def coming(self) -> Iterator[Event]:
-        """Predicted events, the nearest first; ends where nothing is known or the last event is reached again."""
+        """Predicted events, the nearest first; ends where nothing is known or the prediction goes round in a circle."""
         before, last = self._before, self._last
-        first = last
-        while last is not None:
-            following = self._after_pair.get((before, last)) or self._after_one.get(last)
-            if following is None or following == first:
+        seen: set[tuple[Event | None, Event]] = set()
+        while last is not None and (before, last) not in seen:
+            seen.add((before, last))
+            following = self._after_pair.get((before, last), self._after_one.get(last))
+            if following is None:
                 return
             before, last = last, following
             yield following
