@@ -853,6 +853,44 @@ def test_a_full_bottom_is_a_capacity_error_that_says_why(reserve: float) -> None
     rig.wind_down()
 
 
+def test_what_found_the_bottom_full_is_tried_again_when_there_is_room() -> None:
+    rig = Rig(8, 8, reserve=1.0)
+    for key in "abcd":
+        rig.put(key, key.encode() * 4)
+        rig.settle()
+    copy = rig.admission.directory.entry("c").copies[0]
+    assert copy is not None
+    assert isinstance(copy.failure, CapacityError), "in the background, where nobody hears of it"
+    rig.delete("a")
+    rig.delete("b")
+    put = rig.put("e", b"eeee")
+    rig.settle()
+    assert put.error is None
+    assert "e" in rig.newest
+    rig.wind_down()
+
+
+def test_what_is_still_referenced_is_neither_evicted_nor_written_back() -> None:
+    rig = Rig(12, 400, reserve=1.0)
+    fill(rig, "a", nbytes=4)
+    clean = rig.lease("a")
+    rig.put("b", b"bbbb")
+    dirty = rig.lease("b", access=WRITE)
+    rig.write(dirty, lambda nbytes: b"2" * nbytes)
+    rig.release(clean)
+    rig.release(dirty)
+    put = rig.put("c", b"c" * 8)
+    rig.settle()
+    assert not put.room.done
+    assert where(rig, "a") == [State.CLEAN, State.CLEAN]
+    assert where(rig, "b") == [State.DIRTY, None], "its bytes may still change"
+    rig.drop(clean.copies[0])
+    rig.drop(dirty.copies[0])
+    rig.settle()
+    assert rig.newest["c"] == b"c" * 8
+    rig.wind_down()
+
+
 def test_larger_than_the_tier_below() -> None:
     """It can be had, but not be kept; and the others go on being written back."""
     rig = Rig(16, 8, reserve=1.0)

@@ -189,6 +189,7 @@ class Model:
             if access is Access.WRITE:
                 assert [c for c in entry.copies if c is not None] == [copy], "superseded at grant, not at release"
                 assert copy.state is (State.CLEAN if tier == self.depth - 1 else State.DIRTY)
+                assert copy.checksums == b"", "those of the bytes that it had"
             self.done[f"grant {access.name}"] += 1
 
     def write(self, which: int) -> None:
@@ -211,7 +212,8 @@ class Model:
         copy = entry.copies[tier % self.depth] if entry is not None else None
         if copy is None:
             return
-        if copy.state is not State.CLEAN or not copy.idle or copy.tier == self.depth - 1:
+        at_rest = not (copy.leased or copy.in_flight or copy.aliases)
+        if copy.state is not State.CLEAN or not at_rest or copy.tier == self.depth - 1:
             self._refused(AssertionError, lambda: self.directory.evict(copy))
         else:
             self.directory.evict(copy)
