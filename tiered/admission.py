@@ -46,7 +46,7 @@ class Admission:
         self._used = [0] * len(tiers)
         self._peak = [0] * len(tiers)
         self._largest = 1
-        self.wants_cleaning = False  # something became DIRTY or idle since background write-backs were last considered
+        self.wants_cleaning = False  # something changed since background write-backs were last considered
         self._transfers: dict[int, tuple[Entry, Transfer]] = {}
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -309,6 +309,9 @@ class Admission:
         return int(self.tiers[tier].capacity * self.reserve) - ready
 
     def clean_ahead(self) -> None:
+        """Start background write-backs where a tier's reserve is short; nothing to do when nothing changed."""
+        if not self.wants_cleaning:
+            return
         self.wants_cleaning = False
         for tier in range(self.bottom):
             shortage = self._shortage(tier)
@@ -326,7 +329,7 @@ class Admission:
                         break
                 except TieredError as error:  # a request that needs the room will meet it
                     copy.failure = error
-                    break
+                    continue
                 shortage -= copy.slot.nbytes
 
     # -- slots -----------------------------------------------------------------------------------------------------------
@@ -379,6 +382,7 @@ class Admission:
             except queue.Empty:
                 return
             copy.aliases -= 1
+            self.wants_cleaning = True
             if copy.aliases == 0 and copy in self._orphans:
                 self._orphans.remove(copy)
                 self.give_back(copy.tier, copy.slot)
@@ -388,6 +392,7 @@ class Admission:
     def complete(self, index: int, completion: Completion) -> Transfer:
         """Apply what link ``index`` reported."""
         entry, transfer = self._transfers.pop(completion.tag)
+        self.wants_cleaning = True
         if transfer.direction is Direction.UP:
             self.directory.end_fill(entry, index, completion.error)
             if completion.error is None:

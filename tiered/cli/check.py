@@ -79,9 +79,9 @@ def check(options: Options) -> int:
         refuse_existing(store, options)
         refuse_full_disk(store, parameters)
         print(
-            f"{describe_model(options, parameters)}, {options.steps} steps, activations "
-            f"{'computed again' if options.recompute else 'kept'} for backward\n"
-            f"first on the store, with {format_size(options.dram)} of memory, then in memory",
+            f"{describe_model(options, parameters)}\n"
+            f"{options.steps} steps, activations {'computed again' if options.recompute else 'kept'} for backward\n"
+            f"first on the store with {format_size(options.dram)} of memory, then in memory",
             file=stream,
             flush=True,
         )

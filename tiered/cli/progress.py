@@ -100,7 +100,7 @@ class Progress:
 
     def preparing(self, done: int, total: int) -> None:
         """``done`` of ``total`` parameters have their initial values and are in the store."""
-        self._show(f"writing initial values  {done / total:4.0%} of {total:,} parameters", "", done / total, last=done == total)
+        self._show(f"writing initial values {done / total:4.0%}", "", done / total, last=done == total)
 
     def begin(self) -> None:
         """The first step begins now."""

@@ -98,29 +98,31 @@ def describe(summary: Summary, other_way: str) -> str:
         return f"  {what:<22}{seconds / steps:8.2f} s {seconds / moved.seconds:6.0%}"
 
     def flow(what: str, nbytes: int) -> str:
-        return f"{what} {_amount(nbytes / steps)} ({nbytes / steps / summary.parameters:.1f} bytes per parameter)"
+        return f"{what} {_amount(nbytes / steps)} per step, {nbytes / steps / summary.parameters:.1f} bytes per parameter"
 
     serial = summary.serial_seconds
     share = moved.stalled / serial if serial else 0.0
-    how = f"{summary.seen.backend}, {'O_DIRECT' if summary.seen.direct else 'through the page cache (no O_DIRECT here)'}"
+    how = f"{summary.seen.backend}, {'O_DIRECT' if summary.seen.direct else 'no O_DIRECT here'}"
     return "\n".join(
         [
             "",
             f"loss      {summary.losses[0]:.3f} -> {summary.last_loss:.3f} in {steps} steps of {summary.tokens // steps:,} "
             f"tokens, {moved.seconds:.0f} s, {summary.tokens / moved.seconds:.0f} tokens/s",
-            f"state     {format_size(state)} of parameters and Adam states, {state / dram.capacity:.1f} times the budget "
-            f"of {format_size(dram.capacity)}; the pool's peak was {format_size(dram.peak)}",
-            f"memory    {format_size(summary.peak_rss)} at most for the whole process ({format_size(summary.baseline_rss)} is "
-            f"torch); parameters, gradients and states alone would be {format_size(IN_MEMORY_BYTES * summary.parameters)}",
-            f"disk      per step {flow('read', moved.read)}, {flow('wrote', moved.written)}; {how}",
+            f"state     {format_size(state)}, {state / dram.capacity:.1f} times the budget of {format_size(dram.capacity)} "
+            f"(the pool's peak: {format_size(dram.peak)})",
+            f"memory    {format_size(summary.peak_rss)} at most, {format_size(summary.baseline_rss)} of it torch itself;",
+            f"          training in memory holds {format_size(IN_MEMORY_BYTES * summary.parameters)} of parameters, gradients, "
+            "states",
+            f"disk      {flow('read', moved.read)}",
+            f"          {flow('wrote', moved.written)}; {how}",
             "time      per step",
             spent("forward and backward", moved.seconds - moved.stalled - summary.update_seconds),
             spent("optimizer", summary.update_seconds),
             spent("waiting for reads", moved.stalled_for_reads),
             spent("waiting for writes", moved.stalled_for_room),
             spent("together", moved.seconds),
-            f"overlap   the same I/O, one transfer after the other, takes {serial / steps:.2f} s per step; training waited "
-            f"{moved.stalled / steps:.2f} s = {share:.0%} of it",
+            f"overlap   one transfer after the other, this I/O takes {serial / steps:.2f} s per step;",
+            f"          training waited {moved.stalled / steps:.2f} s, {share:.0%} of that",
             f"saved     {summary.folder}, generation {summary.generation}",
             "",
             f"{'without' if summary.prefetch == 'on' else 'with'} fetching ahead: {other_way}",

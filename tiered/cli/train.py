@@ -134,7 +134,7 @@ def add_parser(commands: Commands) -> None:
         "--minutes", metavar="M", type=_positive, help="stop after so long, or after --steps where both are given"
     )
     training.add_argument(
-        "--lr", metavar="R", type=_positive, default=1.5e-4, help="highest learning rate (default: %(default)s)"
+        "--lr", metavar="R", type=_positive, default=1e-4, help="highest learning rate (default: %(default)s)"
     )
     training.add_argument("--warmup", metavar="N", type=_count, help=f"steps until then; a cosine follows {_default('warmup')}")
     training.add_argument(

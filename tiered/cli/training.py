@@ -203,7 +203,7 @@ def count(model: nn.Module) -> int:
 
 
 def describe_model(options: Options, parameters: int) -> str:
-    return f"a GPT of {parameters:,} parameters ({options.layers} layers of {options.width}, context {options.context})"
+    return f"GPT of {parameters:,} parameters: {options.layers} layers of {options.width}, context {options.context}"
 
 
 def refuse_full_disk(store: TieredStore, parameters: int) -> None:
@@ -242,9 +242,9 @@ def train(options: Options, given: Sequence[str]) -> int:
         refuse_existing(store, options)
         refuse_full_disk(store, parameters)
         print(
-            f"{describe_model(options, parameters)}: {format_size(STATE_BYTES * parameters)} of parameters and Adam states, "
-            f"{format_size(options.dram)} of memory for them\n"
-            f"text {text.path} ({format_size(text.nbytes)}), store {store.folder}",
+            f"model     {describe_model(options, parameters)}\n"
+            f"budget    {format_size(options.dram)} of memory for {format_size(STATE_BYTES * parameters)} of parameters and "
+            f"Adam states\ntext      {text.path} ({format_size(text.nbytes)})\nstore     {store.folder}",
             file=stream,
             flush=True,
         )
