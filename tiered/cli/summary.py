@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiered.cli.progress import Counters
+from tiered.cli.rates import Rates
 from tiered.sizes import format_size
-from tiered.stats import LinkStatistics, StoreStatistics
+from tiered.stats import StoreStatistics
 
 __all__ = ["Summary", "describe"]
 
@@ -18,7 +19,7 @@ IN_MEMORY_BYTES = 16
 
 @dataclass(frozen=True)
 class Summary:
-    """Measured from the first step's beginning to the last one's update. ``before`` and ``seen``: statistics then and now."""
+    """Measured from the first step's beginning to the last one's update; ``rates`` right afterwards, ``seen`` in between."""
 
     steps: int
     losses: tuple[float, ...]
@@ -26,7 +27,7 @@ class Summary:
     parameters: int
     moved: Counters
     update_seconds: float
-    before: tuple[LinkStatistics, ...]
+    rates: Rates | None
     seen: StoreStatistics
     counted_by: str
     peak_rss: int
@@ -42,11 +43,16 @@ class Summary:
         return sum(last) / len(last)
 
     @property
-    def serial_seconds(self) -> float:
-        """How long the same transfers take when nothing else goes on meanwhile: the time during which any was under way."""
-        pairs = zip(self.seen.links, self.before, strict=True)
-        flows = [flows for now, then in pairs for flows in ((now.up, then.up), (now.down, then.down))]
-        return sum(now.busy_seconds - then.busy_seconds for now, then in flows)
+    def serial_seconds(self) -> float | None:
+        """How long the same bytes take one after the other when the disk does nothing else; None if that was not measured."""
+        if self.rates is None:
+            return None
+        return self.moved.read / self.rates.read + self.moved.written / self.rates.write
+
+    @property
+    def waited_share(self) -> float | None:
+        """Of ``serial_seconds``: what was not hidden behind the compute."""
+        return self.moved.stalled / self.serial_seconds if self.serial_seconds else None
 
     def as_json(self) -> dict[str, Any]:
         """Bytes and seconds."""
@@ -75,7 +81,9 @@ class Summary:
             "io": {
                 "one_after_the_other_seconds": self.serial_seconds,
                 "waited_seconds": moved.stalled,
-                "waited_share": moved.stalled / self.serial_seconds if self.serial_seconds else 0.0,
+                "waited_share": self.waited_share,
+                "read_bytes_per_second_alone": self.rates.read if self.rates else None,
+                "write_bytes_per_second_alone": self.rates.write if self.rates else None,
                 "counted_by": self.counted_by,
             },
             "peak_rss_bytes": self.peak_rss,
@@ -100,8 +108,6 @@ def describe(summary: Summary, other_way: str) -> str:
     def flow(what: str, nbytes: int) -> str:
         return f"{what} {_amount(nbytes / steps)} per step, {nbytes / steps / summary.parameters:.1f} bytes per parameter"
 
-    serial = summary.serial_seconds
-    share = moved.stalled / serial if serial else 0.0
     how = f"{summary.seen.backend}, {'O_DIRECT' if summary.seen.direct else 'no O_DIRECT here'}"
     return "\n".join(
         [
@@ -121,12 +127,23 @@ def describe(summary: Summary, other_way: str) -> str:
             spent("waiting for reads", moved.stalled_for_reads),
             spent("waiting for writes", moved.stalled_for_room),
             spent("together", moved.seconds),
-            f"overlap   one transfer after the other, this I/O takes {serial / steps:.2f} s per step;",
-            f"          training waited {moved.stalled / steps:.2f} s, {share:.0%} of that",
+            _overlap(summary),
             f"saved     {summary.folder}, generation {summary.generation}",
             "",
             f"{'without' if summary.prefetch == 'on' else 'with'} fetching ahead: {other_way}",
         ]
+    )
+
+
+def _overlap(summary: Summary) -> str:
+    waited = summary.moved.stalled / summary.steps
+    if summary.serial_seconds is None or summary.rates is None:
+        return f"overlap   training waited {waited:.2f} s per step for the disk; the disk alone was not measured"
+    read, write = summary.rates.read / 1e9, summary.rates.write / 1e9
+    return (
+        f"overlap   for these bytes the disk by itself (just now: read {read:.1f}, write {write:.1f} GB/s) needs\n"
+        f"          {summary.serial_seconds / summary.steps:.2f} s per step; training waited {waited:.2f} s, "
+        f"{summary.waited_share:.0%} of that"
     )
 
 

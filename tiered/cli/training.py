@@ -24,6 +24,7 @@ from torch import nn
 from tiered import CapacityError, MisuseError, TieredStore, zero
 from tiered.cli.gpt import GPT, Shape, build, initialiser
 from tiered.cli.progress import Gauge, Progress
+from tiered.cli.rates import measure
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.cli.summary import Summary, describe
 from tiered.cli.train import Options
@@ -279,7 +280,6 @@ def _train(
         gauge, schedule = Gauge(store), Schedule(options)
         tokens = options.batch * options.context * options.accumulate
         begin = before = gauge.read()
-        links = store.statistics().links
         progress.begin()
         for result in training_steps(model, optimizer, optimizer.clip_grad_norm_, text, options, schedule):
             results.append(result)
@@ -299,7 +299,7 @@ def _train(
         parameters=parameters,
         moved=moved,
         update_seconds=zero.statistics(model).update_seconds,
-        before=links,
+        rates=measure(store),
         seen=seen,
         counted_by=gauge.counted_by,
         peak_rss=_peak_memory(),
