@@ -14,7 +14,6 @@ from tiered.eviction import LRU
 from tiered.interfaces import EvictionPolicy, IOBackend, Link, Tier
 from tiered.io.posix import PosixBackend, PosixConfig
 from tiered.links.disk import DiskConfig, DiskLink
-from tiered.sizes import format_size
 from tiered.tiers.dram import DramConfig, DramTier
 from tiered.tiers.nvme import NvmeConfig, NvmeTier
 
@@ -54,7 +53,7 @@ def build(config: StoreConfig) -> Parts:
     """Open the parts. Raises MisuseError, CapacityError, StoreLocked, ManifestError; nothing stays open then."""
     if config.dram < SMALLEST_DRAM:
         raise CapacityError(
-            f"a DRAM budget of {format_size(config.dram)} is too small: the smallest is {format_size(SMALLEST_DRAM)}"
+            f"a DRAM budget of {config.dram:,} bytes is too small: the smallest is {SMALLEST_DRAM:,} bytes"
         )
     nvme = NvmeTier.open(NvmeConfig(config.path, config.nvme))
     try:

@@ -18,8 +18,11 @@ class IOBackend(Protocol):
     """Moves bytes between memory and file descriptors. Knows addresses, fds and offsets; never tensors.
 
     All calls come from one thread (the engine's). The memory of a request belongs to the backend from ``submit`` until
-    its completion was handed out by ``reap``, or ``close`` has returned. A request's fd, offset, address and nbytes are
-    multiples of ``alignment`` when the fd was opened with O_DIRECT.
+    its completion was handed out by ``reap``, or ``close`` has returned. A request's offset, address and nbytes are
+    multiples of ``alignment`` when its fd was opened with O_DIRECT; its tag is a signed 64-bit integer.
+
+    After ``close`` every call but ``close`` raises StoreClosed. In a forked child they raise ForkedStore, and ``close`` touches
+    nothing of the parent's.
     """
 
     @property
