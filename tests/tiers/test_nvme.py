@@ -4,10 +4,8 @@ import errno
 import fcntl
 import mmap
 import os
-import resource
 import signal
 import stat
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,12 +15,12 @@ from hypothesis import strategies as st
 
 from tests.contracts.tier import OpenTier, TierContract
 from tests.fakes import in_child
+from tests.filesystems import mounted, root, small_ext4
 from tiered.errors import CapacityError, ManifestError, MisuseError, StoreLocked
 from tiered.tiers.nvme import NvmeConfig, NvmeTier
 from tiered.types import Slot
 
 MIB = 1 << 20
-root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 
 
 def take(tier: NvmeTier, nbytes: int) -> Slot:
@@ -508,32 +506,11 @@ class TestRemove:
         assert (folder / "data.0").read_text() == "another's"
 
 
-def mount(where: Path, *words: str) -> None:
-    where.mkdir()
-    done = subprocess.run(["mount", *words, str(where)], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"cannot mount: {done.stderr.strip()}")
-
-
-def unmount(where: Path) -> None:
-    """Also where a failed test still has files open there: lazily, so that nothing stays mounted."""
-    subprocess.run(["umount", "--lazy", str(where)], check=True)
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """An ext4 filesystem of 16 MiB."""
-    image = tmp_path / "image"
-    with image.open("wb") as file:
-        file.truncate(16 * MIB)
-    try:
-        done = subprocess.run(["mkfs.ext4", "-q", str(image)], capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("needs mkfs.ext4")
-    assert done.returncode == 0, done.stderr
-    mount(tmp_path / "disk", "-o", "loop", str(image))
-    yield tmp_path / "disk"
-    unmount(tmp_path / "disk")
+    with small_ext4(tmp_path, 16 * MIB) as disk:
+        yield disk
 
 
 @root
@@ -586,27 +563,15 @@ class TestFullDisk:
 
 @root
 def test_without_direct_io_it_is_buffered(tmp_path: Path) -> None:
-    mount(tmp_path / "memory", "-t", "ramfs", "none")
-    try:
-        tier = NvmeTier.open(NvmeConfig(tmp_path / "memory" / "store", 4 * MIB, growth=MIB))
+    with mounted(tmp_path / "memory", "-t", "ramfs", "none") as memory:
+        tier = NvmeTier.open(NvmeConfig(memory / "store", 4 * MIB, growth=MIB))
         assert not tier.direct
         slot = take(tier, MIB)
         assert os.pwrite(tier.fd, b"x", slot.offset + 1) == 1
         tier.sync()
         uuid = tier.uuid
         tier.close()
-        tier = NvmeTier.open(NvmeConfig(tmp_path / "memory" / "store"))
+        tier = NvmeTier.open(NvmeConfig(memory / "store"))
         assert tier.uuid == uuid
         take(tier, 2 * MIB)
         tier.close()
-    finally:
-        unmount(tmp_path / "memory")
-
-
-def test_a_file_size_limit_is_an_answer(folder: Path) -> None:
-    def body() -> str:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20, 3 << 20))
-        tier = NvmeTier.open(NvmeConfig(folder, growth=2 << 20))
-        return f"{tier.allocate(2 << 20) is not None} {tier.allocate(2 << 20)} {tier.refusal}"
-
-    assert in_child(body).startswith("True None file too large: ")

@@ -1,0 +1,51 @@
+"""Filesystems that tests mount for themselves, as root: small ones, and ones without O_DIRECT."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+
+
+@contextmanager
+def mounted(where: Path, *words: str) -> Iterator[Path]:
+    where.mkdir()
+    done = subprocess.run(["mount", *words, str(where)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount: {done.stderr.strip()}")
+    try:
+        yield where
+    finally:  # lazily: also where a failed test still has files open there
+        subprocess.run(["umount", "--lazy", str(where)], check=True)
+
+
+@contextmanager
+def small_ext4(tmp_path: Path, nbytes: int) -> Iterator[Path]:
+    """An ext4 filesystem of ``nbytes`` in a file."""
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(nbytes)
+    try:
+        done = subprocess.run(["mkfs.ext4", "-q", str(image)], capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("needs mkfs.ext4")
+    assert done.returncode == 0, done.stderr
+    with mounted(tmp_path / "disk", "-o", "loop", str(image)) as disk:
+        yield disk
+
+
+def fill(disk: Path) -> None:
+    """A neighbour takes all the space that is left."""
+    with (disk / "neighbour").open("wb", buffering=0) as file:
+        block = bytes(1 << 20)
+        while block:
+            try:
+                file.write(block)
+            except OSError:
+                block = block[: len(block) // 2]
