@@ -4,6 +4,7 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import signal
 import stat
 from collections.abc import Iterator
@@ -575,3 +576,12 @@ def test_without_direct_io_it_is_buffered(tmp_path: Path) -> None:
         assert tier.uuid == uuid
         take(tier, 2 * MIB)
         tier.close()
+
+
+def test_a_file_size_limit_is_an_answer(folder: Path) -> None:
+    def body() -> str:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20, 3 << 20))
+        tier = NvmeTier.open(NvmeConfig(folder, growth=2 << 20))
+        return f"{tier.allocate(2 << 20) is not None} {tier.allocate(2 << 20)} {tier.refusal}"
+
+    assert in_child(body).startswith("True None file too large: ")

@@ -217,6 +217,8 @@ class Unit:
 
     def scale_gradient(self, placement: Placement, factor: torch.Tensor) -> None:
         """Multiply the gradient by ``factor`` (0-d), when it is next used."""
+        if factor == 1:
+            return
         state = self.gradients[placement]
         state.scales.append(factor)
         state.norms.clear()
@@ -267,12 +269,13 @@ class Unit:
             raise MisuseError(f"the parameters of {self.plan.name!r} are in use: their update has to wait for the end of it")
         self.close_gradient()
         chunks = self.chunk_keys(pending.updates)
+        scratch: dict[torch.dtype, torch.Tensor] = {}
         with (
             self.store.lease(self.key, access=Access.WRITE) as unit,
             self.store.lease(self.gradient_key) as gradient,
         ):
             for index, keys in chunks[pending.chunks_done :]:
-                self._update_chunk(index, keys, pending, unit, gradient)
+                self._update_chunk(index, keys, pending, unit, gradient, scratch)
                 pending.chunks_done += 1
             del unit, gradient
         self.stale_masters.difference_update(pending.updates)
@@ -281,17 +284,29 @@ class Unit:
         self.forget_gradients()
 
     def _update_chunk(
-        self, index: int, keys: list[str], pending: Pending, unit: torch.Tensor, gradient: torch.Tensor
+        self,
+        index: int,
+        keys: list[str],
+        pending: Pending,
+        unit: torch.Tensor,
+        gradient: torch.Tensor,
+        scratch: dict[torch.dtype, torch.Tensor],
     ) -> None:
         self._create_chunk(keys)
         with self.store.lease(keys, access=Access.WRITE) as states, torch.no_grad():
             began = time.perf_counter()
-            self._update_slices(index * self.chunk_elements, states, pending, unit, gradient)
+            self._update_slices(index * self.chunk_elements, states, pending, unit, gradient, scratch)
             self.update_seconds += time.perf_counter() - began
             del states  # the last alias: the chunk may go to disk as soon as the lease ends
 
     def _update_slices(
-        self, begin: int, states: Sequence[torch.Tensor], pending: Pending, unit: torch.Tensor, gradient: torch.Tensor
+        self,
+        begin: int,
+        states: Sequence[torch.Tensor],
+        pending: Pending,
+        unit: torch.Tensor,
+        gradient: torch.Tensor,
+        scratch: dict[torch.dtype, torch.Tensor],
     ) -> None:
         """Update what lies in one chunk, which covers the state's elements from ``begin`` on."""
         for placement, update in pending.updates.items():
@@ -301,7 +316,9 @@ class Unit:
             state = {name: whole[at] for name, whole in zip(self._state_names, states, strict=True)}
             param, grad = placement.flat(unit, start, stop), placement.flat(gradient, start, stop)
             for scale in update.scales:
-                grad = grad.mul(scale)
+                if grad.dtype not in scratch:
+                    scratch[grad.dtype] = torch.empty(self.chunk_elements, dtype=grad.dtype)
+                grad = torch.mul(grad, scale, out=scratch[grad.dtype][: stop - start])
             master = state.pop("master", None)
             if master is None or param.dtype is master.dtype:
                 update.rule.update(param, grad, state, update.step)
