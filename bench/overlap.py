@@ -1,0 +1,75 @@
+"""How much of the I/O hides behind the compute: ``tiered train`` with and without fetching ahead, in interleaved pairs.
+
+    .venv/bin/python bench/overlap.py --pairs 2 --steps 12
+
+Prints a Markdown table: a row per run, then the medians. "Disk by itself" is how long the same bytes take at the
+rates that each run measures right after its training, when nothing else goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+
+def train(folder: str, steps: int, more: list[str]) -> dict[str, Any]:
+    out = Path(folder) / "summary.json"
+    command = ["train", "--dir", f"{folder}/store", "--existing", "overwrite", "--steps", str(steps), "--json", str(out)]
+    done = subprocess.run([sys.executable, "-m", "tiered.cli", *command, *more], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"tiered train failed ({done.returncode}): {done.stderr.strip()[-2000:]}")
+    summary: dict[str, Any] = json.loads(out.read_text())
+    return summary
+
+
+def numbers(summary: dict[str, Any]) -> list[float]:
+    steps, time, io = summary["steps"], summary["time"], summary["io"]
+    return [
+        summary["per_step"]["seconds"],
+        time["compute_seconds"] / steps,
+        time["optimizer_seconds"] / steps,
+        io["waited_seconds"] / steps,
+        io["one_after_the_other_seconds"] / steps,
+        100 * io["waited_share"],
+        io["read_bytes_per_second_alone"] / 1e9,
+        io["write_bytes_per_second_alone"] / 1e9,
+        summary["per_step"]["read_bytes_per_parameter"],
+        summary["per_step"]["written_bytes_per_parameter"],
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=12)
+    options = parser.parse_args()
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    print(f"commit {commit}, torch {torch.__version__}, Python {platform.python_version()}, {platform.platform()}")
+    print(f"{psutil.cpu_count()} cores, {psutil.virtual_memory().total >> 30} GiB\n")
+    columns = ["prefetch", "s/step", "compute", "optimizer", "waited", "disk by itself", "waited, % of it"]
+    columns += ["read GB/s", "write GB/s", "B/param read", "written"]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    rows: dict[str, list[list[float]]] = {"on": [], "off": []}
+    busy = psutil.cpu_times()
+    with tempfile.TemporaryDirectory(dir=".", prefix="bench-overlap-") as folder:
+        for _ in range(options.pairs):
+            for name, more in (("on", []), ("off", ["--no-prefetch"])):
+                rows[name].append(numbers(train(folder, options.steps, more)))
+                print(f"| {name} | " + " | ".join(f"{n:.2f}" for n in rows[name][-1]) + " |", flush=True)
+    for name, found in rows.items():
+        print(f"| {name}, median | " + " | ".join(f"{statistics.median(n):.2f}" for n in zip(*found, strict=True)) + " |")
+    print(f"\nsteal time on this machine meanwhile: {psutil.cpu_times().steal - busy.steal:.1f} s")
+
+
+if __name__ == "__main__":
+    main()
