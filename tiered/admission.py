@@ -168,10 +168,18 @@ class Admission:
         """
         space = self.tiers[tier]
         if nbytes > space.capacity:
-            raise CapacityError(
-                f"{nbytes:,} bytes can never fit into tier {space.name} ({space.capacity:,} bytes): "
-                f"open the store with at least {nbytes:,} bytes there, or split the tensor"
-            )
+            # A disk's capacity is what it has now: when a neighbour filled it, its own answer says more.
+            slot = space.allocate(nbytes) if tier == self.bottom else None
+            if slot is None:
+                why = getattr(space, "refusal", None)
+                raise CapacityError(
+                    f"no room for {nbytes:,} bytes: {why}"
+                    if why
+                    else f"{nbytes:,} bytes can never fit into tier {space.name} ({space.capacity:,} bytes): "
+                    f"open the store with at least {nbytes:,} bytes there, or split the tensor"
+                )
+            self._account(tier, slot)
+            return slot
         prefetch = request.urgency is Urgency.PREFETCH
         if prefetch and (self._reads_queued(tier) or self._slack(tier, request) - nbytes < self._largest):
             return None  # the link is busy, or a demand could find no room

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from pathlib import Path
 
@@ -24,10 +25,10 @@ def test_without_o_direct_it_says_so_and_goes_on(tmp_path: Path) -> None:
 @root
 def test_a_neighbour_fills_the_disk_during_training(tmp_path: Path) -> None:
     """One line, exit code 1, and the commit before still loads."""
-    with small_ext4(tmp_path, 48 * MIB) as disk:
+    with small_ext4(tmp_path, 128 * MIB) as disk:
         with TieredStore.open(disk / "store", dram="2MiB", keep=1) as store:
             store.commit(meta={"step": 0})
-        larger = [*TINY, "--layers", "4", "--width", "128"]
+        larger = [*TINY, "--layers", "6", "--width", "256", "--dram", "4MiB"]  # 57 MiB of state: it cannot be there already
         running = subprocess.Popen(
             command("train", *larger, "--steps", 50, "--dir", disk / "store"),
             stdout=subprocess.PIPE,
@@ -38,7 +39,9 @@ def test_a_neighbour_fills_the_disk_during_training(tmp_path: Path) -> None:
         assert running.stdout is not None
         for line in running.stdout:
             if line.startswith("writing initial values"):
+                running.send_signal(signal.SIGSTOP)
                 fill(disk)
+                running.send_signal(signal.SIGCONT)
                 break
         _, errors = running.communicate(timeout=120)
         assert running.returncode == 1, errors

@@ -137,7 +137,7 @@ def describe(summary: Summary, other_way: str) -> str:
 
 def _overlap(summary: Summary) -> str:
     waited = summary.moved.stalled / summary.steps
-    if summary.serial_seconds is None or summary.rates is None:
+    if not summary.serial_seconds or summary.rates is None:
         return f"overlap   training waited {waited:.2f} s per step for the disk; the disk alone was not measured"
     read, write = summary.rates.read / 1e9, summary.rates.write / 1e9
     return (
