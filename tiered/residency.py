@@ -61,7 +61,7 @@ _VALID = frozenset({State.CLEAN, State.DIRTY, State.WRITEBACK})
 _IN_FLIGHT = frozenset({State.FILLING, State.WRITEBACK})
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False)
 class Copy:
     """One tensor in one slot of one tier. It lives from its slot's allocation until EMPTY; then a new one is made.
 
