@@ -105,7 +105,10 @@ def load(folder: Folder, generation: int | None = None, *, limit: int = MAX_BYTE
             why = str(error)
         others = [str(other) for other in there if other != generation]
         advice = f"; generations here: {', '.join(map(str, there))}"
-        advice += f"; open another one with generation={others[-1]}" if others else ", and no other one to go back to"
+        if others:
+            advice += f"; to go back to generation {others[-1]}, move manifest.{generation} out of the folder"
+        else:
+            advice += ", and no other one to go back to"
         raise ManifestError(f"{_where(folder, name)}: {why}{advice}")
 
 

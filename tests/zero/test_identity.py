@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.zero.models import Mixed, Tied, parameter_groups
-from tiered import TieredStore, zero
+from tiered import MisuseError, TieredStore, zero
 
 SMALLEST = "1MiB"
 STEPS = 20
@@ -157,3 +158,37 @@ def test_low_precision_parameters_keep_an_fp32_master(tmp_path: Path) -> None:
             fused.step()
         assert torch.equal(paged.state_dict()["weight"], master.weight.detach().bfloat16())
         assert paged.state_dict()["weight"].max() < 1
+
+
+def test_a_fresh_optimizer_and_a_rolled_back_one_start_from_zeros(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    reference = Tied()
+    paged = copy.deepcopy(reference)
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> None:
+        for step in range(first, first + 3):
+            optimizer.zero_grad()
+            model.loss(step).backward()  # type: ignore[operator]
+            optimizer.step()
+
+    with TieredStore.open(tmp_path / "store", dram=SMALLEST) as store:
+        zero.page(paged, store)
+        with torch.inference_mode():  # before anything else: there is nothing to hook yet
+            paged.loss(0)
+        for model, make in ((reference, partial(torch.optim.AdamW, fused=True)), (paged, zero.AdamW)):
+            steps(model, make(model.parameters(), lr=1e-3), 0)
+            second = make(model.parameters(), lr=1e-2)
+            empty = copy.deepcopy(second.state_dict())
+            steps(model, second, 3)
+            second.load_state_dict(empty)
+            steps(model, second, 6)
+            model.optimizer = second
+        assert equal(reference.state_dict(), paged.state_dict())
+        handed_over = torch.optim.AdamW(reference.parameters(), lr=5.0)
+        handed_over.load_state_dict(paged.optimizer.state_dict())
+        steps(reference, handed_over, 9)
+        steps(paged, paged.optimizer, 9)
+        assert equal(reference.state_dict(), paged.state_dict())
+        with pytest.raises(MisuseError, match="assign"):
+            paged.load_state_dict(reference.state_dict(), assign=True)
+        store.commit()

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from types import FrameType
 from typing import TextIO
 
 from tiered import __version__
 from tiered.cli import train
 from tiered.errors import TieredError
 
-__all__ = ["main"]
+__all__ = ["main", "run"]
 
 EXAMPLE = """\
 example:
@@ -25,6 +27,24 @@ example:
 
 Each command has its own help: tiered train --help
 """
+
+
+def run() -> None:
+    """The console script. Ctrl-C counts from the first moment, and a stopped run does not wait for torch to be taken down."""
+    before = signal.signal(signal.SIGINT, _stop_early)
+    code = main()
+    signal.signal(signal.SIGINT, before)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code > 128:
+        os._exit(code)
+    sys.exit(code)
+
+
+def _stop_early(signum: int, frame: FrameType | None) -> None:
+    """While torch is imported, which swallows KeyboardInterrupt here and there; nothing has begun that could be lost."""
+    os.write(2, b"tiered: stopped before anything began\n")
+    os._exit(128 + signum)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,7 +1,5 @@
 """``python -m tiered.cli`` is the ``tiered`` command."""
 
-import sys
+from tiered.cli import run
 
-from tiered.cli import main
-
-sys.exit(main())
+run()

@@ -291,7 +291,9 @@ def _train(
         optimizer.flush()  # the last step's update
         moved = gauge.read() - begin
     seen = store.statistics()
-    generation = store.commit(meta={"command": "train", "step": len(results), "loss": results[-1].loss, "seed": options.seed})
+    last = results[-1].loss
+    told = last if math.isfinite(last) else str(last)  # JSON has no NaN, and a run that diverged is worth keeping, too
+    generation = store.commit(meta={"command": "train", "step": len(results), "loss": told, "seed": options.seed})
     return Summary(
         steps=len(results),
         losses=tuple(result.loss for result in results),

@@ -175,10 +175,15 @@ class AdamW(Optimizer):
                     "exp_avg_sq": moments["v"],
                 }
         packed["state"] = state
+        for group in packed["param_groups"]:  # so that torch's takes the same kernel
+            group.update(fused=True, foreach=None, amsgrad=False, capturable=False, differentiable=False)
+            group["decoupled_weight_decay"] = True
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what ``state_dict`` gave, here or from ``torch.optim.AdamW``. Pending updates are applied first."""
+        if any(group.get("amsgrad") for group in state_dict["param_groups"]):
+            raise MisuseError("this state was trained with amsgrad=True, which tiered.zero.AdamW does not have")
         self.flush()
         moments = state_dict["state"]
         super().load_state_dict({**state_dict, "state": {}})

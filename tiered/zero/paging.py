@@ -134,7 +134,7 @@ class Pager:
     def _hold(self, frame: _Frame, unit: Unit) -> None:
         if not unit.held:
             self._happened(("forward", self._index[unit]))
-            self._hook_gradients(unit)
+        self._hook_gradients(unit)
         unit.hold()
         frame.units.append(unit)
         assert unit.base is not None
@@ -236,6 +236,8 @@ class Pager:
 
     def _hook_gradients(self, unit: Unit) -> None:
         """Also for a parameter that was unfrozen since."""
+        if not torch.is_grad_enabled():  # nothing is recorded, and in inference mode there is no node to hook
+            return
         for placement in unit.plan.placements:
             if placement.parameter.requires_grad and placement not in self._accumulators:
                 if placement not in unit.gradients:
@@ -319,7 +321,9 @@ class Pager:
     def _loading(self, module: nn.Module) -> list[Unit]:
         return list(dict.fromkeys(self._home[p][0] for p in module._parameters.values() if p in self._home))
 
-    def _before_load(self, module: nn.Module, *args: Any) -> None:
+    def _before_load(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise MisuseError("load_state_dict(assign=True) would replace paged parameters: load without assign")
         for unit in self._loading(module):
             unit.hold(Access.WRITE)
 

@@ -125,8 +125,9 @@ class Unit:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradient copy: the unit as far as its last parameter that needs one."""
-        return max((p.offset + p.nbytes for p in self.plan.placements if p.parameter.requires_grad), default=0)
+        """Bytes of the gradient copy: the unit as far as its last parameter that needs one, or was given one."""
+        graded = (p for p in self.plan.placements if p.parameter.requires_grad or p.parameter.grad is not None)
+        return max((placement.offset + placement.nbytes for placement in graded), default=0)
 
     def has_gradient(self, placement: Placement) -> bool:
         return placement.parameter.grad is not None
@@ -152,6 +153,7 @@ class Unit:
         self.gradients[placement].accumulate = False
         self.add_gradient(placement, grad)
 
+    @torch.no_grad()  # also where backward records itself (create_graph)
     def add_gradient(self, placement: Placement, grad: torch.Tensor) -> None:
         if grad.layout is not torch.strided:
             raise MisuseError(f"the gradient of {placement.name!r} is {grad.layout}: use sparse=False")
@@ -314,6 +316,10 @@ class Unit:
             if start >= stop:
                 continue
             state = {name: whole[at] for name, whole in zip(self._state_names, states, strict=True)}
+            if update.step == 1:  # of a fresh optimizer, whatever an earlier one left here
+                for moment in state.values():
+                    moment.zero_()
+                self.stale_masters.add(placement)
             param, grad = placement.flat(unit, start, stop), placement.flat(gradient, start, stop)
             for scale in update.scales:
                 if grad.dtype not in scratch:
