@@ -128,7 +128,8 @@ class AdamW(Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Clip the norm of all gradients together and return it (0-d): ``torch.nn.utils.clip_grad_norm_``, bit for bit.
+        """Clip the norm of all gradients together and return it (0-d): ``torch.nn.utils.clip_grad_norm_``, bit for bit
+        where all gradients have one dtype.
 
         The norm of each whole gradient, then the norm of these in ``model.parameters()`` order; the factor is applied when
         the update is. Raises RuntimeError for a norm that is not finite when ``error_if_nonfinite``.
