@@ -27,6 +27,7 @@ from tiered.types import (
     Operation,
     Slot,
     Transfer,
+    Urgency,
 )
 
 __all__ = [
@@ -270,6 +271,7 @@ class ManualLink:
         self.upper, self.lower, self.limit = upper, lower, limit
         self.pending: dict[int, Transfer] = {}  # by tag, in order of start
         self.started: list[Transfer] = []  # all that were ever taken
+        self.promoted: list[int] = []  # tags, in the order in which they became more urgent
         self.refused = 0
         self.closed = False
         self._checksums = checksums
@@ -295,6 +297,13 @@ class ManualLink:
             self.started.append(transfer)
             self._changed.notify_all()
             return True
+
+    def promote(self, tag: int, urgency: Urgency) -> None:
+        """Only remembered: the test decides what completes first."""
+        with self._changed:
+            if tag in self.pending and self.pending[tag].urgency > urgency:
+                self.pending[tag].urgency = urgency
+                self.promoted.append(tag)
 
     def poll(self, timeout: float) -> list[Completion]:
         with self._changed:

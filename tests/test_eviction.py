@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.contracts.eviction import EvictionContract, NewPolicy
+from tests.contracts.eviction import Copied, EvictionContract, NewPolicy
 from tiered.eviction import LRU
-from tiered.types import Candidate
 
 
 class TestLRU(EvictionContract):
@@ -13,8 +12,8 @@ class TestLRU(EvictionContract):
         return LRU
 
 
-def among(*keys: str) -> list[Candidate]:
-    return [Candidate(key, 10) for key in keys]
+def among(*keys: str, dirty: str = "") -> dict[str, Copied]:
+    return {key: Copied(dirty=key in dirty) for key in keys}
 
 
 def test_oldest_first() -> None:
@@ -33,11 +32,18 @@ def test_only_candidates_count() -> None:
     assert policy.victims(30, among("c", "b")) is None
 
 
-def test_never_touched_is_oldest_and_forgotten_is_never_touched() -> None:
+def test_clean_before_dirty() -> None:
+    policy = LRU()
+    for key in "abcd":
+        policy.touched(key)
+    assert policy.victims(40, among("a", "b", "c", "d", dirty="ac")) == ["b", "d", "a", "c"]
+
+
+def test_never_touched_is_last_and_forgotten_is_never_touched() -> None:
     policy = LRU()
     for key in "abc":
         policy.touched(key)
-    policy.forgotten("c")
-    assert policy.victims(40, among("a", "b", "c", "x")) == ["c", "x", "a", "b"]
-    policy.touched("c")
-    assert policy.victims(30, among("a", "b", "c")) == ["a", "b", "c"]
+    policy.forgotten("b")
+    assert policy.victims(40, among("a", "b", "c", "x")) == ["a", "c", "b", "x"]
+    policy.touched("b")
+    assert policy.victims(30, among("a", "b", "c")) == ["a", "c", "b"]

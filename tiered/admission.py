@@ -14,7 +14,7 @@ from tiered.interfaces import EvictionPolicy, Tier
 from tiered.requests import Request
 from tiered.residency import Copy, Directory, Entry, State
 from tiered.stats import TierStatistics
-from tiered.types import Access, Candidate, Completion, Direction, Key, Slot, Transfer, Urgency
+from tiered.types import Access, Completion, Direction, Key, Slot, Transfer, Urgency
 
 __all__ = ["Admission"]
 
@@ -235,7 +235,7 @@ class Admission:
     def _order(self, tier: int, copies: Sequence[Copy]) -> list[Key]:
         """All of ``copies``, the policy's next victims first."""
         total = sum(copy.slot.nbytes for copy in copies)
-        order = self.policies[tier].victims(total, [Candidate(copy.key, copy.slot.nbytes) for copy in copies])
+        order = self.policies[tier].victims(total, {copy.key: copy for copy in copies})
         assert order is not None
         return order
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from tiered.types import Candidate, Key
 
@@ -11,7 +11,10 @@ __all__ = ["LRU"]
 
 
 class LRU:
-    """Least recently used first. A candidate that was never touched is older than all others."""
+    """Least recently used first; but all that is clean before anything that is dirty, since that costs nothing and no wait.
+
+    A candidate that was never touched comes last of its kind.
+    """
 
     def __init__(self) -> None:
         self._order: OrderedDict[Key, None] = OrderedDict()  # oldest first
@@ -23,17 +26,16 @@ class LRU:
     def forgotten(self, key: Key) -> None:
         self._order.pop(key, None)
 
-    def victims(self, nbytes: int, among: Sequence[Candidate]) -> list[Key] | None:
-        """The oldest of ``among`` that together have ``nbytes``, oldest first; None when all of them are too little."""
-        sizes = {candidate.key: candidate.nbytes for candidate in among}
-        if sum(sizes.values()) < nbytes:
-            return None
+    def victims(self, nbytes: int, among: Mapping[Key, Candidate]) -> list[Key] | None:
+        """The first of ``among`` that together have ``nbytes``; None when all of them are too little."""
         chosen: list[Key] = []
-        for keys in ((key for key in sizes if key not in self._order), self._order):
-            for key in keys:
-                if nbytes <= 0:
-                    return chosen
-                if key in sizes:
-                    chosen.append(key)
-                    nbytes -= sizes[key]
-        return chosen
+        for dirty in (False, True):
+            for keys in (self._order, (key for key in among if key not in self._order)):
+                for key in keys:
+                    if nbytes <= 0:
+                        return chosen
+                    candidate = among.get(key)
+                    if candidate is not None and candidate.dirty is dirty:
+                        chosen.append(key)
+                        nbytes -= candidate.nbytes
+        return chosen if nbytes <= 0 else None

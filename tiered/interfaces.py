@@ -1,16 +1,19 @@
-"""The four interfaces that parts plug into. Each has a contract suite in ``tests/contracts`` that every implementation runs.
+"""The interfaces that parts plug into. Each has a contract suite in ``tests/contracts`` that every implementation runs.
 
 Full is an answer here (0, None, False), never an exception: the engine decides what happens then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from tiered.types import Candidate, Completion, IOCompletion, IORequest, Key, Slot, Transfer
+from tiered.types import Candidate, Completion, Fence, IOCompletion, IORequest, Key, Slot, Transfer, Urgency
 
-__all__ = ["EvictionPolicy", "IOBackend", "Link", "Tier"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["EvictionPolicy", "IOBackend", "Link", "Memory", "Streams", "Tier"]
 
 
 @runtime_checkable
@@ -84,6 +87,48 @@ class Tier(Protocol):
 
 
 @runtime_checkable
+class Memory(Tier, Protocol):
+    """A tier whose slots tensors can lie in: everything but the disk."""
+
+    @property
+    def streams(self) -> Streams | None:
+        """What runs on this memory's device; None where work is done when the call that asked for it returns."""
+        ...
+
+    def tensor(self, slot: Slot, nbytes: int) -> tuple[torch.Tensor, object]:
+        """A uint8 tensor of shape (nbytes,), nbytes >= 1, over the beginning of ``slot``, and its owner.
+
+        The owner is an object that can be weakly referenced and lives until the last alias of the tensor is gone, views and
+        tensors that autograd saved included. It keeps the memory mapped, also after ``close``.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the memory; what still aliases it stays valid. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class Streams(Protocol):
+    """The queues of work of one device. A call never waits for the device; any thread may make it.
+
+    A stream is a value that can be compared and hashed; what it means is its implementation's.
+    """
+
+    def current(self) -> object:
+        """The stream on which the calling thread computes."""
+        ...
+
+    def record(self, stream: object) -> Fence:
+        """A fence that passes when all that is queued on ``stream`` now has run."""
+        ...
+
+    def wait(self, stream: object, fence: Fence) -> None:
+        """What is queued on ``stream`` from now on runs after ``fence`` has passed."""
+        ...
+
+
+@runtime_checkable
 class Link(Protocol):
     """Moves bytes between two neighbouring tiers; all calls come from the engine's thread."""
 
@@ -98,7 +143,14 @@ class Link(Protocol):
         ...
 
     def start(self, transfer: Transfer) -> bool:
-        """Take a transfer; False means full: poll first. Both slots belong to the link until its completion."""
+        """Take a transfer; False means full: poll first. Both slots belong to the link until its completion.
+
+        The upper slot is touched only after every fence in ``transfer.after`` has passed.
+        """
+        ...
+
+    def promote(self, tag: int, urgency: Urgency) -> None:
+        """Make a transfer that was taken more urgent, where that still changes something; one that has ended is passed over."""
         ...
 
     def poll(self, timeout: float) -> list[Completion]:
@@ -129,9 +181,10 @@ class EvictionPolicy(Protocol):
         """``key`` left the tier (evicted, superseded or deleted)."""
         ...
 
-    def victims(self, nbytes: int, among: Sequence[Candidate]) -> list[Key] | None:
+    def victims(self, nbytes: int, among: Mapping[Key, Candidate]) -> list[Key] | None:
         """Keys to evict, in order, that together free at least ``nbytes``; None when all of ``among`` is too little.
 
-        All or nothing. The list is a prefix of the policy's own order: no victim could be left out at its end.
+        All or nothing. The list is a prefix of the policy's own order: no victim could be left out at its end. ``among`` may be
+        large: look keys up in it rather than going through it.
         """
         ...

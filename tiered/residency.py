@@ -93,6 +93,16 @@ class Copy:
         self._state = state
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of its slot."""
+        return self.slot.nbytes
+
+    @property
+    def dirty(self) -> bool:
+        """No tier below has its bytes yet."""
+        return self._state is State.DIRTY or self._state is State.WRITEBACK
+
+    @property
     def valid(self) -> bool:
         """It holds the tensor's bytes."""
         return self._state in _VALID

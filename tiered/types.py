@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tiered.errors import TieredError
 
@@ -15,6 +16,7 @@ __all__ = [
     "Candidate",
     "Completion",
     "Direction",
+    "Fence",
     "IOCompletion",
     "IORequest",
     "Key",
@@ -88,12 +90,26 @@ class Slot:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A copy that may be evicted: CLEAN and not leased."""
+class Candidate(Protocol):
+    """A copy that may leave its tier: nobody uses it."""
 
-    key: Key
-    nbytes: int
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its slot."""
+        ...
+
+    @property
+    def dirty(self) -> bool:
+        """No tier below has its bytes yet: it can leave only after it was written back."""
+        ...
+
+
+class Fence(Protocol):
+    """A point that the queued work of a device has to pass (a CUDA event, say)."""
+
+    def query(self) -> bool:
+        """Whether it has passed."""
+        ...
 
 
 @dataclass(slots=True)
@@ -102,7 +118,8 @@ class Transfer:
 
     ``upper`` and ``lower`` are its slots in the link's two tiers, ``nbytes`` the tensor's own size (without padding; at
     least 1). ``tensor_id`` and ``generation`` say whose bytes and from when, and go into the checksums. ``checksums`` is
-    what an UP transfer must find: the concatenated checksums of the pieces, or b"" for not checked.
+    what an UP transfer must find: the concatenated checksums of the pieces, or b"" for not checked. ``after`` are fences that
+    must have passed before the upper slot is touched.
     """
 
     tag: int
@@ -115,6 +132,7 @@ class Transfer:
     tensor_id: int = 0
     generation: int = 0
     checksums: bytes = b""
+    after: tuple[Fence, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

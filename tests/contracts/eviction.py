@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiered.interfaces import EvictionPolicy
-from tiered.types import Candidate
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A candidate."""
+
+    nbytes: int = 10
+    dirty: bool = False
+
 
 NewPolicy = Callable[[], EvictionPolicy]
 KEYS = [f"t{i}" for i in range(8)]
@@ -27,15 +36,15 @@ class EvictionContract:
         assert isinstance(new_policy(), EvictionPolicy)
 
     def test_nothing_is_needed(self, new_policy: NewPolicy) -> None:
-        assert new_policy().victims(0, [Candidate("a", 10)]) == []
-        assert new_policy().victims(0, []) == []
+        assert new_policy().victims(0, {"a": Copied()}) == []
+        assert new_policy().victims(0, {}) == []
 
     def test_too_little_is_none(self, new_policy: NewPolicy) -> None:
-        assert new_policy().victims(1, []) is None
-        assert new_policy().victims(21, [Candidate("a", 10), Candidate("b", 10)]) is None
+        assert new_policy().victims(1, {}) is None
+        assert new_policy().victims(21, {"a": Copied(), "b": Copied(dirty=True)}) is None
 
     def test_all_of_them_when_all_are_needed(self, new_policy: NewPolicy) -> None:
-        found = new_policy().victims(20, [Candidate("a", 10), Candidate("b", 10)])
+        found = new_policy().victims(20, {"a": Copied(dirty=True), "b": Copied()})
         assert found is not None
         assert sorted(found) == ["a", "b"]
 
@@ -44,7 +53,7 @@ class EvictionContract:
 
     def test_asking_changes_nothing(self, new_policy: NewPolicy) -> None:
         policy = new_policy()
-        among = [Candidate(key, 10) for key in KEYS]
+        among = {key: Copied() for key in KEYS}
         for key in KEYS:
             policy.touched(key)
         assert policy.victims(30, among) == policy.victims(30, among)
@@ -52,17 +61,17 @@ class EvictionContract:
     @settings(suppress_health_check=SHARED, deadline=None)
     @given(
         history=st.lists(st.tuples(st.sampled_from(["touched", "forgotten"]), st.sampled_from(KEYS)), max_size=40),
-        sizes=st.dictionaries(st.sampled_from(KEYS), st.integers(1, 100)),
+        among=st.dictionaries(st.sampled_from(KEYS), st.builds(Copied, st.integers(1, 100), st.booleans())),
         nbytes=st.integers(-10, 500),
     )
     def test_victims_are_enough_and_no_more(
-        self, new_policy: NewPolicy, history: list[tuple[str, str]], sizes: dict[str, int], nbytes: int
+        self, new_policy: NewPolicy, history: list[tuple[str, str]], among: dict[str, Copied], nbytes: int
     ) -> None:
         policy, twin = new_policy(), new_policy()
         for event, key in history:
             getattr(policy, event)(key)
             getattr(twin, event)(key)
-        among = [Candidate(key, size) for key, size in sizes.items()]
+        sizes = {key: copied.nbytes for key, copied in among.items()}
         found = policy.victims(nbytes, among)
         assert found == twin.victims(nbytes, among), "the same history gives the same victims"
         if sum(sizes.values()) < nbytes:
