@@ -193,6 +193,8 @@ class TestUsage:
             (["train", "--width", "10", "--heads", "3"], "--heads 3"),
             (["train", "--backend", "io_uring"], "--backend"),
             (["train", "--check", "--minutes", "1"], "--minutes"),
+            (["train", "--seed", str(1 << 64)], "--seed"),
+            (["train", "--batch", str(1 << 64)], "--batch"),
         ],
     )
     def test_bad_usage_is_2(self, arguments: list[str], names: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,6 +248,26 @@ class TestBadWorld:
         huge = ["--width", 32768, "--heads", 32, "--layers", 400]
         shown = failure(capsys, "train", *huge, "--dir", tmp_path / "store")
         assert re.search(rf"needs .* TiB of disk, {re.escape(str(tmp_path))}/store has .* free", shown)
+
+    def test_models_beyond_all_bounds_are_not_built(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from tiered.cli import check, training
+
+        for module in check, training:
+            monkeypatch.setattr(module, "build", lambda shape: pytest.fail("it was built"))
+        for more in [], ["--check"]:
+            shown = failure(capsys, "train", *more, "--layers", 99_999_999, "--dir", tmp_path / "store")
+            assert re.search(r"99,999,999 layers need .* of memory .* lower --layers", shown)
+            shown = failure(capsys, "train", *more, "--layers", 100_000, "--width", 76_800, "--dir", tmp_path / "store")
+            assert re.search(r"needs .* TiB of disk", shown)
+
+    @pytest.mark.parametrize("shape", [(1, 8, 2, 16), (3, 64, 4, 128)])
+    def test_parameters_are_counted_without_a_model(self, shape: tuple[int, int, int, int]) -> None:
+        from tiered.cli.gpt import Shape, build
+
+        parameters = sum(parameter.numel() for parameter in build(Shape(*shape)).parameters())
+        assert Shape(*shape).parameters == parameters
 
     def test_budget_below_the_smallest_names_it_and_it_works(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         wide = ["--layers", 1, "--width", 192, "--heads", 4, "--context", 16, "--steps", 2, "--dir", tmp_path / "store"]

@@ -20,11 +20,11 @@ from tiered.cli.training import (
     Result,
     Schedule,
     Text,
-    count,
     describe_model,
     groups,
     open_text,
     page,
+    refuse_endless,
     refuse_existing,
     refuse_full_disk,
     refuse_unwritable,
@@ -74,10 +74,11 @@ def check(options: Options) -> int:
         text = open_text(options, stack)
         folder = options.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="tiered-check-", dir="."))
         store = stack.enter_context(closing(TieredStore.open(folder, dram=options.dram, backend=options.backend)))
-        model = build(shape_of(options))
-        parameters = count(model)
+        parameters = shape_of(options).parameters
+        refuse_endless(options)
         refuse_existing(store, options)
         refuse_full_disk(store, parameters)
+        model = build(shape_of(options))
         print(
             f"{describe_model(options, parameters)}\n"
             f"{options.steps} steps, activations {'computed again' if options.recompute else 'kept'} for backward\n"

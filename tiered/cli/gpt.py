@@ -26,6 +26,12 @@ class Shape:
     context: int
     recompute: bool = False
 
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model of this shape has, without building it."""
+        block = 12 * self.width**2 + 13 * self.width
+        return (BYTES + self.context + 2) * self.width + self.layers * block
+
 
 class Residual(nn.Linear):
     """A linear layer whose result is added to the block's input; it starts smaller."""

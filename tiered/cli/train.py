@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from tiered.errors import MisuseError
-from tiered.sizes import parse_size
+from tiered.cli.arguments import command, count, fraction, positive, seed, size
 
 if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    from tiered.cli.arguments import Commands
 
 __all__ = ["Options", "add_parser"]
 
@@ -83,13 +81,7 @@ class Options:
 
 def add_parser(commands: Commands) -> None:
     """Add ``train`` to the commands."""
-    parser = commands.add_parser(
-        "train",
-        help="train a GPT that is larger than its memory budget",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command(commands, "train", "train a GPT that is larger than its memory budget", DESCRIPTION, EXAMPLES)
     where = parser.add_argument_group("data and store")
     where.add_argument(
         "--text", metavar="FILE", help="text to learn, any bytes (default: the Shakespeare that ships with this)"
@@ -104,7 +96,7 @@ def add_parser(commands: Commands) -> None:
         help="what to do when DIR holds a model already (default: refuse)",
     )
     where.add_argument(
-        "--dram", metavar="SIZE", type=_size, help=f"memory for parameters, gradients and states {_default('dram')}"
+        "--dram", metavar="SIZE", type=size, help=f"memory for parameters, gradients and states {_default('dram')}"
     )
     where.add_argument("--backend", choices=("auto", "libaio", "posix"), default="auto", help="how to do I/O (default: auto)")
     where.add_argument(
@@ -116,10 +108,10 @@ def add_parser(commands: Commands) -> None:
         help="fetch only what is asked for, to see what fetching ahead brings",
     )
     model = parser.add_argument_group("model")
-    model.add_argument("--layers", metavar="N", type=_count, help=f"transformer blocks {_default('layers')}")
-    model.add_argument("--width", metavar="N", type=_count, help=f"a multiple of --heads {_default('width')}")
-    model.add_argument("--heads", metavar="N", type=_count, help=f"attention heads {_default('heads')}")
-    model.add_argument("--context", metavar="N", type=_count, help=f"bytes of text that are seen at once {_default('context')}")
+    model.add_argument("--layers", metavar="N", type=count, help=f"transformer blocks {_default('layers')}")
+    model.add_argument("--width", metavar="N", type=count, help=f"a multiple of --heads {_default('width')}")
+    model.add_argument("--heads", metavar="N", type=count, help=f"attention heads {_default('heads')}")
+    model.add_argument("--context", metavar="N", type=count, help=f"bytes of text that are seen at once {_default('context')}")
     model.add_argument(
         "--checkpoint",
         dest="recompute",
@@ -127,32 +119,32 @@ def add_parser(commands: Commands) -> None:
         help="compute each block again in backward instead of keeping its activations",
     )
     training = parser.add_argument_group("training")
-    training.add_argument("--batch", metavar="N", type=_count, help=f"texts at once {_default('batch')}")
-    training.add_argument("--accumulate", metavar="N", type=_count, help=f"batches per step {_default('accumulate')}")
-    training.add_argument("--steps", metavar="N", type=_count, help=f"stop after so many {_default('steps')}")
+    training.add_argument("--batch", metavar="N", type=count, help=f"texts at once {_default('batch')}")
+    training.add_argument("--accumulate", metavar="N", type=count, help=f"batches per step {_default('accumulate')}")
+    training.add_argument("--steps", metavar="N", type=count, help=f"stop after so many {_default('steps')}")
     training.add_argument(
-        "--minutes", metavar="M", type=_positive, help="stop after so long, or after --steps where both are given"
+        "--minutes", metavar="M", type=positive, help="stop after so long, or after --steps where both are given"
     )
     training.add_argument(
-        "--lr", metavar="R", type=_positive, default=1e-4, help="highest learning rate (default: %(default)s)"
+        "--lr", metavar="R", type=positive, default=1e-4, help="highest learning rate (default: %(default)s)"
     )
-    training.add_argument("--warmup", metavar="N", type=_count, help=f"steps until then; a cosine follows {_default('warmup')}")
+    training.add_argument("--warmup", metavar="N", type=count, help=f"steps until then; a cosine follows {_default('warmup')}")
     training.add_argument(
         "--weight-decay",
         metavar="R",
-        type=_fraction,
+        type=fraction,
         default=0.1,
         help="of matrices; vectors have none (default: %(default)s)",
     )
     training.add_argument(
         "--clip",
         metavar="NORM",
-        type=_fraction,
+        type=fraction,
         default=1.0,
         help="largest gradient norm, 0 for any (default: %(default)s)",
     )
     training.add_argument(
-        "--seed", metavar="N", type=int, default=0, help="of initial values and data order (default: %(default)s)"
+        "--seed", metavar="N", type=seed, default=0, help="of initial values and data order (default: %(default)s)"
     )
     outcome = parser.add_argument_group("outcome")
     outcome.add_argument(
@@ -188,35 +180,3 @@ def _default(name: str) -> str:
     if name != "dram" and DEMO[name] != CHECK[name]:
         shown += f"; with --check {CHECK[name]}"
     return f"(default: {shown})"
-
-
-def _parsed(convert: Callable[[str], Any], text: str, wanted: str, allowed: Callable[[Any], bool]) -> Any:
-    try:
-        value = convert(text)
-    except ValueError:
-        value = None
-    if value is None or not allowed(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
-    return value
-
-
-def _count(text: str) -> int:
-    value: int = _parsed(int, text, "a whole number from 1 on", lambda v: v >= 1)
-    return value
-
-
-def _positive(text: str) -> float:
-    value: float = _parsed(float, text, "a number above 0", lambda v: 0 < v < float("inf"))
-    return value
-
-
-def _fraction(text: str) -> float:
-    value: float = _parsed(float, text, "a number from 0 on", lambda v: 0 <= v < float("inf"))
-    return value
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except MisuseError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

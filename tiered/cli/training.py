@@ -17,6 +17,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -37,10 +38,14 @@ __all__ = [
     "groups",
     "open_text",
     "page",
+    "refuse_endless",
+    "refuse_existing",
     "refuse_full_disk",
+    "refuse_unwritable",
     "shape_of",
     "train",
     "training_steps",
+    "write_report",
 ]
 
 DEFAULT_FOLDER = "tiered-store"
@@ -48,6 +53,8 @@ NAME = "model"
 STATE_BYTES = 12
 """Per parameter: fp32 value and the two moments of Adam."""
 GRADIENT_BYTES = 4
+LAYER_BYTES = 24 << 10
+"""Of host memory, for a layer's modules without their parameters; measured over thousands of them."""
 RESERVE = 1.05
 """Of the disk space that is asked for, for padding."""
 
@@ -199,12 +206,18 @@ def page(
     zero.page(model, store, name=NAME, existing=existing, prefetch=options.prefetch, param_init_fn=initialise_one)
 
 
-def count(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def describe_model(options: Options, parameters: int) -> str:
     return f"GPT of {parameters:,} parameters: {options.layers} layers of {options.width}, context {options.context}"
+
+
+def refuse_endless(options: Options) -> None:
+    """Raises CapacityError when the layers, without their parameters, will not fit into memory."""
+    needed, available = LAYER_BYTES * options.layers, psutil.virtual_memory().available
+    if needed > available:
+        raise CapacityError(
+            f"{options.layers:,} layers need {format_size(needed)} of memory before their parameters, {format_size(available)} "
+            "is available: lower --layers"
+        )
 
 
 def refuse_full_disk(store: TieredStore, parameters: int) -> None:
@@ -237,11 +250,12 @@ def train(options: Options, given: Sequence[str]) -> int:
     refuse_unwritable(options.json)
     with ExitStack() as stack:
         text = open_text(options, stack)
-        model = build(shape_of(options))
-        parameters = count(model)
+        parameters = shape_of(options).parameters
+        refuse_endless(options)
         store = stack.enter_context(TieredStore.open(folder, dram=options.dram, backend=options.backend, keep=1))
         refuse_existing(store, options)
         refuse_full_disk(store, parameters)
+        model = build(shape_of(options))
         print(
             f"model     {describe_model(options, parameters)}\n"
             f"budget    {format_size(options.dram)} of memory for {format_size(STATE_BYTES * parameters)} of parameters and "

@@ -1,0 +1,80 @@
+"""What options are made of: conversions that name what is wrong, and those that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tiered.errors import MisuseError
+from tiered.sizes import parse_size
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+__all__ = ["add_json", "command", "count", "fraction", "positive", "seed", "size"]
+
+LARGEST_COUNT = (1 << 63) - 1
+
+
+def command(commands: Commands, name: str, summary: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """A parser for the command ``name``, with text that stays as it is written."""
+    return commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """``--json [FILE]``."""
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        nargs="?",
+        const="-",
+        help="write it as JSON: to FILE, beside what is printed, or to stdout instead of it when FILE is left out or '-'",
+    )
+
+
+def count(text: str) -> int:
+    value: int = _parsed(int, text, "a whole number from 1 on", lambda v: 1 <= v <= LARGEST_COUNT)
+    return value
+
+
+def positive(text: str) -> float:
+    value: float = _parsed(float, text, "a number above 0", lambda v: 0 < v < float("inf"))
+    return value
+
+
+def fraction(text: str) -> float:
+    value: float = _parsed(float, text, "a number from 0 on", lambda v: 0 <= v < float("inf"))
+    return value
+
+
+def seed(text: str) -> int:
+    value: int = _parsed(int, text, "a whole number from 0 to 2**63 - 1", lambda v: 0 <= v <= LARGEST_COUNT)
+    return value
+
+
+def size(text: str) -> int:
+    """Bytes; more than none, and as many as an address can count."""
+    try:
+        nbytes = parse_size(text)
+    except MisuseError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not 1 <= nbytes <= LARGEST_COUNT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size that can be; write one like '256MiB'")
+    return nbytes
+
+
+def _parsed(convert: Callable[[str], Any], text: str, wanted: str, allowed: Callable[[Any], bool]) -> Any:
+    try:
+        value = convert(text)
+    except ValueError:
+        value = None
+    if value is None or not allowed(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+    return value
