@@ -7,6 +7,7 @@ import resource
 
 import pytest
 
+from tests.contracts.memory import MemoryContract, OpenMemory
 from tests.contracts.tier import OpenTier, TierContract
 from tests.fakes import in_child
 from tiered.errors import CapacityError
@@ -16,6 +17,12 @@ from tiered.tiers.dram import DramConfig, DramTier
 class TestDramContract(TierContract):
     @pytest.fixture
     def open_tier(self) -> OpenTier:
+        return lambda capacity: DramTier(DramConfig(capacity))
+
+
+class TestDramMemory(MemoryContract):
+    @pytest.fixture
+    def open_memory(self) -> OpenMemory:
         return lambda capacity: DramTier(DramConfig(capacity))
 
 
@@ -99,6 +106,21 @@ def test_aliases_outlive_the_tier() -> None:
     del alias
     gc.collect()
     assert not mapped(address), "unmapped with the last reference"
+
+
+def test_an_owner_alone_keeps_the_mapping() -> None:
+    tier = DramTier(DramConfig(1 << 20))
+    slot = tier.allocate(10)
+    assert slot is not None
+    address = tier.address
+    owner = tier.tensor(slot, 10)[1]
+    tier.close()
+    del tier
+    gc.collect()
+    assert mapped(address)
+    del owner
+    gc.collect()
+    assert not mapped(address)
 
 
 def test_a_closed_tier_has_no_arena() -> None:
