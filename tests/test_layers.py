@@ -25,6 +25,7 @@ LAYERS = {
     "space": "values",
     "sizes": "values",
     "directio": "values",
+    "wakeup": "values",
     "data": "values",
     "interfaces": "interfaces",
     "io": "parts",

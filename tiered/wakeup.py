@@ -1,0 +1,45 @@
+"""An fd that polls readable from ``set`` until ``clear``: how a private worker reaches whoever waits in an event loop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+
+__all__ = ["Wakeup"]
+
+_LONGEST_WAIT = 1e6  # seconds; poll(2) counts milliseconds in an int
+
+
+class Wakeup:
+    """A pipe, since eventfd is Linux's. Any thread may ``set``; whoever closes makes sure that nobody sets it any more.
+
+    Clear it before looking at what it announces, then nothing is missed: what comes later sets it again.
+    """
+
+    def __init__(self) -> None:
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._reading, False)
+        os.set_blocking(self._writing, False)
+
+    def fileno(self) -> int:
+        return self._reading
+
+    def set(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # a full pipe is readable
+            os.write(self._writing, b"\0")
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._reading, 4096):
+                pass
+
+    def wait(self, timeout: float) -> bool:
+        """Whether it is set, after at most ``timeout`` seconds."""
+        poller = select.poll()
+        poller.register(self._reading, select.POLLIN)
+        return bool(poller.poll(min(max(timeout, 0.0), _LONGEST_WAIT) * 1000))
+
+    def close(self) -> None:
+        os.close(self._reading)
+        os.close(self._writing)
