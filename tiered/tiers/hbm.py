@@ -1,0 +1,200 @@
+"""Device memory: one arena on a torch device, cut into slots that tensors can lie in."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from tiered.errors import CapacityError, MisuseError, TieredError
+from tiered.interfaces import Streams
+from tiered.sizes import format_size
+from tiered.space import FreeSpace
+from tiered.types import Fence, Slot
+
+__all__ = ["CudaStreams", "HbmConfig", "HbmTier"]
+
+ALIGNMENT = 512
+"""Bytes. What CUDA's own allocator aligns to, so kernels find their operands as they would anywhere else."""
+
+
+@dataclass(frozen=True)
+class HbmConfig:
+    """``capacity``: bytes, a hard limit. ``device``: torch's name of it, ``cuda``, ``cuda:1``; ``cpu`` stands in."""
+
+    capacity: int
+    device: str = "cuda"
+
+
+class CudaStreams:
+    """The streams of one CUDA device; a stream is a ``torch.cuda.Stream``, a fence a ``torch.cuda.Event``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def current(self) -> object:
+        """What ``torch.cuda.stream`` chose in this thread, else the default stream."""
+        return torch.cuda.current_stream(self._device)
+
+    def record(self, stream: object) -> Fence:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(cast(torch.cuda.Stream, stream))
+        return cast(Fence, event)
+
+    def wait(self, stream: object, fence: Fence) -> None:
+        cast(torch.cuda.Stream, stream).wait_event(cast(torch.cuda.Event, fence))
+
+
+class HbmTier:
+    """Slots in one uint8 tensor on the device, all taken from it at once: nothing else can then use it up.
+
+    The arena lives as long as the tier or any tensor on a slot does. torch's allocator hands it on in the order of the
+    stream that was current when the tier was made; who drops the last tensor after ``close`` has waited for the others.
+
+    ``streams`` are those of the device: ``CudaStreams``, or None on a CPU, unless others are given.
+
+    Raises MisuseError for a device that is not there, CapacityError where it has no room.
+    """
+
+    name = "hbm"
+
+    def __init__(self, config: HbmConfig, *, streams: Streams | None = None) -> None:
+        self._device = _device(config.device)
+        self._space = FreeSpace(max(0, config.capacity), ALIGNMENT)
+        if self._space.capacity == 0:
+            raise CapacityError(f"an HBM budget of {config.capacity} bytes holds nothing: the minimum is {ALIGNMENT} bytes")
+        self._arena: torch.Tensor | None = _allocate(self._space.capacity, self._device)
+        self._view = _host_view if self._device.type == "cpu" else _device_view
+        self._streams = streams or (CudaStreams(self._device) if self._device.type == "cuda" else None)
+
+    @property
+    def device(self) -> torch.device:
+        """With its index, where the device has one."""
+        return self._device
+
+    @property
+    def streams(self) -> Streams | None:
+        return self._streams
+
+    @property
+    def capacity(self) -> int:
+        """Bytes; a multiple of the alignment."""
+        return self._space.capacity
+
+    @property
+    def alignment(self) -> int:
+        return self._space.alignment
+
+    @property
+    def used(self) -> int:
+        """Bytes in allocated slots, padding included."""
+        return self._space.used_bytes
+
+    @property
+    def largest(self) -> int:
+        """The largest request in bytes that would be granted now."""
+        return self._space.largest
+
+    def allocate(self, nbytes: int) -> Slot | None:
+        found = self._space.allocate(nbytes)
+        return Slot(*found) if found else None
+
+    def free(self, slot: Slot) -> None:
+        self._space.free(slot.offset, slot.nbytes)
+
+    def tensor(self, slot: Slot, nbytes: int) -> tuple[torch.Tensor, object]:
+        """The slot's first bytes as a uint8 tensor of shape (nbytes,) on the device, and the owner, which torch holds."""
+        assert 1 <= nbytes <= slot.nbytes
+        if self._arena is None:
+            raise AssertionError("the HBM tier was closed")
+        return self._view(self._arena, slot.offset, nbytes)
+
+    def close(self) -> None:
+        """Let go of the arena. Idempotent; aliases stay valid."""
+        self._arena = None
+
+
+# Views. Slicing the arena would do, were it not for the lifetime: a slice shares the arena's storage, and nothing could
+# tell when the last tensor on just this slot is gone. So every view has a storage of its own, over an object that torch
+# holds for as long as that storage lives.
+
+
+class _Range:
+    """Memory of a CUDA device in the form that torch adopts as it is (numba's CUDA array interface, version 2)."""
+
+    __slots__ = ("__cuda_array_interface__", "__weakref__", "_arena")
+
+    def __init__(self, arena: torch.Tensor, offset: int, nbytes: int) -> None:
+        self._arena = arena
+        self.__cuda_array_interface__ = {
+            "version": 2,
+            "shape": (nbytes,),
+            "strides": None,
+            "typestr": "|u1",
+            "data": (arena.data_ptr() + offset, False),  # address, read-only
+        }
+
+
+def _device_view(arena: torch.Tensor, offset: int, nbytes: int) -> tuple[torch.Tensor, object]:
+    owner = _Range(arena, offset, nbytes)
+    return torch.as_tensor(owner, device=arena.device), owner
+
+
+def _host_view(arena: torch.Tensor, offset: int, nbytes: int) -> tuple[torch.Tensor, object]:
+    owner = _array_type(nbytes).from_address(arena.data_ptr() + offset)
+    owner.arena = arena  # type: ignore[attr-defined]  # a ctypes array has room for attributes
+    return torch.frombuffer(owner, dtype=torch.uint8), owner
+
+
+@functools.lru_cache(maxsize=1024)
+def _array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    return ctypes.c_char * nbytes  # a new type is slow, and sizes come again and again
+
+
+# Opening
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise MisuseError(f"{name!r} is not a device; name cuda, cuda:1, ... or cpu") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise MisuseError(f"device {name}: HBM is kept on CUDA devices (or cpu, as a stand-in)")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        raise MisuseError(
+            f"no CUDA device: torch finds none for {name!r}; leave HBM out, or install a torch with CUDA and its driver"
+        )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= count:
+        raise MisuseError(f"no CUDA device {index}: this machine has {count}, cuda:0 to cuda:{count - 1}")
+    return torch.device("cuda", index)
+
+
+def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    """``nbytes`` on the device, the first of them aligned."""
+    if device.type == "cpu":
+        try:
+            arena = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
+        except (RuntimeError, TypeError) as error:  # TypeError: more than 63 bits
+            raise CapacityError(
+                f"the system refuses {nbytes} bytes of memory for the HBM tier on the CPU: ask for less"
+            ) from error
+        skip = -arena.data_ptr() % ALIGNMENT
+        return arena[skip : skip + nbytes]
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        raise CapacityError(
+            f"{device} refuses {nbytes} bytes ({format_size(nbytes)}) for the HBM tier: {format_size(free)} of "
+            f"{format_size(total)} are free; ask for less, or end what else uses the device"
+        ) from error
+    except (RuntimeError, TypeError) as error:
+        raise TieredError(f"{device} cannot give the HBM tier {nbytes} bytes: {str(error).splitlines()[0]}") from error
