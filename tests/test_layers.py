@@ -79,12 +79,13 @@ EXTENSIONS = {"io._aio": "io.*"}
 # Who must do without torch, so that crash trials start in milliseconds and I/O stays about bytes.
 WITHOUT_TORCH = (
     *(pattern for pattern, layer in LAYERS.items() if layer in ("values", "interfaces", "decisions", "protocol")),
-    *("io", "io.*", "tiers.nvme", "links.disk", "eviction"),
+    *("io", "io.*", "tiers.nvme", "links.disk", "links.memory", "eviction"),
 )
 
 THREADS = ("threading", "_thread", "concurrent", "multiprocessing")
 MAY_THREAD = {
     "engine": "the one engine thread and the one lock",
+    "links.memory": "the stand-in's streams are stepped by a test and, in close, by the engine: these take turns",
 }
 
 

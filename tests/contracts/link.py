@@ -1,4 +1,7 @@
-"""What every Link must do. Subclass ``LinkContract`` and provide the fixture ``rig``."""
+"""What every Link must do. Subclass ``LinkContract`` and provide the fixture ``rig``.
+
+Where the upper tier's device has streams, subclass ``DeviceLinkContract``: it adds what fences are for.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import pytest
 
 from tests.fakes import wait_readable
 from tiered.interfaces import Link, Tier
-from tiered.types import Completion, Direction, Slot, Transfer, Urgency
+from tiered.types import Completion, Direction, Fence, Slot, Transfer, Urgency
 
 SIZES = (1, 511, 4095, 4096, 4097, 65_536, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, 9 << 20)
 
@@ -26,6 +29,14 @@ class Rig(Protocol):
 
     def advance(self) -> None:
         """Let the device finish what is in flight; nothing to do where it does by itself."""
+        ...
+
+
+class DeviceRig(Rig, Protocol):
+    """A rig whose upper tier is a device's memory."""
+
+    def kernel(self, source: Slot, target: Slot, nbytes: int, stream: int) -> Fence:
+        """Queue work on a compute stream (0 or 1): copy upper slots. The fence behind it."""
         ...
 
 
@@ -51,9 +62,11 @@ class Loop:
         urgency: Urgency = Urgency.DEMAND,
         checksums: bytes = b"",
         tensor_id: int = 1,
+        after: tuple[Fence, ...] = (),
     ) -> Transfer:
         self.tag += 1
-        return Transfer(self.tag, f"t{self.tag}", direction, upper, lower, nbytes, urgency, tensor_id, 3, checksums)
+        key = f"t{self.tag}"
+        return Transfer(self.tag, key, direction, upper, lower, nbytes, urgency, tensor_id, 3, checksums, after)
 
     def finish(self, wanted: set[int]) -> dict[int, Completion]:
         """Poll until all ``wanted`` tags have ended; each must end once."""
@@ -154,8 +167,106 @@ class LinkContract:
         for upper, _, nbytes, data in tensors.values():
             assert rig.read_upper(upper, nbytes) == data
 
+    def test_promoting_what_is_under_way(self, rig: Rig, loop: Loop) -> None:
+        """To any urgency, several times: each still ends once, and right."""
+        sizes = {number: 100_000 + number for number in range(3)}
+        slots = {number: loop.slots(nbytes) for number, nbytes in sizes.items()}
+        transfers = []
+        for number, (upper, lower) in slots.items():
+            rig.write_upper(upper, bytes([number + 1]) * sizes[number])
+            transfers.append(loop.transfer(Direction.DOWN, upper, lower, sizes[number], Urgency.WRITEBACK))
+            assert rig.link.start(transfers[-1])
+        for urgency in (Urgency.PREFETCH, Urgency.DEMAND, Urgency.WRITEBACK):
+            rig.link.promote(transfers[1].tag, urgency)
+        ended = loop.finish({transfer.tag for transfer in transfers})
+        assert [completion.error for completion in ended.values()] == [None] * 3
+        for number, (upper, lower) in slots.items():
+            rig.write_upper(upper, bytes(sizes[number]))
+            assert loop.run(loop.transfer(Direction.UP, upper, lower, sizes[number])).error is None
+            assert rig.read_upper(upper, sizes[number]) == bytes([number + 1]) * sizes[number]
+
+    def test_promoting_what_has_ended_or_never_was_is_passed_over(self, rig: Rig, loop: Loop) -> None:
+        upper, lower = loop.slots(5000)
+        transfer = loop.transfer(Direction.DOWN, upper, lower, 5000, Urgency.WRITEBACK)
+        assert loop.run(transfer).error is None
+        for tag in (transfer.tag, 12345, -1):
+            rig.link.promote(tag, Urgency.DEMAND)
+        assert rig.link.poll(0) == []
+        assert loop.run(loop.transfer(Direction.UP, upper, lower, 5000)).error is None
+
     def test_close_waits_and_is_idempotent(self, rig: Rig, loop: Loop) -> None:
         upper, lower = loop.slots(100_000)
         assert rig.link.start(loop.transfer(Direction.DOWN, upper, lower, 100_000))
         rig.link.close()
         rig.link.close()
+
+
+class DeviceLinkContract(LinkContract):
+    @pytest.fixture
+    def rig(self) -> DeviceRig:
+        raise NotImplementedError
+
+    def upper(self, rig: DeviceRig, data: bytes) -> Slot:
+        slot = rig.upper.allocate(len(data))
+        assert slot is not None
+        rig.write_upper(slot, data)
+        return slot
+
+    def test_down_takes_what_the_kernels_before_its_fences_wrote(self, rig: DeviceRig, loop: Loop) -> None:
+        nbytes = 300_000
+        whole = random.Random(1).randbytes(nbytes)
+        half = nbytes // 2
+        source = self.upper(rig, whole)
+        target, lower = loop.slots(nbytes)
+        rig.write_upper(target, bytes(nbytes))
+        second = Slot(source.offset + half, nbytes - half), Slot(target.offset + half, nbytes - half)
+        fences = (rig.kernel(source, target, half, 0), rig.kernel(*second, nbytes - half, 1))
+        assert loop.run(loop.transfer(Direction.DOWN, target, lower, nbytes, after=fences)).error is None
+        back = self.upper(rig, bytes(nbytes))
+        assert loop.run(loop.transfer(Direction.UP, back, lower, nbytes)).error is None
+        assert rig.read_upper(back, nbytes) == whole
+
+    def test_up_overwrites_only_what_the_kernels_before_its_fences_have_read(self, rig: DeviceRig, loop: Loop) -> None:
+        nbytes = 300_000
+        old, new = random.Random(2).randbytes(nbytes), random.Random(3).randbytes(nbytes)
+        slot, lower = loop.slots(nbytes)
+        rig.write_upper(slot, new)
+        assert loop.run(loop.transfer(Direction.DOWN, slot, lower, nbytes)).error is None
+        rig.write_upper(slot, old)
+        readers = [self.upper(rig, bytes(nbytes)) for _ in range(2)]
+        fences = tuple(rig.kernel(slot, reader, nbytes, stream) for stream, reader in enumerate(readers))
+        assert loop.run(loop.transfer(Direction.UP, slot, lower, nbytes, after=fences)).error is None
+        assert rig.read_upper(slot, nbytes) == new
+        assert [rig.read_upper(reader, nbytes) == old for reader in readers] == [True, True]
+
+    def test_a_kernel_queued_after_the_end_finds_the_bytes(self, rig: DeviceRig, loop: Loop) -> None:
+        nbytes = 300_000
+        data = random.Random(4).randbytes(nbytes)
+        slot, lower = loop.slots(nbytes)
+        rig.write_upper(slot, data)
+        assert loop.run(loop.transfer(Direction.DOWN, slot, lower, nbytes)).error is None
+        rig.write_upper(slot, bytes(nbytes))
+        assert loop.run(loop.transfer(Direction.UP, slot, lower, nbytes)).error is None
+        copied, other = self.upper(rig, bytes(nbytes)), rig.lower.allocate(nbytes)
+        assert other is not None
+        fence = rig.kernel(slot, copied, nbytes, 0)
+        assert loop.run(loop.transfer(Direction.DOWN, copied, other, nbytes, after=(fence,))).error is None
+        assert rig.read_upper(copied, nbytes) == data
+
+    def test_fences_that_have_passed_hold_nothing_up(self, rig: DeviceRig, loop: Loop) -> None:
+        slot, lower = loop.slots(1000)
+        copied, other = loop.slots(1000)
+        rig.write_upper(slot, b"x" * 1000)
+        fence = rig.kernel(slot, copied, 1000, 0)
+        assert loop.run(loop.transfer(Direction.DOWN, copied, lower, 1000, after=(fence,))).error is None
+        assert fence.query()
+        assert loop.run(loop.transfer(Direction.DOWN, copied, other, 1000, after=(fence, fence))).error is None
+
+    def test_close_waits_for_what_waits_for_a_fence(self, rig: DeviceRig, loop: Loop) -> None:
+        slot, lower = loop.slots(100_000)
+        copied = self.upper(rig, bytes(100_000))
+        rig.write_upper(slot, b"y" * 100_000)
+        fence = rig.kernel(slot, copied, 100_000, 1)
+        assert rig.link.start(loop.transfer(Direction.DOWN, copied, lower, 100_000, after=(fence,)))
+        rig.link.close()
+        assert fence.query()
