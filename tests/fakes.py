@@ -13,9 +13,11 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
 import xxhash
 
 from tiered.errors import CorruptionError, TieredError
+from tiered.interfaces import Streams
 from tiered.space import FreeSpace
 from tiered.types import (
     CHECKSUM_BYTES,
@@ -205,8 +207,11 @@ class InstantBackend(ManualBackend):
 class FakeTier:
     """A tier of any name over plain memory."""
 
+    streams: Streams | None = None
+
     def __init__(self, name: str, capacity: int, alignment: int = 1) -> None:
         self.name = name
+        self.closed = False
         self._space = FreeSpace(capacity, alignment)
         self.alignment = alignment
         self.arena = (ctypes.c_char * max(1, capacity))()
@@ -234,8 +239,14 @@ class FakeTier:
     def free(self, slot: Slot) -> None:
         self._space.free(slot.offset, slot.nbytes)
 
+    def tensor(self, slot: Slot, nbytes: int) -> tuple[torch.Tensor, object]:
+        assert not self.closed, "tensor after close"
+        assert 1 <= nbytes <= slot.nbytes
+        owner = (ctypes.c_char * nbytes).from_buffer(self.arena, slot.offset)
+        return torch.frombuffer(owner, dtype=torch.uint8), owner
+
     def close(self) -> None:
-        pass
+        self.closed = True
 
     def read(self, slot: Slot, nbytes: int) -> bytes:
         assert nbytes <= slot.nbytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.contracts.link import LinkContract
+from tests.contracts.memory import MemoryContract, OpenMemory
 from tests.contracts.tier import OpenTier, TierContract
 from tests.fakes import FakeTier, ManualLink, fake_checksums, readable
 from tiered.errors import CorruptionError, ReadError
@@ -17,6 +18,12 @@ class TestFakeTier(TierContract):
     @pytest.fixture
     def open_tier(self) -> OpenTier:
         return lambda capacity: FakeTier("fake", capacity)
+
+
+class TestFakeMemory(MemoryContract):
+    @pytest.fixture
+    def open_memory(self) -> OpenMemory:
+        return lambda capacity: FakeTier("fake", capacity, alignment=512)
 
 
 class Rig:

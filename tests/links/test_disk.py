@@ -19,6 +19,7 @@ from tests.fakes import InstantBackend, ManualBackend
 from tiered.errors import CorruptionError, MisuseError, ReadError, ShortTransfer, TransferError, WriteError
 from tiered.interfaces import IOBackend
 from tiered.links.disk import DiskConfig, DiskLink
+from tiered.links.memory import StandInFence
 from tiered.tiers.dram import DramConfig, DramTier
 from tiered.tiers.nvme import NvmeConfig, NvmeTier
 from tiered.types import Direction, IORequest, Operation, Slot, Transfer, Urgency
@@ -169,6 +170,13 @@ class TestContractOnDisk(LinkContract):
         up = loop.run(loop.transfer(Direction.UP, upper, lower, nbytes, checksums=down.checksums))
         assert isinstance(up.error, ShortTransfer)
         assert up.error.offset in (lower.offset + MIB, lower.offset + 2 * MIB)
+
+
+def test_a_fence_that_has_not_passed_is_our_bug() -> None:
+    fake = manual()
+    transfer = fake.loop.transfer(Direction.UP, *fake.pair(100), 100, after=(StandInFence(),))
+    with pytest.raises(AssertionError, match="fence"):
+        fake.link.start(transfer)
 
 
 def open_backend(backend: Callable[..., IOBackend]) -> IOBackend:

@@ -116,6 +116,7 @@ class DiskLink:
         """Take a transfer; False while the window is full of transfers at least as urgent."""
         assert not self._closed, "start after close"
         assert transfer.tag not in self._jobs, f"tag {transfer.tag} is in flight"
+        assert all(fence.query() for fence in transfer.after), "DRAM has no streams, so nothing here waits for a fence"
         if sum(self._accepted[: transfer.urgency + 1]) >= self._window:
             return False
         length = -(-transfer.nbytes // self._alignment) * self._alignment
