@@ -1,8 +1,19 @@
 """ZeRO-Infinity on a ``TieredStore``: parameters and Adam states paged around each layer's forward and backward."""
 
 from tiered.zero.adopt import page
+from tiered.zero.construct import Construction, ConstructionStatistics, init
 from tiered.zero.optimizer import AdamW
 from tiered.zero.paging import PagingStatistics, statistics
 from tiered.zero.rules import AdamWRule, UpdateRule
 
-__all__ = ["AdamW", "AdamWRule", "PagingStatistics", "UpdateRule", "page", "statistics"]
+__all__ = [
+    "AdamW",
+    "AdamWRule",
+    "Construction",
+    "ConstructionStatistics",
+    "PagingStatistics",
+    "UpdateRule",
+    "init",
+    "page",
+    "statistics",
+]

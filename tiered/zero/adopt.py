@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from tiered import Access, CapacityError, MisuseError, TensorSpec, TieredStore
+from tiered.zero.construct import unguard
 from tiered.zero.heap import Trimmer
 from tiered.zero.paging import TRIM_SHARE, Pager
-from tiered.zero.units import Plan, divide
+from tiered.zero.units import Placement, Plan, UnitPlan, divide
+from tiered.zero.window import PREFIX, Staged, Window, current, find
 
 __all__ = ["page"]
 
 UNIT_SHARE = 8
 """A unit is at most this fraction of the pool, where single parameters allow it."""
+
+Init = Callable[[nn.Module], None]
 
 
 def page(
@@ -25,22 +30,30 @@ def page(
     name: str = "model",
     existing: str = "refuse",
     prefetch: str = "on",
-    param_init_fn: Callable[[nn.Module], None] | None = None,
+    param_init_fn: Init | None = None,
 ) -> nn.Module:
     """Move ``model``'s parameters into ``store`` and page them around each module's forward and backward. Returns ``model``.
 
-    Make the optimizer afterwards, with ``tiered.zero.AdamW``. Parameters on the meta device are given memory module by module,
-    initialised by ``param_init_fn(module)`` (default: the module's ``reset_parameters``), and stored at once, so a model may be
-    built that never fits into memory. Buffers stay in memory.
+    Make the optimizer afterwards, with ``tiered.zero.AdamW``. A model that was built under ``zero.init(store)`` is adopted
+    parameter by parameter. Parameters on the meta device are given memory module by module, initialised by
+    ``param_init_fn(module)`` (default: the module's ``reset_parameters``), and stored at once. Either way a model may be built
+    that never fits into memory. Buffers stay in memory.
 
     ``existing``: what to do when the store already holds tensors under ``name``: "refuse" or "overwrite".
     ``prefetch``: "on", or "off" to fetch only on demand (to see what it brings).
 
-    Raises MisuseError (paged before, name taken, wrong device), and CapacityError when the store's DRAM budget is below the
-    smallest that works for this model; the message says how much that is. Then nothing was changed.
+    Raises MisuseError (paged before, name taken, wrong device, built for another store, no way to initialise), CapacityError
+    when the store's DRAM budget is below the smallest that works for this model (the message says how much that is), and what
+    ``param_init_fn`` and the store raise. Then the model is as before, and ``page`` may be tried again; only what
+    ``existing="overwrite"`` had to overwrite may be gone.
     """
     if existing not in ("refuse", "overwrite") or prefetch not in ("on", "off"):
         raise MisuseError("existing is 'refuse' or 'overwrite', prefetch is 'on' or 'off'")
+    if current.get() is not None:
+        raise MisuseError("page the model after its zero.init block, not inside it")
+    if f"{name}/".startswith(PREFIX):
+        raise MisuseError(f"names that begin with {PREFIX!r} belong to zero.init: give another name=")
+    window = Window.of(store)
     held = [key for key in store if key.startswith(f"{name}/")]
     if held and existing == "refuse":
         raise MisuseError(
@@ -51,20 +64,46 @@ def page(
             raise MisuseError(f"parameter {qualified!r} is paged already")
         if parameter.device.type not in ("cpu", "meta"):
             raise MisuseError(f"parameter {qualified!r} is on {parameter.device}: move the model to the CPU first")
+    staged = _staged(model, window)
+    strides = {parameter: found.stride for parameter, found in staged.items()}
     pool = store.statistics().tiers[0].capacity
-    _refuse_small_pool(model, pool)
-    without_memory = _replace_meta(model)
-    plan = divide(model, pool // UNIT_SHARE)
-    for key in held:
-        store.delete(key)
-    _store_parameters(model, store, name, plan, pool, without_memory, param_init_fn)
+    _refuse_small_pool(divide(model, pool // UNIT_SHARE, strides), model, pool)
+    if param_init_fn is None:
+        _refuse_without_reset(model)
+    meta = _replace_meta(model)
+    adoption = _Adoption(model, store, window, staged, meta, param_init_fn)
+    try:
+        plan = divide(model, pool // UNIT_SHARE, strides)
+        for key in held:
+            store.delete(key)
+        adoption.move(plan, name, Trimmer(pool // TRIM_SHARE))
+    except BaseException:
+        adoption.undo()
+        raise
     Pager(model, store, name, plan, pool, prefetch=prefetch == "on")
+    unguard(model, window)
     return model
 
 
-def _refuse_small_pool(model: nn.Module, pool: int) -> None:
+def _staged(model: nn.Module, window: Window) -> dict[nn.Parameter, Staged]:
+    """Parameters whose values wait in the store. Raises MisuseError for those that wait in another, or have lost them."""
+    staged = {}
+    for qualified, parameter in model.named_parameters():
+        found = find(parameter)
+        if found is None:
+            continue
+        if found.window is not window:
+            raise MisuseError(
+                f"parameter {qualified!r} was built by zero.init for the store in {found.window.folder}, and this one is in "
+                f"{window.folder}: page the model into the store it was built for"
+            )
+        window.check(found, parameter)
+        staged[parameter] = found
+    return staged
+
+
+def _refuse_small_pool(plan: Plan, model: nn.Module, pool: int) -> None:
     """A unit, its gradient, and what the modules around it hold must fit at the same time, wherever they happen to lie."""
-    plan = divide(model, pool // UNIT_SHARE)
     sizes = [-(-unit.nbytes // 4096) * 4096 for unit in plan.units]
 
     def deepest(module: nn.Module, above: frozenset[int]) -> int:
@@ -81,8 +120,22 @@ def _refuse_small_pool(model: nn.Module, pool: int) -> None:
         )
 
 
-def _replace_meta(model: nn.Module) -> set[nn.Parameter]:
-    """Put parameters without memory in the place of meta ones, which cannot be given any; tied ones stay tied."""
+def _refuse_without_reset(model: nn.Module) -> None:
+    seen: set[nn.Parameter] = set()
+    for module in model.modules():
+        fresh = {p for p in module._parameters.values() if p is not None and p.is_meta} - seen
+        if fresh and getattr(type(module), "reset_parameters", None) is None:
+            raise MisuseError(
+                f"{type(module).__name__} has meta parameters and no reset_parameters(): give page() a param_init_fn"
+            )
+        seen |= fresh
+
+
+def _replace_meta(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+    """Put parameters without memory in the place of meta ones, which cannot be given any; tied ones stay tied.
+
+    Returns the meta parameter of each new one.
+    """
     fresh: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -93,67 +146,103 @@ def _replace_meta(model: nn.Module) -> set[nn.Parameter]:
                 fresh[parameter] = nn.Parameter(empty, parameter.requires_grad)
                 fresh[parameter].__dict__.update(parameter.__dict__)
             module._parameters[name] = fresh[parameter]
-    return set(fresh.values())
+    return {made: meta for meta, made in fresh.items()}
 
 
-def _store_parameters(
-    model: nn.Module,
-    store: TieredStore,
-    name: str,
-    plan: Plan,
-    pool: int,
-    without_memory: set[nn.Parameter],
-    init: Callable[[nn.Module], None] | None,
-) -> None:
-    owner: dict[nn.Parameter, nn.Module] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owner.setdefault(parameter, module)
-    trimmer = Trimmer(pool // TRIM_SHARE)
-    for unit in plan.units:
-        key = f"{name}/param/{unit.name}"
-        store.create(key, TensorSpec("uint8", (unit.nbytes,), 1))
-        with store.lease(key, access=Access.WRITE) as memory:
+@dataclass
+class _Adoption:
+    """One call of ``page`` as far as it moves values, and the way back."""
+
+    model: nn.Module
+    store: TieredStore
+    window: Window
+    staged: dict[nn.Parameter, Staged]
+    meta: dict[nn.Parameter, nn.Parameter]
+    init: Init | None
+    without_memory: set[nn.Parameter] = field(default_factory=set)
+    stored: dict[nn.Parameter, tuple[str, Placement]] = field(default_factory=dict)
+    created: list[str] = field(default_factory=list)
+
+    def move(self, plan: Plan, name: str, trimmer: Trimmer) -> None:
+        owner: dict[nn.Parameter, nn.Module] = {}
+        for module in self.model.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    owner.setdefault(parameter, module)
+        self.without_memory = set(self.meta)
+        for unit in plan.units:
+            key = f"{name}/param/{unit.name}"
+            self.store.create(key, TensorSpec("uint8", (unit.nbytes,), 1))
+            self.created.append(key)
+            self._fill(key, unit, owner)
+            trimmer.passed(unit.nbytes)
+        trimmer.trim()
+
+    @torch.no_grad()
+    def _fill(self, key: str, unit: UnitPlan, owner: dict[nn.Parameter, nn.Module]) -> None:
+        with self.store.lease(key, access=Access.WRITE) as memory:
             memory.zero_()
             for placement in unit.placements:
-                if placement.parameter in without_memory:
-                    _materialise(owner[placement.parameter], without_memory, init)
-                with torch.no_grad():
-                    placement.view(memory).copy_(placement.parameter)
-                placement.parameter.data = torch.zeros((), dtype=placement.dtype).expand(placement.shape)
+                parameter = placement.parameter
+                if parameter in self.without_memory:
+                    self._materialise(owner[parameter])
+                if parameter in self.staged:
+                    self.window.copy_to(placement.view(memory), self.staged[parameter])
+                else:
+                    placement.view(memory).copy_(parameter)
+                self.stored[parameter] = key, placement
+                parameter.data = torch.zeros((), dtype=placement.dtype).expand(placement.shape)
+                self.window.sweep()  # the waiting value, which nothing shows any more
             del memory
-        trimmer.passed(unit.nbytes)
-    trimmer.trim()
 
+    def _materialise(self, module: nn.Module) -> None:
+        """Give the parameters and buffers that are directly on ``module`` memory and their initial values.
 
-def _materialise(
-    module: nn.Module, without_memory: set[nn.Parameter], init: Callable[[nn.Module], None] | None
-) -> None:
-    """Give the parameters and buffers that are directly on ``module`` memory and their initial values.
+        A tied parameter keeps the values that the first module naming it gave it; what later ones write goes to memory that is
+        thrown away. So does what is written to one that waits in the store.
+        """
+        reset = self.init if self.init is not None else getattr(type(module), "reset_parameters", None)
+        assert reset is not None
+        released: dict[nn.Parameter, torch.Tensor] = {}
+        for parameter in module._parameters.values():
+            if parameter is None or parameter in released:
+                continue
+            if parameter in self.without_memory:
+                self.without_memory.remove(parameter)
+            elif parameter in self.stored or parameter in self.staged:
+                released[parameter] = parameter.data
+            else:
+                continue
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+        try:
+            with torch.enable_grad():
+                reset(module)
+        finally:
+            for parameter, placeholder in released.items():
+                parameter.data = placeholder
 
-    A tied parameter keeps the values that the first module naming it gave it; what later ones write goes to memory that is
-    thrown away.
-    """
-    reset = init if init is not None else getattr(type(module), "reset_parameters", None)
-    if reset is None:
-        raise MisuseError(
-            f"{type(module).__name__} has meta parameters and no reset_parameters(): give page() a param_init_fn"
-        )
-    stored: dict[nn.Parameter, torch.Tensor] = {}
-    for parameter in module._parameters.values():
-        if parameter is None or parameter in stored:
-            continue
-        if parameter in without_memory:
-            without_memory.remove(parameter)
-        elif parameter.untyped_storage().nbytes() < parameter.numel() * parameter.dtype.itemsize:
-            stored[parameter] = parameter.data
-        else:
-            continue
-        parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            module._buffers[name] = torch.empty_like(buffer, device="cpu")
-    reset(module)
-    for parameter, placeholder in stored.items():
-        parameter.data = placeholder
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Give the parameters back what they had, and delete what was created. Those that waited in the store wait again."""
+        for module in self.model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter in self.meta:
+                    module._parameters[name] = self.meta[parameter]
+        for parameter, (key, placement) in self.stored.items():
+            if parameter in self.meta:
+                continue
+            value = torch.empty_strided(placement.shape, placement.stride, dtype=placement.dtype)
+            with self.store.lease(key) as memory:
+                value.copy_(placement.view(memory))
+                del memory
+            parameter.data = value
+            del value
+            if parameter in self.staged:
+                found = self.staged[parameter]
+                self.window.track(parameter, found.name, found.context)
+        self.window.flush()
+        for key in self.created:
+            self.store.delete(key)

@@ -166,6 +166,8 @@ class Pager:
         when the unit is let go, but frozen ones as the very object, which would turn to NaN. So there these are aliases, too.
         """
         found = self._home.get(parameter)
+        if found is not None and not found[0].held:
+            found[0].refuse_written(found[1])
         if found is not None and self._frames:
             if not found[0].held:
                 self._hold(self._frames[-1], found[0])

@@ -11,6 +11,7 @@ import torch
 
 from tiered import Access, MisuseError, TensorSpec, TieredStore
 from tiered.zero.gradients import StoredGradient
+from tiered.zero.placeholder import Placeholder
 from tiered.zero.rules import UpdateRule
 from tiered.zero.units import Placement, UnitPlan
 
@@ -73,7 +74,7 @@ class Unit:
         self._versions: list[int] = []
         self._gradient: torch.Tensor | None = None
         self._gradient_lease = ExitStack()
-        self._placeholders = [_placeholder(p) for p in plan.placements]
+        self._placeholders = {p: Placeholder(p.shape, p.dtype) for p in plan.placements}
         self.stale_masters = set(plan.placements)  # whose fp32 master does not yet have the parameter's value
 
     # -- parameters --------------------------------------------------------------------------------------------------------
@@ -85,6 +86,8 @@ class Unit:
     def hold(self, access: Access = Access.READ) -> None:
         """Give the parameters their memory, with any pending update applied first. Nests."""
         if self._holders == 0:
+            for placement in self.plan.placements:
+                self.refuse_written(placement)
             self.settle()
             self.base = self._lease.enter_context(self.store.lease(self.key, access=access))
             self._access = access
@@ -102,8 +105,10 @@ class Unit:
             return
         written = None
         if self._access is Access.READ:
+            assert self.base is not None
+            here = _address(self.base)
             for placement, version in zip(self.plan.placements, self._versions, strict=True):
-                if placement.parameter._version != version:
+                if placement.parameter._version != version or _address(placement.parameter) != here:
                     written = placement.name
         else:
             self.stale_masters.update(self.plan.placements)
@@ -118,8 +123,20 @@ class Unit:
             )
 
     def release_parameters(self) -> None:
-        for placement, placeholder in zip(self.plan.placements, self._placeholders, strict=True):
-            placement.parameter.data = placeholder
+        for placement, placeholder in self._placeholders.items():
+            placement.parameter.data = placeholder.tensor
+
+    def refuse_written(self, placement: Placement) -> None:
+        """Raise MisuseError if a parameter that nobody holds was written to, or given other data; its values are as before."""
+        placeholder = self._placeholders[placement]
+        if placeholder.intact and _address(placement.parameter) == placeholder.address:
+            return
+        self._placeholders[placement] = fresh = Placeholder(placement.shape, placement.dtype)
+        placement.parameter.data = fresh.tensor
+        raise MisuseError(
+            f"parameter {placement.name!r} was written to, or given other data or another dtype, while its values were in the "
+            "store, and the change is lost: change paged parameters with load_state_dict, and others before zero.page"
+        )
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
@@ -390,8 +407,5 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _placeholder(placement: Placement) -> torch.Tensor:
-    """The parameter's shape, one element of memory, and a value that shows when it is read."""
-    dtype = placement.dtype
-    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), value, dtype=dtype).expand(placement.shape)
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

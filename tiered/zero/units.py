@@ -8,7 +8,7 @@ parameter that is larger than the limit is one by itself. A tied parameter belon
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -22,20 +22,24 @@ ALIGNMENT = 64
 
 @dataclass(eq=False)
 class Placement:
-    """One parameter's place. ``offset`` is in bytes in the unit, ``element`` in elements of its optimizer state."""
+    """One parameter's place. ``offset`` is in bytes in the unit, ``element`` in elements of its optimizer state.
+
+    ``stride`` is given as the parameter has it; it is kept where it is dense, and row major otherwise.
+    """
 
     parameter: nn.Parameter
     name: str
     index: int  # in model.parameters()
+    stride: tuple[int, ...]
     offset: int = 0
     element: int = 0
     shape: torch.Size = field(init=False)
-    stride: tuple[int, ...] = field(init=False)
     dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
         self.shape, self.dtype = self.parameter.shape, self.parameter.dtype
-        self.stride = self.parameter.stride() if _is_dense(self.parameter) else _row_major(self.shape)
+        if not _is_dense(self.shape, self.stride):
+            self.stride = _row_major(self.shape)
 
     @property
     def numel(self) -> int:
@@ -86,8 +90,11 @@ class Plan:
         return max((unit.nbytes for unit in self.units), default=0)
 
 
-def divide(model: nn.Module, limit: int) -> Plan:
-    """Divide ``model``'s parameters into units of at most ``limit`` bytes where a single parameter allows it."""
+def divide(model: nn.Module, limit: int, strides: Mapping[nn.Parameter, tuple[int, ...]]) -> Plan:
+    """Divide ``model``'s parameters into units of at most ``limit`` bytes where a single parameter allows it.
+
+    ``strides``: those of parameters that do not show their own, because they were released.
+    """
     order = {parameter: index for index, parameter in enumerate(model.parameters())}
     plan = Plan([], {})
     home: dict[nn.Parameter, int] = {}
@@ -95,7 +102,7 @@ def divide(model: nn.Module, limit: int) -> Plan:
     def make(name: str, named: list[tuple[str, nn.Parameter]]) -> None:
         for _, parameter in named:
             home[parameter] = len(plan.units)
-        plan.units.append(UnitPlan(name, [Placement(p, n, order[p]) for n, p in named]))
+        plan.units.append(UnitPlan(name, [Placement(p, n, order[p], strides.get(p, p.stride())) for n, p in named]))
 
     def fresh(named: Iterator[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in named if parameter not in home]
@@ -161,13 +168,13 @@ def _row_major(shape: torch.Size) -> tuple[int, ...]:
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def _is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
     """Every element once, without gaps: sorted by stride, each stride is the product of the smaller dimensions."""
     expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for stride, size in sorted(zip(strides, shape, strict=True)):
         if size == 1:
             continue
         if stride != expected:
             return False
         expected *= size
-    return tensor.numel() > 0
+    return shape.numel() > 0

@@ -1,0 +1,42 @@
+"""What a parameter shows while its values are in the store."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["Placeholder"]
+
+
+class Placeholder:
+    """A tensor of a given shape that takes the memory of one element: NaN (a stale read is loud), or 0.
+
+    Its memory is its own, so what is written to it spoils nothing else, and ``intact`` tells. ``address`` identifies it among
+    all that live: every tensor on it, however it was made, has ``untyped_storage().data_ptr() == address``.
+    """
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        with torch.inference_mode(False):
+            one = torch.zeros((), dtype=dtype, device="cpu")
+            if dtype.is_floating_point or dtype.is_complex:
+                one.fill_(float("nan"))
+            self.pattern = bytes(one.view(1).view(torch.uint8).tolist())
+            self._memory = (ctypes.c_char * dtype.itemsize).from_buffer_copy(self.pattern)
+            self.address = ctypes.addressof(self._memory)
+            self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8).view(dtype).view(()).expand(shape)
+
+    @property
+    def intact(self) -> bool:
+        """Whether nobody wrote to it."""
+        return self._memory.raw == self.pattern
+
+    def when_unused(self, call: Callable[..., object], *args: object) -> None:
+        """Call once this object and the last tensor on its memory are gone, perhaps in the garbage collector: never block."""
+        weakref.finalize(self._memory, call, *args).atexit = False
+
+    def memory(self) -> weakref.ref[ctypes.Array[ctypes.c_char]]:
+        """Dead once nobody uses the memory any more."""
+        return weakref.ref(self._memory)
