@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.optimum",
         description="The fewest bytes that must cross the link below a memory of some size, for a trace.",
-        epilog="example: python -m bench.optimum training --budget 25%%",
+        epilog="example: python -m bench.optimum training --budget 25%",
     )
     parser.add_argument("trace", choices=TRACES, help="a trace of bench/traces.py")
     parser.add_argument("--budget", default="25%", help="a size, or a share of all bytes (default 25%%)")
