@@ -85,6 +85,7 @@ WITHOUT_TORCH = (
 THREADS = ("threading", "_thread", "concurrent", "multiprocessing")
 MAY_THREAD = {
     "engine": "the one engine thread and the one lock",
+    "io.aiofile": "the private event loop and the pool that does its blocking calls; no other part sees them",
     "links.memory": "the stand-in's streams are stepped by a test and, in close, by the engine: these take turns",
 }
 

@@ -114,7 +114,7 @@ class TestContractInMemory(LinkContract):
 
 def backends() -> list[object]:
     found: list[object] = []
-    for module, name in (("posix", "PosixBackend"), ("libaio", "LibaioBackend")):
+    for module, name in (("posix", "PosixBackend"), ("aiofile", "AiofilesBackend"), ("libaio", "LibaioBackend")):
         try:
             found.append(pytest.param(getattr(importlib.import_module(f"tiered.io.{module}"), name), id=module))
         except (ImportError, AttributeError) as error:
