@@ -176,6 +176,43 @@ def test_changing_a_paged_parameter_in_place_during_forward_is_refused(store: Ti
         model(torch.ones(4))
 
 
+def test_giving_a_parameter_other_data_during_forward_is_refused(store: TieredStore) -> None:
+    class Vandal(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.weight.data = torch.zeros(4, 4)
+            return super().forward(x)
+
+    model = zero.page(Vandal(4, 4), store)
+    with pytest.raises(MisuseError, match="'weight' was changed in place"):
+        model(torch.ones(4))
+
+
+@pytest.mark.parametrize("harm", ["init", "data", "assigned", "half"])
+def test_a_write_to_a_released_parameter_raises_and_spoils_nothing(store: TieredStore, harm: str) -> None:
+    model = zero.page(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), store)
+    expected = model.state_dict()
+    weight = model[1].weight
+    if harm == "init":
+        nn.init.ones_(weight)
+    elif harm == "data":
+        weight.data.zero_()
+    elif harm == "assigned":
+        weight.data = torch.ones(4, 4)
+    else:
+        model[1].half()
+    with pytest.raises(MisuseError, match=r"parameter '1\.weight' was written to"):
+        model(torch.ones(1, 4))
+    if harm == "half":
+        with pytest.raises(MisuseError, match=r"parameter '1\.bias' was written to"):
+            _ = model[1].bias
+    assert torch.isnan(weight).all()
+    assert weight.dtype is torch.float32
+    model(torch.ones(1, 4))
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    with pytest.raises(RuntimeError, match="single memory location"):
+        nn.init.normal_(model[0].weight)
+
+
 def test_an_exception_in_forward_or_backward_leaves_nothing_held(store: TieredStore) -> None:
     model = Tied()
     zero.page(model, store)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -48,9 +48,9 @@ _WITHOUT_VALUES = {
 class ConstructionStatistics:
     """Of one ``zero.init`` block so far. Bytes are those of parameters in ordinary memory.
 
-    ``limit``: what the block aims to stay below. ``peak``: the most there was at a time; above the limit only by what one
-    function needs at once, and by parameters whose memory something else keeps. ``resident``: now. ``released`` and ``fetched``
-    count parameters that went to the store and came back from it.
+    ``limit``: what the block stays below, as long as no parameter is larger than half of it, no function needs more at once
+    than that, and nothing else keeps the memory of parameters. ``peak``: the most there was at a time. ``resident``: now.
+    ``released`` and ``fetched`` count parameters that went to the store and came back from it.
     """
 
     limit: int
@@ -65,7 +65,7 @@ def init(store: TieredStore, *, window: int | None = None) -> Construction:
 
     Inside the block modules are built and initialised by ordinary code, in place, in any order and more than once; values are
     bit for bit those of the same code without the block. Parameters that were used last stay in memory, up to ``window`` bytes
-    (default: an eighth of the pool; more where one parameter, and the next that is being made, need more). The others wait in
+    (default: an eighth of the pool; more only where a single parameter, or a single function, needs more). The others wait in
     the store, under keys that begin with ``zero.init/``. Buffers stay in memory, and so do parameters on the meta device, which
     ``page`` initialises, and those of classes of their own.
 
@@ -127,6 +127,8 @@ class Construction:
         with torch._C.DisableTorchFunction():
             if kind is not None:
                 window.discard(self._context)
+            else:
+                self._track_unseen(self._modules)
             kept = window.flush()
             for module in self._modules:
                 _guard(module, window)
@@ -136,6 +138,15 @@ class Construction:
                 f"uses their memory: {', '.join(kept[:3])}{', ...' if len(kept) > 3 else ''}",
                 stacklevel=2,
             )
+
+    def _track_unseen(self, modules: Iterable[nn.Module]) -> None:
+        """Parameters that torch does not tell of: copied ones, and those that were given other memory by ``set_``."""
+        for module in modules:
+            for name, parameter in module._parameters.items():
+                with torch._C.DisableTorchFunction():
+                    new = parameter is not None and self._window.known(parameter) is None
+                if parameter is not None and new:
+                    self._track(module, name, parameter)
 
     # -- what torch tells --------------------------------------------------------------------------------------------------
 
@@ -148,11 +159,8 @@ class Construction:
     def _module_made(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
         """Parameters that came into a module without being registered: copies, conversions from meta."""
         if current.get() is self._window and child is not None:
-            for below in child.modules():
-                self._modules.add(below)
-                for its_name, parameter in below._parameters.items():
-                    if parameter is not None and self._window.known(parameter) is None:
-                        self._track(below, its_name, parameter)
+            self._modules.update(child.modules())
+            self._track_unseen(child.modules())
 
     def _track(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         with torch._C.DisableTorchFunction():

@@ -218,9 +218,10 @@ class Window:
         return value
 
     def _make_room(self, incoming: int, keep: set[int]) -> None:
-        """Release the oldest until ``incoming`` bytes, and then another parameter of any size seen so far, would fit."""
+        """Release the oldest until ``incoming`` bytes fit, and then another parameter as large as the largest yet, which torch
+        makes before it tells of it; but not more than half of the window for that."""
         self.sweep()
-        target = max(0, self.limit - self._largest - incoming)
+        target = max(0, self.limit - min(self._largest, self.limit // 2) - incoming)
         if self.resident_bytes <= max(target, self._settled_at):
             return
         for where in list(self._resident):
