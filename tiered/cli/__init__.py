@@ -16,13 +16,15 @@ from types import FrameType
 from typing import TextIO
 
 from tiered import __version__
-from tiered.cli import train
+from tiered.cli import bench, info, train
 from tiered.errors import TieredError
 
 __all__ = ["main", "run"]
 
 EXAMPLE = """\
-example:
+examples:
+  tiered info --dir /mnt/nvme
+  tiered bench io --dir /mnt/nvme
   tiered train --dir my-store --dram 256MiB
 
 Each command has its own help: tiered train --help
@@ -58,9 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"tiered {__version__}")
     commands = parser.add_subparsers(metavar="command", dest="command", required=True)
-    train.add_parser(commands)
+    for module in info, bench, train:
+        module.add_parser(commands)
+    mend = "lower --dram"
     try:
         options = parser.parse_args(given)
+        mend = getattr(options, "memory_mend", mend)
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             code: int = options.run(options, given)
@@ -80,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (MemoryError, RuntimeError) as error:
         if not (isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)):
             raise
-        return _fail("memory ran out: lower --batch, --context or --dram, or add --checkpoint")
+        return _fail(f"memory ran out: {mend}")
     return code
 
 

@@ -98,6 +98,10 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
+    def working(self, what: str, share: float) -> None:
+        """Busy with ``what``; ``share`` of the whole is done. The last thing that is said has a share of 1."""
+        self._show(what, "", share, last=share >= 1)
+
     def preparing(self, done: int, total: int) -> None:
         """``done`` of ``total`` parameters have their initial values and are in the store."""
         self._show(f"writing initial values {done / total:4.0%}", "", done / total, last=done == total)

@@ -153,7 +153,10 @@ def add_parser(commands: Commands) -> None:
         help="train twice, on the store and in memory, and compare every number bit by bit; small sizes unless given",
     )
     outcome.add_argument("--json", metavar="FILE", help="write the summary there as JSON; '-' is stdout")
-    parser.set_defaults(run=lambda parsed, given: _run(parser, parsed, given))
+    parser.set_defaults(
+        run=lambda parsed, given: _run(parser, parsed, given),
+        memory_mend="lower --batch, --context or --dram, or add --checkpoint",
+    )
 
 
 def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: list[str]) -> int:

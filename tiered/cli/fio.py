@@ -1,0 +1,184 @@
+"""fio as the measure of a drive: direct I/O in blocks of 1 MiB, depth 16, with buffers on huge pages where they can be had.
+
+What holds the data decides the rate: a block in 4 KiB pages is 256 segments for the drive, in huge pages it is one. So a
+comparison with fio's default buffers would flatter whoever does better.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from tiered.cli.measure import GIB
+from tiered.errors import MisuseError, TieredError
+
+__all__ = ["BLOCK", "DEPTH", "ENGINES", "Buffers", "Fio", "Job", "Mode", "Result", "huge_buffers", "version"]
+
+Mode = Literal["read", "write", "mixed"]
+
+ENGINES = ("libaio", "io_uring")
+BLOCK = 1 << 20
+DEPTH = 16
+HUGE_PAGE = 2 << 20
+RESERVED = Path("/proc/sys/vm/nr_hugepages")
+MODES = {"read": ("--rw=read",), "write": ("--rw=write", "--end_fsync=1"), "mixed": ("--rw=rw", "--rwmixread=50")}
+
+
+def version() -> str:
+    """Raises MisuseError when there is no fio."""
+    if shutil.which("fio") is None:
+        raise MisuseError("fio is not installed; install it (Debian, Ubuntu: apt-get install fio), or leave out --fio")
+    return subprocess.run(["fio", "--version"], capture_output=True, text=True).stdout.strip()
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Options and environment with which fio takes its buffers, and what they are in words."""
+
+    words: str
+    options: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+PLAIN = Buffers("4 KiB pages (no huge page can be had: what a drive gives is more than this)", ("--iomem=mmap",))
+RESERVED_PAGES = Buffers("reserved huge pages (iomem=mmaphuge)", ("--iomem=mmaphuge", f"--hugepage-size={HUGE_PAGE}"))
+TRANSPARENT = Buffers(
+    "transparent huge pages (malloc advised by glibc)",
+    ("--iomem=malloc", f"--iomem_align={HUGE_PAGE}"),
+    {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+)
+
+
+@contextmanager
+def huge_buffers(nbytes: int) -> Iterator[Buffers]:
+    """Buffers of ``nbytes`` on huge pages: reserved ones, for root by reserving them meanwhile; else transparent ones."""
+    pages = nbytes // HUGE_PAGE + 8
+    added = _reserve(pages) if _free_pages() < pages else 0
+    try:
+        if _free_pages() >= pages:
+            yield RESERVED_PAGES
+        elif _transparent():
+            yield TRANSPARENT
+        else:
+            yield PLAIN
+    finally:
+        if added:
+            RESERVED.write_text(str(max(0, int(RESERVED.read_text()) - added)))
+
+
+def _reserve(pages: int) -> int:
+    """How many more are reserved now; fewer than asked for where memory is in pieces, none without the right to do so."""
+    try:
+        before = int(RESERVED.read_text())
+        RESERVED.write_text(str(before + pages))
+        return int(RESERVED.read_text()) - before
+    except (OSError, ValueError):
+        return 0
+
+
+def _free_pages() -> int:
+    try:
+        meminfo = Path("/proc/meminfo").read_text()
+    except OSError:
+        return 0
+    found = dict(re.findall(r"^(HugePages_Free|Hugepagesize):\s+(\d+)", meminfo, re.MULTILINE))
+    return int(found.get("HugePages_Free", 0)) if int(found.get("Hugepagesize", 0)) * 1024 == HUGE_PAGE else 0
+
+
+def _transparent() -> bool:
+    """Whether malloc can be told to advise huge pages, which glibc does since 2.35, and the kernel listens."""
+    library, number = platform.libc_ver()
+    if library != "glibc" or tuple(map(int, number.split(".")[:2])) < (2, 35):
+        return False
+    try:
+        return "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True)
+class Job:
+    """What fio is to do: ``mode`` through ``engine``."""
+
+    mode: Mode
+    engine: str
+    block: int = BLOCK
+    depth: int = DEPTH
+
+    @property
+    def name(self) -> str:
+        return f"fio {self.engine}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one job. ``cpu_seconds`` in user and system mode."""
+
+    bytes: int
+    seconds: float
+    cpu_seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.bytes / max(self.seconds, 1e-9)
+
+    @property
+    def cpu_seconds_per_gib(self) -> float:
+        return self.cpu_seconds / max(self.bytes / GIB, 1e-9)
+
+
+class Fio:
+    """Runs jobs on one file of ``nbytes`` in ``folder``, which is laid out and written over once before anything counts."""
+
+    def __init__(self, folder: str, nbytes: int, buffers: Buffers) -> None:
+        self._file, self._nbytes, self._buffers = os.path.join(folder, "fio"), nbytes, buffers
+
+    def prepare(self) -> None:
+        for _ in range(2):
+            self.run(Job("write", "libaio"))
+
+    def run(self, job: Job) -> Result:
+        """Raises TieredError with what fio said."""
+        done = subprocess.run(
+            [*self.command(job), "--output-format=json"],
+            capture_output=True,
+            text=True,
+            env=os.environ | self._buffers.environment,
+            start_new_session=True,  # Ctrl-C is for us, who then end it
+        )
+        if done.returncode:
+            said = " ".join((done.stderr or done.stdout).split())
+            raise TieredError(f"fio with ioengine={job.engine} failed ({done.returncode}): {said[:300]}")
+        return _result(done.stdout)
+
+    def command(self, job: Job) -> Sequence[str]:
+        """One process that ends with us: its jobs are threads."""
+        return [
+            "fio",
+            "--name=tiered",
+            "--thread",
+            f"--filename={self._file}",
+            f"--size={self._nbytes}",
+            "--direct=1",
+            f"--ioengine={job.engine}",
+            f"--bs={job.block}",
+            f"--iodepth={job.depth}",
+            *MODES[job.mode],
+            *self._buffers.options,
+        ]
+
+
+def _result(text: str) -> Result:
+    job = json.loads(text[text.index("{") :])["jobs"][0]  # notes may come before
+    seconds = max(job[way]["runtime"] for way in ("read", "write")) / 1000
+    cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
+    return Result(job["read"]["io_bytes"] + job["write"]["io_bytes"], seconds, cpu)
