@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import gc
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 
 from tests.contracts.memory import MemoryContract, OpenMemory
+from tests.contracts.streams import StreamsContract
 from tests.contracts.tier import OpenTier, TierContract
 from tiered.errors import CapacityError, MisuseError, TieredError
 from tiered.interfaces import Streams
@@ -33,6 +35,45 @@ class TestHbmMemory(MemoryContract):
     @pytest.fixture
     def open_memory(self, device: str) -> OpenMemory:
         return lambda capacity: HbmTier(HbmConfig(capacity, device))
+
+
+class CudaDesk:
+    """Cells on the device. Writing sleeps first, so that what does not wait is early."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.streams = CudaStreams(self.device)
+        self.cells = torch.zeros(8, dtype=torch.int64, device=self.device)
+        torch.cuda.synchronize()
+
+    def stream(self) -> object:
+        return torch.cuda.Stream(self.device)
+
+    def use(self, stream: object) -> AbstractContextManager[object]:
+        assert isinstance(stream, torch.cuda.Stream)
+        return torch.cuda.stream(stream)
+
+    def write(self, stream: object, cell: int, value: int) -> None:
+        with self.use(stream):
+            torch.cuda._sleep(10_000_000)
+            self.cells[cell : cell + 1].fill_(value)
+
+    def copy(self, stream: object, source: int, target: int) -> None:
+        with self.use(stream):
+            self.cells[target : target + 1].copy_(self.cells[source : source + 1])
+
+    def finish(self) -> None:
+        torch.cuda.synchronize()
+
+    def read(self, cell: int) -> int:
+        return int(self.cells[cell])
+
+
+@NO_CUDA
+class TestCudaStreams(StreamsContract):
+    @pytest.fixture
+    def desk(self) -> CudaDesk:
+        return CudaDesk()
 
 
 def test_slots_are_aligned_and_on_the_device(device: str) -> None:

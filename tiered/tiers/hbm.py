@@ -189,7 +189,11 @@ def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
         skip = -arena.data_ptr() % ALIGNMENT
         return arena[skip : skip + nbytes]
     try:
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        arena = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        # The allocator may have given out memory that queued kernels still use: right for the stream that they are on, and
+        # we use it on others. Once, here, the device is waited for.
+        torch.cuda.synchronize(device)
+        return arena
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(device)
         raise CapacityError(
