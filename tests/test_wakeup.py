@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fakes import readable
+from tiered.wakeup import Wakeup
+
+
+@pytest.fixture
+def wakeup() -> Iterator[Wakeup]:
+    wakeup = Wakeup()
+    yield wakeup
+    wakeup.close()
+
+
+def test_it_is_readable_from_set_until_clear(wakeup: Wakeup) -> None:
+    assert not readable(wakeup.fileno())
+    assert not wakeup.wait(0)
+    wakeup.set()
+    wakeup.set()
+    assert readable(wakeup.fileno())
+    assert wakeup.wait(0)
+    wakeup.clear()
+    wakeup.clear()
+    assert not readable(wakeup.fileno())
+
+
+def test_setting_never_blocks(wakeup: Wakeup) -> None:
+    for _ in range(1 << 17):  # more than a pipe holds
+        wakeup.set()
+    wakeup.clear()
+    assert not readable(wakeup.fileno())
+
+
+@pytest.mark.parametrize("timeout", [60, float("inf")])
+def test_another_thread_wakes_who_waits(wakeup: Wakeup, timeout: float) -> None:
+    thread = threading.Thread(target=wakeup.set)
+    thread.start()
+    assert wakeup.wait(timeout)
+    thread.join()
