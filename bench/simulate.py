@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from bench.keep import plan
 from bench.optimum import budget_of, exact_bound, lower_bound
 from bench.traces import TRACES, Access, Key, Trace, next_positions
+from tiered.keep import plan
 
 __all__ = ["Resident", "Rule", "belady", "best_price", "lru", "plan_trace", "planned", "priced", "simulate"]
 
@@ -92,7 +92,7 @@ def best_price(trace: Trace, budget: int) -> int:
 
 
 def plan_trace(trace: Trace, budget: int) -> list[bool]:
-    """``bench.keep.plan`` for a trace that is no cycle."""
+    """``tiered.keep.plan`` for a trace that is no cycle."""
     end = len(trace.accesses)
     following = [after if after < end else None for after in next_positions(trace)]
     return plan([trace.sizes[key] for key, _ in trace.accesses], [kind for _, kind in trace.accesses], following, budget)

@@ -6,22 +6,15 @@ A trace is what one level of memory sees from above, in order. ``TRACES`` names 
 
 from __future__ import annotations
 
-import enum
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tiered.types import Use as Access
+
 __all__ = ["TRACES", "Access", "Key", "Trace", "next_positions"]
 
 Key = str
-
-
-class Access(enum.Enum):
-    """READ and WRITE need the key's bytes (a missed one fetches them), PUT replaces them; WRITE and PUT leave it dirty."""
-
-    READ = "read"
-    WRITE = "write"
-    PUT = "put"
 
 
 @dataclass(frozen=True)

@@ -256,8 +256,8 @@ class Rig:
             assert copy.state is State.CLEAN
             assert self.bytes_of(copy) == self.newest[entry.key], f"{entry.key!r} was flushed with old bytes"
 
-    def _duplicate(self, tier: int, source: Slot, target: Slot, nbytes: int) -> None:
-        self.tiers[tier].write(target, self.tiers[tier].read(source, nbytes))
+    def _duplicate(self, copy: Copy, target: Slot, nbytes: int) -> None:
+        self.tiers[copy.tier].write(target, self.tiers[copy.tier].read(copy.slot, nbytes))
 
     def copies(self) -> Iterator[Copy]:
         for entry in self.admission.directory.entries():
@@ -265,6 +265,8 @@ class Rig:
 
     def check(self) -> None:
         self.admission.directory.check()
+        for place in self.admission.places:
+            place.check()
         assert set(self.admission.directory) == set(self.newest)
         for copy in self.copies():
             if copy.valid:
@@ -334,7 +336,7 @@ def pending(rig: Rig, link: int = 0) -> list[tuple[str, Direction, Urgency]]:
 
 
 def queued(rig: Rig, link: int = 0) -> list[tuple[str, Direction, Urgency]]:
-    waiting = sorted(rig.admission.queues[link], key=lambda t: (t.urgency, t.tag))
+    waiting = sorted(rig.admission.traffic.queues[link], key=lambda t: (t.urgency, t.tag))
     return [(t.key, t.direction, t.urgency) for t in waiting]
 
 

@@ -37,12 +37,18 @@ LAYERS = {
     "eviction": "parts",
     "residency": "decisions",
     "prefetch": "decisions",
+    "keep": "decisions",
     "manifest": "decisions",
     "generations": "protocol",
     "config": "config",
     "requests": "requests",
+    "ahead": "requests",
+    "traffic": "admission",
+    "occupancy": "admission",
     "admission": "admission",
     "engine": "engine",
+    "tensors": "store",
+    "commits": "store",
     "lease": "store",
     "store": "store",
     "": "package",
@@ -61,8 +67,8 @@ MAY_IMPORT = {
     "decisions": {"values", "interfaces"},
     "protocol": {"values", "decisions"},
     "config": {"values", "interfaces", "parts"},
-    "requests": {"values", "interfaces", "decisions"},  # what the engine works off
-    "admission": {"values", "interfaces", "decisions", "requests"},  # what it may start
+    "requests": {"values", "interfaces", "decisions", "requests"},  # what the engine works off
+    "admission": {"values", "interfaces", "decisions", "requests", "admission"},  # what it may start
     "engine": {"values", "interfaces", "decisions", "requests", "admission"},
     "store": {
         *("values", "interfaces", "parts", "decisions", "protocol", "config", "requests", "admission", "engine", "store")

@@ -39,7 +39,7 @@ class Model:
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self.vacated: list[Copy] = []
-        self.directory = Directory(depth, self._vacated)
+        self.directory = Directory(depth, self._changed)
         self.newest: dict[str, int] = {}
         self.holds: dict[Copy, int] = {}
         self.live: set[Slot] = set()  # handed in and not vacated
@@ -49,8 +49,9 @@ class Model:
         self._numbers = itertools.count()
         self._versions = itertools.count(1)
 
-    def _vacated(self, copy: Copy) -> None:
-        assert copy.state is State.EMPTY
+    def _changed(self, copy: Copy) -> None:
+        if copy.state is not State.EMPTY:
+            return
         assert not copy.leased
         self.live.remove(copy.slot)
         self.holds.pop(copy, None)

@@ -7,14 +7,18 @@ and it stands in its link's queue, from which the engine starts it.
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from tiered.ahead import Ahead
 from tiered.errors import CapacityError, TieredError
 from tiered.interfaces import EvictionPolicy, Tier
+from tiered.occupancy import Occupancy
+from tiered.prefetch import Touch
 from tiered.requests import Request
-from tiered.residency import Copy, Directory, Entry, State
+from tiered.residency import Copy, Directory, Entry, Standing, State
 from tiered.stats import TierStatistics
-from tiered.types import Access, Completion, Direction, Key, Slot, Transfer, Urgency
+from tiered.traffic import Traffic
+from tiered.types import Completion, Direction, Fence, Key, Slot, Transfer, Urgency, Use
 
 __all__ = ["Admission"]
 
@@ -23,31 +27,32 @@ PACKINGS = 4
 
 
 class Admission:
-    """Tiers from the top (0) to the bottom; ``policies[i]`` chooses tier i's victims.
+    """Tiers from the top (0) to the bottom; ``places[i]`` is what is in tier i, ``policies[i]`` chooses who leaves it.
 
-    ``reserve`` is the share of each tier that background write-backs keep free or CLEAN, so that what comes finds room.
-    ``queues[i]`` are the transfers admitted and not yet started between tier i and tier i + 1.
+    ``reserve`` is the share of each tier that background write-backs keep free or clean, so that what comes finds room; while
+    the order of what comes is known it is only the room of the largest tensor.
     """
 
     def __init__(self, tiers: Sequence[Tier], policies: Sequence[EvictionPolicy], reserve: float) -> None:
-        assert len(policies) == len(tiers)
-        self.tiers, self.policies, self.reserve = list(tiers), list(policies), reserve
         self.bottom = len(tiers) - 1
-        self.directory = Directory(len(tiers), self._vacated)
+        self.reserve = reserve
+        self.places = [
+            Occupancy(tier, policy, bottom=index == self.bottom)
+            for index, (tier, policy) in enumerate(zip(tiers, policies, strict=True))
+        ]
+        self.directory = Directory(len(tiers), self._changed)
         self.generation = 1  # of the commit that is open
         self.requests: list[Request] = []  # those that wait
-        self.queues: list[list[Transfer]] = [[] for _ in range(self.bottom)]
+        self.ahead: Ahead | None = None  # the order that is followed
+        self.traffic = Traffic(self.bottom)
+        self.unsaved: dict[Key, Copy] = {}  # copies that no tier below has got yet
+        self.records: list[list[Touch]] = []  # what is leased is written down in each
+        self.left: Callable[[Copy, object], None] | None = None  # called when a view of a copy, used on a stream, has died
         self.evictions = self.prefetched = self.prefetched_unused = 0
+        self.disturbances = 0  # write-backs that failed, WRITE leases that began
         self._sequence = 0
-        self._dead: queue.SimpleQueue[Copy] = queue.SimpleQueue()
-        self._resident: list[dict[Key, Copy]] = [{} for _ in tiers]
-        self._orphans: set[Copy] = set()
-        self._slots: list[set[Slot]] = [set() for _ in tiers]  # all that are allocated
-        self._used = [0] * len(tiers)
-        self._peak = [0] * len(tiers)
-        self._largest = 1
-        self.wants_cleaning = False  # something changed since background write-backs were last considered
-        self._transfers: dict[int, tuple[Entry, Transfer]] = {}
+        self._dead: queue.SimpleQueue[tuple[Copy, object]] = queue.SimpleQueue()
+        self._unsettled = False  # something became DIRTY, or room shrank, since background write-backs were last considered
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -74,7 +79,14 @@ class Admission:
             if self.attempt(request):
                 finished = True
                 self.requests.remove(request)  # at once: the engine must not turn and turn until the caller has woken
+                request.notify()
+        self.look_ahead()
         return finished
+
+    @property
+    def anything_to_do(self) -> bool:
+        """Whether the engine's thread would find something to decide or to start."""
+        return bool(self.requests) or self.traffic.waits or (self._unsettled and self._due())
 
     # -- admission (called by requests) ------------------------------------------------------------------------------------
 
@@ -83,9 +95,9 @@ class Admission:
         copy = entry.copies[tier]
         if copy is not None:
             if copy.state is State.FILLING:
-                self.hurry(entry.key, request.urgency)
+                self.traffic.hurry(entry.key, request.urgency)
             return copy.valid
-        for below in range(tier + 1, len(self.tiers)):
+        for below in range(tier + 1, len(self.places)):
             source = entry.copies[below]
             if source is None:
                 continue
@@ -93,7 +105,7 @@ class Admission:
                 if not entry.written:
                     self._admit_fill(entry, below - 1, request)
             else:
-                self.hurry(entry.key, request.urgency)
+                self.traffic.hurry(entry.key, request.urgency)
             return False
         for above in range(tier - 1, -1, -1):
             source = entry.copies[above]
@@ -103,7 +115,7 @@ class Admission:
                     raise error
                 self.admit_writeback(entry, above, request)
                 return False
-        self.hurry(entry.key, request.urgency)
+        self.traffic.hurry(entry.key, request.urgency)
         return False
 
     def _admit_fill(self, entry: Entry, tier: int, request: Request) -> None:
@@ -113,7 +125,6 @@ class Admission:
         source = entry.copies[tier + 1]
         assert source is not None
         copy = self.directory.begin_fill(entry, tier, slot)
-        self._resident[tier][entry.key] = copy
         if request.urgency is Urgency.PREFETCH:
             copy.prefetched = True
             self.prefetched += 1
@@ -125,15 +136,13 @@ class Admission:
         lower = self.room(below, entry.nbytes, request)
         if lower is None:
             if below == self.bottom:
-                why = getattr(self.tiers[below], "refusal", None) or f"tier {self.tiers[below].name} is full"
+                why = getattr(self.places[below].tier, "refusal", None) or f"tier {self.places[below].tier.name} is full"
                 raise CapacityError(f"no room for tensor {entry.key!r} ({entry.nbytes:,} bytes): {why}")
             return False
         source = entry.copies[tier]
         assert source is not None
-        copy = self.directory.begin_writeback(entry, tier, lower)
-        self._resident[below][entry.key] = copy
-        urgency = request.urgency
-        self._enqueue(entry, tier, Direction.DOWN, source.slot, lower, urgency, None)
+        self.directory.begin_writeback(entry, tier, lower)
+        self._enqueue(entry, tier, Direction.DOWN, source.slot, lower, request.urgency, None)
         return True
 
     def _enqueue(
@@ -145,115 +154,156 @@ class Admission:
         transfer = Transfer(
             self._sequence, entry.key, way, upper, lower, entry.nbytes, urgency, entry.tensor_id, generation, checksums
         )
-        self._transfers[transfer.tag] = (entry, transfer)
-        self.queues[index].append(transfer)
+        self.traffic.add(index, entry, transfer)
 
     def busy(self, entry: Entry, request: Request) -> bool:
         """Whether transfers of ``entry`` are under way, which ``request`` has to wait for."""
         if entry.in_flight:
-            self.hurry(entry.key, request.urgency)
+            self.traffic.hurry(entry.key, request.urgency)
         return entry.in_flight
 
-    def hurry(self, key: Key, urgency: Urgency) -> None:
-        """Transfers of ``key`` that are not started yet inherit ``urgency``."""
-        for waiting in self.queues:
-            for transfer in waiting:
-                if transfer.key == key and transfer.urgency > urgency:
-                    transfer.urgency = urgency
-
     def room(self, tier: int, nbytes: int, request: Request) -> Slot | None:
-        """A slot in ``tier``, evicting CLEAN copies for it and, for DEMAND, writing DIRTY ones back; None: not yet.
+        """A slot in ``tier``; None: not yet, but on the way to it as far as ``request`` may push others.
 
         Raises CapacityError when it could never fit, and the error of a failed write-back when only that stands in the way.
         """
-        space = self.tiers[tier]
-        if nbytes > space.capacity:
-            # A disk's capacity is what it has now: when a neighbour filled it, its own answer says more.
-            slot = space.allocate(nbytes) if tier == self.bottom else None
-            if slot is None:
-                why = getattr(space, "refusal", None)
-                raise CapacityError(
-                    f"no room for {nbytes:,} bytes: {why}"
-                    if why
-                    else f"{nbytes:,} bytes can never fit into tier {space.name} ({space.capacity:,} bytes): "
-                    f"open the store with at least {nbytes:,} bytes there, or split the tensor"
-                )
-            self._account(tier, slot)
-            return slot
-        prefetch = request.urgency is Urgency.PREFETCH
-        if prefetch and (self._reads_queued(tier) or self._slack(tier, request) - nbytes < self._largest):
-            return None  # the link is busy, or a demand could find no room
-        slot = space.allocate(nbytes)
+        place = self.places[tier]
+        if nbytes > place.tier.capacity:
+            return self._beyond_capacity(tier, nbytes)
+        if request.urgency is Urgency.PREFETCH and not self._may_prefetch(tier, nbytes, request):
+            return None
+        slot = place.allocate(nbytes)
+        self._unsettled = True  # there is less room
         if slot is None and tier < self.bottom:
-            slot = self._evict_for(tier, nbytes, request)
-        if slot is not None:
-            self._account(tier, slot)
-            return slot
-        request.waits_for_room = True
-        if tier < self.bottom and not prefetch:
-            self._clean(tier, nbytes, request)
-        return None
-
-    def _evict_for(self, tier: int, nbytes: int, request: Request) -> Slot | None:
-        """Evict, the policy's next victims first, until ``nbytes`` fit in one piece; nobody when that would not be enough.
-
-        Evicting in vain would be worse than waste: two requests could take turns at it for ever.
-        """
-        victims = self._evictable(tier, request)
-        if not self._would_fit(tier, nbytes, victims):
-            # What the request has here already may lie in the middle: then it packs anew, at most PACKINGS times.
-            others = self._wanted(tier, self._older(request))
-            own = [self._resident[tier][key] for key in request.wants() if key in self._resident[tier] and key not in others]
-            victims += [copy for copy in own if copy not in victims]
-            neighbours = frozenset(self._slots[tier] - {copy.slot for copy in victims})
-            tried = request.packed.count(neighbours)
-            packable = tried < PACKINGS and all(copy.state is State.CLEAN and copy.idle for copy in own)
-            if not packable or not self._would_fit(tier, nbytes, victims):
-                return None
-            request.packed = [neighbours] * (tried + 1)
-            for copy in victims:
-                self._evict(copy)
-            victims = []
-        slot = self.tiers[tier].allocate(nbytes)
-        for key in self._order(tier, victims):
-            if slot is not None:
-                break
-            self._evict(self._resident[tier][key])
-            slot = self.tiers[tier].allocate(nbytes)
+            slot = self._make_room(tier, nbytes, request)
+        if slot is None:
+            request.waits_for_room = True
+            if self.bottom == 0 and not place.orphans:
+                raise CapacityError(
+                    f"no room for {nbytes:,} bytes: {len(place.copies):,} tensors have {place.used:,} of the "
+                    f"{place.tier.capacity:,} bytes in {place.tier.name}, and there is no tier below: delete some, or open the store with more room"
+                )
         return slot
 
-    def _would_fit(self, tier: int, nbytes: int, without: Sequence[Copy]) -> bool:
-        """Whether there were ``nbytes`` in one piece if the copies ``without`` were gone."""
-        staying = self._slots[tier] - {copy.slot for copy in without}
-        end = 0
-        for slot in sorted(staying, key=lambda slot: slot.offset):
-            if slot.offset - end >= nbytes:
-                return True
-            end = slot.offset + slot.nbytes
-        return self.tiers[tier].capacity - end >= nbytes
+    def _beyond_capacity(self, tier: int, nbytes: int) -> Slot:
+        # A disk's capacity is what it has now: when a neighbour filled it, its own answer says more.
+        space = self.places[tier].tier
+        slot = self.places[tier].allocate(nbytes) if tier == self.bottom else None
+        if slot is None:
+            why = getattr(space, "refusal", None)
+            raise CapacityError(
+                f"no room for {nbytes:,} bytes: {why}"
+                if why
+                else f"{nbytes:,} bytes can never fit into tier {space.name} ({space.capacity:,} bytes): "
+                f"open the store with at least {nbytes:,} bytes there, or split the tensor"
+            )
+        return slot
 
-    def _order(self, tier: int, copies: Sequence[Copy]) -> list[Key]:
-        """All of ``copies``, the policy's next victims first."""
-        total = sum(copy.slot.nbytes for copy in copies)
-        order = self.policies[tier].victims(total, {copy.key: copy for copy in copies})
-        assert order is not None
-        return order
+    def _may_prefetch(self, tier: int, nbytes: int, request: Request) -> bool:
+        """Not while the link is busy, and not where a demand would then find no room."""
+        if tier < self.bottom and self.traffic.queues[tier].reads:
+            return False
+        place = self.places[tier]
+        ready = place.free + place.bytes_of[Standing.CLEAN]
+        if request.needed is None:
+            for key in self._wanted(tier, self._older(request)):
+                copy = place.leaves.get(key)
+                ready -= copy.slot.nbytes if copy is not None and copy.standing is Standing.CLEAN else 0
+        else:  # along a known order dirty copies are written back for it
+            ready += place.bytes_of[Standing.FRESH] + place.bytes_of[Standing.DIRTY] + place.bytes_of[Standing.LEAVING]
+        return ready - nbytes >= place.largest
 
-    def _reads_queued(self, tier: int) -> bool:
-        return tier < self.bottom and any(t.direction is Direction.UP for t in self.queues[tier])
+    # -- who leaves --------------------------------------------------------------------------------------------------------
 
-    def _evictable(self, tier: int, request: Request) -> list[Copy]:
-        """CLEAN and idle; not what this or an older request still wants; for a prefetch, not what was just prefetched."""
+    def _make_room(self, tier: int, nbytes: int, request: Request) -> Slot | None:
+        """Evict the policy's first victims once they are all clean, and none before: to evict in vain would be worse than
+        waste, two requests could take turns at it for ever."""
+        place = self.places[tier]
+        chosen = place.victims(nbytes, self._acceptable(tier, request))
+        if chosen is None:
+            chosen = self._packed(tier, nbytes, request)
+        if chosen is None:
+            self._push_out(tier, request)
+            return None
+        if request.needed is not None and self.ahead is not None:
+            if any(self.ahead.plan.next_use(copy.key) <= request.needed for copy in chosen):
+                return None  # what would leave is needed sooner than what would come
+            for copy in chosen:
+                place.condemn(copy)
+        unsaved = [copy for copy in chosen if copy.dirty]
+        for copy in unsaved:
+            self._write_out(copy, request)
+        if unsaved:
+            return None
+        slot = place.allocate(nbytes)
+        for copy in chosen:
+            if slot is not None:
+                break
+            self._evict(copy)
+            slot = place.allocate(nbytes)
+        assert slot is not None
+        return slot
+
+    def _write_out(self, copy: Copy, request: Request) -> None:
+        """Have ``copy`` written back, so that it can leave for ``request``."""
+        if copy.state is State.DIRTY:
+            background = request
+            if request.urgency is Urgency.PREFETCH:
+                background = Request(Urgency.WRITEBACK)
+                self.number(background)
+            self.admit_writeback(self.directory.entry(copy.key), copy.tier, background)
+        else:
+            self.traffic.hurry(copy.key, request.urgency)
+
+    def _push_out(self, tier: int, request: Request) -> None:
+        """All that may leave is too little: what is on its way out should go quickly. Raises what keeps others from going."""
+        place = self.places[tier]
+        if request.urgency is Urgency.PREFETCH:
+            return
+        for transfer in [t for t in self.traffic.queues[tier] if t.direction is Direction.DOWN]:
+            self.traffic.hurry(transfer.key, request.urgency)
+        failed = [copy for copy in place.leaves.values() if _cannot_go(copy)]
+        if failed and not place.bytes_of[Standing.LEAVING]:
+            failure = failed[0].failure
+            assert failure is not None
+            for copy in failed:
+                copy.failure = None  # a later request tries again
+            raise failure
+
+    def _acceptable(self, tier: int, request: Request) -> Callable[[Copy], bool]:
+        """Which copies may leave for ``request``: not what it or an older one still wants, not what cannot be written back;
+        for a hint, nothing that costs a write, and not what was just prefetched."""
         wanted = self._wanted(tier, [request, *self._older(request)])
-        prefetch = request.urgency is Urgency.PREFETCH
-        return [
-            copy
-            for copy in self._resident[tier].values()
-            if copy.state is State.CLEAN
-            and copy.idle
-            and copy.key not in wanted
-            and not (prefetch and copy.prefetched)
-        ]
+        hint = request.urgency is Urgency.PREFETCH and request.needed is None
+
+        def acceptable(copy: Copy) -> bool:
+            if copy.key in wanted or _cannot_go(copy):
+                return False
+            return copy.standing is Standing.CLEAN if hint else True
+
+        return acceptable
+
+    def _packed(self, tier: int, nbytes: int, request: Request) -> list[Copy] | None:
+        """What the request has here already may lie in the middle: then that leaves, too, and comes back; PACKINGS times."""
+        place = self.places[tier]
+        others = self._wanted(tier, self._older(request))
+        own = [place.copies[key] for key in request.wants() if key in place.copies and key not in others]
+        if not own or not all(copy.state is State.CLEAN and copy.idle for copy in own):
+            return None
+        acceptable = self._acceptable(tier, request)
+        others_too = [copy for copy in place.leaves.values() if acceptable(copy) and copy not in own]
+        if not place.would_fit(nbytes, [*others_too, *own]):
+            return None
+        if any(copy.dirty for copy in others_too):
+            return others_too
+        neighbours = place.neighbours([*others_too, *own])
+        tried = request.packed.count(neighbours)
+        if tried >= PACKINGS:
+            return None
+        request.packed = [neighbours] * (tried + 1)
+        for copy in own:
+            self._evict(copy)
+        return others_too
 
     def _older(self, request: Request) -> list[Request]:
         return [r for r in self.requests if r.sequence < request.sequence and r.urgency <= request.urgency]
@@ -266,182 +316,163 @@ class Admission:
         entry = self.directory.find(key)
         return entry is not None and not any(copy is not None and copy.valid for copy in entry.copies[target:tier])
 
-    def _slack(self, tier: int, request: Request) -> int:
-        """Bytes that ``request`` could have at once: free, or in CLEAN copies that it may evict."""
-        free = self.tiers[tier].capacity - self._used[tier]
-        return free + sum(copy.slot.nbytes for copy in self._evictable(tier, request))
-
     def _evict(self, copy: Copy) -> None:
         self.evictions += 1
         if copy.prefetched:
             self.prefetched_unused += 1
         self.directory.evict(copy)
 
-    def _dirty(self, tier: int) -> list[Copy]:
-        """Copies that may be written back now, the policy's next victims first."""
-        dirty = [c for c in self._resident[tier].values() if c.state is State.DIRTY and c.idle]
-        return [self._resident[tier][key] for key in self._order(tier, dirty)]
-
-    def _under_way(self, tier: int) -> int:
-        """Bytes of ``tier`` that write-backs in flight will make CLEAN."""
-        return sum(c.slot.nbytes for c in self._resident[tier].values() if c.state is State.WRITEBACK)
-
-    def _clean(self, tier: int, nbytes: int, request: Request) -> None:
-        """Write back, at ``request``'s urgency, DIRTY copies that make ``nbytes`` evictable."""
-        for transfer in self.queues[tier]:
-            if transfer.direction is Direction.DOWN and transfer.urgency > request.urgency:
-                transfer.urgency = request.urgency
-        coming = self._under_way(tier)
-        failure: TieredError | None = None
-        for copy in self._dirty(tier):
-            if coming >= nbytes:
-                return
-            if copy.failure is not None and not isinstance(copy.failure, CapacityError):  # there may be room by now
-                failure = copy.failure
-                continue
-            if self.admit_writeback(self.directory.entry(copy.key), tier, request):
-                coming += copy.slot.nbytes
-        if coming == 0 and failure is not None:
-            for copy in self._dirty(tier):
-                copy.failure = None  # a later request tries again
-            raise failure
-
     # -- background write-backs -------------------------------------------------------------------------------------------
 
     def _shortage(self, tier: int) -> int:
-        """Bytes missing to the reserve of free or CLEAN room in ``tier``, counting what write-backs will bring."""
-        ready = self.tiers[tier].capacity - self._used[tier]
-        for copy in self._resident[tier].values():
-            if copy.state is State.WRITEBACK or (copy.state is State.CLEAN and copy.idle):
-                ready += copy.slot.nbytes
-        return int(self.tiers[tier].capacity * self.reserve) - ready
+        """Bytes missing to the reserve of free or clean room in ``tier``, counting what write-backs will bring."""
+        place = self.places[tier]
+        if self.ahead is not None:
+            return place.largest - place.free - sum(copy.slot.nbytes for copy in place.condemned.values())
+        return int(place.tier.capacity * self.reserve) - place.ready
+
+    def _due(self) -> bool:
+        """Whether background write-backs have something to do; where not, only another change can bring it."""
+        self._unsettled = any(
+            self.places[tier].bytes_of[Standing.DIRTY] and self._shortage(tier) > 0 for tier in range(self.bottom)
+        )
+        return self._unsettled
 
     def clean_ahead(self) -> None:
         """Start background write-backs where a tier's reserve is short; nothing to do when nothing changed."""
-        if not self.wants_cleaning:
+        if not self._unsettled:
             return
-        self.wants_cleaning = False
+        self._unsettled = False
         for tier in range(self.bottom):
+            place = self.places[tier]
             shortage = self._shortage(tier)
-            if shortage <= 0:
+            if shortage <= 0 or not place.bytes_of[Standing.DIRTY]:
                 continue
             background = Request(Urgency.WRITEBACK)
             self.number(background)
-            for copy in self._dirty(tier):
-                if shortage <= 0:
-                    break
-                if copy.failure is not None:
+            for copy in self._next_to_clean(place, shortage):
+                if self.ahead is not None:
+                    place.condemn(copy)
+                if copy.state is not State.DIRTY:
                     continue
                 try:
                     if not self.admit_writeback(self.directory.entry(copy.key), tier, background):
                         break
                 except TieredError as error:  # a request that needs the room will meet it
                     copy.failure = error
-                    continue
-                shortage -= copy.slot.nbytes
+
+    def _next_to_clean(self, place: Occupancy, nbytes: int) -> list[Copy]:
+        """The policy's first victims that free ``nbytes`` together: without a known order the dirty ones among them."""
+        if self.ahead is not None:
+            return place.first(nbytes, lambda copy: copy.failure is None and copy.key not in place.condemned)
+        batch = max(nbytes, int(place.tier.capacity * self.reserve) // 16)
+        return place.first(batch, lambda copy: copy.failure is None and copy.standing is Standing.DIRTY)
 
     # -- slots -----------------------------------------------------------------------------------------------------------
 
     def install(self, copy: Copy) -> None:
         """A copy that did not come by a transfer (put, restore, move) is resident from here on."""
-        self._resident[copy.tier][copy.key] = copy
-        self.policies[copy.tier].touched(copy.key)
-        self._largest = max(self._largest, copy.slot.nbytes)
-        self.wants_cleaning = True
+        self.places[copy.tier].policy.touched(copy.key)
 
-    def released(self, copy: Copy, access: Access) -> None:
-        """A lease ended."""
-        self.directory.release(copy, access)
-        if access is Access.WRITE:
-            self.wants_cleaning = True
+    def give_back(self, tier: int, slot: Slot, fences: tuple[Fence, ...] = ()) -> None:
+        """Free a slot that ``room`` gave and that became no tensor; ``fences`` guard what was put into it."""
+        self.places[tier].give_back(slot, fences)
 
-    def give_back(self, tier: int, slot: Slot) -> None:
-        """Free a slot that ``room`` gave and nothing was put into."""
-        self.tiers[tier].free(slot)
-        self._slots[tier].remove(slot)
-        self._used[tier] -= slot.nbytes
+    def _changed(self, copy: Copy) -> None:
+        """Called by the directory."""
+        self.places[copy.tier].note(copy)
+        if copy.dirty:
+            self.unsaved[copy.key] = copy
+            self._unsettled = True
+        elif self.unsaved.get(copy.key) is copy:
+            del self.unsaved[copy.key]
 
-    def account_restored(self, tier: int, slot: Slot) -> None:
-        """``slot`` was claimed from the tier while opening."""
-        self._account(tier, slot)
-
-    def _account(self, tier: int, slot: Slot) -> None:
-        self._slots[tier].add(slot)
-        self._used[tier] += slot.nbytes
-        self._peak[tier] = max(self._peak[tier], self._used[tier])
-
-    def _vacated(self, copy: Copy) -> None:
-        self._resident[copy.tier].pop(copy.key, None)
-        self.policies[copy.tier].forgotten(copy.key)
-        if copy.aliases:
-            self._orphans.add(copy)
-        else:
-            self.give_back(copy.tier, copy.slot)
-
-    def alias_died(self, copy: Copy) -> None:
-        """A view of ``copy``'s memory was collected. Runs inside the garbage collector: it only puts on a queue."""
-        self._dead.put(copy)
+    def alias_died(self, copy: Copy, stream: object) -> None:
+        """A view of ``copy``'s memory, used on ``stream``, was collected. Runs inside the garbage collector: it only puts on
+        a queue."""
+        self._dead.put((copy, stream))
 
     def bury(self) -> None:
         """Count aliases that died since; give back the slots of orphans that have none left."""
-        while True:
+        while not self._dead.empty():
             try:
-                copy = self._dead.get_nowait()
+                copy, stream = self._dead.get_nowait()
             except queue.Empty:
                 return
+            if self.left is not None:
+                self.left(copy, stream)
             copy.aliases -= 1
-            self.wants_cleaning = True
-            if copy.aliases == 0 and copy in self._orphans:
-                self._orphans.remove(copy)
-                self.give_back(copy.tier, copy.slot)
+            place = self.places[copy.tier]
+            if copy.state is not State.EMPTY:
+                self._changed(copy)
+            elif copy.aliases == 0:
+                place.orphans.remove(copy)
+                place.give_back(copy.slot, copy.fences)
 
-    # -- the ends of transfers -------------------------------------------------------------------------------------------
+    # -- what happened -----------------------------------------------------------------------------------------------------
+
+    def used(self, entry: Entry, tier: int, use: Use) -> None:
+        """A lease of ``entry`` in ``tier`` begins, or it was put there."""
+        if self.ahead is not None:
+            self.ahead.plan.happened(entry.key)
+        for copy in entry.copies:
+            if copy is not None:
+                self.places[copy.tier].policy.touched(entry.key)
+        for record in self.records:
+            record.append(Touch(entry.key, self.places[tier].tier.name, use))
+
+    def look_ahead(self) -> None:
+        if self.ahead is not None:
+            self.ahead.attempt(self)
+
+    def follow(self, ahead: Ahead | None, policies: Sequence[EvictionPolicy]) -> None:
+        """Fetch along an order from here on, or no longer; new policies learn who is there."""
+        self.ahead = ahead
+        for place, policy in zip(self.places[: self.bottom], policies, strict=False):
+            place.policy = policy
+            place.condemned.clear()
+            for key in place.copies:
+                place.policy.touched(key)
 
     def complete(self, index: int, completion: Completion) -> Transfer:
         """Apply what link ``index`` reported."""
-        entry, transfer = self._transfers.pop(completion.tag)
-        self.wants_cleaning = True
+        entry, transfer = self.traffic.end(index, completion.tag)
+        self._unsettled = True
         if transfer.direction is Direction.UP:
             self.directory.end_fill(entry, index, completion.error)
             if completion.error is None:
-                self.policies[index].touched(entry.key)
+                self.places[index].policy.touched(entry.key)
             else:
                 for request in self.requests:
                     request.failed(entry.key, completion.error)
         else:
             self.directory.end_writeback(entry, index, completion.error, completion.checksums, transfer.generation)
             if completion.error is None:
-                self.policies[index + 1].touched(entry.key)
+                self.places[index + 1].policy.touched(entry.key)
+            else:
+                self.disturbances += 1
         return transfer
 
     # -- what is the matter ------------------------------------------------------------------------------------------------
 
     def why_stuck(self, request: Request, waited: float) -> str:
-        tier = request.tier
-        space = self.tiers[tier]
-        held = [c for c in (*self._resident[tier].values(), *self._orphans) if c.tier == tier and (c.leased or c.aliases)]
-        held.sort(key=lambda c: -c.slot.nbytes)
+        place = self.places[request.tier]
+        held = place.holders()
         names = ", ".join(
             f"{c.key!r} ({c.slot.nbytes:,} bytes, {'leased' if c.leased else 'still referenced after its lease'})"
             for c in held[:8]
         )
         more = f" and {len(held) - 8} more" if len(held) > 8 else ""
         return (
-            f"{request} waited {waited:.1f} s for tier {space.name}: {self._used[tier]:,} of {space.capacity:,} bytes are in "
-            f"use, held by {names or 'transfers in flight'}{more}. Release leases and the tensors they gave, "
+            f"{request} waited {waited:.1f} s for tier {place.tier.name}: {place.used:,} of {place.tier.capacity:,} bytes are "
+            f"in use, held by {names or 'transfers in flight'}{more}. Release leases and the tensors they gave, "
             f"or open the store with more room"
         )
 
     def tier_statistics(self) -> tuple[TierStatistics, ...]:
-        rows = []
-        for index, tier in enumerate(self.tiers):
-            orphans = sum(copy.tier == index for copy in self._orphans)
-            held = sum(bool(c.aliases) and not c.leased for c in self._resident[index].values()) + orphans
-            copies = len(self._resident[index])
-            rows.append(TierStatistics(tier.name, tier.capacity, self._used[index], self._peak[index], copies, held))
-        return tuple(rows)
+        return tuple(place.statistics() for place in self.places)
 
-    def unsaved(self) -> list[Copy]:
-        """Copies above the bottom that the tiers below have not got."""
-        found = (entry.unsaved for entry in self.directory.entries())
-        return [copy for copy in found if copy is not None]
+
+def _cannot_go(copy: Copy) -> bool:
+    """Its write-back failed, for another reason than want of room, which there may be by now."""
+    return copy.failure is not None and not isinstance(copy.failure, CapacityError)

@@ -2,51 +2,74 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import psutil
 
 from tiered.errors import CapacityError, MisuseError
 from tiered.eviction import LRU
-from tiered.interfaces import EvictionPolicy, IOBackend, Link, Tier
+from tiered.interfaces import EvictionPolicy, IOBackend, Link, Memory, Tier
 from tiered.io.posix import PosixBackend, PosixConfig
 from tiered.links.disk import DiskConfig, DiskLink
 from tiered.tiers.dram import DramConfig, DramTier
+from tiered.tiers.hbm import HbmConfig, HbmTier
 from tiered.tiers.nvme import NvmeConfig, NvmeTier
 
-__all__ = ["SMALLEST_DRAM", "Parts", "StoreConfig", "build", "default_dram"]
+__all__ = ["SMALLEST_DRAM", "BackendName", "Parts", "StoreConfig", "build", "default_dram"]
 
 SMALLEST_DRAM = 1 << 20
 """Bytes: the smallest DRAM budget that a store opens with."""
 
+BackendName = Literal["auto", "libaio", "aiofiles", "posix"]
+
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """``dram``: bytes of the pool. ``nvme``: bytes of extents at most (None: what the device has).
+    """``path``: the store's folder, None for no disk. ``dram``: bytes of the pool. ``hbm``: bytes on ``device``, 0 for none.
+    ``nvme``: bytes of extents at most (None: what the disk has).
 
-    ``depth``: requests in flight; 16 of 1 MiB reach a drive's rate, and more would only make a late demand wait longer.
+    ``backend`` is the name of one of ours, or makes another. ``eviction`` makes one policy per tier. ``depth``: requests in
+    flight; 16 of 1 MiB reach a drive's rate, and more would only make a late demand wait longer.
     """
 
-    path: str | os.PathLike[str]
+    path: str | os.PathLike[str] | None
     dram: int
     nvme: int | None = None
-    backend: Literal["auto", "libaio", "posix"] = "auto"
+    hbm: int = 0
+    device: str = "cuda"
+    backend: BackendName | Callable[[], IOBackend] = "auto"
+    eviction: Callable[[], EvictionPolicy] = LRU
     depth: int = 16
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Tiers from the top, links between neighbours, one policy per tier."""
+    """Tiers from the top, links between neighbours, one policy per tier. ``memories`` are the tiers that tensors can lie in;
+    ``backend`` and ``nvme`` are None where there is no disk."""
 
-    dram: DramTier
-    nvme: NvmeTier
-    backend: IOBackend
+    memories: tuple[Memory, ...]
+    nvme: NvmeTier | None
+    backend: IOBackend | None
     tiers: tuple[Tier, ...]
     links: tuple[Link, ...]
     policies: tuple[EvictionPolicy, ...]
+
+    @property
+    def dram(self) -> int:
+        """Index of the host's memory."""
+        return len(self.memories) - 1
+
+    def close(self) -> None:
+        """Let go of the tiers; the links are the engine's to close, before. Idempotent."""
+        if self.nvme is not None:
+            self.nvme.close()
+        for memory in self.memories:
+            memory.close()
 
 
 def build(config: StoreConfig) -> Parts:
@@ -55,12 +78,26 @@ def build(config: StoreConfig) -> Parts:
         raise CapacityError(
             f"a DRAM budget of {config.dram:,} bytes is too small: the smallest is {SMALLEST_DRAM:,} bytes"
         )
-    nvme = NvmeTier.open(NvmeConfig(config.path, config.nvme))
-    try:
-        dram = DramTier(DramConfig(config.dram, alignment=nvme.alignment))
-        backend = _open_backend(config)
-        try:
-            link = DiskLink(
+    with contextlib.ExitStack() as undo:
+        nvme = None
+        if config.path is not None:
+            nvme = NvmeTier.open(NvmeConfig(config.path, config.nvme))
+            undo.callback(nvme.close)
+        dram = DramTier(DramConfig(config.dram, alignment=nvme.alignment if nvme else 64))
+        undo.callback(dram.close)
+        memories: tuple[Memory, ...] = (dram,)
+        links: tuple[Link, ...] = ()
+        if config.hbm:
+            hbm = HbmTier(HbmConfig(config.hbm, config.device))
+            undo.callback(hbm.close)
+            memories = (hbm, dram)
+            links = (_device_link(hbm, dram),)
+            undo.callback(links[0].close)
+        backend = None
+        if nvme is not None:
+            backend = _open_backend(config)
+            undo.callback(backend.close)
+            disk = DiskLink(
                 backend,
                 address=dram.address,
                 fd=nvme.fd,
@@ -69,19 +106,30 @@ def build(config: StoreConfig) -> Parts:
                 alignment=nvme.alignment,
                 config=DiskConfig(),
             )
-        except BaseException:
-            backend.close()
-            raise
-    except BaseException:
-        nvme.close()
-        raise
-    return Parts(dram, nvme, backend, (dram, nvme), (link,), (LRU(), LRU()))
+            links = (*links, disk)
+        undo.pop_all()
+    tiers: tuple[Tier, ...] = memories if nvme is None else (*memories, nvme)
+    return Parts(memories, nvme, backend, tiers, links, tuple(config.eviction() for _ in tiers))
+
+
+def _device_link(hbm: HbmTier, dram: DramTier) -> Link:
+    if hbm.device.type == "cuda":
+        from tiered.links.cuda import CudaLink
+
+        return CudaLink(hbm, dram)
+    from tiered.links.memory import MemoryLink
+
+    return MemoryLink(hbm, dram)
 
 
 def _open_backend(config: StoreConfig) -> IOBackend:
-    if config.backend not in ("auto", "libaio", "posix"):
-        raise MisuseError(f"there is no backend {config.backend!r}; use 'auto', 'libaio' or 'posix'")
-    if config.backend != "posix":
+    """Raises MisuseError for one that is unknown or does not work here."""
+    if not isinstance(config.backend, str):
+        return config.backend()
+    if config.backend not in get_args(BackendName):
+        known = ", ".join(repr(name) for name in get_args(BackendName))
+        raise MisuseError(f"there is no backend {config.backend!r}; use one of {known}, or a function that makes one")
+    if config.backend in ("auto", "libaio"):
         try:
             from tiered.io.libaio import LibaioBackend, LibaioConfig
 
@@ -89,6 +137,10 @@ def _open_backend(config: StoreConfig) -> IOBackend:
         except (ImportError, OSError) as error:
             if config.backend == "libaio":
                 raise MisuseError(f"the libaio backend does not work here: {error}; use backend='posix'") from error
+    if config.backend == "aiofiles":
+        from tiered.io.aiofile import AiofilesBackend, AiofilesConfig
+
+        return AiofilesBackend(AiofilesConfig(depth=config.depth))
     return PosixBackend(PosixConfig(depth=config.depth))
 
 

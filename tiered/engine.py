@@ -11,21 +11,25 @@ when somebody waits.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import select
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiered.admission import Admission
+from tiered.ahead import Ahead
 from tiered.errors import CapacityError, StoreClosed, TieredError
-from tiered.interfaces import EvictionPolicy, Link, Tier
+from tiered.interfaces import EvictionPolicy, Link, Streams, Tier
+from tiered.prefetch import Plan, Touch
 from tiered.requests import Lease, Prefetch, Request
 from tiered.residency import Copy
 from tiered.stats import FlowStatistics, LinkStatistics
-from tiered.types import Access, Direction, Key
+from tiered.types import Access, Direction, Fence, Key, Slot, Transfer
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -34,11 +38,13 @@ __all__ = ["Engine", "EngineConfig"]
 class EngineConfig:
     """``deadline``: seconds that a request waits at most before it raises and says who holds the room.
 
-    ``reserve``: share of each tier that background write-backs keep free or CLEAN, so that what comes finds room.
+    ``reserve``: share of each tier that background write-backs keep free or CLEAN, so that what comes finds room. ``clock``
+    gives seconds.
     """
 
     deadline: float = 60.0
     reserve: float = 0.5
+    clock: Callable[[], float] = time.monotonic
 
 
 class _Wake:
@@ -88,13 +94,22 @@ class _Flow:
         else:
             self.failed += 1
 
+    @property
+    def cost(self) -> float:
+        """Seconds per byte; 0 before the first transfer has ended."""
+        return self.busy / self.bytes if self.bytes else 0.0
+
     def snapshot(self, now: float) -> FlowStatistics:
         busy = self.busy + (now - self.since if self.active else 0.0)
         return FlowStatistics(self.transfers, self.bytes, self.failed, busy)
 
 
 class Engine:
-    """Links, time and waiting around an ``Admission``. ``links[i]`` joins tier i and tier i + 1, from the top."""
+    """Links, time and waiting around an ``Admission``. ``links[i]`` joins tier i and tier i + 1, from the top.
+
+    A fence guards a slot: its memory is used anew only after what was queued on a device with it has run. Fences are made and
+    waited for here alone. On a tier without streams there are none.
+    """
 
     def __init__(
         self, tiers: Sequence[Tier], links: Sequence[Link], policies: Sequence[EvictionPolicy], config: EngineConfig
@@ -104,8 +119,13 @@ class Engine:
         self.admission = Admission(tiers, policies, config.reserve)
         self.lock = threading.Lock()
         self.commits = threading.Lock()  # one commit at a time; taken before ``lock``
-        self.hits = self.misses = self.leases = 0
+        self.hits = self.misses = self.leases = self.wakes = 0
         self.stalled_for_reads = self.stalled_for_room = 0.0
+        self._policies = list(policies)
+        self._views: dict[int, tuple[weakref.ref[object], Copy, object]] = {}
+        self._streams: list[Streams | None] = [getattr(tier, "streams", None) for tier in tiers]
+        if any(streams is not None for streams in self._streams):
+            self.admission.left = self._alias_left
         self._changed = threading.Condition(self.lock)
         self._wake = _Wake()
         self._flows = [{direction: _Flow() for direction in Direction} for _ in links]
@@ -122,77 +142,204 @@ class Engine:
 
     def wait(self, request: Request, deadline: float | None = None) -> None:
         """Get ``request`` done, or raise its error; waits at most ``deadline`` seconds (default: the configured ones)."""
-        began = time.monotonic()
-        patience = self.config.deadline if deadline is None else deadline
+        asked = self.config.clock()
         with self.lock:
             at_once = self._submit(request)
-            if isinstance(request, Lease):
-                self.leases += 1
-                self.hits += at_once
-                self.misses += not at_once
             if not at_once:
                 try:
-                    self._wait_for(request, began, patience)
+                    self._wait_for(request, asked, self.config.deadline if deadline is None else deadline)
                 except BaseException:
-                    request.abandon(self.admission)
-                    self._wake.set()  # for those who wait for what it had
+                    self._give_up(request)
                     raise
                 finally:
-                    if request in self.admission.requests:
-                        self.admission.requests.remove(request)
+                    self._forget(request)
+            if isinstance(request, Lease):
+                self._count(request, asked, at_once)
+        if request.error is not None:
+            raise request.error
+
+    async def arrive(self, request: Request) -> None:
+        """``wait`` for a coroutine: no thread is blocked, and cancelling undoes what was granted meanwhile."""
+        asked = self.config.clock()
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+
+        def wake() -> None:
+            if not done.done():
+                done.set_result(None)
+
+        def notify() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(wake)
+
+        with self.lock:
+            request.on_done = notify
+            at_once = self._submit(request)
+        if not at_once:
+            try:
+                await asyncio.wait_for(done, self.config.deadline)
+                with self.lock:
+                    if not request.done:
+                        self._refuse_stopped()
+            except BaseException as error:
+                with self.lock:
+                    self._give_up(request)
+                    why = self.admission.why_stuck(request, self.config.clock() - asked)
+                if isinstance(error, asyncio.TimeoutError):
+                    raise CapacityError(why) from None
+                raise
+            finally:
+                with self.lock:
+                    self._forget(request)
+        with self.lock:
+            if isinstance(request, Lease):
+                self._count(request, asked, at_once)
         if request.error is not None:
             raise request.error
 
     def _submit(self, request: Request) -> bool:
         """Attempt ``request`` in the caller's thread; what is not done at once waits among the others. Under the lock."""
         self._refuse_stopped()
-        self.admission.bury()
-        self.admission.number(request)
-        done = self.admission.attempt(request)
+        admission = self.admission
+        admission.bury()
+        admission.number(request)
+        done = admission.attempt(request)
         if not done:
-            self.admission.requests.append(request)
-        if self.admission.requests or any(self.admission.queues) or self.admission.wants_cleaning:
-            self._wake.set()
+            admission.requests.append(request)
+        admission.look_ahead()
+        if admission.anything_to_do:
+            self._poke()
         return done
+
+    def _count(self, lease: Lease, asked: float, at_once: bool) -> None:
+        self.leases += 1
+        self.hits += at_once
+        self.misses += not at_once
+        if self.admission.ahead is not None and lease.copies:
+            self.admission.ahead.pace.touched(sum(copy.slot.nbytes for copy in lease.copies), asked, self.config.clock())
 
     def _wait_for(self, request: Request, began: float, patience: float) -> None:
         left = request.left
         while not request.done:
             self._refuse_stopped()
             if request.left != left:
-                began, left = time.monotonic(), request.left
-            before, for_room = time.monotonic(), request.waits_for_room
+                began, left = self.config.clock(), request.left
+            before, for_room = self.config.clock(), request.waits_for_room
             if before - began >= patience:
                 raise CapacityError(self.admission.why_stuck(request, before - began))
             self._changed.wait(min(began + patience - before, 5.0))
-            waited = time.monotonic() - before
+            waited = self.config.clock() - before
             if for_room:
                 self.stalled_for_room += waited
             else:
                 self.stalled_for_reads += waited
+
+    def _give_up(self, request: Request) -> None:
+        request.abandon(self.admission)
+        self._poke()  # for those who wait for what it had
+
+    def _forget(self, request: Request) -> None:
+        if request in self.admission.requests:
+            self.admission.requests.remove(request)
 
     def hint(self, keys: Sequence[Key], tier: int) -> None:
         """Prefetch; never waits, never raises on full. A newer hint replaces what older ones have not begun."""
         with self.lock:
             waiting = self.admission.requests
             waiting[:] = [request for request in waiting if not isinstance(request, Prefetch)]
-            for key in keys:
-                self._submit(Prefetch(key, tier))
+            self._submit(Prefetch(keys, tier))
 
-    def release(self, copies: Sequence[Copy], access: Access) -> None:
-        """End leases."""
+    def sizes(self, keys: Iterable[Key]) -> dict[Key, int]:
+        """Bytes of each tensor; 0 where there is none."""
         with self.lock:
-            for copy in copies:
-                self.admission.released(copy, access)
-            self.admission.bury()
-            if self.admission.requests or self.admission.wants_cleaning:
-                self._wake.set()
+            entries = ((key, self.admission.directory.find(key)) for key in keys)
+            return {key: 0 if entry is None else entry.nbytes for key, entry in entries}
 
-    def alias_died(self, copy: Copy) -> None:
-        """A view of ``copy``'s memory was collected. Runs inside the garbage collector: no locks here."""
-        self.admission.alias_died(copy)
+    def follow(
+        self, order: Sequence[Touch], sizes: Mapping[Key, int], policies: Callable[[Plan], Sequence[EvictionPolicy]]
+    ) -> int:
+        """Fetch and evict along ``order`` from here on, or, where it is empty, no longer; how many touches it planned anew."""
+        with self.lock:
+            self._refuse_stopped()
+            admission = self.admission
+            planned, ahead = len(order), admission.ahead
+            if not order:
+                ahead = None
+            elif ahead is not None:
+                planned = ahead.replan(order, sizes)
+            else:
+                ahead = Ahead(Plan(order, sizes), [place.tier.name for place in admission.places], self._costs)
+            admission.follow(ahead, self._policies if ahead is None else policies(ahead.plan))
+            admission.look_ahead()
+            self._poke()
+            return planned
+
+    def _costs(self) -> list[tuple[float, float]]:
+        """Seconds per byte of each link, up and down, as measured; 0 where nothing moved yet."""
+        return [(flows[Direction.UP].cost, flows[Direction.DOWN].cost) for flows in self._flows]
+
+    # -- leases begin and end ----------------------------------------------------------------------------------------------
+
+    def enter(self, copies: Sequence[Copy], tier: int) -> object:
+        """What the caller computes from here on runs after what the copies' fences stand for; the stream it computes on."""
+        streams = self._streams[tier]
+        if streams is None:
+            return None
+        stream = streams.current()
+        for copy in copies:
+            for fence in copy.fences:
+                streams.wait(stream, fence)
+        return stream
+
+    def guard(self, tier: int, slot: Slot) -> None:
+        """What the caller computes from here on runs after what was queued with the memory of ``slot``, now its own. Under the
+        lock."""
+        streams = self._streams[tier]
+        if streams is not None:
+            for fence in self.admission.places[tier].guards(slot):
+                streams.wait(streams.current(), fence)
+
+    def fences(self, tier: int) -> tuple[Fence, ...]:
+        """A fence that passes when all that the caller has queued so far has run."""
+        streams = self._streams[tier]
+        return () if streams is None else (streams.record(streams.current()),)
+
+    def release(self, copies: Sequence[Copy], access: Access, stream: object = None) -> None:
+        """End leases that ``stream`` computed with."""
+        with self.lock:
+            fence = None
+            for copy in copies:
+                streams = self._streams[copy.tier]
+                if streams is not None:
+                    fence = fence or streams.record(stream)
+                    copy.fences = (*(f for f in copy.fences if not f.query()), fence)
+                self.admission.directory.release(copy, access)
+            self.admission.bury()
+            if self.admission.anything_to_do:
+                self._poke()
+
+    def watch(self, owner: object, copy: Copy, stream: object) -> None:
+        """Count ``copy``'s alias, used on ``stream``, as gone when ``owner`` is collected."""
+        view = weakref.ref(owner, self._view_died)  # weakref.finalize does the same, and takes three times as long
+        self._views[id(view)] = (view, copy, stream)  # owners need not be hashable, and weak references are as their owners
+
+    def _view_died(self, view: weakref.ref[object]) -> None:
+        _, copy, stream = self._views.pop(id(view))
+        self.alias_died(copy, stream)
+
+    def alias_died(self, copy: Copy, stream: object = None) -> None:
+        """A view of ``copy``'s memory, used on ``stream``, was collected. Runs inside the garbage collector: no locks here."""
+        self.admission.alias_died(copy, stream)
         if self.admission.requests and os.getpid() == self._pid:
             self._wake.set()
+
+    def _alias_left(self, copy: Copy, stream: object) -> None:
+        """Under the lock, some time after the view died: a fence made now is late enough, too."""
+        streams = self._streams[copy.tier]
+        if streams is not None:
+            copy.fences = (*(f for f in copy.fences if not f.query()), streams.record(stream))
+
+    # -- the end -----------------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """End the thread after every transfer in flight; what is not started never will be. Idempotent."""
@@ -201,11 +348,20 @@ class Engine:
             return
         with self.lock:
             self._stopping = True
-            self._changed.notify_all()
+            self._wake_everybody()
         self._wake.set()
         if os.getpid() == self._pid:
             while self._thread.is_alive():
                 self._thread.join(1.0)
+
+    def _wake_everybody(self) -> None:
+        self._changed.notify_all()
+        for request in self.admission.requests:
+            request.notify()
+
+    def _poke(self) -> None:
+        self.wakes += 1
+        self._wake.set()
 
     def _refuse_stopped(self) -> None:
         if self._broken is not None:
@@ -233,7 +389,7 @@ class Engine:
         except BaseException as error:
             with self.lock:
                 self._broken = error
-                self._changed.notify_all()
+                self._wake_everybody()
         finally:
             self._close_links()
 
@@ -244,7 +400,7 @@ class Engine:
             self.admission.bury()
             for index, completion in completions:
                 transfer = self.admission.complete(index, completion)
-                self._flows[index][transfer.direction].end(time.monotonic(), transfer.nbytes, completion.error)
+                self._flows[index][transfer.direction].end(self.config.clock(), transfer.nbytes, completion.error)
             finished = self.admission.advance()
             if not self._stopping:
                 self.admission.clean_ahead()
@@ -257,21 +413,35 @@ class Engine:
         """Hand queued transfers to their links, most urgent first. Outside the lock: a link may hash and submit here."""
         started = False
         for index, link in enumerate(self.links):
+            with self.lock:
+                promotions = self.admission.traffic.promotions[index]
+                self.admission.traffic.promotions[index] = {}
+            for tag, urgency in promotions.items():
+                link.promote(tag, urgency)
+                with self.lock:
+                    self.admission.traffic.promoted(tag, urgency)
             while True:
                 with self.lock:
-                    waiting = self.admission.queues[index]
-                    if not waiting or self._stopping:
+                    transfer = None if self._stopping else self.admission.traffic.take(index)
+                    if transfer is None:
                         break
-                    transfer = min(waiting, key=lambda t: (t.urgency, t.tag))
-                    waiting.remove(transfer)
-                    self._flows[index][transfer.direction].begin(time.monotonic())
+                    transfer.after = self._after(index, transfer)
+                    self._flows[index][transfer.direction].begin(self.config.clock())
                 if not link.start(transfer):
                     with self.lock:
                         self._flows[index][transfer.direction].active -= 1
-                        waiting.append(transfer)
+                        self.admission.traffic.put_back(index, transfer)
                     break
                 started = True
         return started
+
+    def _after(self, index: int, transfer: Transfer) -> tuple[Fence, ...]:
+        """What has to run on the upper tier's device before a link may touch the slot there."""
+        if self._streams[index] is None:
+            return ()
+        place = self.admission.places[index]
+        fences = (*place.copies[transfer.key].fences, *place.guards(transfer.upper))
+        return tuple(fence for fence in fences if not fence.query())
 
     def _started(self, index: int) -> int:
         return sum(flow.active for flow in self._flows[index].values())
@@ -279,7 +449,7 @@ class Engine:
     # -- looking in --------------------------------------------------------------------------------------------------------
 
     def link_statistics(self) -> tuple[LinkStatistics, ...]:
-        now = time.monotonic()
+        now = self.config.clock()
         return tuple(
             LinkStatistics(link.src, link.dst, flows[Direction.UP].snapshot(now), flows[Direction.DOWN].snapshot(now))
             for link, flows in zip(self.links, self._flows, strict=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from tiered.types import Candidate, Key
 
-__all__ = ["LRU"]
+__all__ = ["LRU", "NextUse"]
 
 
 class LRU:
@@ -39,3 +41,51 @@ class LRU:
                         chosen.append(key)
                         nbytes -= candidate.nbytes
         return chosen if nbytes <= 0 else None
+
+
+class NextUse:
+    """Furthest next use first (Belady 1966, "A study of replacement algorithms for a virtual-storage computer").
+
+    ``next_use(key)`` is the position in a known order at which a tensor is needed next, infinite for never, and is asked
+    whenever the tensor is touched; ``now()`` is the position that is reached. A dirty candidate counts as needed sooner by
+    ``price`` positions, for it costs a write. A candidate that was never touched comes last.
+    """
+
+    def __init__(self, next_use: Callable[[Key], float], now: Callable[[], float], *, price: float = 0.0) -> None:
+        self._next_use, self._now, self._price = next_use, now, price
+        self._known: dict[Key, float] = {}
+        self._order: list[tuple[float, Key]] = []  # the soonest first
+
+    def touched(self, key: Key) -> None:
+        self.forgotten(key)
+        self._known[key] = self._next_use(key)
+        insort(self._order, (self._known[key], key))
+
+    def forgotten(self, key: Key) -> None:
+        if key in self._known:
+            del self._order[bisect_left(self._order, (self._known.pop(key), key))]
+
+    def victims(self, nbytes: int, among: Mapping[Key, Candidate]) -> list[Key] | None:
+        """The first of ``among`` that together have ``nbytes``; None when all of them are too little."""
+        while self._order and self._order[0][0] < self._now():  # they were not used when they should have been
+            self.touched(self._order[0][1])
+        if self._price:
+            kinds = (self._ranked(among, False, 0.0), self._ranked(among, True, self._price))
+            known: Iterable[tuple[float, Key]] = heapq.merge(*kinds, reverse=True)
+        else:
+            known = self._ranked(among, None, 0.0)
+        chosen: list[Key] = []
+        for keys in ((key for _, key in known), (key for key in among if key not in self._known)):
+            for key in keys:
+                if nbytes <= 0:
+                    return chosen
+                chosen.append(key)
+                nbytes -= among[key].nbytes
+        return chosen if nbytes <= 0 else None
+
+    def _ranked(self, among: Mapping[Key, Candidate], dirty: bool | None, price: float) -> Iterator[tuple[float, Key]]:
+        """Candidates of one kind, or of both, the furthest first."""
+        for position, key in reversed(self._order):
+            candidate = among.get(key)
+            if candidate is not None and (dirty is None or candidate.dirty is dirty):
+                yield position - price, key

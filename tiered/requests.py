@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import enum
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from tiered.errors import CapacityError, LeaseConflict, MisuseError, TieredError
-from tiered.residency import Copy, State
-from tiered.types import Access, Key, Slot, TensorSpec, Urgency
+from tiered.residency import Copy, Entry, State
+from tiered.types import Access, Fence, Key, Slot, TensorSpec, Urgency, Use
 
 if TYPE_CHECKING:
     from tiered.admission import Admission
@@ -26,6 +29,8 @@ class Request:
         self.waits_for_room = False
         self.left = 0  # whenever this changes it has come closer, and the deadline counts anew
         self.packed: list[frozenset[Slot]] = []  # among which slots it packed what it had anew, once for each time
+        self.needed: int | None = None  # the position in a known order for which it fetches
+        self.on_done: Callable[[], None] | None = None
 
     def attempt(self, admission: Admission) -> bool:
         raise NotImplementedError
@@ -37,17 +42,23 @@ class Request:
     def failed(self, key: Key, error: TieredError) -> None:
         """``key`` could not be brought up."""
 
+    def notify(self) -> None:
+        """It is done, and whoever waits for it is not blocked in a thread."""
+        if self.on_done is not None:
+            self.on_done()
+
     def abandon(self, admission: Admission) -> None:
         """The caller gave up (deadline, Ctrl-C): undo what was granted meanwhile. Under the lock."""
 
 
 class Lease(Request):
-    """All of ``keys`` in ``tier`` at once, or none. ``copies`` are the granted ones, in the order of ``keys``."""
+    """All of ``keys`` in ``tier`` at once, or none. ``copies`` are those granted, ``specs`` theirs, as ``keys`` are."""
 
     def __init__(self, keys: Sequence[Key], tier: int, access: Access) -> None:
         super().__init__(Urgency.DEMAND, tier)
         self.keys, self.access = tuple(keys), access
         self.copies: list[Copy] = []
+        self.specs: list[TensorSpec] = []
 
     def __str__(self) -> str:
         return f"a {self.access.name} lease of {', '.join(map(repr, self.keys[:3]))}{'…' if len(self.keys) > 3 else ''}"
@@ -57,25 +68,39 @@ class Lease(Request):
 
     def attempt(self, admission: Admission) -> bool:
         entries = [admission.directory.entry(key) for key in self.keys]
+        if len(entries) > 1 or self.access is Access.WRITE:  # all or nothing; else the grant itself refuses
+            for entry in entries:
+                admission.directory.refuse_conflict(entry, self.access)
+        if not self._resident(entries):
+            self._refuse_impossible(admission, sum(entry.nbytes for entry in entries))
+            arrived = [admission.bring(entry, self.tier, self) for entry in entries]  # each starts, not only the first
+            if not all(arrived):
+                return False
+        if self.access is Access.WRITE and sum(admission.busy(entry, self) for entry in entries):  # each hurries
+            return False
+        admission.disturbances += self.access is Access.WRITE
         for entry in entries:
-            admission.directory.refuse_conflict(entry, self.access)
-        space, total = admission.tiers[self.tier], sum(entry.nbytes for entry in entries)
+            copy = admission.directory.grant(entry, self.tier, self.access)
+            copy.aliases += 1  # the view that the caller makes of it
+            self.copies.append(copy)
+            self.specs.append(entry.spec)
+            admission.used(entry, self.tier, Use(self.access.value))
+        return True
+
+    def _resident(self, entries: Sequence[Entry]) -> bool:
+        for entry in entries:
+            copy = entry.copies[self.tier]
+            if copy is None or not copy.valid:
+                return False
+        return True
+
+    def _refuse_impossible(self, admission: Admission, total: int) -> None:
+        space = admission.places[self.tier].tier
         if total > space.capacity:
             raise CapacityError(
                 f"{self} needs {total:,} bytes, which can never be in tier {space.name} together ({space.capacity:,} bytes): "
                 f"lease fewer at once, or open the store with more room there"
             )
-        arrived = [admission.bring(entry, self.tier, self) for entry in entries]  # each starts on its way, not only the first
-        ready = all(arrived)
-        busy = [self.access is Access.WRITE and admission.busy(entry, self) for entry in entries]
-        if not ready or any(busy):
-            return False
-        for entry in entries:
-            copy = admission.directory.grant(entry, self.tier, self.access)
-            copy.aliases += 1  # the view that the caller makes of it
-            self.copies.append(copy)
-            admission.policies[self.tier].touched(entry.key)
-        return True
 
     def failed(self, key: Key, error: TieredError) -> None:
         if key in self.keys and not self.done:
@@ -84,8 +109,8 @@ class Lease(Request):
     def abandon(self, admission: Admission) -> None:
         while self.copies:
             copy = self.copies.pop()
-            admission.directory.release(copy, self.access)
             copy.aliases -= 1
+            admission.directory.release(copy, self.access)
 
 
 class Room(Request):
@@ -109,11 +134,14 @@ class Room(Request):
 
 
 class Install(Request):
-    """``slot``, filled by the caller, becomes tensor ``key``; replaces what was there once its transfers have ended."""
+    """``slot``, filled by the caller, becomes tensor ``key``; replaces what was there once its transfers have ended.
 
-    def __init__(self, key: Key, spec: TensorSpec, tier: int, slot: Slot) -> None:
+    ``fences`` pass when what fills it has run.
+    """
+
+    def __init__(self, key: Key, spec: TensorSpec, tier: int, slot: Slot, fences: tuple[Fence, ...] = ()) -> None:
         super().__init__(Urgency.DEMAND, tier)
-        self.key, self.spec, self.slot = key, spec, slot
+        self.key, self.spec, self.slot, self.fences = key, spec, slot, fences
 
     def __str__(self) -> str:
         return f"a put of {self.key!r}"
@@ -125,16 +153,18 @@ class Install(Request):
         try:
             entry = admission.directory.put(self.key, self.spec, self.tier, self.slot)
         except LeaseConflict:
-            admission.give_back(self.tier, self.slot)
+            admission.give_back(self.tier, self.slot, self.fences)
             raise
         copy = entry.copies[self.tier]
         assert copy is not None
+        copy.fences = self.fences
         admission.install(copy)
+        admission.used(entry, self.tier, Use.PUT)
         return True
 
     def abandon(self, admission: Admission) -> None:
         if not self.done:
-            admission.give_back(self.tier, self.slot)
+            admission.give_back(self.tier, self.slot, self.fences)
 
 
 class Delete(Request):
@@ -154,27 +184,49 @@ class Delete(Request):
 
 
 class Prefetch(Request):
-    """A hint: done when the tensor is there, on its way on the last hop, gone, or cannot come."""
+    """A hint: done when each tensor is there, on its way on the last hop, gone, or cannot come. They start in order."""
 
-    def __init__(self, key: Key, tier: int) -> None:
+    def __init__(self, keys: Iterable[Key], tier: int) -> None:
         super().__init__(Urgency.PREFETCH, tier)
-        self.key = key
+        self._waiting = deque(keys)
+        self._moving: list[Key] = []
 
     def __str__(self) -> str:
-        return f"a prefetch of {self.key!r}"
+        return f"a prefetch of {len(self._waiting) + len(self._moving)} tensors"
 
     def wants(self) -> Sequence[Key]:
-        return (self.key,)
+        return self._moving
 
     def attempt(self, admission: Admission) -> bool:
-        entry = admission.directory.find(self.key)
+        self._moving = [key for key in self._moving if self._goes_on(admission, key) is not _There.ARRIVED]
+        while self._waiting:
+            there = self._goes_on(admission, self._waiting[0])
+            if there is _There.NOT_YET:
+                return False
+            key = self._waiting.popleft()
+            if there is _There.COMING:
+                self._moving.append(key)
+        return not self._moving
+
+    def _goes_on(self, admission: Admission, key: Key) -> _There:
+        entry = admission.directory.find(key)
         if entry is None or entry.written:
-            return True
-        return admission.bring(entry, self.tier, self) or entry.copies[self.tier] is not None
+            return _There.ARRIVED
+        try:
+            if admission.bring(entry, self.tier, self) or entry.copies[self.tier] is not None:
+                return _There.ARRIVED
+        except TieredError:
+            return _There.ARRIVED  # a hint is not tried twice
+        return _There.COMING if entry.in_flight else _There.NOT_YET
 
     def failed(self, key: Key, error: TieredError) -> None:
-        if key == self.key:
-            self.done = True  # a hint is not tried twice
+        self._moving = [other for other in self._moving if other != key]
+
+
+class _There(enum.Enum):
+    ARRIVED = "nothing is left to do"
+    COMING = "on its way"
+    NOT_YET = "it could not start"
 
 
 class Flush(Request):
@@ -184,17 +236,19 @@ class Flush(Request):
     their way out must not change. An open WRITE lease is an error.
     """
 
-    def __init__(self, then: Callable[[], None], duplicate: Callable[[int, Slot, Slot, int], None]) -> None:
+    def __init__(self, then: Callable[[], None], duplicate: Callable[[Copy, Slot, int], None]) -> None:
         super().__init__(Urgency.DEMAND)
         self._then, self._duplicate = then, duplicate
         self._first = True
+        self._seen = self._disturbed = 0  # how much was unsaved, and what had disturbed it, when it looked last
 
     def __str__(self) -> str:
         return "a flush"
 
     def attempt(self, admission: Admission) -> bool:
-        unsaved = admission.unsaved()
-        for copy in unsaved:
+        if self._nothing_new(admission):
+            return False
+        for copy in list(admission.unsaved.values()):
             if copy.writers:
                 raise LeaseConflict(f"tensor {copy.key!r} has an open WRITE lease: end it before a commit")
             if self._first:
@@ -202,16 +256,23 @@ class Flush(Request):
             elif copy.failure is not None:
                 raise copy.failure
         self._first = False
-        for copy in unsaved:
+        for copy in list(admission.unsaved.values()):
             if copy.state is State.DIRTY and not copy.in_flight:
                 self._write_back(admission, copy)
             else:
-                admission.hurry(copy.key, self.urgency)
-        self.left = len(unsaved)
-        if unsaved:
+                admission.traffic.hurry(copy.key, self.urgency)
+        self.left = self._seen = len(admission.unsaved)
+        self._disturbed = admission.disturbances
+        if admission.unsaved:
             return False
         self._then()
         return True
+
+    def _nothing_new(self, admission: Admission) -> bool:
+        """Looking at ten thousand tensors at the end of each one's transfer would take longer than the transfers."""
+        self.left = len(admission.unsaved)
+        moving = any(copy.state is State.WRITEBACK for copy in itertools.islice(admission.unsaved.values(), 4))
+        return moving and not self._first and self._disturbed == admission.disturbances and 0.9 * self._seen < self.left
 
     def _write_back(self, admission: Admission, copy: Copy) -> None:
         entry = admission.directory.entry(copy.key)
@@ -220,8 +281,9 @@ class Flush(Request):
             slot = admission.room(copy.tier, entry.nbytes, self)
             if slot is None:
                 return
-            self._duplicate(copy.tier, copy.slot, slot, entry.nbytes)
-            admission.install(admission.directory.move(copy, slot))
+            self._duplicate(copy, slot, entry.nbytes)
+            copy = admission.directory.move(copy, slot)
+            admission.install(copy)
         if admission.bottom == 0:
             raise MisuseError("this store has no tier below the first one")
         admission.admit_writeback(entry, copy.tier, self)

@@ -28,9 +28,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tiered.errors import KeyNotFound, LeaseConflict, TieredError
-from tiered.types import Access, Key, Slot, TensorSpec
+from tiered.types import Access, Fence, Key, Slot, TensorSpec
 
-__all__ = ["EDGES", "Copy", "Directory", "Entry", "State"]
+__all__ = ["EDGES", "Copy", "Directory", "Entry", "Standing", "State"]
 
 
 class State(enum.Enum):
@@ -57,6 +57,21 @@ EDGES: frozenset[tuple[State, State]] = frozenset(
     }
 )
 
+class Standing(enum.IntEnum):
+    """What a copy means to those who look for room in its tier."""
+
+    USED = 0
+    """Somebody looks at it, something moves it, or it is gone: it cannot leave."""
+    CLEAN = 1
+    """It can leave at once."""
+    FRESH = 2
+    """It can leave at once, but was prefetched and nobody has used it yet."""
+    DIRTY = 3
+    """It can leave after it was written back."""
+    LEAVING = 4
+    """It is being written back and can leave after that."""
+
+
 _VALID = frozenset({State.CLEAN, State.DIRTY, State.WRITEBACK})
 _IN_FLIGHT = frozenset({State.FILLING, State.WRITEBACK})
 
@@ -67,7 +82,8 @@ class Copy:
 
     ``aliases`` counts views of the slot's memory that are still reachable outside; a slot is given back only when the copy is
     EMPTY *and* none is left. ``reads_from`` counts transfers up that read this slot. ``checksums`` and ``generation`` describe
-    the bytes of a bottom copy. ``witness`` is the store's (it shares torch's version counter between leases).
+    the bytes of a bottom copy. ``fences`` guard the slot (the engine's); ``condemned``: it was chosen to leave. ``witness`` is
+    the store's (it shares torch's version counter between leases), ``standing`` the occupancy's.
     """
 
     key: Key
@@ -82,7 +98,10 @@ class Copy:
     generation: int = 0
     prefetched: bool = False
     failure: TieredError | None = None
+    fences: tuple[Fence, ...] = ()
+    condemned: bool = False
     witness: object = None
+    standing: Standing = Standing.USED
 
     @property
     def state(self) -> State:
@@ -121,6 +140,17 @@ class Copy:
         """Nobody looks at it and nothing moves it."""
         return not (self.leased or self.in_flight or self.aliases)
 
+    def stands(self) -> Standing:
+        """What it means now to those who look for room."""
+        state = self._state
+        if self.readers or self.writers or self.aliases or self.reads_from:
+            return Standing.USED
+        if state is State.CLEAN:
+            return Standing.FRESH if self.prefetched else Standing.CLEAN
+        if state is State.DIRTY:
+            return Standing.DIRTY
+        return Standing.LEAVING if state is State.WRITEBACK else Standing.USED
+
 
 @dataclass(slots=True, eq=False)
 class Entry:
@@ -138,16 +168,25 @@ class Entry:
 
     @property
     def in_flight(self) -> bool:
-        return any(copy is not None and copy.in_flight for copy in self.copies)
+        for copy in self.copies:  # noqa: SIM110 - a generator takes thrice as long, and this is on the path of every lease
+            if copy is not None and copy.in_flight:
+                return True
+        return False
 
     @property
     def leased(self) -> bool:
-        return any(copy is not None and copy.leased for copy in self.copies)
+        for copy in self.copies:  # noqa: SIM110 - likewise
+            if copy is not None and (copy.readers or copy.writers):
+                return True
+        return False
 
     @property
     def written(self) -> bool:
         """A WRITE lease is open."""
-        return any(copy is not None and copy.writers for copy in self.copies)
+        for copy in self.copies:  # noqa: SIM110 - likewise
+            if copy is not None and copy.writers:
+                return True
+        return False
 
     @property
     def unsaved(self) -> Copy | None:
@@ -159,13 +198,13 @@ class Entry:
 
 
 class Directory:
-    """All tensors of a store. ``vacated(copy)`` is called for each copy that becomes EMPTY."""
+    """All tensors of a store. ``changed(copy)`` is called after each change of a copy: its state, its leases, who reads it."""
 
-    def __init__(self, depth: int, vacated: Callable[[Copy], None]) -> None:
+    def __init__(self, depth: int, changed: Callable[[Copy], None]) -> None:
         assert depth >= 1
         self.depth = depth
         self.next_id = 1
-        self._vacated = vacated
+        self._changed = changed
         self._entries: dict[Key, Entry] = {}
 
     # -- looking ---------------------------------------------------------------------------------------------------------
@@ -207,6 +246,7 @@ class Directory:
         else:
             copy.become(State.DIRTY)
         entry.copies[tier] = copy
+        self._changed(copy)
         return entry
 
     def add(self, key: Key, spec: TensorSpec, tensor_id: int) -> Entry:
@@ -224,6 +264,7 @@ class Directory:
         copy.become(State.FILLING)
         copy.become(State.CLEAN)
         entry.copies[-1] = copy
+        self._changed(copy)
         return entry
 
     def forget(self, key: Key) -> None:
@@ -245,10 +286,11 @@ class Directory:
         """``copy``'s bytes were copied to ``slot`` of the same tier; the old slot goes to whoever still has aliases of it."""
         entry = self._entries[copy.key]
         assert copy.state is State.DIRTY and not copy.leased and not copy.in_flight
-        fresh = Copy(copy.key, copy.tier, slot)
+        fresh = Copy(copy.key, copy.tier, slot, fences=copy.fences)
         fresh.become(State.DIRTY)
         self._vacate(entry, copy)
         entry.copies[copy.tier] = fresh
+        self._changed(fresh)
         return fresh
 
     # -- leases ----------------------------------------------------------------------------------------------------------
@@ -269,8 +311,9 @@ class Directory:
             copy.writers += 1
         else:
             copy.readers += 1
-        copy.prefetched = False
+        copy.prefetched = copy.condemned = False
         copy.failure = None
+        self._changed(copy)
         return copy
 
     def refuse_conflict(self, entry: Entry, access: Access) -> None:
@@ -285,6 +328,7 @@ class Directory:
         else:
             assert copy.readers > 0
             copy.readers -= 1
+        self._changed(copy)
 
     # -- transfers -------------------------------------------------------------------------------------------------------
 
@@ -297,14 +341,18 @@ class Directory:
         copy = Copy(entry.key, tier, slot)
         copy.become(State.FILLING)
         entry.copies[tier] = copy
+        self._changed(source)
+        self._changed(copy)
         return copy
 
     def end_fill(self, entry: Entry, tier: int, error: TieredError | None) -> None:
         source, copy = entry.copies[tier + 1], entry.copies[tier]
         assert source is not None and copy is not None
         source.reads_from -= 1
+        self._changed(source)
         if error is None:
             copy.become(State.CLEAN)
+            self._changed(copy)
         else:
             self._vacate(entry, copy)
 
@@ -316,6 +364,8 @@ class Directory:
         copy = Copy(entry.key, tier + 1, slot)
         copy.become(State.FILLING)
         entry.copies[tier + 1] = copy
+        self._changed(source)
+        self._changed(copy)
         return copy
 
     def end_writeback(
@@ -328,17 +378,19 @@ class Directory:
             copy.become(State.CLEAN if copy.tier == self.depth - 1 else State.DIRTY)
             source.become(State.CLEAN)
             source.failure = None
+            self._changed(copy)
         else:
             source.become(State.DIRTY)
             source.failure = error
             self._vacate(entry, copy)
+        self._changed(source)
 
     # -- within ----------------------------------------------------------------------------------------------------------
 
     def _vacate(self, entry: Entry, copy: Copy) -> None:
         copy.become(State.EMPTY)
         entry.copies[copy.tier] = None
-        self._vacated(copy)
+        self._changed(copy)
 
     def check(self) -> None:
         """Assert every invariant of the state table (for tests)."""

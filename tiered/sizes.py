@@ -19,6 +19,8 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 def parse_size(size: int | str) -> int:
     """Bytes. Raises MisuseError for what is not a size: negative, an unknown unit, no number."""
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise MisuseError(f"a size is an int of bytes or a text such as '256MiB', not {size!r}")
     if isinstance(size, int):
         if size < 0:
             raise MisuseError(f"a size cannot be negative: {size}")

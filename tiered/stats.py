@@ -44,7 +44,8 @@ class StoreStatistics:
     """``hits`` are leases that were granted at once, ``misses`` those that waited.
 
     ``stalled_for_reads`` is time that callers waited for bytes to arrive, ``stalled_for_room`` time that they waited for space,
-    that is for write-backs or for leases of others to end.
+    that is for write-backs or for leases of others to end. ``wakes`` counts how often a call had something to do for the
+    engine's thread.
     """
 
     backend: str
@@ -56,6 +57,7 @@ class StoreStatistics:
     misses: int
     stalled_for_reads: float
     stalled_for_room: float
+    wakes: int
     prefetched: int
     prefetched_unused: int
     evictions: int

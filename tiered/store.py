@@ -2,90 +2,129 @@
 
 from __future__ import annotations
 
-import ctypes
+import asyncio
+import contextlib
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, overload
 
 import torch
 
-from tiered import generations
-from tiered import manifest as manifests
-from tiered.config import Parts, StoreConfig, build, default_dram
+from tiered.commits import Commits
+from tiered.config import BackendName, Parts, StoreConfig, build, default_dram
 from tiered.engine import Engine, EngineConfig
-from tiered.errors import CapacityError, CommitError, ForkedStore, ManifestError, MisuseError, StoreClosed
-from tiered.lease import LeaseOfMany, LeaseOfOne, dtype_of, spec_of
-from tiered.requests import Delete, Flush, Install, Room
-from tiered.residency import State
+from tiered.errors import ForkedStore, MisuseError, StoreClosed
+from tiered.eviction import LRU, NextUse
+from tiered.interfaces import EvictionPolicy, IOBackend
+from tiered.keep import Decision, decide
+from tiered.lease import LeaseOfMany, LeaseOfOne
+from tiered.prefetch import Plan, Touch
+from tiered.requests import Delete, Install, Room
+from tiered.residency import Copy
 from tiered.sizes import parse_size
 from tiered.stats import StoreStatistics
+from tiered.tensors import copy_bytes, dtype_of, flat, refuse_unstorable, spec_of
 from tiered.types import Access, Key, Slot, TensorSpec
 
 __all__ = ["TieredStore"]
 
+DROPPED = 1 << 60
+"""Touches: as far away as what a plan gives up is taken to be."""
+AT_ONCE = 4 << 20
+"""Bytes that a coroutine copies itself; more is copied in a thread, so that the event loop goes on."""
+
 
 class TieredStore:
-    """Tensors by name, in DRAM as far as the budget goes and in extents of one large file for the rest.
+    """Tensors by name, in HBM and DRAM as far as the budgets go and in extents of one large file for the rest.
 
     Open one with ``TieredStore.open``. All methods may be called from any thread of the process that opened it. Leaving a
     ``with`` block normally commits; leaving it by an exception does not, nor does ``close``: what was not committed is gone at
     the next open.
     """
 
-    def __init__(
-        self, parts: Parts, engine: Engine, kept: list[int], newest: manifests.Manifest | None, keep: int
-    ) -> None:
-        self._parts, self._engine, self._keep = parts, engine, keep
-        self._kept, self._newest = kept, newest
+    def __init__(self, parts: Parts, engine: Engine, commits: Commits | None, *, scratch: bool) -> None:
+        self._parts, self._engine, self._commits = parts, engine, commits
         self._pid = os.getpid()
-        self._condemned: str | None = None
         self._closed = False
-        self._shutdown = weakref.finalize(self, _shut_down, engine, parts, self._pid)
+        self._name = f"the store in {parts.nvme.folder}" if parts.nvme else "this store"
+        self._shutdown = weakref.finalize(self, _shut_down, engine, parts, self._pid, scratch)
 
     # -- opening and closing ----------------------------------------------------------------------------------------------
 
     @classmethod
     def open(
         cls,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | None,
         *,
         dram: int | str | None = None,
+        hbm: int | str | None = None,
+        device: str | torch.device = "cuda",
         nvme: int | str | None = None,
-        backend: Literal["auto", "libaio", "posix"] = "auto",
+        generation: int | None = None,
+        durability: Literal["commit", "none"] = "commit",
+        backend: BackendName | Callable[[], IOBackend] = "auto",
+        eviction: Callable[[], EvictionPolicy] = LRU,
         keep: int = 2,
         deadline: float = 60.0,
     ) -> TieredStore:
-        """Create the store in folder ``path``, or reopen it as of its newest commit.
+        """Create the store in folder ``path``, or reopen it as of its newest commit, or as of ``generation``.
 
-        ``dram`` is the hard budget of the pool ("256MiB" or bytes; default: half of what is available), ``nvme`` that of the
-        disk (default: what it has). ``keep`` is how many generations stay on disk. ``deadline`` is how many seconds a call
-        waits for room before it raises and names who holds it.
+        Sizes are bytes or "256MiB". ``dram`` is the hard budget of the pool (default: half of what is available), ``hbm`` that
+        on ``device`` (default: no such tier; device="cpu" stands in for one), ``nvme`` that of the disk (default: what it has).
+        ``path`` None is a store without a disk. ``durability="none"`` is scratch: nothing can be committed, and the files are
+        gone at close. ``keep`` is how many generations stay on disk. ``deadline`` is how many seconds a call waits for room
+        before it raises and names who holds it.
+
+        ``backend`` is one of ours by name, or makes one; ``eviction`` makes the policy of a tier.
 
         Raises MisuseError (not a folder, foreign, not writable), StoreLocked, CapacityError, ManifestError.
         """
-        if keep < 1:
-            raise MisuseError(f"at least one generation must be kept, not {keep}")
-        budget = default_dram() if dram is None else parse_size(dram)
-        limit = None if nvme is None else parse_size(nvme)
-        parts = build(StoreConfig(path, budget, limit, backend))
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise MisuseError(f"at least one generation must be kept, not {keep!r}")
+        if not deadline >= 0:
+            raise MisuseError(f"a deadline is a number of seconds, not {deadline!r}")
+        if durability not in ("commit", "none"):
+            raise MisuseError(f"durability is 'commit' or 'none', not {durability!r}")
+        scratch = durability == "none"
+        if generation is not None and (path is None or scratch):
+            raise MisuseError("there are no generations without a disk or with durability='none'")
+        if isinstance(path, bytes):
+            raise MisuseError(f"the path {path!r} is bytes: give a str or a pathlib.Path")
+        config = StoreConfig(
+            path if path is None else os.path.expanduser(path),
+            default_dram() if dram is None else parse_size(dram),
+            None if nvme is None else parse_size(nvme),
+            0 if hbm is None else parse_size(hbm),
+            str(device),
+            backend,
+            eviction,
+        )
+        parts = build(config)
         engine = Engine(parts.tiers, parts.links, parts.policies, EngineConfig(deadline=deadline))
         try:
-            kept, newest = _restore(parts, engine)
+            commits = None
+            if parts.nvme is not None:
+                commits = Commits(engine, parts.nvme, keep, _duplicator(parts, engine))
+                commits.restore(generation)
+                if scratch and commits.newest is not None:
+                    raise MisuseError(
+                        f"{parts.nvme.folder} holds a store with commits, which durability='none' would write over: "
+                        "name another folder"
+                    )
         except BaseException:
             engine.stop()
-            parts.nvme.close()
+            parts.close()
             raise
-        if not parts.nvme.direct:
+        if parts.nvme is not None and not parts.nvme.direct:
             warnings.warn(
                 f"the filesystem of {parts.nvme.folder} has no O_DIRECT: I/O goes through the page cache, "
                 "slower and with memory that is not in the budget",
                 stacklevel=2,
             )
-        store = cls(parts, engine, kept, newest, keep)
+        store = cls(parts, engine, None if scratch else commits, scratch=scratch)
         engine.start()
         return store
 
@@ -97,8 +136,9 @@ class TieredStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None and not self._closed:
-                self._commit(None)
+            if kind is None and not self._closed and self._commits is not None:
+                self._running()
+                self._commits.commit(None)
         finally:
             self.close()
 
@@ -114,37 +154,58 @@ class TieredStore:
 
         Raises LeaseConflict while ``key`` is leased, CapacityError when the tensor cannot fit or no room comes in time.
         """
-        _refuse_unstorable(key, tensor)
+        refuse_unstorable(key, tensor)
         source = tensor.detach().resolve_conj().resolve_neg()
-        self._put(key, spec_of(source), lambda target: _copy_bytes(target, source))
+        tier = self._parts.dram if source.device.type == "cpu" else 0
+        self._put(key, spec_of(source), tier, lambda target: copy_bytes(target, source))
 
     def create(self, key: Key, spec: TensorSpec) -> None:
         """A new tensor with undefined contents, to be filled under a WRITE lease. Replaces and raises as ``put``."""
         dtype_of(spec)
-        self._put(key, spec, None)
+        self._put(key, spec, 0, None)
 
-    def _put(self, key: Key, spec: TensorSpec, fill: Callable[[torch.Tensor], None] | None) -> None:
+    def _put(self, key: Key, spec: TensorSpec, tier: int, fill: Callable[[torch.Tensor], None] | None) -> None:
         if not isinstance(key, str):
             raise MisuseError(f"a key is a str, not {type(key).__name__}")
         engine = self._running()
-        room = Room(0, max(1, spec.nbytes))
+        if spec.nbytes > self._parts.tiers[tier].capacity:
+            tier = self._parts.dram
+        room = Room(tier, max(1, spec.nbytes))
         engine.wait(room)
         assert room.slot is not None
         try:
-            if fill is not None and spec.nbytes:
-                fill(_bytes_at(self._parts.dram.address + room.slot.offset, spec.nbytes))
-        except BaseException:
             with engine.lock:
-                engine.admission.give_back(0, room.slot)
+                engine.guard(tier, room.slot)
+            if fill is not None and spec.nbytes:
+                fill(self._parts.memories[tier].tensor(room.slot, spec.nbytes)[0])
+        except BaseException:
+            fences = engine.fences(tier)
+            with engine.lock:
+                engine.admission.give_back(tier, room.slot, fences)
             raise
-        engine.wait(Install(key, spec, 0, room.slot))
+        engine.wait(Install(key, spec, tier, room.slot, engine.fences(tier)))
 
     def get(self, key: Key) -> torch.Tensor:
         """A copy of ``key``, on the CPU. Raises KeyNotFound, TransferError, CapacityError."""
-        with self.lease(key) as tensor:
-            copy = torch.empty_like(tensor)
-            _flat(copy).copy_(_flat(tensor))  # as bytes: there are element types that torch cannot clone
-            return copy
+        with self._lease_to_copy(key) as tensor:
+            return _copied(tensor)
+
+    async def fetch(self, key: Key) -> torch.Tensor:
+        """``get`` for a coroutine: it waits without blocking a thread, and may be cancelled at any time."""
+        async with self._lease_to_copy(key) as tensor:
+            if tensor.nbytes <= AT_ONCE:
+                return _copied(tensor)
+            return await asyncio.to_thread(_copied, tensor)
+
+    def _lease_to_copy(self, key: Key) -> LeaseOfOne:
+        """Where it need not be moved more than it must: on the device when it is there, else in host memory."""
+        engine = self._running()
+        tier = self._parts.dram
+        with engine.lock:
+            entry = engine.admission.directory.find(key)
+            for index, copy in enumerate(entry.copies[:tier] if entry is not None else ()):
+                tier = index if copy is not None and copy.valid else tier
+        return LeaseOfOne(self._running, self._parts.memories[tier], [key], Access.READ, tier)
 
     @overload
     def lease(self, key: Key, *, access: Access | str = ..., tier: str | None = ...) -> LeaseOfOne: ...
@@ -166,23 +227,63 @@ class TieredStore:
             wanted = Access(access)
         except ValueError:
             raise MisuseError(f"access is 'read' or 'write', not {access!r}") from None
-        names = [t.name for t in self._parts.tiers[:-1]]
-        if tier is not None and tier not in names:
-            raise MisuseError(f"there are no leases in tier {tier!r}; this store has {', '.join(names)}")
-        index = 0 if tier is None else names.index(tier)
+        index = self._tier_index(tier)
+        memory = self._parts.memories[index]
         if isinstance(key, str):
-            return LeaseOfOne(self._running, self._parts.dram, [key], wanted, index)
+            return LeaseOfOne(self._running, memory, [key], wanted, index)
         keys = list(key)
         if len(set(keys)) != len(keys):
             raise MisuseError(f"the same tensor twice in one lease: {keys}")
-        return LeaseOfMany(self._running, self._parts.dram, keys, wanted, index)
+        return LeaseOfMany(self._running, memory, keys, wanted, index)
 
-    def prefetch(self, keys: Sequence[Key]) -> None:
+    def _tier_index(self, tier: str | None) -> int:
+        names = [memory.name for memory in self._parts.memories]
+        if tier is not None and tier not in names:
+            raise MisuseError(f"there are no leases in tier {tier!r}; this store has {', '.join(names)}")
+        return 0 if tier is None else names.index(tier)
+
+    def prefetch(self, keys: Sequence[Key], *, tier: str | None = None) -> None:
         """Bring ``keys`` up in this order when there is room and time. A hint: a newer one replaces what has not begun.
 
         Never waits; a full pool or an unknown key is not an error.
         """
-        self._running().hint([keys] if isinstance(keys, str) else keys, 0)
+        self._running().hint([keys] if isinstance(keys, str) else keys, self._tier_index(tier))
+
+    @contextlib.contextmanager
+    def trace(self) -> Iterator[list[Touch]]:
+        """``with store.trace() as order:`` writes down what is leased meanwhile, by any thread: which tensor, in which tier."""
+        engine = self._running()
+        order: list[Touch] = []
+        with engine.lock:
+            engine.admission.records.append(order)
+        try:
+            yield order
+        finally:
+            with engine.lock:
+                engine.admission.records[:] = [other for other in engine.admission.records if other is not order]
+
+    def follow(self, order: Iterable[Touch | Key], *, effort: Literal["quick", "thorough"] = "quick") -> int:
+        """Expect ``order`` from here on, again and again: evict what it needs last, and fetch ahead what it needs next.
+
+        ``order`` is what ``trace`` wrote down, or keys by hand, all of which are read. A loop may stray from it; that costs
+        time, nothing else. Another order keeps what was planned for the beginning that both have in common. An empty one ends
+        it. ``effort="thorough"`` searches longer for what is best kept, seconds for an order of 2,000 touches. Returns how many
+        touches were planned anew.
+        """
+        if effort not in ("quick", "thorough"):
+            raise MisuseError(f"effort is 'quick' or 'thorough', not {effort!r}")
+        engine = self._running()
+        touches = [Touch(touch) if isinstance(touch, str) else touch for touch in order]
+        for tier in {touch.tier for touch in touches}:
+            self._tier_index(tier)
+        keys, uses = [touch.key for touch in touches], [touch.use for touch in touches]
+        found = engine.sizes(set(keys))
+        sizes = [found[key] for key in keys]
+        decisions = [
+            decide(keys, uses, sizes, tier.capacity, thorough=effort == "thorough")
+            for tier, _ in zip(self._parts.tiers, self._parts.links, strict=False)
+        ]
+        return engine.follow(touches, found, lambda plan: [_next_use(plan, decision) for decision in decisions])
 
     def delete(self, key: Key) -> None:
         """Raises KeyNotFound, LeaseConflict."""
@@ -210,104 +311,31 @@ class TieredStore:
     @property
     def generation(self) -> int:
         """Number of the newest commit; 0 before the first."""
-        return self._newest.generation if self._newest else 0
+        return self._commits.generation if self._commits else 0
 
     @property
     def meta(self) -> dict[str, Any]:
         """What the newest commit was given."""
-        return dict(self._newest.meta) if self._newest else {}
+        return self._commits.meta if self._commits else {}
 
     @property
     def folder(self) -> str:
+        """Raises MisuseError where there is no disk."""
+        if self._parts.nvme is None:
+            raise MisuseError("this store has no disk")
         return self._parts.nvme.folder
 
     def commit(self, meta: Mapping[str, object] | None = None) -> int:
         """Make everything durable, with ``meta`` (JSON values); returns the generation. Without ``meta`` the last one stays.
 
         When this returns, a crash or power loss leaves at least this state. Raises LeaseConflict under an open WRITE lease,
-        CommitError when the disk does not take it (then the commit before still holds), and what a failed write raises.
+        CommitError when the disk does not take it (then the commit before still holds), MisuseError where there is no disk or
+        durability is "none", and what a failed write raises.
         """
-        return self._commit(dict(meta) if meta is not None else self.meta)
-
-    def _commit(self, meta: dict[str, object] | None) -> int:
-        """``meta`` None: only when something changed since the last commit."""
-        engine = self._running()
-        with engine.commits:
-            if self._condemned:
-                raise CommitError(self._condemned)
-            nvme = self._parts.nvme
-            drafts: list[manifests.Manifest] = []
-
-            def snapshot() -> None:
-                draft = self._draft(engine, self.meta if meta is None else meta)
-                if meta is None and self._newest is not None and draft.tensors == self._newest.tensors:
-                    return
-                manifests.encode(draft)  # what cannot be written down is refused before anything is pinned
-                nvme.retain(draft.generation, [r.extent.slot for r in draft.tensors if r.extent])
-                engine.admission.generation += 1
-                drafts.append(draft)
-
-            engine.wait(Flush(snapshot, self._duplicate))
-            if not drafts:
-                return self.generation
-            draft = drafts[0]
-            try:
-                nvme.sync()
-            except OSError as error:
-                self._condemned = (
-                    f"{nvme.path}: the disk did not take a commit ({error.strerror}); what was written since generation "
-                    f"{self.generation} cannot be trusted: close the store and reopen that generation"
-                )
-                raise CommitError(self._condemned) from error
-            self._kept.append(draft.generation)  # also when the next line fails: a power loss may still show it
-            generations.write(nvme.folder, draft)
-            self._newest = draft
-            self._drop_old(engine)
-            return draft.generation
-
-    def _draft(self, engine: Engine, meta: Mapping[str, object]) -> manifests.Manifest:
-        nvme = self._parts.nvme
-        identity = nvme.uuid.hex()
-        records = []
-        for entry in engine.admission.directory.entries():
-            copy = entry.copies[-1]
-            assert copy is not None
-            assert copy.state is State.CLEAN
-            extent = manifests.Extent(0, copy.slot.offset, copy.slot.nbytes) if entry.spec.nbytes else None
-            records.append(
-                manifests.TensorRecord(
-                    entry.key,
-                    entry.tensor_id,
-                    entry.spec.dtype,
-                    entry.spec.shape,
-                    entry.spec.itemsize,
-                    copy.generation,
-                    extent,
-                    copy.checksums if extent else b"",
-                )
-            )
-        file = manifests.DataFile(Path(nvme.path).name, identity, 0, nvme.file_bytes)
-        next_id = engine.admission.directory.next_id
-        return manifests.Manifest(identity, engine.admission.generation, meta, (file,), next_id, tuple(records))
-
-    def _drop_old(self, engine: Engine) -> None:
-        """Older generations than are kept: their manifests go first, durably; only then their extents may be written over."""
-        old = self._kept[: -self._keep]
-        if not old:
-            return
-        there = generations.generations(self._parts.nvme.folder)
-        for generation in old:
-            if generation in there:
-                generations.drop(self._parts.nvme.folder, generation)
-        fd = os.open(self._parts.nvme.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        with engine.lock:
-            for generation in old:
-                self._parts.nvme.release(generation)
-        self._kept = self._kept[-self._keep :]
+        self._running()
+        if self._commits is None:
+            raise MisuseError("nothing can be made durable without a disk, or with durability='none'")
+        return self._commits.commit(dict(meta) if meta is not None else self.meta)
 
     # -- looking in -------------------------------------------------------------------------------------------------------
 
@@ -317,8 +345,8 @@ class TieredStore:
         with engine.lock:
             engine.admission.bury()
             return StoreStatistics(
-                backend=self._parts.backend.name,
-                direct=self._parts.nvme.direct,
+                backend=self._parts.backend.name if self._parts.backend else "none",
+                direct=self._parts.nvme is not None and self._parts.nvme.direct,
                 tensors=len(engine.admission.directory),
                 generation=self.generation,
                 leases=engine.leases,
@@ -328,107 +356,64 @@ class TieredStore:
                 stalled_for_room=engine.stalled_for_room,
                 prefetched=engine.admission.prefetched,
                 prefetched_unused=engine.admission.prefetched_unused,
+                wakes=engine.wakes,
                 evictions=engine.admission.evictions,
                 tiers=engine.admission.tier_statistics(),
                 links=engine.link_statistics(),
             )
 
     def free_on_device(self) -> int:
-        """Bytes that the store's filesystem still has."""
+        """Bytes that the store's filesystem still has; 0 without one."""
         self._running()
-        return self._parts.nvme.free_on_device()
+        return self._parts.nvme.free_on_device() if self._parts.nvme else 0
 
     # -- within -----------------------------------------------------------------------------------------------------------
 
     def _running(self) -> Engine:
         if os.getpid() != self._pid:
             raise ForkedStore(
-                f"the store in {self._parts.nvme.folder} was opened by process {self._pid} and cannot be used in its forked "
-                "child; open stores after forking, or start workers with 'spawn'"
+                f"{self._name} was opened by process {self._pid} and cannot be used in its forked child; open stores after "
+                "forking, or start workers with 'spawn'"
             )
         if self._closed:
-            raise StoreClosed(f"the store in {self._parts.nvme.folder} is closed")
+            raise StoreClosed(f"{self._name} is closed")
         return self._engine
 
-    def _duplicate(self, tier: int, source: Slot, target: Slot, nbytes: int) -> None:
-        base = self._parts.dram.address
-        ctypes.memmove(base + target.offset, base + source.offset, nbytes)
 
-
-def _shut_down(engine: Engine, parts: Parts, pid: int) -> None:
+def _shut_down(engine: Engine, parts: Parts, pid: int, scratch: bool) -> None:
     if os.getpid() != pid:
         return  # a forked child: the thread, the ring and the lock are its parent's
     engine.stop()
-    parts.nvme.close()
-    parts.dram.close()
+    if scratch and parts.nvme is not None:
+        parts.nvme.remove()
+    parts.close()
 
 
-def _restore(parts: Parts, engine: Engine) -> tuple[list[int], manifests.Manifest | None]:
-    """Fill the directory from the newest manifest; pin what the older ones that are kept reference."""
-    folder, nvme = parts.nvme.folder, parts.nvme
-    generations.clean(folder)
-    newest = generations.load(folder)
-    if newest is None:
-        return [], None
-    if newest.store != nvme.uuid.hex():
-        raise ManifestError(f"{folder}: the manifest belongs to another store than {Path(nvme.path).name}")
-    kept = []
-    for generation in generations.generations(folder):
-        manifest = newest if generation == newest.generation else generations.load(folder, generation)
-        assert manifest is not None
-        slots = [record.extent.slot for record in manifest.tensors if record.extent]
-        for slot in slots:
-            nvme.claim(slot)
-        nvme.retain(generation, slots)
-        if manifest is not newest:
-            for slot in slots:
-                nvme.free(slot)
-        kept.append(generation)
-    bottom = engine.admission.bottom
-    for record in newest.tensors:
-        if record.extent is None:
-            found = nvme.allocate(1)  # an empty tensor has no extent in the manifest, but a slot like any other here
-            if found is None:
-                raise CapacityError(f"{folder}: {nvme.refusal}")
-            slot = found
-        else:
-            slot = record.extent.slot
-        engine.admission.account_restored(bottom, slot)
-        entry = engine.admission.directory.restore(
-            record.key, record.spec, record.tensor_id, slot, record.checksums, record.generation
-        )
-        copy = entry.copies[bottom]
-        assert copy is not None
-        engine.admission.install(copy)
-    engine.admission.directory.next_id = max(engine.admission.directory.next_id, newest.next_tensor_id)
-    engine.admission.generation = newest.generation + 1
-    return kept, newest
+def _duplicator(parts: Parts, engine: Engine) -> Callable[[Copy, Slot, int], None]:
+    """Copies a copy's bytes to another slot of its tier, on the stream that is current: under the engine's lock."""
+
+    def duplicate(copy: Copy, target: Slot, nbytes: int) -> None:
+        memory = parts.memories[copy.tier]
+        engine.enter([copy], copy.tier)
+        engine.guard(copy.tier, target)
+        memory.tensor(target, nbytes)[0].copy_(memory.tensor(copy.slot, nbytes)[0])
+        copy.fences += engine.fences(copy.tier)
+
+    return duplicate
 
 
-def _refuse_unstorable(key: Key, tensor: torch.Tensor) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise MisuseError(f"{key!r}: a store holds tensors, not {type(tensor).__name__}")
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
-        what = "a meta tensor" if tensor.is_meta else f"a {tensor.layout} tensor" if not tensor.is_quantized else "quantized"
-        raise MisuseError(f"{key!r} is {what}: a store holds dense tensors with contents; convert it first")
+def _next_use(plan: Plan, decision: Decision) -> EvictionPolicy:
+    kept = decision.kept
+
+    def next_use(key: Key) -> float:
+        touched = plan.last_use(key)
+        dropped = kept is not None and touched is not None and touched < len(kept) and not kept[touched]
+        return plan.next_use(key) + (DROPPED if dropped else 0)
+
+    return NextUse(next_use, lambda: plan.cursor, price=decision.price)
 
 
-def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
-    """The memory itself, as a uint8 tensor of shape (nbytes,); valid while its slot is the caller's."""
-    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
-
-
-def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    if source.is_contiguous():
-        target.copy_(_flat(source))
-        return
-    try:
-        target.view(source.dtype).view(source.shape).copy_(source)  # straight into the pool, without a second copy
-    except (NotImplementedError, RuntimeError):  # element types that torch cannot gather: copy whole first
-        target.copy_(_flat(source.contiguous()))
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as uint8 of shape (nbytes,)."""
-    return tensor.reshape(-1).view(torch.uint8)
-
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    flat(copy).copy_(flat(tensor))  # as bytes: there are element types that torch cannot clone
+    return copy

@@ -25,6 +25,7 @@ __all__ = [
     "TensorSpec",
     "Transfer",
     "Urgency",
+    "Use",
 ]
 
 Key = str
@@ -40,6 +41,14 @@ class Access(enum.Enum):
 
     READ = "read"
     WRITE = "write"
+
+
+class Use(enum.Enum):
+    """What is done with a tensor: READ and WRITE need its bytes, PUT replaces them; WRITE and PUT leave it dirty."""
+
+    READ = "read"
+    WRITE = "write"
+    PUT = "put"
 
 
 class Urgency(enum.IntEnum):

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import optimum
-from bench.keep import plan
 from bench.optimum import exact_bound, lower_bound
 from bench.simulate import belady, lru, plan_trace, planned, priced, simulate
 from bench.traces import TRACES, Access, Trace, next_positions, training
+from tiered.keep import plan
 
 READ, WRITE, PUT = Access.READ, Access.WRITE, Access.PUT
 State = frozenset[tuple[str, bool]]  # what is resident, and whether it is dirty

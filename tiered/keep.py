@@ -16,19 +16,85 @@ minute for 2,400 and 1,600. The sweep alone takes a fiftieth of it.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from bench.traces import Access
+from tiered.types import Key, Use
 
-__all__ = ["plan"]
+__all__ = ["Decision", "bytes_moved", "decide", "plan"]
 
 PRICES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0)  # of a write-back, in mean interval lengths; the best one is kept
 PASSES = 8  # of the local search; most end by themselves after three
 BLOCK = 32  # positions that share one set of the intervals kept across them
+SIMULATED = 20_000  # touches of a cycle up to which prices are tried; beyond, what is needed last goes first
+SEARCHED = 2_500  # touches up to which the local search is worth its time
 
 
-def plan(sizes: Sequence[int], kinds: Sequence[Access], following: Sequence[int | None], budget: int) -> list[bool]:
+class Decision(NamedTuple):
+    """What leaves first: what is not ``kept`` after its last touch (None: all is), then what is needed last, where a copy that
+    must be written back counts as needed sooner by ``price`` touches."""
+
+    price: float = 0.0
+    kept: tuple[bool, ...] | None = None
+
+    def rank(self, position: int, next_use: float, dirty: bool) -> tuple[bool, float]:
+        """Of a copy that was touched at ``position`` of the cycle; the largest leaves first."""
+        return self.kept is not None and not self.kept[position], next_use - (self.price if dirty else 0.0)
+
+
+def decide(keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], budget: int, *, thorough: bool) -> Decision:
+    """Of those tried, the decision that moves the fewest bytes in a cycle of these touches; ``thorough`` tries ``plan`` too."""
+    if not 0 < len(keys) <= SIMULATED or budget >= sum(dict(zip(keys, sizes, strict=True)).values()):
+        return Decision()
+    following = _following(keys)
+    mean = sum(j - i for i, j in enumerate(following)) / len(following)
+    decisions = [Decision(price * mean) for price in PRICES]
+    if thorough and len(keys) <= SEARCHED:
+        decisions.append(Decision(0.0, tuple(plan(sizes, uses, following, budget))))
+    return min(decisions, key=lambda decision: bytes_moved(keys, uses, sizes, budget, decision))
+
+
+def bytes_moved(keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], budget: int, decision: Decision) -> int:
+    """Bytes read and written in the second round of a cycle, on demand, in ``budget`` bytes that never lie apart."""
+    following, end = _following(keys), len(keys)
+    resident: dict[Key, tuple[int, bool, int]] = {}  # bytes, dirty, position of the last touch
+    order: list[tuple[bool, float, int, Key]] = []  # a heap, the next to leave first; what was touched since is stale
+    free, moved = budget, 0
+    for position in range(2 * end):
+        into = position % end
+        key, size, use = keys[into], sizes[into], uses[into]
+        moved = 0 if position == end else moved
+        held = resident.pop(key, None)
+        if held is None:
+            moved += 0 if use is Use.PUT else size
+            free -= size
+            while free < 0 and order:
+                *_, touched, victim = heapq.heappop(order)
+                if victim in resident and resident[victim][2] == touched:
+                    nbytes, dirty, _ = resident.pop(victim)
+                    free += nbytes
+                    moved += nbytes if dirty else 0
+        dirty = use is not Use.READ or (held is not None and held[1])
+        resident[key] = (size, dirty, position)
+        dropped, needed = decision.rank(into, position + following[into] - into, dirty)
+        heapq.heappush(order, (not dropped, -needed, position, key))
+    return moved
+
+
+def _following(keys: Sequence[Key]) -> list[int]:
+    """For each touch of a cycle the position of the same key's next one, i < following[i] <= i + len(keys)."""
+    end = len(keys)
+    following = [0] * end
+    seen: dict[Key, int] = {}
+    for position in range(2 * end - 1, -1, -1):
+        if position < end:
+            following[position] = seen[keys[position]]
+        seen[keys[position % end]] = position
+    return following
+
+
+def plan(sizes: Sequence[int], kinds: Sequence[Use], following: Sequence[int | None], budget: int) -> list[bool]:
     """For each access whether its key is kept until the next one. What is not kept may go as soon as the access has ended.
 
     ``sizes[i]`` (bytes) and ``kinds[i]`` belong to access i; ``following[i]`` is the same key's next access, None when
@@ -48,31 +114,31 @@ def plan(sizes: Sequence[int], kinds: Sequence[Access], following: Sequence[int 
 class _Plan:
     """Starts with everything kept, fit or not."""
 
-    def __init__(self, sizes: Sequence[int], kinds: Sequence[Access], following: Sequence[int | None], budget: int) -> None:
+    def __init__(self, sizes: Sequence[int], kinds: Sequence[Use], following: Sequence[int | None], budget: int) -> None:
         self.sizes = sizes
         self.end = end = len(sizes)
-        self.until = [i + 1 if j is None or kinds[j % end] is Access.PUT else j for i, j in enumerate(following)]
+        self.until = [i + 1 if j is None or kinds[j % end] is Use.PUT else j for i, j in enumerate(following)]
         self.kept = [False] * end
         self.room = [budget - size for size in sizes]  # beside the key accessed and what is kept
         self.across: list[set[int]] = [set() for _ in range(end // BLOCK + 1)]
         self.runs: list[list[int]] = [[]]  # the first one stands for none, and its count below means nothing
         self.run_of = [0] * end
         for i, kind in enumerate(kinds):
-            if kind is not Access.READ:
+            if kind is not Use.READ:
                 self._follow_run(i, kinds, following)
         self.missing = [len(run) for run in self.runs]  # how many intervals of each run are not kept
-        self.intervals = [i for i, j in enumerate(following) if j is not None and kinds[j % end] is not Access.PUT]
+        self.intervals = [i for i, j in enumerate(following) if j is not None and kinds[j % end] is not Use.PUT]
         self.intervals.sort(key=self._area)
         for i in self.intervals:
             self._flip(i)
 
-    def _follow_run(self, i: int, kinds: Sequence[Access], following: Sequence[int | None]) -> None:
+    def _follow_run(self, i: int, kinds: Sequence[Use], following: Sequence[int | None]) -> None:
         run: list[int] = []
         while (stop := following[i]) is not None:
             stop %= self.end
-            if kinds[stop] is not Access.PUT:
+            if kinds[stop] is not Use.PUT:
                 run.append(i)
-            if kinds[stop] is not Access.READ:
+            if kinds[stop] is not Use.READ:
                 break
             i = stop
         else:

@@ -1,0 +1,173 @@
+"""Generations of one store: what a commit does step by step, and what opening finds again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tiered import generations
+from tiered import manifest as manifests
+from tiered.engine import Engine
+from tiered.errors import CapacityError, CommitError, ManifestError
+from tiered.requests import Flush
+from tiered.residency import Copy, State
+from tiered.tiers.nvme import NvmeTier
+from tiered.types import Slot
+
+__all__ = ["Commits"]
+
+
+class Commits:
+    """``newest`` is the generation that the store began from or made last; ``keep`` of them stay on disk.
+
+    ``duplicate(copy, slot, nbytes)`` copies bytes within a tier; see ``Flush``.
+    """
+
+    def __init__(
+        self, engine: Engine, nvme: NvmeTier, keep: int, duplicate: Callable[[Copy, Slot, int], None]
+    ) -> None:
+        self.newest: manifests.Manifest | None = None
+        self._engine, self._nvme, self._keep, self._duplicate = engine, nvme, keep, duplicate
+        self._kept: list[int] = []
+        self._condemned: str | None = None
+
+    @property
+    def generation(self) -> int:
+        return self.newest.generation if self.newest else 0
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        return dict(self.newest.meta) if self.newest else {}
+
+    # -- opening ---------------------------------------------------------------------------------------------------------
+
+    def restore(self, generation: int | None) -> None:
+        """Fill the directory from ``generation`` (None: the newest); pin what the others that are kept reference.
+
+        Raises ManifestError, also where there is no such generation.
+        """
+        folder, nvme = self._nvme.folder, self._nvme
+        generations.clean(folder)
+        chosen = generations.load(folder, generation)
+        if chosen is None:
+            return
+        there = generations.generations(folder)
+        for number in [*(other for other in there if other != chosen.generation), chosen.generation]:
+            manifest = chosen if number == chosen.generation else generations.load(folder, number)
+            assert manifest is not None
+            if manifest.store != nvme.uuid.hex():
+                raise ManifestError(f"{folder}: manifest.{number} belongs to another store than {Path(nvme.path).name}")
+            slots = [record.extent.slot for record in manifest.tensors if record.extent]
+            for slot in slots:
+                nvme.claim(slot)
+            nvme.retain(number, slots)
+            if manifest is not chosen:
+                for slot in slots:
+                    nvme.free(slot)
+        for record in chosen.tensors:
+            self._restore_tensor(record)
+        admission = self._engine.admission
+        admission.directory.next_id = max(admission.directory.next_id, chosen.next_tensor_id)
+        admission.generation = there[-1] + 1
+        self._kept, self.newest = there, chosen
+
+    def _restore_tensor(self, record: manifests.TensorRecord) -> None:
+        admission = self._engine.admission
+        if record.extent is None:
+            found = self._nvme.allocate(1)  # an empty tensor has no extent in the manifest, but a slot like any other here
+            if found is None:
+                raise CapacityError(f"{self._nvme.folder}: {self._nvme.refusal}")
+            slot = found
+        else:
+            slot = record.extent.slot
+        admission.places[-1].account(slot)
+        entry = admission.directory.restore(
+            record.key, record.spec, record.tensor_id, slot, record.checksums, record.generation
+        )
+        copy = entry.copies[-1]
+        assert copy is not None
+        admission.install(copy)
+
+    # -- committing ------------------------------------------------------------------------------------------------------
+
+    def commit(self, meta: Mapping[str, object] | None) -> int:
+        """``meta`` None: with that of before, and only when something changed since."""
+        engine, nvme = self._engine, self._nvme
+        with engine.commits:
+            if self._condemned:
+                raise CommitError(self._condemned)
+            drafts: list[manifests.Manifest] = []
+
+            def snapshot() -> None:
+                draft = self._draft(self.meta if meta is None else meta)
+                if meta is None and self.newest is not None and draft.tensors == self.newest.tensors:
+                    return
+                manifests.encode(draft)  # what cannot be written down is refused before anything is pinned
+                nvme.retain(draft.generation, [r.extent.slot for r in draft.tensors if r.extent])
+                engine.admission.generation += 1
+                drafts.append(draft)
+
+            engine.wait(Flush(snapshot, self._duplicate))
+            if not drafts:
+                return self.generation
+            draft = drafts[0]
+            try:
+                nvme.sync()
+            except OSError as error:
+                self._condemned = (
+                    f"{nvme.path}: the disk did not take a commit ({error.strerror}); what was written since generation "
+                    f"{self.generation} cannot be trusted: close the store and reopen that generation"
+                )
+                raise CommitError(self._condemned) from error
+            self._kept.append(draft.generation)  # also when the next line fails: a power loss may still show it
+            generations.write(nvme.folder, draft)
+            self.newest = draft
+            self._drop_old()
+            return draft.generation
+
+    def _draft(self, meta: Mapping[str, object]) -> manifests.Manifest:
+        nvme, admission = self._nvme, self._engine.admission
+        identity = nvme.uuid.hex()
+        records = []
+        for entry in admission.directory.entries():
+            copy = entry.copies[-1]
+            assert copy is not None
+            assert copy.state is State.CLEAN
+            extent = manifests.Extent(0, copy.slot.offset, copy.slot.nbytes) if entry.spec.nbytes else None
+            records.append(
+                manifests.TensorRecord(
+                    entry.key,
+                    entry.tensor_id,
+                    entry.spec.dtype,
+                    entry.spec.shape,
+                    entry.spec.itemsize,
+                    copy.generation,
+                    extent,
+                    copy.checksums if extent else b"",
+                )
+            )
+        file = manifests.DataFile(Path(nvme.path).name, identity, 0, nvme.file_bytes)
+        next_id = admission.directory.next_id
+        return manifests.Manifest(identity, admission.generation, meta, (file,), next_id, tuple(records))
+
+    def _drop_old(self) -> None:
+        """Older generations than are kept: their manifests go first, durably; only then their extents may be written over."""
+        old = self._kept[: -self._keep]
+        if not old:
+            return
+        folder = self._nvme.folder
+        there = generations.generations(folder)
+        for generation in old:
+            if generation in there:
+                generations.drop(folder, generation)
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        with self._engine.lock:
+            for generation in old:
+                self._nvme.release(generation)
+        self._kept = self._kept[-self._keep :]

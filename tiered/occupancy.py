@@ -1,0 +1,217 @@
+"""One tier's room: whose copies are in it, which of them may leave, and which memory is nobody's yet.
+
+Kept up to date change by change, so that asking costs the same with ten copies and with a hundred thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from tiered.interfaces import EvictionPolicy, Tier
+from tiered.residency import Copy, Standing, State
+from tiered.stats import TierStatistics
+from tiered.types import Fence, Key, Slot
+
+__all__ = ["Occupancy"]
+
+
+class Occupancy:
+    """``leaves`` are the copies that may leave, now or after a write-back; ``bytes_of[standing]`` the bytes of their slots.
+
+    ``orphans`` are EMPTY copies whose memory somebody still looks at. ``largest`` is the largest slot ever given. Nothing
+    leaves the ``bottom``, for there is nowhere to go.
+    """
+
+    def __init__(self, tier: Tier, policy: EvictionPolicy, *, bottom: bool) -> None:
+        self.tier, self.policy, self.bottom = tier, policy, bottom
+        self.copies: dict[Key, Copy] = {}
+        self.leaves: dict[Key, Copy] = {}
+        self.condemned: dict[Key, Copy] = {}
+        self.bytes_of = [0 for _ in Standing]
+        self.orphans: set[Copy] = set()
+        self.used = self.peak = self.largest = 0
+        self._slots: set[Slot] = set()
+        self._guards: list[tuple[Slot, Fence]] = []
+
+    # -- slots -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def free(self) -> int:
+        """Bytes that are in no slot; they may lie apart."""
+        return self.tier.capacity - self.used
+
+    @property
+    def ready(self) -> int:
+        """Bytes that are free, or will be without another write-back."""
+        counts = self.bytes_of
+        return self.free + counts[Standing.CLEAN] + counts[Standing.FRESH] + counts[Standing.LEAVING]
+
+    def allocate(self, nbytes: int) -> Slot | None:
+        slot = self.tier.allocate(nbytes)
+        if slot is not None:
+            self.account(slot)
+        return slot
+
+    def account(self, slot: Slot) -> None:
+        """``slot`` was taken from the tier."""
+        self._slots.add(slot)
+        self.used += slot.nbytes
+        self.peak = max(self.peak, self.used)
+        self.largest = max(self.largest, slot.nbytes)
+
+    def give_back(self, slot: Slot, fences: Iterable[Fence] = ()) -> None:
+        """Free a slot; who has it next must wait for ``fences``."""
+        self._guards += [(slot, fence) for fence in fences if not fence.query()]
+        self.tier.free(slot)
+        self._slots.remove(slot)
+        self.used -= slot.nbytes
+
+    def guards(self, slot: Slot) -> tuple[Fence, ...]:
+        """Fences of earlier slots in the same memory that have not passed."""
+        if not self._guards:
+            return ()
+        self._guards = [(held, fence) for held, fence in self._guards if not fence.query()]
+        return tuple(
+            fence
+            for held, fence in self._guards
+            if held.offset < slot.offset + slot.nbytes and slot.offset < held.offset + held.nbytes
+        )
+
+    # -- copies ----------------------------------------------------------------------------------------------------------
+
+    def note(self, copy: Copy) -> None:
+        """Something about ``copy`` changed; it may be new."""
+        if copy.state is State.EMPTY:
+            if self.copies.get(copy.key) is copy:
+                del self.copies[copy.key]
+                self.policy.forgotten(copy.key)
+            self._stand(copy, Standing.USED)
+            if copy.aliases:
+                self.orphans.add(copy)
+            else:
+                self.give_back(copy.slot, copy.fences)
+        else:
+            self.copies[copy.key] = copy
+            if not self.bottom:
+                self._stand(copy, copy.stands())
+
+    def _stand(self, copy: Copy, now: Standing) -> None:
+        before = copy.standing
+        if now is before:
+            return
+        copy.standing = now
+        nbytes = copy.slot.nbytes
+        self.bytes_of[before] -= nbytes
+        self.bytes_of[now] += nbytes
+        if now is Standing.USED:
+            del self.leaves[copy.key]
+            if self.condemned:
+                self.condemned.pop(copy.key, None)
+        elif before is Standing.USED:
+            self.leaves[copy.key] = copy
+
+    def condemn(self, copy: Copy) -> None:
+        """It was chosen to leave, and stays so until somebody uses it."""
+        self.condemned[copy.key] = copy
+
+    def victims(self, nbytes: int, accept: Callable[[Copy], bool]) -> list[Copy] | None:
+        """Copies that free ``nbytes`` in one piece: the condemned, then the policy's first; None when all are too little."""
+        among = _Among(self.leaves, accept)
+        chosen = [copy for copy in self.condemned.values() if accept(copy)]
+        if chosen:
+            among = _Among(self.leaves, lambda copy: copy.key not in self.condemned and accept(copy))
+        kept = sum(copy.slot.nbytes for copy in chosen)
+        wanted = nbytes - min(self.free, nbytes - 1)
+        while True:
+            more = self.policy.victims(wanted - kept, among) if wanted > kept else []
+            every = more is None
+            if more is None:
+                more = self.policy.victims(sum(copy.slot.nbytes for copy in among.values()), among)
+                assert more is not None
+            found = self._enough(nbytes, [*chosen, *(self.leaves[key] for key in more)])
+            if found is not None or every:
+                return found
+            wanted = 2 * max(wanted, kept)
+
+    def first(self, nbytes: int, accept: Callable[[Copy], bool]) -> list[Copy]:
+        """The policy's first victims that have ``nbytes`` together, wherever they lie; all there are where that is less."""
+        among = _Among(self.leaves, accept)
+        keys = self.policy.victims(nbytes, among)
+        return list(among.values()) if keys is None else [self.leaves[key] for key in keys]
+
+    def _enough(self, nbytes: int, copies: list[Copy]) -> list[Copy] | None:
+        """The shortest beginning of ``copies`` without which ``nbytes`` fit in one piece, roughly; None when none does."""
+        for at, copy in enumerate(copies):
+            if copy.slot.nbytes >= nbytes:
+                return copies[: at + 1]
+        if not self.would_fit(nbytes, copies):
+            return None
+        low, high = 0, len(copies)
+        while low + 1 < high:
+            middle = (low + high) // 2
+            if self.would_fit(nbytes, copies[:middle]):
+                high = middle
+            else:
+                low = middle
+        return copies[:high]
+
+    def would_fit(self, nbytes: int, without: Iterable[Copy]) -> bool:
+        """Whether there were ``nbytes`` in one piece if the copies ``without`` were gone."""
+        staying = self._slots - {copy.slot for copy in without}
+        end = 0
+        for slot in sorted(staying, key=lambda slot: slot.offset):
+            if slot.offset - end >= nbytes:
+                return True
+            end = slot.offset + slot.nbytes
+        return self.tier.capacity - end >= nbytes
+
+    def neighbours(self, without: Iterable[Copy]) -> frozenset[Slot]:
+        """The slots that stay when ``without`` go."""
+        return frozenset(self._slots - {copy.slot for copy in without})
+
+    # -- looking in ------------------------------------------------------------------------------------------------------
+
+    def holders(self) -> list[Copy]:
+        """Copies that are leased, or that somebody still refers to after a lease; the largest first."""
+        held = [copy for copy in (*self.copies.values(), *self.orphans) if copy.leased or copy.aliases]
+        return sorted(held, key=lambda copy: -copy.slot.nbytes)
+
+    def statistics(self) -> TierStatistics:
+        held = sum(bool(copy.aliases) and not copy.leased for copy in self.copies.values()) + len(self.orphans)
+        return TierStatistics(self.tier.name, self.tier.capacity, self.used, self.peak, len(self.copies), held)
+
+    def check(self) -> None:
+        """Assert that what is kept up to date is what counting anew gives (for tests)."""
+        counted = [0 for _ in Standing]
+        for copy in self.copies.values():
+            assert self.bottom or copy.standing is copy.stands(), f"{copy.key!r}: {copy.standing}, not {copy.stands()}"
+            assert (copy.key in self.leaves) == (copy.standing is not Standing.USED)
+            counted[copy.standing] += copy.slot.nbytes
+        for standing in set(Standing) - {Standing.USED}:
+            assert counted[standing] == self.bytes_of[standing], f"{standing}: {counted} counted, {self.bytes_of} kept"
+        assert set(self.leaves) <= set(self.copies)
+        assert set(self.condemned) <= set(self.leaves)
+        assert self.used == sum(slot.nbytes for slot in self._slots)
+
+
+class _Among(Mapping[Key, Copy]):
+    """Those of ``copies`` that are accepted, without making another dict of them."""
+
+    def __init__(self, copies: Mapping[Key, Copy], accept: Callable[[Copy], bool]) -> None:
+        self._copies, self._accept = copies, accept
+
+    def __getitem__(self, key: Key) -> Copy:
+        copy = self._copies[key]
+        if not self._accept(copy):
+            raise KeyError(key)
+        return copy
+
+    def get(self, key: Key, default: object = None) -> Copy | None:  # type: ignore[override]
+        copy = self._copies.get(key)
+        return copy if copy is not None and self._accept(copy) else None
+
+    def __iter__(self) -> Iterator[Key]:
+        return (key for key, copy in self._copies.items() if self._accept(copy))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

@@ -1,0 +1,106 @@
+"""From a trace to a plan: when is each tensor needed next, and what has to be brought by when. Pure; no clock, no I/O.
+
+The order that is followed is a cycle, as a training step is. Positions count on for ever: position p is touch ``p % len``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from tiered.types import Key, Use
+
+__all__ = ["NEVER", "Plan", "Touch"]
+
+NEVER = math.inf
+"""The next use of what is not in the order."""
+
+
+class Touch(NamedTuple):
+    """One tensor is leased, or put. ``tier`` is the name of the tier, None for the top one."""
+
+    key: Key
+    tier: str | None = None
+    use: Use = Use.READ
+
+
+class Plan:
+    """Where in its order a loop is, and when it comes to what.
+
+    A loop may stray: leave touches out, put others in. Where it goes on is told from two touches in a row that fit.
+    """
+
+    def __init__(self, order: Iterable[Touch], sizes: Mapping[Key, int]) -> None:
+        self.cursor = 0
+        self._order: list[Touch] = []
+        self._uses: dict[Key, list[int]] = {}
+        self._before: list[int] = [0]  # bytes touched before each position of the cycle, and by all of it
+        self._elsewhere: int | None = None  # where the loop may be instead
+        self.replace(order, sizes)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def at(self, position: int) -> Touch:
+        return self._order[position % len(self._order)]
+
+    def replace(self, order: Iterable[Touch], sizes: Mapping[Key, int]) -> int:
+        """Another order from its next beginning on; how many touches had to be planned anew (the common beginning has not).
+
+        ``sizes`` are in bytes, 0 where there is no such tensor yet.
+        """
+        fresh = list(order)
+        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self._order, fresh, strict=False)))
+        for key in {touch.key for touch in self._order[common:]}:
+            uses = self._uses[key]
+            del uses[bisect_left(uses, common) :]
+            if not uses:
+                del self._uses[key]
+        del self._before[common + 1 :]
+        for position, touch in enumerate(fresh[common:], common):
+            self._uses.setdefault(touch.key, []).append(position)
+            self._before.append(self._before[-1] + sizes[touch.key])
+        if self._order:
+            # As far into the cycle as before, where the beginning is the same; else at its beginning.
+            into = self.cursor % len(self._order)
+            self.cursor = into if into <= common and into < len(fresh) else 0
+        self._order, self._elsewhere = fresh, None
+        return len(fresh) - common
+
+    def last_use(self, key: Key) -> int | None:
+        """Where in the cycle ``key`` was touched last, if that was the very last touch of all."""
+        into = (self.cursor - 1) % len(self._order)
+        return into if self._order[into].key == key else None
+
+    def next_use(self, key: Key) -> float:
+        """Position at which ``key`` is touched next, the cursor's own included; ``NEVER`` where it is not in the order."""
+        uses = self._uses.get(key)
+        return NEVER if not uses else self._following(uses, self.cursor)
+
+    def bytes_until(self, position: int) -> int:
+        """Bytes of all touches from the cursor up to ``position``, without that."""
+        return self._bytes_before(position) - self._bytes_before(self.cursor)
+
+    def happened(self, key: Key) -> None:
+        """``key`` was touched."""
+        uses = self._uses.get(key)
+        if not uses:
+            return
+        if self.at(self.cursor).key == key:
+            self.cursor, self._elsewhere = self.cursor + 1, None
+        elif self._elsewhere is not None and self.at(self._elsewhere).key == key:
+            self.cursor, self._elsewhere = self._elsewhere + 1, None
+        else:
+            self._elsewhere = self._following(uses, self.cursor) + 1
+
+    def _following(self, uses: Sequence[int], position: int) -> int:
+        cycle, into = divmod(position, len(self._order))
+        at = bisect_left(uses, into)
+        return cycle * len(self._order) + (uses[at] if at < len(uses) else uses[0] + len(self._order))
+
+    def _bytes_before(self, position: int) -> int:
+        cycles, into = divmod(position, len(self._order))
+        return cycles * self._before[-1] + self._before[into]

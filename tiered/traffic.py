@@ -1,0 +1,110 @@
+"""Transfers from their admission to their end: what waits for its link, and what is under way."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from tiered.residency import Entry
+from tiered.types import Direction, Key, Transfer, Urgency
+
+__all__ = ["Backlog", "Traffic"]
+
+
+class Backlog:
+    """A queue by urgency, and by arrival among equals. ``reads`` counts the transfers up among its ``length``."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Urgency, OrderedDict[int, Transfer]] = {urgency: OrderedDict() for urgency in Urgency}
+        self.length = self.reads = 0
+
+    def __iter__(self) -> Iterator[Transfer]:
+        """The next one first."""
+        for waiting in self._waiting.values():
+            yield from waiting.values()
+
+    def add(self, transfer: Transfer) -> None:
+        self._waiting[transfer.urgency][transfer.tag] = transfer
+        self.length += 1
+        self.reads += transfer.direction is Direction.UP
+
+    def take(self) -> Transfer | None:
+        """Remove and return the next one."""
+        transfer = next(iter(self), None)
+        if transfer is not None:
+            del self._waiting[transfer.urgency][transfer.tag]
+            self.length -= 1
+            self.reads -= transfer.direction is Direction.UP
+        return transfer
+
+    def put_back(self, transfer: Transfer) -> None:
+        """Undo ``take``: it is the next one of its urgency again."""
+        self.add(transfer)
+        self._waiting[transfer.urgency].move_to_end(transfer.tag, last=False)
+
+    def promote(self, transfer: Transfer, urgency: Urgency) -> bool:
+        """Make it more urgent; False when it waits here no longer."""
+        if self._waiting[transfer.urgency].pop(transfer.tag, None) is None:
+            return False
+        transfer.urgency = urgency
+        self._waiting[urgency][transfer.tag] = transfer
+        return True
+
+
+class Traffic:
+    """Of all links. ``queues[i]`` wait for link i, between tier i and the one below; ``rising[i]`` counts the bytes of
+    transfers up that have not ended; ``promotions[i]`` are started ones, by tag, that became more urgent since."""
+
+    def __init__(self, links: int) -> None:
+        self.queues = [Backlog() for _ in range(links)]
+        self.promotions: list[dict[int, Urgency]] = [{} for _ in range(links)]
+        self.rising = [0] * links
+        self._transfers: dict[int, tuple[Entry, Transfer]] = {}  # all that have not ended
+        self._moving: dict[Key, list[tuple[int, Transfer]]] = {}  # the same by tensor, each with its link
+
+    @property
+    def waits(self) -> bool:
+        """Whether a link could be given something."""
+        for queue, promotions in zip(self.queues, self.promotions, strict=True):  # noqa: SIM110 - on the path of every lease
+            if queue.length or promotions:
+                return True
+        return False
+
+    def add(self, index: int, entry: Entry, transfer: Transfer) -> None:
+        self._transfers[transfer.tag] = (entry, transfer)
+        self._moving.setdefault(entry.key, []).append((index, transfer))
+        if transfer.direction is Direction.UP:
+            self.rising[index] += transfer.nbytes
+        self.queues[index].add(transfer)
+
+    def take(self, index: int) -> Transfer | None:
+        """The next transfer for link ``index``, which is started from here on."""
+        return self.queues[index].take()
+
+    def put_back(self, index: int, transfer: Transfer) -> None:
+        """The link had no room for it."""
+        transfer.urgency = self.promotions[index].pop(transfer.tag, transfer.urgency)
+        self.queues[index].put_back(transfer)
+
+    def end(self, index: int, tag: int) -> tuple[Entry, Transfer]:
+        """Link ``index`` reported the transfer's end."""
+        entry, transfer = self._transfers.pop(tag)
+        self.promotions[index].pop(tag, None)
+        moving = self._moving[entry.key]
+        moving.remove((index, transfer))
+        if not moving:
+            del self._moving[entry.key]
+        if transfer.direction is Direction.UP:
+            self.rising[index] -= transfer.nbytes
+        return entry, transfer
+
+    def hurry(self, key: Key, urgency: Urgency) -> None:
+        """Transfers of ``key`` inherit ``urgency``, those that are under way too."""
+        for index, transfer in self._moving.get(key, ()):
+            if transfer.urgency > urgency and not self.queues[index].promote(transfer, urgency):
+                self.promotions[index][transfer.tag] = urgency
+
+    def promoted(self, tag: int, urgency: Urgency) -> None:
+        """The link knows."""
+        if tag in self._transfers:
+            self._transfers[tag][1].urgency = urgency
