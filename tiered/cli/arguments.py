@@ -12,8 +12,9 @@ from tiered.sizes import parse_size
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["add_json", "command", "count", "fraction", "positive", "seed", "size"]
+__all__ = ["BACKENDS", "add_json", "command", "count", "fraction", "positive", "seed", "size", "sizes"]
 
+BACKENDS = ("auto", "libaio", "posix")
 LARGEST_COUNT = (1 << 63) - 1
 
 
@@ -68,6 +69,11 @@ def size(text: str) -> int:
     if not 1 <= nbytes <= LARGEST_COUNT:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size that can be; write one like '256MiB'")
     return nbytes
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Sizes with commas between them: each once, the smallest first."""
+    return tuple(sorted({size(part) for part in text.split(",")}))
 
 
 def _parsed(convert: Callable[[str], Any], text: str, wanted: str, allowed: Callable[[Any], bool]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Literal
 
-from tiered.cli.arguments import add_json, command, count, positive, size
+from tiered.cli.arguments import BACKENDS, add_json, command, count, positive, size, sizes
 
 if TYPE_CHECKING:
     from tiered.cli.arguments import Commands
@@ -68,7 +68,7 @@ def add_parser(commands: Commands) -> None:
 
     store = command(below, "store", "every call, on tensors of many sizes", STORE_DESCRIPTION, STORE_EXAMPLES)
     _add_common(store)
-    store.add_argument("--sizes", metavar="SIZE,...", type=_sizes, default=_sizes(SIZES), help=f"(default: {SIZES})")
+    store.add_argument("--sizes", metavar="SIZE,...", type=sizes, default=sizes(SIZES), help=f"(default: {SIZES})")
     store.add_argument(
         "--dram", metavar="SIZE", type=size, help="most memory of a store (default: 4GiB, or half of what is available)"
     )
@@ -80,12 +80,8 @@ def add_parser(commands: Commands) -> None:
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dir", metavar="DIR", dest="folder", default=".", help="a folder on the drive (default: this one)")
-    parser.add_argument("--backend", choices=("auto", "libaio", "posix"), default="auto", help="how to do I/O (default: auto)")
+    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="how to do I/O (default: auto)")
     add_json(parser)
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(sorted({size(part) for part in text.split(",")}))
 
 
 def _run_io(parsed: argparse.Namespace, given: list[str]) -> int:

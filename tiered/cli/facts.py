@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from tiered import TieredError
+from tiered.cli.arguments import BACKENDS
 from tiered.cli.machine import backends, cuda, filesystem, huge_pages, limits
 from tiered.cli.measure import bytes_of, environment, scratch_store
 from tiered.cli.rates import measure
@@ -159,7 +160,8 @@ def describe(report: dict[str, Any]) -> str:
         f"{format_size(report['memory_available_bytes'])} available",
     ]
     for label, backend in zip(_label("backends"), report["backends"], strict=False):
-        lines.append(f"{label}{backend['name']}: {backend['unavailable'] or 'works'}")
+        works = "works" if backend["name"] in BACKENDS else "works; no option chooses it yet"
+        lines.append(f"{label}{backend['name']}: {backend['unavailable'] or works}")
     for label, device in zip(_label("CUDA"), report["cuda"]["devices"], strict=False):
         lines.append(f"{label}cuda:{device['index']}: {device['name']}, {format_size(device['memory_bytes'])}")
     if not report["cuda"]["devices"]:

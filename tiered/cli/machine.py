@@ -28,11 +28,11 @@ SMALLEST_ALIGNMENT = 4096
 
 
 def backends() -> dict[str, str | None]:
-    """Each with None where it works, or why it does not. The first that works is what "auto" takes."""
+    """Each with None where it works, or why it does not."""
     found: dict[str, str | None] = {}
-    for name, module in (("libaio", "libaio"), ("posix", "posix"), ("aiofiles", "aiofile")):
-        if importlib.util.find_spec(f"tiered.io.{module}") is not None:
-            found[name] = _unavailable(module)
+    for name in ("libaio", "aiofile", "posix"):
+        if importlib.util.find_spec(f"tiered.io.{name}") is not None:
+            found[name] = _unavailable(name)
     return found
 
 

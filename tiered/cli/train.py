@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from tiered.cli.arguments import command, count, fraction, positive, seed, size
+from tiered.cli.arguments import BACKENDS, command, count, fraction, positive, seed, size
 
 if TYPE_CHECKING:
     from tiered.cli.arguments import Commands
@@ -98,7 +98,7 @@ def add_parser(commands: Commands) -> None:
     where.add_argument(
         "--dram", metavar="SIZE", type=size, help=f"memory for parameters, gradients and states {_default('dram')}"
     )
-    where.add_argument("--backend", choices=("auto", "libaio", "posix"), default="auto", help="how to do I/O (default: auto)")
+    where.add_argument("--backend", choices=BACKENDS, default="auto", help="how to do I/O (default: auto)")
     where.add_argument(
         "--no-prefetch",
         dest="prefetch",
