@@ -658,16 +658,21 @@ def test_a_prefetch_does_not_evict_what_an_older_request_wants() -> None:
     rig.wind_down()
 
 
-def test_a_demand_evicts_what_was_prefetched() -> None:
+@pytest.mark.parametrize("held", [False, True])
+def test_a_demand_evicts_what_was_prefetched_when_nothing_else_may_leave(held: bool) -> None:
     rig = Rig(12, 400, reserve=0.0)
     fill(rig, "a", "b", "c", nbytes=4)
     evicted(rig, "a", "b", "c")
     rig.hint("a", "b")
     rig.settle()
     rig.put("x", b"xxxx")
+    lease = rig.lease("x") if held else None
     rig.put("y", b"yyyy")
     rig.settle()
-    assert rig.admission.prefetched_unused == 1
+    assert not rig.puts, "it did not wait for ever"
+    assert rig.admission.prefetched_unused == held, "else what was written before is written back"
+    if lease is not None:
+        rig.end(lease)
     rig.wind_down()
 
 

@@ -29,8 +29,8 @@ PACKINGS = 4
 class Admission:
     """Tiers from the top (0) to the bottom; ``places[i]`` is what is in tier i, ``policies[i]`` chooses who leaves it.
 
-    ``reserve`` is the share of each tier that background write-backs keep free or clean, so that what comes finds room; while
-    the order of what comes is known it is only the room of the largest tensor.
+    ``reserve`` is the share of each tier that background write-backs keep free or clean, so that what comes finds room. While
+    the order of what comes is known, only what has to leave is written back.
     """
 
     def __init__(self, tiers: Sequence[Tier], policies: Sequence[EvictionPolicy], reserve: float) -> None:
@@ -181,7 +181,8 @@ class Admission:
             if self.bottom == 0 and not place.orphans:
                 raise CapacityError(
                     f"no room for {nbytes:,} bytes: {len(place.copies):,} tensors have {place.used:,} of the "
-                    f"{place.tier.capacity:,} bytes in {place.tier.name}, and there is no tier below: delete some, or open the store with more room"
+                    f"{place.tier.capacity:,} bytes in {place.tier.name}, and there is no tier below: delete some, or open the "
+                    "store with more room"
                 )
         return slot
 
@@ -219,15 +220,16 @@ class Admission:
         """Evict the policy's first victims once they are all clean, and none before: to evict in vain would be worse than
         waste, two requests could take turns at it for ever."""
         place = self.places[tier]
-        chosen = place.victims(nbytes, self._acceptable(tier, request))
+        acceptable = self._acceptable(tier, request)
+        chosen = place.victims(nbytes, lambda copy: copy.standing is not Standing.FRESH and acceptable(copy))
+        if chosen is None and request.urgency is not Urgency.PREFETCH:
+            chosen = place.victims(nbytes, acceptable)
         if chosen is None:
             chosen = self._packed(tier, nbytes, request)
         if chosen is None:
             self._push_out(tier, request)
             return None
-        if request.needed is not None and self.ahead is not None:
-            if any(self.ahead.plan.next_use(copy.key) <= request.needed for copy in chosen):
-                return None  # what would leave is needed sooner than what would come
+        if self.ahead is not None:
             for copy in chosen:
                 place.condemn(copy)
         unsaved = [copy for copy in chosen if copy.dirty]
@@ -272,14 +274,16 @@ class Admission:
 
     def _acceptable(self, tier: int, request: Request) -> Callable[[Copy], bool]:
         """Which copies may leave for ``request``: not what it or an older one still wants, not what cannot be written back;
-        for a hint, nothing that costs a write, and not what was just prefetched."""
+        for a hint, nothing that costs a write; for what is fetched along a known order, nothing that is needed sooner."""
         wanted = self._wanted(tier, [request, *self._older(request)])
         hint = request.urgency is Urgency.PREFETCH and request.needed is None
 
         def acceptable(copy: Copy) -> bool:
             if copy.key in wanted or _cannot_go(copy):
                 return False
-            return copy.standing is Standing.CLEAN if hint else True
+            if request.needed is not None and self.ahead is not None:
+                return self.ahead.plan.next_use(copy.key) > request.needed
+            return not (hint and copy.dirty)
 
         return acceptable
 
@@ -328,7 +332,7 @@ class Admission:
         """Bytes missing to the reserve of free or clean room in ``tier``, counting what write-backs will bring."""
         place = self.places[tier]
         if self.ahead is not None:
-            return place.largest - place.free - sum(copy.slot.nbytes for copy in place.condemned.values())
+            return 0  # it knows what will have to leave
         return int(place.tier.capacity * self.reserve) - place.ready
 
     def _due(self) -> bool:
@@ -351,10 +355,6 @@ class Admission:
             background = Request(Urgency.WRITEBACK)
             self.number(background)
             for copy in self._next_to_clean(place, shortage):
-                if self.ahead is not None:
-                    place.condemn(copy)
-                if copy.state is not State.DIRTY:
-                    continue
                 try:
                     if not self.admit_writeback(self.directory.entry(copy.key), tier, background):
                         break
@@ -362,9 +362,7 @@ class Admission:
                     copy.failure = error
 
     def _next_to_clean(self, place: Occupancy, nbytes: int) -> list[Copy]:
-        """The policy's first victims that free ``nbytes`` together: without a known order the dirty ones among them."""
-        if self.ahead is not None:
-            return place.first(nbytes, lambda copy: copy.failure is None and copy.key not in place.condemned)
+        """The dirty ones among the policy's first victims that free ``nbytes`` together, and some more for the next time."""
         batch = max(nbytes, int(place.tier.capacity * self.reserve) // 16)
         return place.first(batch, lambda copy: copy.failure is None and copy.standing is Standing.DIRTY)
 
@@ -419,7 +417,7 @@ class Admission:
             if copy is not None:
                 self.places[copy.tier].policy.touched(entry.key)
         for record in self.records:
-            record.append(Touch(entry.key, self.places[tier].tier.name, use))
+            record.append(Touch(entry.key, self.places[tier].tier.name, use, entry.nbytes))
 
     def look_ahead(self) -> None:
         if self.ahead is not None:

@@ -2,63 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from tiered.errors import TieredError
 from tiered.prefetch import Plan, Touch
 from tiered.requests import Request
 from tiered.residency import Entry, Standing
-from tiered.types import Key, Urgency, Use
+from tiered.types import Urgency, Use
 
 if TYPE_CHECKING:
     from tiered.admission import Admission
 
-__all__ = ["Ahead", "Pace"]
+__all__ = ["Ahead"]
 
-MARGIN = 2.0
+MARGIN = 1.5
 """A fetch begins when this many times the seconds that it takes are left."""
 LATENCY = 0.005
 """Seconds that a fetch takes at least, however small."""
+PIPELINE = 4 << 20
+"""Bytes under way at once that keep a link busy; less where the tier has less than 64 times as much, but always two tensors."""
 SHARE = 4
 """What was fetched ahead and is not used yet takes at most one in this many bytes of a tier."""
-MEMORY = 0.98
-"""How much of what was measured before a touch still counts after it."""
-
-
-@dataclass(slots=True)
-class Pace:
-    """Seconds that the loop computes per byte that it touches; what it waits for the store is not in it."""
-
-    seconds: float = 0.0
-    nbytes: float = 0.0
-    since: float | None = None
-
-    def touched(self, nbytes: int, asked: float, granted: float) -> None:
-        """A tensor was asked for at the time ``asked`` and could be used from ``granted`` on."""
-        if self.since is not None:
-            self.seconds = MEMORY * self.seconds + max(0.0, asked - self.since)
-        self.nbytes = MEMORY * self.nbytes + nbytes
-        self.since = granted
-
-    @property
-    def seconds_per_byte(self) -> float:
-        return self.seconds / self.nbytes if self.nbytes else 0.0
+HORIZON = 128
+"""Touches to look ahead for a burst that has to be prepared for."""
 
 
 class Ahead(Request):
     """A request that is never done: whenever something changed it brings what the plan needs next.
 
     ``tiers`` are the names of the tiers, from the top; ``costs()`` gives the seconds per byte of each link up and down.
-    ``needed`` is the position for which something is being fetched.
+    ``needed`` is the position for which something is being fetched; ``hops`` are the links, from the top, that it fetches over.
     """
 
     def __init__(
         self, plan: Plan, tiers: Sequence[str], costs: Callable[[], Sequence[tuple[float, float]]]
     ) -> None:
         super().__init__(Urgency.PREFETCH)
-        self.plan, self.pace = plan, Pace()
+        self.plan = plan
+        self._since: tuple[int, float] | None = None  # where the loop computes, and since when
+        self.hops = len(tiers) - 1
         self._index: dict[str | None, int] = {name: index for index, name in enumerate(tiers)} | {None: 0}
         self._reached = [0] * (len(tiers) - 1)  # by tier: all before is there, or on its way
         self._costs = costs
@@ -66,13 +49,20 @@ class Ahead(Request):
     def __str__(self) -> str:
         return "fetching ahead"
 
-    def replan(self, order: Sequence[Touch], sizes: Mapping[Key, int]) -> int:
+    def replan(self, order: Sequence[Touch]) -> int:
         """Follow another order; how many touches had to be planned anew."""
-        self._reached = [0] * len(self._reached)
-        return self.plan.replace(order, sizes)
+        self._reached, self._since = [0] * len(self._reached), None
+        return self.plan.replace(order)
+
+    def touched(self, asked: float, granted: float) -> None:
+        """The loop asked for what it was to touch at the time ``asked``, and computes with it since ``granted``."""
+        if self._since is not None:
+            position, since = self._since
+            self.plan.took(position, max(0.0, asked - since))
+        self._since = (self.plan.cursor - 1, granted)
 
     def attempt(self, admission: Admission) -> bool:
-        for tier in reversed(range(admission.bottom)):  # the lowest hop feeds those above
+        for tier in reversed(range(self.hops)):  # the lowest hop feeds those above
             self._fetch(admission, tier)
         return False
 
@@ -80,10 +70,9 @@ class Ahead(Request):
         at = max(self._reached[tier], self.plan.cursor)
         end = self.plan.cursor + len(self.plan)
         while at < end:
-            touch = self.plan.at(at)
-            entry = admission.directory.find(touch.key)
-            if entry is not None and touch.use is not Use.PUT and self._missing(entry, self._index[touch.tier], tier):
-                if not self._in_time(admission, tier, at, entry.nbytes):
+            entry = self._missing_at(admission, tier, at)
+            if entry is not None:
+                if not (self._has_room(admission, tier, entry.nbytes) and self._due(admission, tier, at)):
                     break
                 self.needed, self.tier = at, tier
                 try:
@@ -96,23 +85,40 @@ class Ahead(Request):
             at += 1
         self._reached[tier] = at
 
-    @staticmethod
-    def _missing(entry: Entry, target: int, tier: int) -> bool:
-        """Whether it is to come to ``tier``, from the one below, on its way to ``target``."""
-        if tier < target or entry.written:
-            return False
-        return all(copy is None for copy in entry.copies[: tier + 1])
+    def _missing_at(self, admission: Admission, tier: int, position: int) -> Entry | None:
+        """What has to come to ``tier``, from the one below, for the touch at ``position``."""
+        touch = self.plan.at(position)
+        entry = admission.directory.find(touch.key)
+        if entry is None or touch.use is Use.PUT or tier < self._index[touch.tier] or entry.written:
+            return None
+        return entry if all(copy is None for copy in entry.copies[: tier + 1]) else None
 
-    def _in_time(self, admission: Admission, tier: int, position: int, nbytes: int) -> bool:
-        """Whether to begin now: the next occasion, the next touch, could be too late; and there is room for more."""
-        place = admission.places[tier]
-        ahead = place.bytes_of[Standing.FRESH] + admission.traffic.rising[tier]
-        if ahead and ahead + nbytes > place.tier.capacity // SHARE:
+    def _has_room(self, admission: Admission, tier: int, nbytes: int) -> bool:
+        """More under way than keeps the link busy brings nothing, and what waits for its use takes room from what was kept."""
+        place, rising = admission.places[tier], admission.traffic.rising[tier]
+        if rising.transfers >= 2 and rising.nbytes + nbytes > min(PIPELINE, place.tier.capacity // 64):
             return False
-        left = self.plan.bytes_until(position) * self.pace.seconds_per_byte
+        waiting = place.bytes_of[Standing.FRESH] + rising.nbytes
+        return waiting == 0 or waiting + nbytes <= place.tier.capacity // SHARE
+
+    def _due(self, admission: Admission, tier: int, position: int) -> bool:
+        """Whether the next occasion, the next touch, could be too late for this, or for something after it: one link brings it
+        all, one after the other, and a burst has to be prepared for."""
         costs = self._costs()
-        takes = LATENCY + (admission.traffic.rising[tier] + nbytes) * costs[tier][0]
-        takes += sum(nbytes * up for up, _ in costs[:tier])
-        if place.free < nbytes:
-            takes += nbytes * costs[tier][1]  # somebody may have to be written back first
-        return left <= MARGIN * takes
+        place, rising = admission.places[tier], admission.traffic.rising[tier]
+        each = sum(up for up, _ in costs[: tier + 1])
+        takes = LATENCY + rising.nbytes * costs[tier][0]
+        limit = place.tier.capacity // SHARE
+        for at in range(position, min(position + HORIZON, self.plan.cursor + len(self.plan))):
+            entry = self._missing_at(admission, tier, at)
+            if entry is None:
+                continue
+            takes += entry.nbytes * each
+            limit -= entry.nbytes
+            if place.free < entry.nbytes:
+                takes += entry.nbytes * costs[tier][1]  # somebody may have to be written back first
+            if self.plan.seconds_until(at) <= MARGIN * takes:
+                return True
+            if limit < 0:
+                break
+        return False

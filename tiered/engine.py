@@ -18,7 +18,7 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tiered.admission import Admission
@@ -216,7 +216,7 @@ class Engine:
         self.hits += at_once
         self.misses += not at_once
         if self.admission.ahead is not None and lease.copies:
-            self.admission.ahead.pace.touched(sum(copy.slot.nbytes for copy in lease.copies), asked, self.config.clock())
+            self.admission.ahead.touched(asked, self.config.clock())
 
     def _wait_for(self, request: Request, began: float, patience: float) -> None:
         left = request.left
@@ -250,15 +250,19 @@ class Engine:
             self._submit(Prefetch(keys, tier))
 
     def sizes(self, keys: Iterable[Key]) -> dict[Key, int]:
-        """Bytes of each tensor; 0 where there is none."""
+        """Bytes of each tensor that there is."""
         with self.lock:
-            entries = ((key, self.admission.directory.find(key)) for key in keys)
-            return {key: 0 if entry is None else entry.nbytes for key, entry in entries}
+            entries = ((key, self.admission.directory.find(key)) for key in set(keys))
+            return {key: entry.nbytes for key, entry in entries if entry is not None}
 
     def follow(
-        self, order: Sequence[Touch], sizes: Mapping[Key, int], policies: Callable[[Plan], Sequence[EvictionPolicy]]
+        self,
+        order: Sequence[Touch],
+        policies: Callable[[Plan], Sequence[EvictionPolicy]],
+        hops: int,
     ) -> int:
-        """Fetch and evict along ``order`` from here on, or, where it is empty, no longer; how many touches it planned anew."""
+        """Evict, and fetch over the first ``hops`` links, along ``order`` from here on, or, where it is empty, no longer; how
+        many touches it planned anew."""
         with self.lock:
             self._refuse_stopped()
             admission = self.admission
@@ -266,9 +270,11 @@ class Engine:
             if not order:
                 ahead = None
             elif ahead is not None:
-                planned = ahead.replan(order, sizes)
+                planned = ahead.replan(order)
             else:
-                ahead = Ahead(Plan(order, sizes), [place.tier.name for place in admission.places], self._costs)
+                ahead = Ahead(Plan(order), [place.tier.name for place in admission.places], self._costs)
+            if ahead is not None:
+                ahead.hops = hops
             admission.follow(ahead, self._policies if ahead is None else policies(ahead.plan))
             admission.look_ahead()
             self._poke()

@@ -47,6 +47,7 @@ def decide(keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], budge
     """Of those tried, the decision that moves the fewest bytes in a cycle of these touches; ``thorough`` tries ``plan`` too."""
     if not 0 < len(keys) <= SIMULATED or budget >= sum(dict(zip(keys, sizes, strict=True)).values()):
         return Decision()
+    sizes = [max(1, size) for size in sizes]
     following = _following(keys)
     mean = sum(j - i for i, j in enumerate(following)) / len(following)
     decisions = [Decision(price * mean) for price in PRICES]
@@ -75,6 +76,9 @@ def bytes_moved(keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], 
                     nbytes, dirty, _ = resident.pop(victim)
                     free += nbytes
                     moved += nbytes if dirty else 0
+        if uses[following[into] % end] is Use.PUT and following[into] != into + end:  # its bytes are dead, and deleted
+            free += size
+            continue
         dirty = use is not Use.READ or (held is not None and held[1])
         resident[key] = (size, dirty, position)
         dropped, needed = decision.rank(into, position + following[into] - into, dirty)

@@ -5,6 +5,8 @@ Kept up to date change by change, so that asking costs the same with ten copies 
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from tiered.interfaces import EvictionPolicy, Tier
@@ -30,7 +32,7 @@ class Occupancy:
         self.bytes_of = [0 for _ in Standing]
         self.orphans: set[Copy] = set()
         self.used = self.peak = self.largest = 0
-        self._slots: set[Slot] = set()
+        self._slots: list[Slot] = []  # all that are given, by offset
         self._guards: list[tuple[Slot, Fence]] = []
 
     # -- slots -----------------------------------------------------------------------------------------------------------
@@ -54,7 +56,7 @@ class Occupancy:
 
     def account(self, slot: Slot) -> None:
         """``slot`` was taken from the tier."""
-        self._slots.add(slot)
+        insort(self._slots, slot, key=_offset)
         self.used += slot.nbytes
         self.peak = max(self.peak, self.used)
         self.largest = max(self.largest, slot.nbytes)
@@ -63,7 +65,7 @@ class Occupancy:
         """Free a slot; who has it next must wait for ``fences``."""
         self._guards += [(slot, fence) for fence in fences if not fence.query()]
         self.tier.free(slot)
-        self._slots.remove(slot)
+        del self._slots[bisect_left(self._slots, slot.offset, key=_offset)]
         self.used -= slot.nbytes
 
     def guards(self, slot: Slot) -> tuple[Fence, ...]:
@@ -140,34 +142,51 @@ class Occupancy:
         return list(among.values()) if keys is None else [self.leaves[key] for key in keys]
 
     def _enough(self, nbytes: int, copies: list[Copy]) -> list[Copy] | None:
-        """The shortest beginning of ``copies`` without which ``nbytes`` fit in one piece, roughly; None when none does."""
-        for at, copy in enumerate(copies):
-            if copy.slot.nbytes >= nbytes:
-                return copies[: at + 1]
-        if not self.would_fit(nbytes, copies):
-            return None
-        low, high = 0, len(copies)
-        while low + 1 < high:
+        """Of the shortest beginning of ``copies`` without which ``nbytes`` fit in one piece, those that lie there."""
+        if copies and copies[0].slot.nbytes >= nbytes:
+            return copies[:1]
+        low, high = 0, next((at + 1 for at, copy in enumerate(copies) if copy.slot.nbytes >= nbytes), len(copies))
+        found = self._hole(nbytes, copies[:high])
+        while found is not None and low + 1 < high:
             middle = (low + high) // 2
-            if self.would_fit(nbytes, copies[:middle]):
-                high = middle
-            else:
+            fewer = self._hole(nbytes, copies[:middle])
+            if fewer is None:
                 low = middle
-        return copies[:high]
+            else:
+                high, found = middle, fewer
+        if found is None:
+            return None
+        return [copy for copy in copies[:high] if found[0] <= copy.slot.offset < found[1]]
 
     def would_fit(self, nbytes: int, without: Iterable[Copy]) -> bool:
         """Whether there were ``nbytes`` in one piece if the copies ``without`` were gone."""
-        staying = self._slots - {copy.slot for copy in without}
-        end = 0
-        for slot in sorted(staying, key=lambda slot: slot.offset):
-            if slot.offset - end >= nbytes:
-                return True
-            end = slot.offset + slot.nbytes
-        return self.tier.capacity - end >= nbytes
+        return self._hole(nbytes, without) is not None
+
+    def _hole(self, nbytes: int, without: Iterable[Copy]) -> tuple[int, int] | None:
+        """Where ``nbytes`` fit when ``without`` are gone: from, to; the place that costs the fewest bytes of those."""
+        going = {copy.slot.offset for copy in without}
+        best: tuple[int, tuple[int, int]] | None = None
+        window: deque[Slot] = deque()  # going, one after the other, with free space between them
+        start = cost = 0
+        for slot in (*self._slots, Slot(self.tier.capacity, 0)):
+            while slot.offset - start >= nbytes:
+                if best is None or cost < best[0]:
+                    best = cost, (start, slot.offset)
+                if not window:
+                    break
+                first = window.popleft()
+                cost, start = cost - first.nbytes, first.offset + first.nbytes
+            if slot.offset in going:
+                window.append(slot)
+                cost += slot.nbytes
+            else:
+                window.clear()
+                cost, start = 0, slot.offset + slot.nbytes
+        return None if best is None else best[1]
 
     def neighbours(self, without: Iterable[Copy]) -> frozenset[Slot]:
         """The slots that stay when ``without`` go."""
-        return frozenset(self._slots - {copy.slot for copy in without})
+        return frozenset(self._slots).difference(copy.slot for copy in without)
 
     # -- looking in ------------------------------------------------------------------------------------------------------
 
@@ -192,6 +211,10 @@ class Occupancy:
         assert set(self.leaves) <= set(self.copies)
         assert set(self.condemned) <= set(self.leaves)
         assert self.used == sum(slot.nbytes for slot in self._slots)
+
+
+def _offset(slot: Slot) -> int:
+    return slot.offset
 
 
 class _Among(Mapping[Key, Copy]):

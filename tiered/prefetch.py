@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from tiered.types import Key, Use
@@ -20,26 +20,30 @@ NEVER = math.inf
 
 
 class Touch(NamedTuple):
-    """One tensor is leased, or put. ``tier`` is the name of the tier, None for the top one."""
+    """One tensor is leased, or put. ``tier`` is the name of the tier, None for the top one; ``nbytes`` the tensor's, 0 where it
+    is not known."""
 
     key: Key
     tier: str | None = None
     use: Use = Use.READ
+    nbytes: int = 0
 
 
 class Plan:
     """Where in its order a loop is, and when it comes to what.
 
-    A loop may stray: leave touches out, put others in. Where it goes on is told from two touches in a row that fit.
+    A loop may stray: leave touches out, put others in. Where it goes on is told from two touches in a row that fit. How long
+    it computes after each touch is learnt from round to round.
     """
 
-    def __init__(self, order: Iterable[Touch], sizes: Mapping[Key, int]) -> None:
+    def __init__(self, order: Iterable[Touch]) -> None:
         self.cursor = 0
         self._order: list[Touch] = []
         self._uses: dict[Key, list[int]] = {}
-        self._before: list[int] = [0]  # bytes touched before each position of the cycle, and by all of it
+        self._took: list[float] = []  # seconds of computing after each touch of the cycle
+        self._before: list[float] = [0.0]  # the same, summed up to each touch, and over all
         self._elsewhere: int | None = None  # where the loop may be instead
-        self.replace(order, sizes)
+        self.replace(order)
 
     def __len__(self) -> int:
         return len(self._order)
@@ -47,22 +51,20 @@ class Plan:
     def at(self, position: int) -> Touch:
         return self._order[position % len(self._order)]
 
-    def replace(self, order: Iterable[Touch], sizes: Mapping[Key, int]) -> int:
-        """Another order from its next beginning on; how many touches had to be planned anew (the common beginning has not).
-
-        ``sizes`` are in bytes, 0 where there is no such tensor yet.
-        """
+    def replace(self, order: Iterable[Touch]) -> int:
+        """Follow another order; how many touches had to be planned anew (the common beginning has not)."""
         fresh = list(order)
-        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self._order, fresh, strict=False)))
+        pairs = zip(self._order, fresh, strict=False)
+        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0][:3] == pair[1][:3], pairs))
         for key in {touch.key for touch in self._order[common:]}:
             uses = self._uses[key]
             del uses[bisect_left(uses, common) :]
             if not uses:
                 del self._uses[key]
-        del self._before[common + 1 :]
         for position, touch in enumerate(fresh[common:], common):
             self._uses.setdefault(touch.key, []).append(position)
-            self._before.append(self._before[-1] + sizes[touch.key])
+        self._took[common:] = [0.0] * (len(fresh) - common)
+        self._sum_up()
         if self._order:
             # As far into the cycle as before, where the beginning is the same; else at its beginning.
             into = self.cursor % len(self._order)
@@ -80,9 +82,17 @@ class Plan:
         uses = self._uses.get(key)
         return NEVER if not uses else self._following(uses, self.cursor)
 
-    def bytes_until(self, position: int) -> int:
-        """Bytes of all touches from the cursor up to ``position``, without that."""
-        return self._bytes_before(position) - self._bytes_before(self.cursor)
+    def seconds_until(self, position: int) -> float:
+        """What the loop computes from the touch at the cursor up to the one at ``position``, as far as that is known."""
+        return self._seconds_before(position) - self._seconds_before(self.cursor)
+
+    def took(self, position: int, seconds: float) -> None:
+        """After the touch at ``position`` it computed this long before it asked for the next one."""
+        into = position % len(self._order)
+        known = self._took[into]
+        self._took[into] = (known + seconds) / 2 if known else seconds
+        if into == len(self._order) - 1:
+            self._sum_up()
 
     def happened(self, key: Key) -> None:
         """``key`` was touched."""
@@ -101,6 +111,9 @@ class Plan:
         at = bisect_left(uses, into)
         return cycle * len(self._order) + (uses[at] if at < len(uses) else uses[0] + len(self._order))
 
-    def _bytes_before(self, position: int) -> int:
+    def _sum_up(self) -> None:
+        self._before = [0.0, *itertools.accumulate(self._took)]
+
+    def _seconds_before(self, position: int) -> float:
         cycles, into = divmod(position, len(self._order))
         return cycles * self._before[-1] + self._before[into]

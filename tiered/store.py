@@ -262,28 +262,35 @@ class TieredStore:
             with engine.lock:
                 engine.admission.records[:] = [other for other in engine.admission.records if other is not order]
 
-    def follow(self, order: Iterable[Touch | Key], *, effort: Literal["quick", "thorough"] = "quick") -> int:
+    def follow(
+        self,
+        order: Iterable[Touch | Key],
+        *,
+        prefetch: Literal["on", "off"] = "on",
+        effort: Literal["quick", "thorough"] = "quick",
+    ) -> int:
         """Expect ``order`` from here on, again and again: evict what it needs last, and fetch ahead what it needs next.
 
         ``order`` is what ``trace`` wrote down, or keys by hand, all of which are read. A loop may stray from it; that costs
         time, nothing else. Another order keeps what was planned for the beginning that both have in common. An empty one ends
-        it. ``effort="thorough"`` searches longer for what is best kept, seconds for an order of 2,000 touches. Returns how many
-        touches were planned anew.
+        it. ``prefetch="off"`` only evicts by it. ``effort="thorough"`` searches longer for what is best kept, seconds for an
+        order of 2,000 touches. Returns how many touches were planned anew.
         """
-        if effort not in ("quick", "thorough"):
-            raise MisuseError(f"effort is 'quick' or 'thorough', not {effort!r}")
+        if effort not in ("quick", "thorough") or prefetch not in ("on", "off"):
+            raise MisuseError("effort is 'quick' or 'thorough', prefetch is 'on' or 'off'")
         engine = self._running()
         touches = [Touch(touch) if isinstance(touch, str) else touch for touch in order]
         for tier in {touch.tier for touch in touches}:
             self._tier_index(tier)
         keys, uses = [touch.key for touch in touches], [touch.use for touch in touches]
-        found = engine.sizes(set(keys))
+        found = {touch.key: touch.nbytes for touch in touches} | engine.sizes(keys)
         sizes = [found[key] for key in keys]
         decisions = [
             decide(keys, uses, sizes, tier.capacity, thorough=effort == "thorough")
             for tier, _ in zip(self._parts.tiers, self._parts.links, strict=False)
         ]
-        return engine.follow(touches, found, lambda plan: [_next_use(plan, decision) for decision in decisions])
+        hops = len(decisions) if prefetch == "on" else 0
+        return engine.follow(touches, lambda plan: [_next_use(plan, decision) for decision in decisions], hops)
 
     def delete(self, key: Key) -> None:
         """Raises KeyNotFound, LeaseConflict."""

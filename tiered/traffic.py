@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from tiered.residency import Entry
 from tiered.types import Direction, Key, Transfer, Urgency
@@ -51,14 +52,22 @@ class Backlog:
         return True
 
 
+@dataclass(slots=True)
+class Rising:
+    """Transfers up that have not ended."""
+
+    transfers: int = 0
+    nbytes: int = 0
+
+
 class Traffic:
-    """Of all links. ``queues[i]`` wait for link i, between tier i and the one below; ``rising[i]`` counts the bytes of
+    """Of all links. ``queues[i]`` wait for link i, between tier i and the one below; ``rising[i]`` counts the
     transfers up that have not ended; ``promotions[i]`` are started ones, by tag, that became more urgent since."""
 
     def __init__(self, links: int) -> None:
         self.queues = [Backlog() for _ in range(links)]
         self.promotions: list[dict[int, Urgency]] = [{} for _ in range(links)]
-        self.rising = [0] * links
+        self.rising = [Rising() for _ in range(links)]
         self._transfers: dict[int, tuple[Entry, Transfer]] = {}  # all that have not ended
         self._moving: dict[Key, list[tuple[int, Transfer]]] = {}  # the same by tensor, each with its link
 
@@ -74,7 +83,8 @@ class Traffic:
         self._transfers[transfer.tag] = (entry, transfer)
         self._moving.setdefault(entry.key, []).append((index, transfer))
         if transfer.direction is Direction.UP:
-            self.rising[index] += transfer.nbytes
+            self.rising[index].transfers += 1
+            self.rising[index].nbytes += transfer.nbytes
         self.queues[index].add(transfer)
 
     def take(self, index: int) -> Transfer | None:
@@ -95,7 +105,8 @@ class Traffic:
         if not moving:
             del self._moving[entry.key]
         if transfer.direction is Direction.UP:
-            self.rising[index] -= transfer.nbytes
+            self.rising[index].transfers -= 1
+            self.rising[index].nbytes -= transfer.nbytes
         return entry, transfer
 
     def hurry(self, key: Key, urgency: Urgency) -> None:

@@ -39,7 +39,7 @@ class AiofilesConfig:
 class AiofilesBackend:
     """An ``IOBackend``. Its threads sleep while nothing is in flight, and end with ``close``."""
 
-    name = "aiofile"
+    name = "aiofiles"
     alignment = 1
 
     def __init__(self, config: AiofilesConfig | None = None) -> None:

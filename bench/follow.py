@@ -1,0 +1,99 @@
+"""Bytes that a store moves for ten traces at five budgets, beside the offline optimum: the real engine on a real disk.
+
+    .venv/bin/python -m bench.follow                      Markdown, some minutes
+    .venv/bin/python -m bench.follow --trace training     one of them
+
+Every access is a lease (or a put) of the store; what is dead is deleted. Bytes are counted by the disk link, the final commit
+included, and divided by the bound of ``bench/optimum.py``. LRU is the store without ``follow``; "on demand" follows with
+``prefetch="off"``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from bench.optimum import budget_of, exact_bound, lower_bound
+from bench.traces import TRACES, Access, Trace, next_positions
+from tiered import TieredStore
+from tiered.prefetch import Touch
+
+__all__ = ["Row", "main", "run"]
+
+SCALE = 4096
+"""Bytes of the store for each of a trace's, so that slots need no padding."""
+BUDGETS = ("5%", "10%", "25%", "50%", "90%")
+
+Following = Callable[[TieredStore, list[Touch]], object]
+
+VARIANTS: dict[str, Following] = {
+    "LRU": lambda store, order: None,
+    "quick, on demand": lambda store, order: store.follow(order, prefetch="off"),
+    "quick": lambda store, order: store.follow(order),
+    "thorough, on demand": lambda store, order: store.follow(order, prefetch="off", effort="thorough"),
+    "thorough": lambda store, order: store.follow(order, effort="thorough"),
+}
+
+Row = tuple[int, int, int, int]
+"""Bytes read and written, tensors prefetched, and of these evicted unused."""
+
+
+def run(trace: Trace, budget: int, follow: Following) -> Row:
+    """Run ``trace`` once over a store whose tensors are all on disk."""
+    following, end = next_positions(trace), len(trace.accesses)
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        with TieredStore.open(Path(folder, "store"), dram=max(1 << 20, budget * SCALE)) as store:
+            seen: set[str] = set()
+            for key, access in trace.accesses:
+                if key not in seen and access is not Access.PUT:
+                    store.put(key, torch.zeros(trace.sizes[key] * SCALE, dtype=torch.uint8))
+                seen.add(key)
+        with TieredStore.open(Path(folder, "store"), dram=budget * SCALE, keep=1) as store:
+            follow(store, [Touch(key, None, access) for key, access in trace.accesses])
+            for position, (key, access) in enumerate(trace.accesses):
+                if access is Access.PUT:
+                    store.put(key, torch.zeros(trace.sizes[key] * SCALE, dtype=torch.uint8))
+                else:
+                    with store.lease(key, access=access.value):
+                        pass
+                after = following[position]
+                if after < end and trace.accesses[after][1] is Access.PUT:
+                    store.delete(key)
+            store.commit()
+            found = store.statistics()
+            flow = found.links[0]
+            return flow.up.bytes, flow.down.bytes, found.prefetched, found.prefetched_unused
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.follow",
+        description="Bytes that a store moves along known orders, as ratios to the offline optimum's lower bound.",
+        epilog="example: python -m bench.follow --trace training --trace zipf_write",
+    )
+    parser.add_argument("--trace", action="append", choices=TRACES, help="only this one (may be repeated)")
+    parser.add_argument("--exact", type=float, metavar="SECONDS", help="search for a bound of whole keys this long in each row")
+    args = parser.parse_args(arguments)
+    print("| trace | budget | bound, MB | " + " | ".join(VARIANTS) + " | prefetched, unused |")
+    print("|---|" + "---:|" * (3 + len(VARIANTS)))
+    for name in args.trace or TRACES:
+        trace = TRACES[name]()
+        for share in BUDGETS:
+            budget = max(budget_of(trace, share), (1 << 20) // SCALE)
+            bound = lower_bound(trace, budget)
+            if args.exact is not None:
+                bound = max(bound, exact_bound(trace, budget, seconds=args.exact)[0])
+            rows = [run(trace, budget, follow) for follow in VARIANTS.values()]
+            ratios = " | ".join(f"{(up + down) / SCALE / bound:.3f}" for up, down, *_ in rows)
+            fetched = f"{sum(row[2] for row in rows):,}, {sum(row[3] for row in rows):,}"
+            print(f"| {name} | {share} | {bound * SCALE / 1e6:,.0f} | {ratios} | {fetched} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
