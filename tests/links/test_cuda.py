@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import subprocess
 import sys
 import threading
@@ -80,6 +81,18 @@ def test_the_host_memory_is_pinned_until_close() -> None:
     assert not rig.lower.tensor(slot, 5000)[0].is_pinned()
 
 
+@NO_CUDA
+def test_memory_that_cuda_does_not_pin_is_no_error_of_the_next_kernel() -> None:
+    rig = CudaRig()
+    slot = rig.lower.allocate(5000)
+    assert slot is not None
+    with pytest.raises(TieredError, match="does not pin"):
+        CudaLink(rig.upper, rig.lower)  # it is pinned already
+    assert torch.ones(3, device=rig.upper.device).sum().item() == 3
+    assert rig.lower.tensor(slot, 5000)[0].is_pinned()
+    rig.link.close()
+
+
 # Without one
 
 
@@ -91,6 +104,7 @@ class FakeCuda:
         self.choose = choose
         self.by_hand = False
         self.pinned: dict[int, int] = {}
+        self.ever_pinned: dict[int, int] = {}
         self.pinning_gives = 0
         self.broken: str | None = None  # the message of every event from now on
         self.made = 0
@@ -117,7 +131,7 @@ class FakeCuda:
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         if not self.pinning_gives:
-            self.pinned[address] = nbytes
+            self.pinned[address] = self.ever_pinned[address] = nbytes
         return self.pinning_gives
 
     def cudaHostUnregister(self, address: int) -> int:
@@ -223,6 +237,14 @@ def test_the_host_memory_is_one_pinned_region_until_close(open_rig: Open) -> Non
     rig.link.close()
 
 
+def test_whole_pages_are_pinned(open_rig: Open) -> None:
+    """A pool that no disk is behind need not end with a page, and CUDA pins nothing less."""
+    rig = open_rig()
+    lower = DramTier(DramConfig(MIB + 64, alignment=64))
+    CudaLink(rig.upper, lower).close()
+    assert rig.fake.ever_pinned[lower.address] == MIB + mmap.PAGESIZE
+
+
 def test_memory_that_cannot_be_pinned_names_number_and_mend(open_rig: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = open_rig()
     rig.fake.pinning_gives = 2
@@ -258,13 +280,23 @@ def test_the_window_counts_what_is_as_urgent_in_the_same_direction(open_rig: Ope
     assert [rig.link.start(transfer) for transfer in prefetches] == [True, True, False]
     assert rig.link.start(rig.transfer(Direction.DOWN, 1000, Urgency.WRITEBACK)), "another direction"
     assert rig.link.start(rig.transfer(Direction.UP, 2500)), "a demand does not count prefetches"
-    assert not rig.link.start(rig.transfer(Direction.UP, 1))
     rig.fake.streams.run("side1")
     ended: list[Completion] = []
     while len(ended) < 3:
         ended += rig.link.poll(60)
     assert [completion.tag for completion in ended][:2] == [transfer.tag for transfer in prefetches[:2]]
-    assert rig.link.start(rig.transfer(Direction.UP, 5000)), "alone, anything is taken"
+
+
+def test_two_are_taken_however_large_they_are(open_rig: Open) -> None:
+    """Or the bus would idle between them."""
+    rig = open_rig(by_hand=True, window=2500)
+    assert [rig.link.start(rig.transfer(Direction.UP, 5000)) for _ in range(3)] == [True, True, False]
+    assert not rig.link.start(rig.transfer(Direction.UP, 1))
+    rig.fake.streams.run("side1")
+    ended: list[Completion] = []
+    while len(ended) < 2:
+        ended += rig.link.poll(60)
+    assert rig.link.start(rig.transfer(Direction.UP, 5000))
 
 
 def test_what_was_promoted_counts_as_what_it_is(open_rig: Open) -> None:
@@ -273,8 +305,10 @@ def test_what_was_promoted_counts_as_what_it_is(open_rig: Open) -> None:
     assert rig.link.start(prefetch)
     rig.link.promote(prefetch.tag, Urgency.WRITEBACK)
     assert prefetch.urgency is Urgency.PREFETCH, "never less urgent"
+    assert rig.link.start(rig.transfer(Direction.UP, 500))
+    assert rig.link.start(rig.transfer(Direction.UP, 2000)), "there is one demand before it"
     rig.link.promote(prefetch.tag, Urgency.DEMAND)
-    assert not rig.link.start(rig.transfer(Direction.UP, 2000))
+    assert not rig.link.start(rig.transfer(Direction.UP, 1))
 
 
 @pytest.mark.parametrize("when", ["at once", "CUDA error: an illegal memory access\nCompile with ..."])

@@ -193,6 +193,25 @@ def test_a_device_that_refuses(
         HbmTier(HbmConfig(16 << 20, "cuda"))
 
 
+@pytest.mark.usefixtures("two_devices")
+@pytest.mark.parametrize("fails", [False, True])
+def test_close_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """torch would hand the arena on while a stream that it does not know of still reads there."""
+    waited: list[torch.device] = []
+
+    def synchronize(device: torch.device) -> None:
+        waited.append(device)
+        if fails:
+            raise RuntimeError("CUDA error: unknown")
+
+    monkeypatch.setattr(hbm, "_allocate", lambda nbytes, _: torch.empty(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    tier = HbmTier(HbmConfig(4096, "cuda"))
+    tier.close()
+    tier.close()
+    assert waited == [torch.device("cuda", 1)]
+
+
 def test_a_range_says_what_torch_wants_to_know() -> None:
     arena = torch.zeros(4096, dtype=torch.uint8)
     found: dict[str, Any] = hbm._Range(arena, 512, 100).__cuda_array_interface__

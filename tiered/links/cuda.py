@@ -5,6 +5,8 @@ Imports without CUDA; only making a link needs a device.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
 import threading
 from collections import deque
@@ -31,7 +33,8 @@ class CudaConfig:
     only transfers at least as urgent.
 
     A stream's copies end in the order in which they were queued, so the window is what a demand may have to wait for:
-    64 MiB are 2 to 5 ms of PCIe 4 or 5. One transfer larger than the window is taken when nothing else is under way.
+    64 MiB are 2 to 5 ms of PCIe 4 or 5. Two transfers are taken however large they are: were the second queued only when
+    the first has ended, the bus would idle until the engine had heard of that.
     """
 
     window: int = 64 << 20
@@ -91,7 +94,8 @@ class CudaLink:
         self._closed = False
         side = _SideStreams(upper.device)
         self._address = lower.address
-        _pin(self._address, lower.capacity)
+        self._device = upper.device
+        _pin(self._address, lower.capacity, self._device)
         self._wakeup = Wakeup()
         self._lanes = {
             Direction.UP: _Lane("up", side.up, upper.device, self._end),
@@ -103,12 +107,12 @@ class CudaLink:
         assert not self._closed, "start after close"
         assert transfer.tag not in self._in_flight, f"tag {transfer.tag} is in flight"
         assert 1 <= transfer.nbytes <= min(transfer.upper.nbytes, transfer.lower.nbytes)
-        before_it = sum(
+        before_it = [
             other.nbytes
             for other in self._in_flight.values()
             if other.direction is transfer.direction and other.urgency <= transfer.urgency
-        )
-        if before_it and before_it + transfer.nbytes > self._window:
+        ]
+        if len(before_it) > 1 and sum(before_it) + transfer.nbytes > self._window:
             return False
         upper, _ = self._upper.tensor(transfer.upper, transfer.nbytes)
         lower, _ = self._lower.tensor(transfer.lower, transfer.nbytes)
@@ -156,7 +160,7 @@ class CudaLink:
             return
         for lane in self._lanes.values():
             lane.close()
-        _unpin(self._address)
+        _unpin(self._address, self._device)
         self._wakeup.close()
 
     def _end(self, transfer: Transfer, error: Exception | None) -> None:
@@ -213,19 +217,25 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-def _pin(address: int, nbytes: int) -> None:
+def _pin(address: int, nbytes: int, device: torch.device) -> None:
     cudart = cuda.cudart()  # type: ignore[no-untyped-call]
-    code = cudart.cudaHostRegister(address, nbytes, 0)
+    pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE  # the size has to be a multiple of the host's page size
+    with cuda.device(device):  # or CUDA would set up this thread's device, which may be another, for it
+        code = cudart.cudaHostRegister(address, pages, 0)
     if int(code):
+        # The error stays in this thread, and torch would report it for whatever kernel is launched next: launch one now.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=device)
         raise TieredError(
             f"CUDA does not pin the {nbytes} bytes ({format_size(nbytes)}) of the DRAM tier: cudaHostRegister gives error "
             f"{int(code)} ({cudart.cudaGetErrorString(code)}); give DRAM less, or raise the limit of locked memory (ulimit -l)"
         )
 
 
-def _unpin(address: int) -> None:
+def _unpin(address: int, device: torch.device) -> None:
     cudart = cuda.cudart()  # type: ignore[no-untyped-call]
-    cudart.cudaHostUnregister(address)  # gives an error where the device is gone; then so is the pinning
+    with contextlib.suppress(RuntimeError), cuda.device(device):  # a device that failed pins nothing any more
+        cudart.cudaHostUnregister(address)
 
 
 def _failure(transfer: Transfer, error: Exception, tier: str) -> TransferError:

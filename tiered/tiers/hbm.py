@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from dataclasses import dataclass
@@ -52,7 +53,8 @@ class HbmTier:
     """Slots in one uint8 tensor on the device, all taken from it at once: nothing else can then use it up.
 
     The arena lives as long as the tier or any tensor on a slot does. torch's allocator hands it on in the order of the
-    stream that was current when the tier was made; who drops the last tensor after ``close`` has waited for the others.
+    stream that was current when the tier was made. ``close`` waits for all others; who drops the last tensor after it does
+    that himself.
 
     ``streams`` are those of the device: ``CudaStreams``, or None on a CPU, unless others are given.
 
@@ -113,7 +115,10 @@ class HbmTier:
         return self._view(self._arena, slot.offset, nbytes)
 
     def close(self) -> None:
-        """Let go of the arena. Idempotent; aliases stay valid."""
+        """Wait for the device, then let go of the arena. Idempotent; aliases stay valid."""
+        if self._arena is not None and self._device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # it failed before, or this is a forked child: nothing runs
+                torch.cuda.synchronize(self._device)
         self._arena = None
 
 

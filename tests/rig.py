@@ -1,0 +1,339 @@
+"""An engine without its thread: the test takes the turns, and releases the transfers in any order and with any end."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable, Iterator, Sequence
+
+from tests.fakes import FakeTier, ManualLink, fake_checksums
+from tiered.admission import Admission
+from tiered.engine import Engine, EngineConfig
+from tiered.errors import ReadError, TieredError, TransferError, WriteError
+from tiered.eviction import LRU
+from tiered.requests import Delete, Flush, Install, Lease, Prefetch, Request, Room
+from tiered.residency import Copy, State
+from tiered.types import Access, Direction, Slot, TensorSpec, Transfer, Urgency
+
+READ, WRITE = Access.READ, Access.WRITE
+
+
+def spec(nbytes: int) -> TensorSpec:
+    return TensorSpec("uint8", (nbytes,), 1)
+
+
+class CheckedLease(Lease):
+    """Looks at the bytes in the moment of the grant."""
+
+    def __init__(self, rig: Rig, keys: Sequence[str], tier: int, access: Access) -> None:
+        super().__init__(keys, tier, access)
+        self.rig = rig
+
+    def attempt(self, admission: Admission) -> bool:
+        done = super().attempt(admission)
+        if done:
+            assert [copy.key for copy in self.copies] == list(self.keys)
+            for copy in self.copies:
+                assert copy.tier == self.tier
+                assert self.rig.bytes_of(copy) == self.rig.newest[copy.key], f"{copy.key!r} was granted with old bytes"
+                self.rig.on_loan(copy)
+        return done
+
+    def abandon(self, admission: Admission) -> None:
+        for copy in self.copies:
+            self.rig.aliases.remove(copy)
+        super().abandon(admission)
+
+
+class CheckedInstall(Install):
+    def __init__(self, rig: Rig, key: str, data: bytes, tier: int, slot: Slot) -> None:
+        super().__init__(key, spec(len(data)), tier, slot)
+        self.rig, self.data = rig, data
+
+    def attempt(self, admission: Admission) -> bool:
+        done = super().attempt(admission)
+        if done:
+            self.rig.newest[self.key] = self.data
+        return done
+
+
+class CheckedDelete(Delete):
+    def __init__(self, rig: Rig, key: str) -> None:
+        super().__init__(key)
+        self.rig = rig
+
+    def attempt(self, admission: Admission) -> bool:
+        done = super().attempt(admission)
+        if done:
+            del self.rig.newest[self.key]
+        return done
+
+
+class Put:
+    """As the store does it: room, then the bytes, then the installation."""
+
+    def __init__(self, rig: Rig, key: str, data: bytes) -> None:
+        self.rig, self.key, self.data = rig, key, data
+        self.room = Room(0, len(data))
+        self.install: CheckedInstall | None = None
+
+    def go_on(self) -> bool:
+        """Whether it has ended."""
+        if self.install is None and self.room.done:
+            if self.room.error is not None:
+                return True
+            assert self.room.slot is not None
+            self.rig.tiers[0].write(self.room.slot, self.data)
+            self.install = CheckedInstall(self.rig, self.key, self.data, 0, self.room.slot)
+            self.rig.submit(self.install)
+        return self.install is not None and self.install.done
+
+    @property
+    def error(self) -> TieredError | None:
+        return self.room.error or (self.install.error if self.install else None)
+
+    @property
+    def waiting(self) -> Request:
+        return self.install or self.room
+
+
+class Rig:
+    """An engine between fakes, and what every copy must hold: ``newest`` by key, ``expected`` by copy on loan."""
+
+    def __init__(self, *capacities: int, limit: int = 1 << 30, reserve: float = 0.5) -> None:
+        self.tiers = [FakeTier(f"t{index}", capacity) for index, capacity in enumerate(capacities)]
+        self.links = [
+            ManualLink(upper, lower, limit, fake_checksums if lower is self.tiers[-1] else None)
+            for upper, lower in zip(self.tiers, self.tiers[1:], strict=False)
+        ]
+        self.engine = Engine(self.tiers, self.links, [LRU() for _ in self.tiers], EngineConfig(0.0, reserve))
+        self.admission = self.engine.admission
+        self.bottom = len(self.tiers) - 1
+        self.newest: dict[str, bytes] = {}
+        self.puts: list[Put] = []
+        self.waiting: list[Request] = []
+        self.held: list[Lease] = []  # granted, and not released
+        self.aliases: list[Copy] = []  # one for each view that is still reachable
+        self.expected: dict[Copy, bytes] = {}
+        self.flushed = 0
+
+    # One step each
+
+    def submit(self, request: Request) -> Request:
+        with self.engine.lock:
+            self.engine._submit(request)
+        return request
+
+    def lease(self, *keys: str, tier: int = 0, access: Access = READ) -> Lease:
+        request = CheckedLease(self, keys, tier, access)
+        self.submit(request)
+        self.waiting.append(request)
+        self.look()
+        return request
+
+    def put(self, key: str, data: bytes) -> Put:
+        put = Put(self, key, data)
+        self.submit(put.room)
+        self.puts.append(put)
+        self.look()
+        return put
+
+    def delete(self, key: str) -> Delete:
+        request = CheckedDelete(self, key)
+        self.submit(request)
+        self.waiting.append(request)
+        self.look()
+        return request
+
+    def flush(self) -> Flush:
+        request = Flush(self._at_the_bottom, self._duplicate)
+        self.submit(request)
+        self.waiting.append(request)
+        self.look()
+        return request
+
+    def hint(self, *keys: str, tier: int = 0) -> None:
+        self.engine.hint(keys, tier)
+
+    def write(self, lease: Lease, data: Callable[[int], bytes]) -> None:
+        assert lease.access is WRITE
+        for copy in [copy for copy in lease.copies if copy in self.aliases]:  # without a view nobody writes
+            fresh = data(len(self.newest[copy.key]))
+            self.tiers[copy.tier].write(copy.slot, fresh)
+            self.newest[copy.key] = self.expected[copy] = fresh
+
+    def release(self, lease: Lease) -> None:
+        self.held.remove(lease)
+        self.engine.release(lease.copies, lease.access)
+
+    def drop(self, copy: Copy) -> None:
+        """The last reference to one view of it is gone."""
+        self.aliases.remove(copy)
+        if copy not in self.aliases:
+            self.expected.pop(copy, None)
+        self.engine.alias_died(copy)
+
+    def end(self, lease: Lease) -> None:
+        self.release(lease)
+        for copy in lease.copies:
+            self.drop(copy)
+
+    def abandon(self, request: Request) -> None:
+        """What ``Engine.wait`` does when its deadline passes or Ctrl-C comes."""
+        with self.engine.lock:
+            request.abandon(self.admission)
+            if request in self.admission.requests:
+                self.admission.requests.remove(request)
+
+    def complete(self, link: int, tag: int, error: TieredError | None = None) -> None:
+        self.links[link].complete(tag, error)
+
+    def turn(self) -> bool:
+        moved = self.engine.turn()
+        self.look()
+        return moved
+
+    def run(self) -> None:
+        """Turn until nothing moves by itself."""
+        for _ in range(200):
+            if not self.turn():
+                return
+        raise AssertionError("the engine turns and turns")
+
+    def settle(self) -> None:
+        """Every transfer ends well, until nothing is left to move."""
+        for _ in range(500):
+            self.run()
+            if not any(link.pending for link in self.links):
+                return
+            for link in self.links:
+                link.complete_all()
+        raise AssertionError("transfers without end")
+
+    # Bookkeeping
+
+    def on_loan(self, copy: Copy) -> None:
+        self.aliases.append(copy)
+        self.expected[copy] = self.bytes_of(copy)
+
+    def bytes_of(self, copy: Copy) -> bytes:
+        return self.tiers[copy.tier].read(copy.slot, self.admission.directory.entry(copy.key).nbytes)
+
+    def look(self) -> None:
+        """Take note of what got done."""
+        moved = True
+        while moved:
+            ended = [put for put in self.puts if put.go_on()]
+            self.puts = [put for put in self.puts if put not in ended]
+            moved = bool(ended)
+        for request in [r for r in self.waiting if r.done]:
+            self.waiting.remove(request)
+            if isinstance(request, Lease):
+                assert request.error is None or not request.copies
+                if request.error is None:
+                    self.held.append(request)
+
+    def _at_the_bottom(self) -> None:
+        self.flushed += 1
+        assert set(self.admission.directory) == set(self.newest)
+        for entry in self.admission.directory.entries():
+            copy = entry.copies[-1]
+            assert copy is not None
+            assert copy.state is State.CLEAN
+            assert self.bytes_of(copy) == self.newest[entry.key], f"{entry.key!r} was flushed with old bytes"
+
+    def _duplicate(self, copy: Copy, target: Slot, nbytes: int) -> None:
+        self.tiers[copy.tier].write(target, self.tiers[copy.tier].read(copy.slot, nbytes))
+
+    def copies(self) -> Iterator[Copy]:
+        for entry in self.admission.directory.entries():
+            yield from (copy for copy in entry.copies if copy is not None)
+
+    def check(self) -> None:
+        self.admission.directory.check()
+        for place in self.admission.places:
+            place.check()
+        assert set(self.admission.directory) == set(self.newest)
+        for copy in self.copies():
+            if copy.valid:
+                assert self.bytes_of(copy) == self.newest[copy.key], f"{copy.key!r} is {copy.state} with old bytes"
+        for copy, data in self.expected.items():
+            found = self.tiers[copy.tier].read(copy.slot, len(data))
+            assert found == data, f"the memory of {copy.key!r} changed under an alias"
+        rooms = [put.room.slot for put in self.puts if put.room.done and put.room.slot is not None]
+        for index, (tier, row) in enumerate(zip(self.tiers, self.admission.tier_statistics(), strict=True)):
+            assert row.used == tier.used <= row.capacity
+            assert row.used <= row.peak <= row.capacity
+            slots = {copy.slot for copy in self.copies() if copy.tier == index}
+            slots |= {copy.slot for copy in self.aliases if copy.tier == index}
+            slots |= set(rooms) if index == 0 else set()
+            assert sum(slot.nbytes for slot in slots) <= tier.used
+            if self.admission._dead.empty():
+                assert sum(slot.nbytes for slot in slots) == tier.used, f"a slot of {tier.name} was lost"
+
+    def wind_down(self) -> None:
+        """Everything that waits gets done once leases have ended and transfers go well; nothing is lost on the way."""
+        for _ in range(100):
+            self.settle()
+            if not self.held and not self.aliases and not any(link.pending for link in self.links):
+                break
+            for lease in list(self.held):
+                self.release(lease)
+            for copy in list(self.aliases):
+                self.drop(copy)
+        self.check()
+        stuck = [*self.waiting, *(put.waiting for put in self.puts)]
+        assert not stuck, f"these wait for ever: {[str(request) for request in stuck]}"
+        assert not [r for r in self.admission.requests if not isinstance(r, Prefetch)]
+        for key in list(self.newest):
+            self.delete(key)
+        self.settle()
+        self.check()
+        assert not self.newest
+        for tier in self.tiers:
+            assert (tier.used, tier.largest) == (0, tier.capacity), f"a slot of {tier.name} was lost"
+        self.engine.stop()
+
+
+def failure(transfer: Transfer, where: str = "t") -> TransferError:
+    kind = ReadError if transfer.direction is Direction.UP else WriteError
+    return kind("cannot move", key=transfer.key, tier=where, path=None, offset=0, errno=5)
+
+
+def fill(rig: Rig, *keys: str, nbytes: int) -> None:
+    """Put and write back; where there is room the copies stay above, too."""
+    for key in keys:
+        put = rig.put(key, key[:1].encode() * nbytes)
+        rig.settle()
+        assert put.install is not None
+        assert put.install.done
+    flush = rig.flush()
+    rig.settle()
+    assert flush.done
+    assert flush.error is None
+
+
+def where(rig: Rig, key: str) -> list[State | None]:
+    return [copy.state if copy else None for copy in rig.admission.directory.entry(key).copies]
+
+
+def pending(rig: Rig, link: int = 0) -> list[tuple[str, Direction, Urgency]]:
+    return [(t.key, t.direction, t.urgency) for t in rig.links[link].pending.values()]
+
+
+def queued(rig: Rig, link: int = 0) -> list[tuple[str, Direction, Urgency]]:
+    waiting = sorted(rig.admission.traffic.queues[link], key=lambda t: (t.urgency, t.tag))
+    return [(t.key, t.direction, t.urgency) for t in waiting]
+
+
+def woken(rig: Rig) -> bool:
+    """Whether the engine's thread would take a turn now; answers once."""
+    found = bool(select.select([rig.engine._wake.fileno()], [], [], 0)[0])
+    rig.engine._wake.clear()
+    return found
+
+
+def evicted(rig: Rig, *keys: str) -> None:
+    for key in keys:
+        copy = rig.admission.directory.entry(key).copies[0]
+        assert copy is not None
+        rig.admission._evict(copy)
