@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,7 @@ class Ahead(Request):
         self.hops = len(tiers) - 1
         self._index: dict[str | None, int] = {name: index for index, name in enumerate(tiers)} | {None: 0}
         self._reached = [0] * (len(tiers) - 1)  # by tier: all before is there, or on its way
+        self._calm = [(0, 0.0)] * (len(tiers) - 1)  # by tier: up to which position, and seconds of computing, nothing is due
         self._costs = costs
 
     def __str__(self) -> str:
@@ -52,6 +54,7 @@ class Ahead(Request):
     def replan(self, order: Sequence[Touch]) -> int:
         """Follow another order; how many touches had to be planned anew."""
         self._reached, self._since = [0] * len(self._reached), None
+        self._calm = [(0, 0.0)] * len(self._calm)
         return self.plan.replace(order)
 
     def touched(self, asked: float, granted: float) -> None:
@@ -104,12 +107,17 @@ class Ahead(Request):
     def _due(self, admission: Admission, tier: int, position: int) -> bool:
         """Whether the next occasion, the next touch, could be too late for this, or for something after it: one link brings it
         all, one after the other, and a burst has to be prepared for."""
+        plan = self.plan
+        until, seconds = self._calm[tier]
+        now = plan.seconds_before(plan.cursor)
+        if plan.cursor < until and now < seconds:
+            return False
         costs = self._costs()
         place, rising = admission.places[tier], admission.traffic.rising[tier]
         each = sum(up for up, _ in costs[: tier + 1])
         takes = LATENCY + rising.nbytes * costs[tier][0]
-        limit = place.tier.capacity // SHARE
-        for at in range(position, min(position + HORIZON, self.plan.cursor + len(self.plan))):
+        limit, spare = place.tier.capacity // SHARE, math.inf
+        for at in range(position, min(position + HORIZON, plan.cursor + len(plan))):
             entry = self._missing_at(admission, tier, at)
             if entry is None:
                 continue
@@ -117,8 +125,10 @@ class Ahead(Request):
             limit -= entry.nbytes
             if place.free < entry.nbytes:
                 takes += entry.nbytes * costs[tier][1]  # somebody may have to be written back first
-            if self.plan.seconds_until(at) <= MARGIN * takes:
+            spare = min(spare, plan.seconds_before(at) - now - MARGIN * takes)
+            if spare <= 0:
                 return True
             if limit < 0:
                 break
+        self._calm[tier] = (plan.cursor + HORIZON // 4, now + spare)  # no need to look again before
         return False

@@ -84,7 +84,12 @@ class Plan:
 
     def seconds_until(self, position: int) -> float:
         """What the loop computes from the touch at the cursor up to the one at ``position``, as far as that is known."""
-        return self._seconds_before(position) - self._seconds_before(self.cursor)
+        return self.seconds_before(position) - self.seconds_before(self.cursor)
+
+    def seconds_before(self, position: int) -> float:
+        """What it computes from position 0 up to the touch at ``position``."""
+        cycles, into = divmod(position, len(self._order))
+        return cycles * self._before[-1] + self._before[into]
 
     def took(self, position: int, seconds: float) -> None:
         """After the touch at ``position`` it computed this long before it asked for the next one."""
@@ -113,7 +118,3 @@ class Plan:
 
     def _sum_up(self) -> None:
         self._before = [0.0, *itertools.accumulate(self._took)]
-
-    def _seconds_before(self, position: int) -> float:
-        cycles, into = divmod(position, len(self._order))
-        return cycles * self._before[-1] + self._before[into]

@@ -160,11 +160,11 @@ class Entry:
     spec: TensorSpec
     tensor_id: int
     copies: list[Copy | None] = field(default_factory=list)
+    nbytes: int = field(init=False)
+    """Bytes a slot must have; an empty tensor still takes one."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes a slot must have; an empty tensor still takes one."""
-        return max(1, self.spec.nbytes)
+    def __post_init__(self) -> None:
+        self.nbytes = max(1, self.spec.nbytes)
 
     @property
     def in_flight(self) -> bool:
