@@ -49,7 +49,7 @@ class TieredStore:
         self._parts, self._engine, self._commits = parts, engine, commits
         self._pid = os.getpid()
         self._closed = False
-        self._name = f"the store in {parts.nvme.folder}" if parts.nvme else "this store"
+        self._name = f"the store in {parts.nvme.folder}" if parts.nvme else "the store without a disk"
         self._shutdown = weakref.finalize(self, _shut_down, engine, parts, self._pid, scratch)
 
     # -- opening and closing ----------------------------------------------------------------------------------------------
@@ -127,6 +127,9 @@ class TieredStore:
         store = cls(parts, engine, None if scratch else commits, scratch=scratch)
         engine.start()
         return store
+
+    def __str__(self) -> str:
+        return self._name
 
     def __enter__(self) -> TieredStore:
         self._running()
@@ -324,6 +327,11 @@ class TieredStore:
     def meta(self) -> dict[str, Any]:
         """What the newest commit was given."""
         return self._commits.meta if self._commits else {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of the top tier are."""
+        return getattr(self._parts.memories[0], "device", torch.device("cpu"))
 
     @property
     def folder(self) -> str:

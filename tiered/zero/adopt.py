@@ -53,6 +53,11 @@ def page(
         raise MisuseError("page the model after its zero.init block, not inside it")
     if f"{name}/".startswith(PREFIX):
         raise MisuseError(f"names that begin with {PREFIX!r} belong to zero.init: give another name=")
+    if store.device.type != "cpu":
+        raise MisuseError(
+            f"the store's top tier is on {store.device}, and parameters that are paged compute on the CPU so far: "
+            "open the store without hbm= for this model"
+        )
     window = Window.of(store)
     held = [key for key in store if key.startswith(f"{name}/")]
     if held and existing == "refuse":
@@ -94,8 +99,8 @@ def _staged(model: nn.Module, window: Window) -> dict[nn.Parameter, Staged]:
             continue
         if found.window is not window:
             raise MisuseError(
-                f"parameter {qualified!r} was built by zero.init for the store in {found.window.folder}, and this one is in "
-                f"{window.folder}: page the model into the store it was built for"
+                f"parameter {qualified!r} was built by zero.init for {found.window.name}, not for {window.name}: "
+                f"page the model into the store it was built for"
             )
         window.check(found, parameter)
         staged[parameter] = found

@@ -76,7 +76,7 @@ class Window:
 
     def __init__(self, store: TieredStore) -> None:
         self._store = weakref.ref(store)
-        self.folder = store.folder
+        self.name = str(store)
         pool = store.statistics().tiers[0].capacity
         self._pool = pool
         self.limit = pool // WINDOW_SHARE
@@ -107,7 +107,7 @@ class Window:
     def store(self) -> TieredStore:
         store = self._store()
         if store is None:
-            raise MisuseError(f"the store in {self.folder} is gone, and the values of released parameters with it")
+            raise MisuseError(f"{self.name} is gone, and the values of released parameters with it")
         return store
 
     # -- finding -----------------------------------------------------------------------------------------------------------
