@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import select
 import threading
@@ -144,19 +145,17 @@ class Engine:
         """Get ``request`` done, or raise its error; waits at most ``deadline`` seconds (default: the configured ones)."""
         asked = self.config.clock()
         with self.lock:
-            at_once = self._submit(request)
-            if not at_once:
-                try:
+            try:  # Ctrl-C may come anywhere in here
+                at_once = self._submit(request)
+                if not at_once:
                     self._wait_for(request, asked, self.config.deadline if deadline is None else deadline)
-                except BaseException:
-                    self._give_up(request)
-                    raise
-                finally:
-                    self._forget(request)
-            if isinstance(request, Lease):
                 self._count(request, asked, at_once)
-        if request.error is not None:
-            raise request.error
+            except BaseException:
+                self._give_up(request)
+                raise
+            finally:
+                self._forget(request)
+        _raise_error_of(request)
 
     async def arrive(self, request: Request) -> None:
         """``wait`` for a coroutine: no thread is blocked, and cancelling undoes what was granted meanwhile."""
@@ -168,34 +167,41 @@ class Engine:
             if not done.done():
                 done.set_result(None)
 
-        def notify() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                loop.call_soon_threadsafe(wake)
+        def give_up() -> None:
+            self._give_up(request)
+            self._forget(request)
 
-        with self.lock:
-            request.on_done = notify
-            at_once = self._submit(request)
-        if not at_once:
+        def notify() -> None:  # under the lock
             try:
-                await asyncio.wait_for(done, self.config.deadline)
-                with self.lock:
-                    if not request.done:
-                        self._refuse_stopped()
-            except BaseException as error:
-                with self.lock:
-                    self._give_up(request)
-                    why = self.admission.why_stuck(request, self.config.clock() - asked)
-                if isinstance(error, asyncio.TimeoutError):
-                    raise CapacityError(why) from None
-                raise
-            finally:
-                with self.lock:
-                    self._forget(request)
-        with self.lock:
-            if isinstance(request, Lease):
+                loop.call_soon_threadsafe(wake)
+            except RuntimeError:  # the loop was closed meanwhile: nobody will ever resume the coroutine
+                give_up()
+
+        try:
+            with self.lock:
+                request.on_done = notify
+                at_once = self._submit(request)
+                for_room = request.waits_for_room
+            if not at_once:
+                # Not wait_for: before Python 3.12 that forgets a cancellation which comes together with the result.
+                patience = None if math.isinf(self.config.deadline) else self.config.deadline
+                await asyncio.wait((done,), timeout=patience)
+            with self.lock:
+                waited = self.config.clock() - asked
+                if not request.done:
+                    self._refuse_stopped()
+                    raise CapacityError(self.admission.why_stuck(request, waited))
+                if not at_once:
+                    self._stalled(waited, for_room)
                 self._count(request, asked, at_once)
-        if request.error is not None:
-            raise request.error
+        except GeneratorExit:  # the event loop has gone, and the collector runs this, perhaps in a thread that has the lock
+            self.later(give_up)
+            raise
+        except BaseException:
+            with self.lock:
+                give_up()
+            raise
+        _raise_error_of(request)
 
     def _submit(self, request: Request) -> bool:
         """Attempt ``request`` in the caller's thread; what is not done at once waits among the others. Under the lock."""
@@ -211,12 +217,20 @@ class Engine:
             self._poke()
         return done
 
-    def _count(self, lease: Lease, asked: float, at_once: bool) -> None:
+    def _count(self, request: Request, asked: float, at_once: bool) -> None:
+        if not isinstance(request, Lease):
+            return
         self.leases += 1
         self.hits += at_once
         self.misses += not at_once
-        if self.admission.ahead is not None and lease.copies:
-            self.admission.ahead.pace.touched(sum(copy.slot.nbytes for copy in lease.copies), asked, self.config.clock())
+        if self.admission.ahead is not None and request.copies:
+            self.admission.ahead.pace.touched(sum(copy.slot.nbytes for copy in request.copies), asked, self.config.clock())
+
+    def _stalled(self, seconds: float, for_room: bool) -> None:
+        if for_room:
+            self.stalled_for_room += seconds
+        else:
+            self.stalled_for_reads += seconds
 
     def _wait_for(self, request: Request, began: float, patience: float) -> None:
         left = request.left
@@ -228,11 +242,7 @@ class Engine:
             if before - began >= patience:
                 raise CapacityError(self.admission.why_stuck(request, before - began))
             self._changed.wait(min(began + patience - before, 5.0))
-            waited = self.config.clock() - before
-            if for_room:
-                self.stalled_for_room += waited
-            else:
-                self.stalled_for_reads += waited
+            self._stalled(self.config.clock() - before, for_room)
 
     def _give_up(self, request: Request) -> None:
         request.abandon(self.admission)
@@ -305,18 +315,33 @@ class Engine:
         return () if streams is None else (streams.record(streams.current()),)
 
     def release(self, copies: Sequence[Copy], access: Access, stream: object = None) -> None:
-        """End leases that ``stream`` computed with."""
+        """End leases that ``stream`` computed with. In a forked child they are the parent's, and go on."""
+        if os.getpid() != self._pid:
+            return
         with self.lock:
-            fence = None
-            for copy in copies:
-                streams = self._streams[copy.tier]
-                if streams is not None:
-                    fence = fence or streams.record(stream)
-                    copy.fences = (*(f for f in copy.fences if not f.query()), fence)
-                self.admission.directory.release(copy, access)
+            self._released(copies, access, stream)
             self.admission.bury()
             if self.admission.anything_to_do:
                 self._poke()
+
+    def release_later(self, copies: Sequence[Copy], access: Access, stream: object = None) -> None:
+        """``release`` for where the garbage collector may be at work; whoever comes next finds them ended."""
+        self.later(lambda: self._released(copies, access, stream))
+
+    def _released(self, copies: Sequence[Copy], access: Access, stream: object) -> None:
+        fence = None
+        for copy in copies:
+            streams = self._streams[copy.tier]
+            if streams is not None:
+                fence = fence or streams.record(stream)
+                copy.fences = (*(f for f in copy.fences if not f.query()), fence)
+            self.admission.directory.release(copy, access)
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Have ``work`` done under the lock before anything else is. Takes no lock, as a finalizer must not."""
+        if os.getpid() == self._pid:
+            self.admission.later(work)
+            self._wake.set()
 
     def watch(self, owner: object, copy: Copy, stream: object) -> None:
         """Count ``copy``'s alias, used on ``stream``, as gone when ``owner`` is collected."""
@@ -354,9 +379,19 @@ class Engine:
             while self._thread.is_alive():
                 self._thread.join(1.0)
 
+    def stop_elsewhere(self, stop: Callable[[], None]) -> bool:
+        """Whether this is the engine's own thread, which cannot wait for its end: then ``stop`` runs in another one.
+
+        The collector may find a store that nobody closed wherever it happens to run.
+        """
+        if threading.current_thread() is not self._thread:
+            return False
+        threading.Thread(target=stop, name="tiered-close").start()
+        return True
+
     def _wake_everybody(self) -> None:
         self._changed.notify_all()
-        for request in self.admission.requests:
+        for request in list(self.admission.requests):
             request.notify()
 
     def _poke(self) -> None:
@@ -458,3 +493,13 @@ class Engine:
     def _close_links(self) -> None:
         for link in self.links:
             link.close()
+
+
+def _raise_error_of(request: Request) -> None:
+    """Its traceback has every caller's frame: a reference from there back to it would keep their tensors till a collection."""
+    error, request.error = request.error, None
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error
