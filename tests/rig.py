@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import select
 from collections.abc import Callable, Iterator, Sequence
 
@@ -10,8 +11,11 @@ from tiered.admission import Admission
 from tiered.engine import Engine, EngineConfig
 from tiered.errors import ReadError, TieredError, TransferError, WriteError
 from tiered.eviction import LRU
+from tiered.keep import decide
+from tiered.prefetch import Touch
 from tiered.requests import Delete, Flush, Install, Lease, Prefetch, Request, Room
 from tiered.residency import Copy, State
+from tiered.store import _next_use
 from tiered.types import Access, Direction, Slot, TensorSpec, Transfer, Urgency
 
 READ, WRITE = Access.READ, Access.WRITE
@@ -71,9 +75,9 @@ class CheckedDelete(Delete):
 class Put:
     """As the store does it: room, then the bytes, then the installation."""
 
-    def __init__(self, rig: Rig, key: str, data: bytes) -> None:
-        self.rig, self.key, self.data = rig, key, data
-        self.room = Room(0, len(data))
+    def __init__(self, rig: Rig, key: str, data: bytes, tier: int) -> None:
+        self.rig, self.key, self.data, self.tier = rig, key, data, tier
+        self.room = Room(tier, len(data))
         self.install: CheckedInstall | None = None
 
     def go_on(self) -> bool:
@@ -82,8 +86,8 @@ class Put:
             if self.room.error is not None:
                 return True
             assert self.room.slot is not None
-            self.rig.tiers[0].write(self.room.slot, self.data)
-            self.install = CheckedInstall(self.rig, self.key, self.data, 0, self.room.slot)
+            self.rig.tiers[self.tier].write(self.room.slot, self.data)
+            self.install = CheckedInstall(self.rig, self.key, self.data, self.tier, self.room.slot)
             self.rig.submit(self.install)
         return self.install is not None and self.install.done
 
@@ -97,15 +101,22 @@ class Put:
 
 
 class Rig:
-    """An engine between fakes, and what every copy must hold: ``newest`` by key, ``expected`` by copy on loan."""
+    """An engine between fakes, and what every copy must hold: ``newest`` by key, ``expected`` by copy on loan.
 
-    def __init__(self, *capacities: int, limit: int = 1 << 30, reserve: float = 0.5) -> None:
+    ``memories``: how many tiers tensors can lie in; all but the last one, unless there is no disk. The clock goes on by a
+    millisecond whenever it is asked.
+    """
+
+    def __init__(self, *capacities: int, limit: int = 1 << 30, reserve: float = 0.5, memories: int | None = None) -> None:
+        self.memories = len(capacities) - 1 if memories is None else memories
         self.tiers = [FakeTier(f"t{index}", capacity) for index, capacity in enumerate(capacities)]
         self.links = [
             ManualLink(upper, lower, limit, fake_checksums if lower is self.tiers[-1] else None)
             for upper, lower in zip(self.tiers, self.tiers[1:], strict=False)
         ]
-        self.engine = Engine(self.tiers, self.links, [LRU() for _ in self.tiers], EngineConfig(0.0, reserve))
+        ticks = itertools.count()
+        config = EngineConfig(0.0, reserve, lambda: next(ticks) / 1000)
+        self.engine = Engine(self.tiers, self.links, [LRU() for _ in self.tiers], config)
         self.admission = self.engine.admission
         self.bottom = len(self.tiers) - 1
         self.newest: dict[str, bytes] = {}
@@ -125,13 +136,15 @@ class Rig:
 
     def lease(self, *keys: str, tier: int = 0, access: Access = READ) -> Lease:
         request = CheckedLease(self, keys, tier, access)
+        asked = self.engine.config.clock()
         self.submit(request)
+        self.engine._count(request, asked, request.done)
         self.waiting.append(request)
         self.look()
         return request
 
-    def put(self, key: str, data: bytes) -> Put:
-        put = Put(self, key, data)
+    def put(self, key: str, data: bytes, tier: int = 0) -> Put:
+        put = Put(self, key, data, tier)
         self.submit(put.room)
         self.puts.append(put)
         self.look()
@@ -153,6 +166,14 @@ class Rig:
 
     def hint(self, *keys: str, tier: int = 0) -> None:
         self.engine.hint(keys, tier)
+
+    def follow(self, order: Sequence[Touch]) -> None:
+        """As the store does it."""
+        found = self.engine.sizes({touch.key for touch in order})
+        keys, uses = [touch.key for touch in order], [touch.use for touch in order]
+        sizes = [found.get(key, 0) for key in keys]
+        decisions = [decide(keys, uses, sizes, tier.capacity, thorough=True) for tier in self.tiers[: self.bottom]]
+        self.engine.follow(order, lambda plan: [_next_use(plan, decision) for decision in decisions], self.bottom)
 
     def write(self, lease: Lease, data: Callable[[int], bytes]) -> None:
         assert lease.access is WRITE
@@ -189,6 +210,7 @@ class Rig:
 
     def turn(self) -> bool:
         moved = self.engine.turn()
+        assert not any(self.admission.traffic.promotions), "the links have been told"
         self.look()
         return moved
 
@@ -196,6 +218,7 @@ class Rig:
         """Turn until nothing moves by itself."""
         for _ in range(200):
             if not self.turn():
+                self.check_urgency()
                 return
         raise AssertionError("the engine turns and turns")
 
@@ -259,19 +282,47 @@ class Rig:
         for copy, data in self.expected.items():
             found = self.tiers[copy.tier].read(copy.slot, len(data))
             assert found == data, f"the memory of {copy.key!r} changed under an alias"
-        rooms = [put.room.slot for put in self.puts if put.room.done and put.room.slot is not None]
+        self.check_traffic()
+        rooms = [(put.tier, put.room.slot) for put in self.puts if put.room.done and put.room.slot is not None]
         for index, (tier, row) in enumerate(zip(self.tiers, self.admission.tier_statistics(), strict=True)):
             assert row.used == tier.used <= row.capacity
             assert row.used <= row.peak <= row.capacity
             slots = {copy.slot for copy in self.copies() if copy.tier == index}
             slots |= {copy.slot for copy in self.aliases if copy.tier == index}
-            slots |= set(rooms) if index == 0 else set()
+            slots |= {slot for at, slot in rooms if at == index}
             assert sum(slot.nbytes for slot in slots) <= tier.used
             if self.admission._dead.empty():
                 assert sum(slot.nbytes for slot in slots) == tier.used, f"a slot of {tier.name} was lost"
 
+    def check_traffic(self) -> None:
+        """What is kept of transfers is what counting anew gives."""
+        traffic = self.admission.traffic
+        for index, (queue, link) in enumerate(zip(traffic.queues, self.links, strict=True)):
+            mine = [t for moving in traffic._moving.values() for at, t in moving if at == index]
+            queued = list(queue)
+            assert queue.length == len(queued)
+            assert queue.reads == sum(t.direction is Direction.UP for t in queued)
+            rising = [t.nbytes for t in mine if t.direction is Direction.UP]
+            assert (traffic.rising[index].transfers, traffic.rising[index].nbytes) == (len(rising), sum(rising))
+            started = {t.tag for t in mine} - {t.tag for t in queued}
+            assert set(link.pending) <= started
+            assert set(traffic.promotions[index]) <= started
+
+    def check_urgency(self) -> None:
+        """At rest, what a lease waits for is as urgent as the lease."""
+        moving = self.admission.traffic._moving
+        for request in self.waiting:
+            if isinstance(request, Lease) and not request.done:
+                for at, transfer in [found for key in request.keys for found in moving.get(key, ())]:
+                    if at == request.tier and transfer.direction is Direction.UP:
+                        assert transfer.urgency is Urgency.DEMAND, f"{request} waits for {transfer}"
+
     def wind_down(self) -> None:
         """Everything that waits gets done once leases have ended and transfers go well; nothing is lost on the way."""
+        if self.memories > self.bottom:  # without a disk room may never come: then their deadline does
+            for request in [*self.waiting, *(put.waiting for put in self.puts)]:
+                self.abandon(request)
+            self.waiting, self.puts = [], []
         for _ in range(100):
             self.settle()
             if not self.held and not self.aliases and not any(link.pending for link in self.links):

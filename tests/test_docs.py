@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import tiered
+from tests.test_layers import LAYERS
 from tiered import zero
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,7 +31,7 @@ class Block:
 
     @property
     def file(self) -> str:
-        """The name that stands alone in its first line (``# pooled.py``): then it is kept as a file, and run by those behind."""
+        """The name that stands alone in its first line (``# pooled.py``): then it is kept, for later ones to import."""
         named = re.match(r"# (\w+\.py)\n", self.source)
         return named[1] if named else ""
 
@@ -131,6 +132,18 @@ def test_files_that_are_named_exist(page: Path) -> None:
     """``tiered/io/posix.py`` in a text is a path from the root; what stands for many has a star or capitals."""
     for name in re.findall(r"`((?:tiered|tests|bench|docs|libaio_ext)/[\w/.-]+)`", page.read_text()):
         assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+# Tables that the code knows better
+
+
+def test_the_design_has_the_layers_that_are_enforced() -> None:
+    design = (ROOT / "docs" / "design.md").read_text()
+    for layer in sorted(set(LAYERS.values()) - {"package"}):
+        row = re.search(rf"^\| {layer} \| `([^|]*)` \|", design, re.MULTILINE)
+        assert row, layer
+        modules = {name for name, of in LAYERS.items() if of == layer and "*" not in name and name != "__main__"}
+        assert {name.removesuffix(".py").removesuffix("/") for name in row[1].split()} == modules, layer
 
 
 # The generated page

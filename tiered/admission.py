@@ -51,7 +51,7 @@ class Admission:
         self.evictions = self.prefetched = self.prefetched_unused = 0
         self.disturbances = 0  # write-backs that failed, WRITE leases that began
         self._sequence = 0
-        self._dead: queue.SimpleQueue[tuple[Copy, object]] = queue.SimpleQueue()
+        self._dead: queue.SimpleQueue[tuple[Copy, object] | Callable[[], None]] = queue.SimpleQueue()
         self._unsettled = False  # something became DIRTY, or room shrank, since background write-backs were last considered
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ class Admission:
         """Whether ``request`` is done, now at the latest; its error, if any, is kept in it."""
         if request.done:
             return True
-        request.waits_for_room = False
+        request.lacks = ()
         try:
             request.done = request.attempt(self)
         except TieredError as error:
@@ -109,7 +109,7 @@ class Admission:
             return False
         for above in range(tier - 1, -1, -1):
             source = entry.copies[above]
-            if source is not None and source.state is State.DIRTY and source.idle:
+            if source is not None and source.state is State.DIRTY and _can_be_read(source):
                 if source.failure is not None:
                     error, source.failure = source.failure, None  # a later request tries again
                     raise error
@@ -177,14 +177,18 @@ class Admission:
         if slot is None and tier < self.bottom:
             slot = self._make_room(tier, nbytes, request)
         if slot is None:
-            request.waits_for_room = True
-            if self.bottom == 0 and not place.orphans:
-                raise CapacityError(
-                    f"no room for {nbytes:,} bytes: {len(place.copies):,} tensors have {place.used:,} of the "
-                    f"{place.tier.capacity:,} bytes in {place.tier.name}, and there is no tier below: delete some, or open the "
-                    "store with more room"
-                )
+            request.lacks = (*request.lacks, tier)
         return slot
+
+    def refuse_full(self, tier: int, nbytes: int) -> None:
+        """Raise CapacityError where waiting brings no room: nothing leaves the bottom, unless somebody still looks at it."""
+        place = self.places[tier]
+        if tier == self.bottom and not place.orphans:
+            raise CapacityError(
+                f"no room for {nbytes:,} bytes: {len(place.copies):,} tensors have {place.used:,} of the "
+                f"{place.tier.capacity:,} bytes in tier {place.tier.name}, and there is no tier below: delete some, "
+                f"or open the store with more room"
+            )
 
     def _beyond_capacity(self, tier: int, nbytes: int) -> Slot:
         # A disk's capacity is what it has now: when a neighbour filled it, its own answer says more.
@@ -292,14 +296,14 @@ class Admission:
         place = self.places[tier]
         others = self._wanted(tier, self._older(request))
         own = [place.copies[key] for key in request.wants() if key in place.copies and key not in others]
-        if not own or not all(copy.state is State.CLEAN and copy.idle for copy in own):
+        if not own or any(copy.standing is Standing.USED or _cannot_go(copy) for copy in own):
             return None
         acceptable = self._acceptable(tier, request)
         others_too = [copy for copy in place.leaves.values() if acceptable(copy) and copy not in own]
         if not place.would_fit(nbytes, [*others_too, *own]):
             return None
-        if any(copy.dirty for copy in others_too):
-            return others_too
+        if any(copy.dirty for copy in (*others_too, *own)):
+            return [*others_too, *own]  # they are written back first
         neighbours = place.neighbours([*others_too, *own])
         tried = request.packed.count(neighbours)
         if tried >= PACKINGS:
@@ -390,13 +394,21 @@ class Admission:
         a queue."""
         self._dead.put((copy, stream))
 
+    def later(self, work: Callable[[], None]) -> None:
+        """Leave ``work`` to whoever has the lock next. As ``alias_died`` it only puts on a queue."""
+        self._dead.put(work)
+
     def bury(self) -> None:
-        """Count aliases that died since; give back the slots of orphans that have none left."""
+        """Count aliases that died since; give back the slots of orphans that have none left; do what was left for later."""
         while not self._dead.empty():
             try:
-                copy, stream = self._dead.get_nowait()
+                found = self._dead.get_nowait()
             except queue.Empty:
                 return
+            if not isinstance(found, tuple):
+                found()
+                continue
+            copy, stream = found
             if self.left is not None:
                 self.left(copy, stream)
             copy.aliases -= 1
@@ -451,24 +463,15 @@ class Admission:
                 self.disturbances += 1
         return transfer
 
-    # -- what is the matter ------------------------------------------------------------------------------------------------
-
-    def why_stuck(self, request: Request, waited: float) -> str:
-        place = self.places[request.tier]
-        held = place.holders()
-        names = ", ".join(
-            f"{c.key!r} ({c.slot.nbytes:,} bytes, {'leased' if c.leased else 'still referenced after its lease'})"
-            for c in held[:8]
-        )
-        more = f" and {len(held) - 8} more" if len(held) > 8 else ""
-        return (
-            f"{request} waited {waited:.1f} s for tier {place.tier.name}: {place.used:,} of {place.tier.capacity:,} bytes are "
-            f"in use, held by {names or 'transfers in flight'}{more}. Release leases and the tensors they gave, "
-            f"or open the store with more room"
-        )
+    # -- looking in -------------------------------------------------------------------------------------------------------
 
     def tier_statistics(self) -> tuple[TierStatistics, ...]:
         return tuple(place.statistics() for place in self.places)
+
+
+def _can_be_read(copy: Copy) -> bool:
+    """Its bytes do not change: a lease, if there is one, is for READ, and nobody looks at it from one that ended."""
+    return not (copy.writers or copy.in_flight or (copy.aliases and not copy.readers))
 
 
 def _cannot_go(copy: Copy) -> bool:

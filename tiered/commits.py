@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class Commits:
 
     @property
     def meta(self) -> dict[str, Any]:
-        return dict(self.newest.meta) if self.newest else {}
+        return deepcopy(dict(self.newest.meta)) if self.newest else {}
 
     # -- opening ---------------------------------------------------------------------------------------------------------
 
@@ -95,13 +96,14 @@ class Commits:
     def commit(self, meta: Mapping[str, object] | None) -> int:
         """``meta`` None: with that of before, and only when something changed since."""
         engine, nvme = self._engine, self._nvme
+        plain = None if meta is None else self._as_it_comes_back(meta)
         with engine.commits:
             if self._condemned:
                 raise CommitError(self._condemned)
             drafts: list[manifests.Manifest] = []
 
             def snapshot() -> None:
-                draft = self._draft(self.meta if meta is None else meta)
+                draft = self._draft(self.meta if plain is None else plain)
                 if meta is None and self.newest is not None and draft.tensors == self.newest.tensors:
                     return
                 manifests.encode(draft)  # what cannot be written down is refused before anything is pinned
@@ -127,9 +129,16 @@ class Commits:
             self._drop_old()
             return draft.generation
 
+    def _as_it_comes_back(self, meta: Mapping[str, object]) -> Mapping[str, object]:
+        """A copy of its own: the caller may change what it gave. Raises MisuseError for what JSON cannot hold."""
+        empty = manifests.Manifest(self._nvme.uuid.hex(), 1, meta, (self._file(),), 1, ())
+        return manifests.decode(manifests.encode(empty)).meta
+
+    def _file(self) -> manifests.DataFile:
+        return manifests.DataFile(Path(self._nvme.path).name, self._nvme.uuid.hex(), 0, self._nvme.file_bytes)
+
     def _draft(self, meta: Mapping[str, object]) -> manifests.Manifest:
-        nvme, admission = self._nvme, self._engine.admission
-        identity = nvme.uuid.hex()
+        admission = self._engine.admission
         records = []
         for entry in admission.directory.entries():
             copy = entry.copies[-1]
@@ -148,9 +157,8 @@ class Commits:
                     copy.checksums if extent else b"",
                 )
             )
-        file = manifests.DataFile(Path(nvme.path).name, identity, 0, nvme.file_bytes)
         next_id = admission.directory.next_id
-        return manifests.Manifest(identity, admission.generation, meta, (file,), next_id, tuple(records))
+        return manifests.Manifest(self._nvme.uuid.hex(), admission.generation, meta, (self._file(),), next_id, tuple(records))
 
     def _drop_old(self) -> None:
         """Older generations than are kept: their manifests go first, durably; only then their extents may be written over."""

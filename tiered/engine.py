@@ -12,7 +12,7 @@ when somebody waits.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import math
 import os
 import select
 import threading
@@ -24,12 +24,15 @@ from dataclasses import dataclass
 from tiered.admission import Admission
 from tiered.ahead import Ahead
 from tiered.errors import CapacityError, StoreClosed, TieredError
+from tiered.explain import why_stuck
+from tiered.flow import Flow
 from tiered.interfaces import EvictionPolicy, Link, Streams, Tier
 from tiered.prefetch import Plan, Touch
 from tiered.requests import Lease, Prefetch, Request
 from tiered.residency import Copy
-from tiered.stats import FlowStatistics, LinkStatistics
+from tiered.stats import LinkStatistics
 from tiered.types import Access, Direction, Fence, Key, Slot, Transfer
+from tiered.wakeup import Wakeup
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -47,61 +50,11 @@ class EngineConfig:
     clock: Callable[[], float] = time.monotonic
 
 
-class _Wake:
-    """An fd that another thread makes readable; safe inside finalizers and signal handlers."""
+class _Wake(Wakeup):
+    """Closed with its last reference and not before: a finalizer may poke as long as it holds the engine."""
 
-    def __init__(self) -> None:
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._read, False)
-        os.set_blocking(self._write, False)
-
-    def fileno(self) -> int:
-        return self._read
-
-    def set(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # then it is full, hence readable
-            os.write(self._write, b"\0")
-
-    def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while len(os.read(self._read, 4096)) == 4096:
-                pass
-
-    def __del__(self) -> None:  # not before: a finalizer may poke as long as it holds the engine
-        os.close(self._read)
-        os.close(self._write)
-
-
-class _Flow:
-    """Counters of one direction of one link."""
-
-    def __init__(self) -> None:
-        self.transfers = self.bytes = self.failed = self.active = 0
-        self.busy, self.since = 0.0, 0.0
-
-    def begin(self, now: float) -> None:
-        if self.active == 0:
-            self.since = now
-        self.active += 1
-
-    def end(self, now: float, nbytes: int, error: TieredError | None) -> None:
-        self.active -= 1
-        if self.active == 0:
-            self.busy += now - self.since
-        if error is None:
-            self.transfers += 1
-            self.bytes += nbytes
-        else:
-            self.failed += 1
-
-    @property
-    def cost(self) -> float:
-        """Seconds per byte; 0 before the first transfer has ended."""
-        return self.busy / self.bytes if self.bytes else 0.0
-
-    def snapshot(self, now: float) -> FlowStatistics:
-        busy = self.busy + (now - self.since if self.active else 0.0)
-        return FlowStatistics(self.transfers, self.bytes, self.failed, busy)
+    def __del__(self) -> None:
+        self.close()
 
 
 class Engine:
@@ -128,7 +81,7 @@ class Engine:
             self.admission.left = self._alias_left
         self._changed = threading.Condition(self.lock)
         self._wake = _Wake()
-        self._flows = [{direction: _Flow() for direction in Direction} for _ in links]
+        self._flows = [{direction: Flow() for direction in Direction} for _ in links]
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._stopping = False
@@ -144,19 +97,17 @@ class Engine:
         """Get ``request`` done, or raise its error; waits at most ``deadline`` seconds (default: the configured ones)."""
         asked = self.config.clock()
         with self.lock:
-            at_once = self._submit(request)
-            if not at_once:
-                try:
+            try:  # Ctrl-C may come anywhere in here
+                at_once = self._submit(request)
+                if not at_once:
                     self._wait_for(request, asked, self.config.deadline if deadline is None else deadline)
-                except BaseException:
-                    self._give_up(request)
-                    raise
-                finally:
-                    self._forget(request)
-            if isinstance(request, Lease):
                 self._count(request, asked, at_once)
-        if request.error is not None:
-            raise request.error
+            except BaseException:
+                self._give_up(request)
+                raise
+            finally:
+                self._forget(request)
+        _raise_error_of(request)
 
     async def arrive(self, request: Request) -> None:
         """``wait`` for a coroutine: no thread is blocked, and cancelling undoes what was granted meanwhile."""
@@ -168,34 +119,41 @@ class Engine:
             if not done.done():
                 done.set_result(None)
 
-        def notify() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                loop.call_soon_threadsafe(wake)
+        def give_up() -> None:
+            self._give_up(request)
+            self._forget(request)
 
-        with self.lock:
-            request.on_done = notify
-            at_once = self._submit(request)
-        if not at_once:
+        def notify() -> None:  # under the lock
             try:
-                await asyncio.wait_for(done, self.config.deadline)
-                with self.lock:
-                    if not request.done:
-                        self._refuse_stopped()
-            except BaseException as error:
-                with self.lock:
-                    self._give_up(request)
-                    why = self.admission.why_stuck(request, self.config.clock() - asked)
-                if isinstance(error, asyncio.TimeoutError):
-                    raise CapacityError(why) from None
-                raise
-            finally:
-                with self.lock:
-                    self._forget(request)
-        with self.lock:
-            if isinstance(request, Lease):
+                loop.call_soon_threadsafe(wake)
+            except RuntimeError:  # the loop was closed meanwhile: nobody will ever resume the coroutine
+                give_up()
+
+        try:
+            with self.lock:
+                request.on_done = notify
+                at_once = self._submit(request)
+                for_room = request.waits_for_room
+            if not at_once:
+                # Not wait_for: before Python 3.12 that forgets a cancellation which comes together with the result.
+                patience = None if math.isinf(self.config.deadline) else self.config.deadline
+                await asyncio.wait((done,), timeout=patience)
+            with self.lock:
+                waited = self.config.clock() - asked
+                if not request.done:
+                    self._refuse_stopped()
+                    raise CapacityError(why_stuck(self.admission, request, waited))
+                if not at_once:
+                    self._stalled(waited, for_room)
                 self._count(request, asked, at_once)
-        if request.error is not None:
-            raise request.error
+        except GeneratorExit:  # the event loop has gone, and the collector runs this, perhaps in a thread that has the lock
+            self.later(give_up)
+            raise
+        except BaseException:
+            with self.lock:
+                give_up()
+            raise
+        _raise_error_of(request)
 
     def _submit(self, request: Request) -> bool:
         """Attempt ``request`` in the caller's thread; what is not done at once waits among the others. Under the lock."""
@@ -211,12 +169,20 @@ class Engine:
             self._poke()
         return done
 
-    def _count(self, lease: Lease, asked: float, at_once: bool) -> None:
+    def _count(self, request: Request, asked: float, at_once: bool) -> None:
+        if not isinstance(request, Lease):
+            return
         self.leases += 1
         self.hits += at_once
         self.misses += not at_once
-        if self.admission.ahead is not None and lease.copies:
+        if self.admission.ahead is not None and request.copies:
             self.admission.ahead.touched(asked, self.config.clock())
+
+    def _stalled(self, seconds: float, for_room: bool) -> None:
+        if for_room:
+            self.stalled_for_room += seconds
+        else:
+            self.stalled_for_reads += seconds
 
     def _wait_for(self, request: Request, began: float, patience: float) -> None:
         left = request.left
@@ -226,13 +192,9 @@ class Engine:
                 began, left = self.config.clock(), request.left
             before, for_room = self.config.clock(), request.waits_for_room
             if before - began >= patience:
-                raise CapacityError(self.admission.why_stuck(request, before - began))
+                raise CapacityError(why_stuck(self.admission, request, before - began))
             self._changed.wait(min(began + patience - before, 5.0))
-            waited = self.config.clock() - before
-            if for_room:
-                self.stalled_for_room += waited
-            else:
-                self.stalled_for_reads += waited
+            self._stalled(self.config.clock() - before, for_room)
 
     def _give_up(self, request: Request) -> None:
         request.abandon(self.admission)
@@ -311,18 +273,33 @@ class Engine:
         return () if streams is None else (streams.record(streams.current()),)
 
     def release(self, copies: Sequence[Copy], access: Access, stream: object = None) -> None:
-        """End leases that ``stream`` computed with."""
+        """End leases that ``stream`` computed with. In a forked child they are the parent's, and go on."""
+        if os.getpid() != self._pid:
+            return
         with self.lock:
-            fence = None
-            for copy in copies:
-                streams = self._streams[copy.tier]
-                if streams is not None:
-                    fence = fence or streams.record(stream)
-                    copy.fences = (*(f for f in copy.fences if not f.query()), fence)
-                self.admission.directory.release(copy, access)
+            self._released(copies, access, stream)
             self.admission.bury()
             if self.admission.anything_to_do:
                 self._poke()
+
+    def release_later(self, copies: Sequence[Copy], access: Access, stream: object = None) -> None:
+        """``release`` for where the garbage collector may be at work; whoever comes next finds them ended."""
+        self.later(lambda: self._released(copies, access, stream))
+
+    def _released(self, copies: Sequence[Copy], access: Access, stream: object) -> None:
+        fence = None
+        for copy in copies:
+            streams = self._streams[copy.tier]
+            if streams is not None:
+                fence = fence or streams.record(stream)
+                copy.fences = (*(f for f in copy.fences if not f.query()), fence)
+            self.admission.directory.release(copy, access)
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Have ``work`` done under the lock before anything else is. Takes no lock, as a finalizer must not."""
+        if os.getpid() == self._pid:
+            self.admission.later(work)
+            self._wake.set()
 
     def watch(self, owner: object, copy: Copy, stream: object) -> None:
         """Count ``copy``'s alias, used on ``stream``, as gone when ``owner`` is collected."""
@@ -360,9 +337,19 @@ class Engine:
             while self._thread.is_alive():
                 self._thread.join(1.0)
 
+    def stop_elsewhere(self, stop: Callable[[], None]) -> bool:
+        """Whether this is the engine's own thread, which cannot wait for its end: then ``stop`` runs in another one.
+
+        The collector may find a store that nobody closed wherever it happens to run.
+        """
+        if threading.current_thread() is not self._thread:
+            return False
+        threading.Thread(target=stop, name="tiered-close").start()
+        return True
+
     def _wake_everybody(self) -> None:
         self._changed.notify_all()
-        for request in self.admission.requests:
+        for request in list(self.admission.requests):
             request.notify()
 
     def _poke(self) -> None:
@@ -464,3 +451,13 @@ class Engine:
     def _close_links(self) -> None:
         for link in self.links:
             link.close()
+
+
+def _raise_error_of(request: Request) -> None:
+    """Its traceback has every caller's frame: a reference from there back to it would keep their tensors till a collection."""
+    error, request.error = request.error, None
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error

@@ -58,14 +58,15 @@ class _Held:
         except BaseException:
             for copy in copies[len(tensors) :]:
                 engine.alias_died(copy, self._stream)  # the view that there will not be
-            self._exit(failing=True)
+            self._exit(BaseException)
+            self._running()  # closed by another thread meanwhile: then that is the error
             raise
         if self._access is Access.READ:
             witnesses = [copy.witness for copy in copies]
             self._versions = [(w, w._version) for w in witnesses if isinstance(w, torch.Tensor)]
         return tensors
 
-    def _exit(self, failing: bool) -> None:
+    def _exit(self, kind: type[BaseException] | None) -> None:
         copies, self._copies = self._copies, None
         if copies is None or self._engine is None:
             return
@@ -73,8 +74,11 @@ class _Held:
             copy.key for copy, (witness, version) in zip(copies, self._versions, strict=False) if witness._version != version
         ]
         self._versions = []
-        self._engine.release(copies, self._access, self._stream)
-        if written and not failing:
+        if kind is GeneratorExit:  # the collector ends a generator or a coroutine, perhaps in a thread that has the lock
+            self._engine.release_later(copies, self._access, self._stream)
+        else:
+            self._engine.release(copies, self._access, self._stream)
+        if written and kind is None:
             raise MisuseError(
                 f"tensor {written[0]!r} was written to under a READ lease; take store.lease(key, access='write') to change it"
             )
@@ -82,12 +86,12 @@ class _Held:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._exit(kind is not None)
+        self._exit(kind)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._exit(kind is not None)
+        self._exit(kind)
 
 
 class LeaseOfOne(_Held):
@@ -120,10 +124,9 @@ def _view(engine: Engine, memory: Memory, copy: Copy, spec: TensorSpec, stream: 
         with torch.inference_mode(False):
             return _view(engine, memory, copy, spec, stream)
     dtype = dtype_of(spec)
+    raw, owner = memory.tensor(copy.slot, max(1, spec.nbytes))
     if spec.nbytes == 0:
-        engine.alias_died(copy, stream)
-        return torch.empty(spec.shape, dtype=dtype)
-    raw, owner = memory.tensor(copy.slot, spec.nbytes)
+        raw = raw[:0]
     contents = raw.view(dtype).view(spec.shape)
     witness = copy.witness
     if witness is None:

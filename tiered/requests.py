@@ -26,11 +26,15 @@ class Request:
         self.sequence = 0
         self.done = False
         self.error: TieredError | None = None
-        self.waits_for_room = False
+        self.lacks: tuple[int, ...] = ()  # the tiers in which its last attempt found no room
         self.left = 0  # whenever this changes it has come closer, and the deadline counts anew
         self.packed: list[frozenset[Slot]] = []  # among which slots it packed what it had anew, once for each time
         self.needed: int | None = None  # the position in a known order for which it fetches
         self.on_done: Callable[[], None] | None = None
+
+    @property
+    def waits_for_room(self) -> bool:
+        return bool(self.lacks)
 
     def attempt(self, admission: Admission) -> bool:
         raise NotImplementedError
@@ -43,7 +47,7 @@ class Request:
         """``key`` could not be brought up."""
 
     def notify(self) -> None:
-        """It is done, and whoever waits for it is not blocked in a thread."""
+        """It is done, and whoever waits for it is not blocked in a thread. Under the lock."""
         if self.on_done is not None:
             self.on_done()
 
@@ -72,6 +76,8 @@ class Lease(Request):
             for entry in entries:
                 admission.directory.refuse_conflict(entry, self.access)
         if not self._resident(entries):
+            if len(entries) == 1:
+                admission.directory.refuse_conflict(entries[0], self.access)
             self._refuse_impossible(admission, sum(entry.nbytes for entry in entries))
             arrived = [admission.bring(entry, self.tier, self) for entry in entries]  # each starts, not only the first
             if not all(arrived):
@@ -126,6 +132,8 @@ class Room(Request):
 
     def attempt(self, admission: Admission) -> bool:
         self.slot = admission.room(self.tier, self.nbytes, self)
+        if self.slot is None:
+            admission.refuse_full(self.tier, self.nbytes)
         return self.slot is not None
 
     def abandon(self, admission: Admission) -> None:
@@ -254,7 +262,8 @@ class Flush(Request):
             if self._first:
                 copy.failure = None
             elif copy.failure is not None:
-                raise copy.failure
+                failure, copy.failure = copy.failure, None  # a later request tries again
+                raise failure
         self._first = False
         for copy in list(admission.unsaved.values()):
             if copy.state is State.DIRTY and not copy.in_flight:

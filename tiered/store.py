@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 
@@ -26,8 +26,8 @@ from tiered.requests import Delete, Install, Room
 from tiered.residency import Copy
 from tiered.sizes import parse_size
 from tiered.stats import StoreStatistics
-from tiered.tensors import copy_bytes, dtype_of, flat, refuse_unstorable, spec_of
-from tiered.types import Access, Key, Slot, TensorSpec
+from tiered.tensors import copy_bytes, flat, refuse_name, refuse_spec, refuse_unstorable, spec_of
+from tiered.types import Access, Key, Slot, TensorSpec, Use
 
 __all__ = ["TieredStore"]
 
@@ -51,6 +51,10 @@ class TieredStore:
         self._closed = False
         self._name = f"the store in {parts.nvme.folder}" if parts.nvme else "the store without a disk"
         self._shutdown = weakref.finalize(self, _shut_down, engine, parts, self._pid, scratch)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Called by copy and pickle."""
+        raise MisuseError(f"{self._name} cannot be copied or pickled: open a store of its own in each process that needs one")
 
     # -- opening and closing ----------------------------------------------------------------------------------------------
 
@@ -84,15 +88,21 @@ class TieredStore:
         """
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise MisuseError(f"at least one generation must be kept, not {keep!r}")
-        if not deadline >= 0:
+        if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not deadline >= 0:
             raise MisuseError(f"a deadline is a number of seconds, not {deadline!r}")
+        if not callable(eviction):
+            raise MisuseError(f"eviction makes a tier's policy, as tiered.eviction.LRU does; {eviction!r} cannot")
         if durability not in ("commit", "none"):
             raise MisuseError(f"durability is 'commit' or 'none', not {durability!r}")
         scratch = durability == "none"
         if generation is not None and (path is None or scratch):
             raise MisuseError("there are no generations without a disk or with durability='none'")
-        if isinstance(path, bytes):
-            raise MisuseError(f"the path {path!r} is bytes: give a str or a pathlib.Path")
+        if generation is not None and type(generation) is not int:
+            raise MisuseError(f"a generation is an int, not {generation!r}")
+        if path is None and nvme is not None:
+            raise MisuseError("a store without a disk (path None) has no nvme=: leave it out, or name a folder")
+        if path is not None and not (isinstance(path, str | os.PathLike) and isinstance(os.fspath(path), str)):
+            raise MisuseError(f"the path of a store's folder is a str or a pathlib.Path, or None, not {path!r}")
         config = StoreConfig(
             path if path is None else os.path.expanduser(path),
             default_dram() if dram is None else parse_size(dram),
@@ -157,6 +167,7 @@ class TieredStore:
 
         Raises LeaseConflict while ``key`` is leased, CapacityError when the tensor cannot fit or no room comes in time.
         """
+        refuse_name(key)
         refuse_unstorable(key, tensor)
         source = tensor.detach().resolve_conj().resolve_neg()
         tier = self._parts.dram if source.device.type == "cpu" else 0
@@ -164,15 +175,14 @@ class TieredStore:
 
     def create(self, key: Key, spec: TensorSpec) -> None:
         """A new tensor with undefined contents, to be filled under a WRITE lease. Replaces and raises as ``put``."""
-        dtype_of(spec)
+        refuse_name(key)
+        refuse_spec(key, spec)
         self._put(key, spec, 0, None)
 
     def _put(self, key: Key, spec: TensorSpec, tier: int, fill: Callable[[torch.Tensor], None] | None) -> None:
-        if not isinstance(key, str):
-            raise MisuseError(f"a key is a str, not {type(key).__name__}")
         engine = self._running()
-        if spec.nbytes > self._parts.tiers[tier].capacity:
-            tier = self._parts.dram
+        if spec.nbytes > self._parts.tiers[tier].capacity or spec.nbytes > self._parts.tiers[self._parts.dram].capacity:
+            tier = self._parts.dram  # what that cannot hold could never leave the tiers above it: refused
         room = Room(tier, max(1, spec.nbytes))
         engine.wait(room)
         assert room.slot is not None
@@ -185,6 +195,7 @@ class TieredStore:
             fences = engine.fences(tier)
             with engine.lock:
                 engine.admission.give_back(tier, room.slot, fences)
+            self._running()  # closed by another thread meanwhile: then that is the error
             raise
         engine.wait(Install(key, spec, tier, room.slot, engine.fences(tier)))
 
@@ -203,6 +214,7 @@ class TieredStore:
     def _lease_to_copy(self, key: Key) -> LeaseOfOne:
         """Where it need not be moved more than it must: on the device when it is there, else in host memory."""
         engine = self._running()
+        _refuse_keys([key])
         tier = self._parts.dram
         with engine.lock:
             entry = engine.admission.directory.find(key)
@@ -234,7 +246,10 @@ class TieredStore:
         memory = self._parts.memories[index]
         if isinstance(key, str):
             return LeaseOfOne(self._running, memory, [key], wanted, index)
+        if not isinstance(key, list | tuple):
+            raise MisuseError(f"a lease is of a key or of a list of keys, not of {key!r}")
         keys = list(key)
+        _refuse_keys(keys)
         if len(set(keys)) != len(keys):
             raise MisuseError(f"the same tensor twice in one lease: {keys}")
         return LeaseOfMany(self._running, memory, keys, wanted, index)
@@ -250,7 +265,9 @@ class TieredStore:
 
         Never waits; a full pool or an unknown key is not an error.
         """
-        self._running().hint([keys] if isinstance(keys, str) else keys, self._tier_index(tier))
+        wanted = [keys] if isinstance(keys, str) else _listed(keys)
+        _refuse_keys(wanted)
+        self._running().hint(wanted, self._tier_index(tier))
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[list[Touch]]:
@@ -262,8 +279,8 @@ class TieredStore:
         try:
             yield order
         finally:
-            with engine.lock:
-                engine.admission.records[:] = [other for other in engine.admission.records if other is not order]
+            records = engine.admission.records
+            engine.later(lambda: records.__setitem__(slice(None), [other for other in records if other is not order]))
 
     def follow(
         self,
@@ -282,7 +299,7 @@ class TieredStore:
         if effort not in ("quick", "thorough") or prefetch not in ("on", "off"):
             raise MisuseError("effort is 'quick' or 'thorough', prefetch is 'on' or 'off'")
         engine = self._running()
-        touches = [Touch(touch) if isinstance(touch, str) else touch for touch in order]
+        touches = [_touch(touch) for touch in _listed(order)]
         for tier in {touch.tier for touch in touches}:
             self._tier_index(tier)
         keys, uses = [touch.key for touch in touches], [touch.use for touch in touches]
@@ -297,10 +314,12 @@ class TieredStore:
 
     def delete(self, key: Key) -> None:
         """Raises KeyNotFound, LeaseConflict."""
+        _refuse_keys([key])
         self._running().wait(Delete(key))
 
     def __contains__(self, key: object) -> bool:
-        return key in self._running().admission.directory
+        directory = self._running().admission.directory
+        return isinstance(key, str) and key in directory
 
     def __iter__(self) -> Iterator[Key]:
         engine = self._running()
@@ -313,6 +332,7 @@ class TieredStore:
     def spec(self, key: Key) -> TensorSpec:
         """Raises KeyNotFound."""
         engine = self._running()
+        _refuse_keys([key])
         with engine.lock:
             return engine.admission.directory.entry(key).spec
 
@@ -350,6 +370,8 @@ class TieredStore:
         self._running()
         if self._commits is None:
             raise MisuseError("nothing can be made durable without a disk, or with durability='none'")
+        if meta is not None and not isinstance(meta, Mapping):
+            raise MisuseError(f"meta is a dict of JSON values, not {meta!r}")
         return self._commits.commit(dict(meta) if meta is not None else self.meta)
 
     # -- looking in -------------------------------------------------------------------------------------------------------
@@ -398,10 +420,33 @@ class TieredStore:
 def _shut_down(engine: Engine, parts: Parts, pid: int, scratch: bool) -> None:
     if os.getpid() != pid:
         return  # a forked child: the thread, the ring and the lock are its parent's
+    if engine.stop_elsewhere(lambda: _shut_down(engine, parts, pid, scratch)):
+        return
     engine.stop()
     if scratch and parts.nvme is not None:
         parts.nvme.remove()
     parts.close()
+
+
+def _refuse_keys(keys: Iterable[object]) -> None:
+    for key in keys:
+        if not isinstance(key, str):
+            raise MisuseError(f"a key is a str, not {type(key).__name__}: {key!r}")
+
+
+def _listed(values: Iterable[Any]) -> list[Any]:
+    try:
+        return list(values)
+    except TypeError:
+        raise MisuseError(f"keys come in a list, not as {values!r}") from None
+
+
+def _touch(touch: object) -> Touch:
+    if isinstance(touch, str):
+        return Touch(touch)
+    if not (isinstance(touch, Touch) and isinstance(touch.key, str) and isinstance(touch.use, Use)):
+        raise MisuseError(f"an order is what trace() wrote down, or a list of keys; {touch!r} is neither a touch nor a key")
+    return touch
 
 
 def _duplicator(parts: Parts, engine: Engine) -> Callable[[Copy, Slot, int], None]:
@@ -429,6 +474,6 @@ def _next_use(plan: Plan, decision: Decision) -> EvictionPolicy:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")  # whatever the default device is
     flat(copy).copy_(flat(tensor))  # as bytes: there are element types that torch cannot clone
     return copy

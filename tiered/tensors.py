@@ -7,7 +7,7 @@ import torch
 from tiered.errors import ManifestError, MisuseError
 from tiered.types import Key, TensorSpec
 
-__all__ = ["copy_bytes", "dtype_of", "flat", "refuse_unstorable", "spec_of"]
+__all__ = ["copy_bytes", "dtype_of", "flat", "refuse_name", "refuse_spec", "refuse_unstorable", "spec_of"]
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
@@ -21,6 +21,30 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != spec.itemsize:
         raise ManifestError(f"this torch ({torch.__version__}) has no element type {spec.dtype!r} of {spec.itemsize} bytes")
     return dtype
+
+
+def refuse_name(key: object) -> None:
+    """Raises MisuseError for what cannot be a new tensor's key: the manifest holds keys as UTF-8."""
+    if not isinstance(key, str):
+        raise MisuseError(f"a key is a str, not {type(key).__name__}: {key!r}")
+    if not key.isascii():
+        try:
+            key.encode()
+        except UnicodeEncodeError as error:
+            raise MisuseError(f"the key {key!r} is not Unicode text ({error.reason}): name the tensor otherwise") from None
+
+
+def refuse_spec(key: Key, spec: object) -> None:
+    """Raises MisuseError for what describes no tensor that a store holds."""
+    if not isinstance(spec, TensorSpec):
+        raise MisuseError(f"{key!r}: a tensor to create is described by a TensorSpec, not by {spec!r}")
+    if not isinstance(spec.shape, tuple) or not all(type(size) is int and size >= 0 for size in spec.shape):
+        raise MisuseError(f"{key!r}: a shape is a tuple of sizes, not {spec.shape!r}")
+    dtype = getattr(torch, spec.dtype, None) if isinstance(spec.dtype, str) else None
+    if not isinstance(dtype, torch.dtype) or spec.dtype.startswith("q"):
+        raise MisuseError(f"{key!r}: {spec.dtype!r} is no element type that a store holds; name torch's, such as 'float32'")
+    if dtype.itemsize != spec.itemsize:
+        raise MisuseError(f"{key!r}: an element of {spec.dtype} has {dtype.itemsize} bytes, not {spec.itemsize!r}")
 
 
 def refuse_unstorable(key: Key, tensor: torch.Tensor) -> None:
