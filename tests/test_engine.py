@@ -427,6 +427,38 @@ def test_a_lease_packs_what_it_has_in_the_middle() -> None:
     rig.wind_down()
 
 
+def test_a_lease_packs_what_it_has_and_is_not_written_back() -> None:
+    rig = Rig(10, 400, reserve=0.0)
+    fill(rig, "b", nbytes=4)
+    evicted(rig, "b")
+    fill(rig, "z", nbytes=3)
+    rig.put("a", b"aaaa")
+    rig.delete("z")
+    assert where(rig, "a") == [State.DIRTY, None], "and there are 3 bytes on either side of it"
+    lease = rig.lease("a", "b")
+    rig.settle()
+    assert lease.done
+    assert lease.error is None
+    rig.end(lease)
+    rig.wind_down()
+
+
+def test_a_lease_packs_among_what_need_not_leave_for_each_tensor_alone() -> None:
+    rig = Rig(8, 400, reserve=0.0)
+    fill(rig, "a", nbytes=4)
+    evicted(rig, "a")
+    fill(rig, "c", nbytes=2)
+    fill(rig, "d", nbytes=4)
+    fill(rig, "x", "e", nbytes=1)
+    rig.delete("x")
+    lease = rig.lease("d", "a")  # c, d, a byte, e: the place of d suits a, and c is in the way of the next
+    rig.settle()
+    assert lease.done
+    assert lease.error is None
+    rig.end(lease)
+    rig.wind_down()
+
+
 def test_the_oldest_of_two_hungry_leases_makes_progress() -> None:
     rig = Rig(12, 400, limit=1, reserve=0.0)
     fill(rig, "a", "b", "c", "d", nbytes=4)

@@ -311,7 +311,11 @@ class Admission:
         request.packed = [neighbours] * (tried + 1)
         for copy in own:
             self._evict(copy)
-        return others_too
+        if tried == 0:
+            return others_too
+        for copy in others_too:  # as few of them as make way for this tensor were too few for the next
+            self._evict(copy)
+        return []
 
     def _older(self, request: Request) -> list[Request]:
         return [r for r in self.requests if r.sequence < request.sequence and r.urgency <= request.urgency]

@@ -9,7 +9,11 @@ __all__ = ["FlowStatistics", "LinkStatistics", "StoreStatistics", "TierStatistic
 
 @dataclass(frozen=True, slots=True)
 class FlowStatistics:
-    """One direction of a link. ``busy_seconds`` is the time during which at least one transfer was under way."""
+    """One direction of a link.
+
+    ``transfers`` that ended well moved ``bytes`` (of tensors, without padding); ``failed`` others ended with an error.
+    ``busy_seconds`` is the time during which at least one was under way, so ``bytes / busy_seconds`` is the link's rate.
+    """
 
     transfers: int
     bytes: int
@@ -19,7 +23,8 @@ class FlowStatistics:
 
 @dataclass(frozen=True, slots=True)
 class LinkStatistics:
-    """``up`` is towards the compute (reads, for the disk), ``down`` is away from it (write-backs)."""
+    """Between the tiers named ``src`` (the upper) and ``dst``. ``up`` is towards the compute (reads, for the disk), ``down`` is
+    away from it (write-backs)."""
 
     src: str
     dst: str
@@ -29,7 +34,11 @@ class LinkStatistics:
 
 @dataclass(frozen=True, slots=True)
 class TierStatistics:
-    """Bytes are those of slots, padding included. ``held`` copies are pinned by aliases that outlived their lease."""
+    """``name`` is "hbm", "dram" or "nvme". ``capacity``, ``used`` and ``peak`` are bytes of slots, padding included.
+
+    ``copies`` counts tensors that have a copy here. ``held`` of them, and of those replaced or deleted since, are pinned by
+    aliases that outlived their lease.
+    """
 
     name: str
     capacity: int
@@ -41,11 +50,15 @@ class TierStatistics:
 
 @dataclass(frozen=True, slots=True)
 class StoreStatistics:
-    """``hits`` are leases that were granted at once, ``misses`` those that waited.
+    """Counters since ``open``, but for ``tensors``, ``generation`` and ``tiers``, which say how it is now.
 
-    ``stalled_for_reads`` is time that callers waited for bytes to arrive, ``stalled_for_room`` time that they waited for space,
-    that is for write-backs or for leases of others to end. ``wakes`` counts how often a call had something to do for the
-    engine's thread.
+    ``backend``: name of the I/O backend, "none" without a disk. ``direct``: whether I/O bypasses the page cache (O_DIRECT).
+    ``leases`` were asked for: ``hits`` had their answer at once, ``misses`` after waiting. ``stalled_for_reads`` is time that
+    callers, threads and coroutines, waited for bytes to arrive, ``stalled_for_room`` time that they waited for space, that is
+    for write-backs or for leases of others to end; those of several callers add up. ``wakes`` counts how often a call had
+    something to do for the engine's thread. ``prefetched`` counts fetches that nobody waited for when they began, one a hop,
+    ``prefetched_unused`` those of them that were evicted before anybody used them. ``evictions`` are copies that left a tier
+    for others. ``tiers`` are from the top; ``links[i]`` joins ``tiers[i]`` and ``tiers[i + 1]``.
     """
 
     backend: str
@@ -66,4 +79,5 @@ class StoreStatistics:
 
     @property
     def stalled(self) -> float:
+        """Seconds that callers waited, for whatever reason."""
         return self.stalled_for_reads + self.stalled_for_room

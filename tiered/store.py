@@ -82,9 +82,11 @@ class TieredStore:
         gone at close. ``keep`` is how many generations stay on disk. ``deadline`` is how many seconds a call waits for room
         before it raises and names who holds it.
 
-        ``backend`` is one of ours by name, or makes one; ``eviction`` makes the policy of a tier.
+        ``backend`` is "auto" (libaio, else posix), "libaio", "aiofiles", "posix", or makes an ``IOBackend``; ``eviction`` makes
+        an ``EvictionPolicy`` and is called once for each tier. Warns where the filesystem has no O_DIRECT.
 
-        Raises MisuseError (not a folder, foreign, not writable), StoreLocked, CapacityError, ManifestError.
+        Raises MisuseError (an argument, not a folder, foreign, not writable, no such device or backend), StoreLocked,
+        CapacityError (a budget too small, or more than there is), ManifestError (damaged, or no such generation).
         """
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise MisuseError(f"at least one generation must be kept, not {keep!r}")
@@ -156,7 +158,10 @@ class TieredStore:
             self.close()
 
     def close(self) -> None:
-        """Wait for transfers in flight and let go of everything. Commits nothing. Idempotent."""
+        """Wait for transfers in flight and let go of everything. Commits nothing. Idempotent.
+
+        Tensors that leases gave stay valid. Afterwards every other call raises StoreClosed; in a forked child, ForkedStore.
+        """
         self._closed = True
         self._shutdown()
 
@@ -165,7 +170,9 @@ class TieredStore:
     def put(self, key: Key, tensor: torch.Tensor) -> None:
         """Store a copy of ``tensor`` (any strided dtype, shape, device) as ``key``, replacing what was there.
 
-        Raises LeaseConflict while ``key`` is leased, CapacityError when the tensor cannot fit or no room comes in time.
+        It goes to DRAM from the CPU, to the top tier from elsewhere; may wait for room. Raises LeaseConflict while ``key`` is
+        leased, CapacityError when the tensor cannot fit or no room comes in time, MisuseError for what has no dense contents
+        (sparse, quantized, nested, meta), WriteError when only a failed write-back stands in the way.
         """
         refuse_name(key)
         refuse_unstorable(key, tensor)
@@ -174,7 +181,10 @@ class TieredStore:
         self._put(key, spec_of(source), tier, lambda target: copy_bytes(target, source))
 
     def create(self, key: Key, spec: TensorSpec) -> None:
-        """A new tensor with undefined contents, to be filled under a WRITE lease. Replaces and raises as ``put``."""
+        """A new tensor with undefined contents, to be filled under a WRITE lease; in the top tier where that can hold it.
+
+        ``spec`` is its shape and element type. Replaces, waits and raises as ``put``.
+        """
         refuse_name(key)
         refuse_spec(key, spec)
         self._put(key, spec, 0, None)
@@ -200,12 +210,15 @@ class TieredStore:
         engine.wait(Install(key, spec, tier, room.slot, engine.fences(tier)))
 
     def get(self, key: Key) -> torch.Tensor:
-        """A copy of ``key``, on the CPU. Raises KeyNotFound, TransferError, CapacityError."""
+        """A contiguous copy of ``key``, of its dtype and shape, on the CPU, outside the budget. Waits as ``lease`` does.
+
+        Raises KeyNotFound, LeaseConflict under an open WRITE lease, TransferError, CapacityError after the deadline.
+        """
         with self._lease_to_copy(key) as tensor:
             return _copied(tensor)
 
     async def fetch(self, key: Key) -> torch.Tensor:
-        """``get`` for a coroutine: it waits without blocking a thread, and may be cancelled at any time."""
+        """``get`` for a coroutine: it waits without blocking a thread, and may be cancelled at any time. Raises as ``get``."""
         async with self._lease_to_copy(key) as tensor:
             if tensor.nbytes <= AT_ONCE:
                 return _copied(tensor)
@@ -261,9 +274,10 @@ class TieredStore:
         return 0 if tier is None else names.index(tier)
 
     def prefetch(self, keys: Sequence[Key], *, tier: str | None = None) -> None:
-        """Bring ``keys`` up in this order when there is room and time. A hint: a newer one replaces what has not begun.
+        """Bring ``keys`` up to ``tier`` (default: the top one), in this order, when there is room and time.
 
-        Never waits; a full pool or an unknown key is not an error.
+        A hint: a newer one replaces what has not begun. Never waits; a full tier, an unknown key or a failed read is not an
+        error. Raises MisuseError for a tier that is not there.
         """
         wanted = [keys] if isinstance(keys, str) else _listed(keys)
         _refuse_keys(wanted)
@@ -271,7 +285,10 @@ class TieredStore:
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[list[Touch]]:
-        """``with store.trace() as order:`` writes down what is leased meanwhile, by any thread: which tensor, in which tier."""
+        """``with store.trace() as order:`` writes down what is leased or put meanwhile, by any thread, as a list of touches.
+
+        Each is a (key, tier, use); ``get`` and ``fetch`` are READ. Traces may overlap. The list is the caller's.
+        """
         engine = self._running()
         order: list[Touch] = []
         with engine.lock:
@@ -294,7 +311,8 @@ class TieredStore:
         ``order`` is what ``trace`` wrote down, or keys by hand, all of which are read. A loop may stray from it; that costs
         time, nothing else. Another order keeps what was planned for the beginning that both have in common. An empty one ends
         it. ``prefetch="off"`` only evicts by it. ``effort="thorough"`` searches longer for what is best kept, seconds for an
-        order of 2,000 touches. Returns how many touches were planned anew.
+        order of 2,000 touches. Returns how many touches were planned anew. Raises MisuseError for a tier that is not there.
+        Results never depend on the order.
         """
         if effort not in ("quick", "thorough") or prefetch not in ("on", "off"):
             raise MisuseError("effort is 'quick' or 'thorough', prefetch is 'on' or 'off'")
@@ -313,24 +331,27 @@ class TieredStore:
         return engine.follow(touches, lambda plan: [_next_use(plan, decision) for decision in decisions], hops)
 
     def delete(self, key: Key) -> None:
-        """Raises KeyNotFound, LeaseConflict."""
+        """Forget ``key``; its room is free once nothing refers to it. Raises KeyNotFound, LeaseConflict while it is leased."""
         _refuse_keys([key])
         self._running().wait(Delete(key))
 
     def __contains__(self, key: object) -> bool:
+        """Whether there is a tensor of that name."""
         directory = self._running().admission.directory
         return isinstance(key, str) and key in directory
 
     def __iter__(self) -> Iterator[Key]:
+        """The keys as of now, in no particular order."""
         engine = self._running()
         with engine.lock:
             return iter(list(engine.admission.directory))
 
     def __len__(self) -> int:
+        """How many tensors there are."""
         return len(self._running().admission.directory)
 
     def spec(self, key: Key) -> TensorSpec:
-        """Raises KeyNotFound."""
+        """Shape and element type of ``key``; moves nothing. Raises KeyNotFound."""
         engine = self._running()
         _refuse_keys([key])
         with engine.lock:
@@ -340,12 +361,12 @@ class TieredStore:
 
     @property
     def generation(self) -> int:
-        """Number of the newest commit; 0 before the first."""
+        """Number of the newest commit, or of the one opened; 0 before the first, and where nothing can be committed."""
         return self._commits.generation if self._commits else 0
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What the newest commit was given."""
+        """What the commit numbered ``generation`` was given, as JSON gives it back; empty before the first."""
         return self._commits.meta if self._commits else {}
 
     @property
@@ -355,7 +376,7 @@ class TieredStore:
 
     @property
     def folder(self) -> str:
-        """Raises MisuseError where there is no disk."""
+        """Absolute path of the store's folder. Raises MisuseError where there is no disk."""
         if self._parts.nvme is None:
             raise MisuseError("this store has no disk")
         return self._parts.nvme.folder
@@ -364,8 +385,8 @@ class TieredStore:
         """Make everything durable, with ``meta`` (JSON values); returns the generation. Without ``meta`` the last one stays.
 
         When this returns, a crash or power loss leaves at least this state. Raises LeaseConflict under an open WRITE lease,
-        CommitError when the disk does not take it (then the commit before still holds), MisuseError where there is no disk or
-        durability is "none", and what a failed write raises.
+        CommitError when the disk does not take it (then the commit before still holds), MisuseError where there is no disk,
+        durability is "none", or ``meta`` is not JSON, and what a failed write raises.
         """
         self._running()
         if self._commits is None:
@@ -377,7 +398,7 @@ class TieredStore:
     # -- looking in -------------------------------------------------------------------------------------------------------
 
     def statistics(self) -> StoreStatistics:
-        """What happened since ``open``: a frozen snapshot."""
+        """What happened since ``open``: a frozen snapshot. Subtract two of them to see what one part of a program took."""
         engine = self._running()
         with engine.lock:
             engine.admission.bury()
@@ -400,7 +421,7 @@ class TieredStore:
             )
 
     def free_on_device(self) -> int:
-        """Bytes that the store's filesystem still has; 0 without one."""
+        """Bytes that are free on the filesystem of the store's folder; 0 for a store without a disk."""
         self._running()
         return self._parts.nvme.free_on_device() if self._parts.nvme else 0
 
