@@ -39,6 +39,7 @@ def page(
     ``param_init_fn(module)`` (default: the module's ``reset_parameters``), and stored at once. Either way a model may be built
     that never fits into memory. Buffers stay in memory.
 
+    ``name``: their keys begin with it and a slash; several models in one store need different ones.
     ``existing``: what to do when the store already holds tensors under ``name``: "refuse" or "overwrite".
     ``prefetch``: "on", or "off" to fetch only on demand (to see what it brings).
 

@@ -81,7 +81,7 @@ def init(store: TieredStore, *, window: int | None = None) -> Construction:
 
 
 class Construction:
-    """What ``zero.init`` gives, for ``with``."""
+    """What ``zero.init`` gives: a context manager, in force in one thread and one block per store at a time."""
 
     def __init__(self, store: TieredStore, limit: int | None) -> None:
         self._store, self._limit = store, limit

@@ -71,7 +71,11 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One AdamW step for every parameter that has a gradient. ``closure`` as in torch."""
+        """One AdamW step for every parameter that has a gradient. ``closure`` as in torch; returns what it returns, else None.
+
+        Applies updates of an earlier step that nothing has asked for yet; so it may wait for the store, and raise what that
+        raises.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -151,12 +155,13 @@ class AdamW(Optimizer):
         return total
 
     def grad(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """A copy of the gradient of ``parameter``, or None when it has none."""
+        """A copy of the gradient of ``parameter``, of its shape and dtype, or None when it has none. Raises MisuseError for a
+        parameter that is not paged."""
         _, unit, placement = placement_of(parameter)
         return unit.gradient(placement)
 
     def flush(self) -> None:
-        """Apply every pending update now."""
+        """Apply every pending update now. Raises what the store raises."""
         for unit in self._units():
             unit.settle()
 

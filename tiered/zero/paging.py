@@ -336,7 +336,11 @@ class Pager:
 
 @dataclass(frozen=True, slots=True)
 class PagingStatistics:
-    """Of one paged model, since ``page``. Bytes are those of one unit, times are seconds."""
+    """Of one paged model, since ``page``.
+
+    ``units``: how many there are. ``largest_unit``: bytes of the largest one's parameters. ``updates``: how many updates of a
+    unit were applied, ``update_seconds``: what they took, without the time that they waited for the store.
+    """
 
     units: int
     largest_unit: int

@@ -19,13 +19,16 @@ class UpdateRule(Protocol):
     hyper-parameters are those of the step that it belongs to."""
 
     def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
-        """What has to be kept for a (flat slice of a) parameter; it starts as zeros."""
+        """What has to be kept for a (flat slice of a) parameter: a spec by name, of as many elements; it starts as zeros."""
         ...
 
     def update(
         self, param: torch.Tensor, grad: torch.Tensor, state: Mapping[str, torch.Tensor], step: int
     ) -> None:
-        """Change ``param`` and ``state`` in place. All are flat, of equal length; ``step`` counts from 1."""
+        """Change ``param`` and ``state`` in place. All are flat, of equal length; ``step`` counts from 1.
+
+        ``param`` is the fp32 master (fp64 for fp64 parameters), ``grad`` is of the same dtype.
+        """
         ...
 
 
