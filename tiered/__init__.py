@@ -28,34 +28,59 @@ if TYPE_CHECKING:
         TransferError,
         WriteError,
     )
+    from tiered.eviction import LRU, NextUse
+    from tiered.interfaces import EvictionPolicy, IOBackend
+    from tiered.prefetch import Touch
+    from tiered.stats import FlowStatistics, LinkStatistics, StoreStatistics, TierStatistics
     from tiered.store import TieredStore
-    from tiered.types import Access, TensorSpec
+    from tiered.types import Access, TensorSpec, Use
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LRU",
     "Access",
     "CapacityError",
     "CommitError",
     "CorruptionError",
+    "EvictionPolicy",
+    "FlowStatistics",
     "ForkedStore",
+    "IOBackend",
     "KeyNotFound",
     "LeaseConflict",
+    "LinkStatistics",
     "ManifestError",
     "MisuseError",
+    "NextUse",
     "ReadError",
     "ShortTransfer",
     "StoreClosed",
     "StoreLocked",
+    "StoreStatistics",
     "TensorSpec",
+    "TierStatistics",
     "TieredError",
     "TieredStore",
+    "Touch",
     "TransferError",
+    "Use",
     "WriteError",
     "zero",
 ]
 
-_HOME = {"TieredStore": "tiered.store", "Access": "tiered.types", "TensorSpec": "tiered.types"}
+_HOME = {
+    name: f"tiered.{module}"
+    for module, names in {
+        "eviction": ("LRU", "NextUse"),
+        "interfaces": ("EvictionPolicy", "IOBackend"),
+        "prefetch": ("Touch",),
+        "stats": ("FlowStatistics", "LinkStatistics", "StoreStatistics", "TierStatistics"),
+        "store": ("TieredStore",),
+        "types": ("Access", "TensorSpec", "Use"),
+    }.items()
+    for name in names
+}
 
 
 def __getattr__(name: str) -> object:

@@ -443,6 +443,8 @@ class Admission:
         """Fetch along an order from here on, or no longer; new policies learn who is there."""
         self.ahead = ahead
         for place, policy in zip(self.places[: self.bottom], policies, strict=False):
+            for key in place.copies:  # or it would remember for ever what leaves meanwhile
+                place.policy.forgotten(key)
             place.policy = policy
             place.condemned.clear()
             for key in place.copies:

@@ -29,7 +29,9 @@ class IOBackend(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What it is called in statistics and errors."""
+        ...
 
     @property
     def alignment(self) -> int:
@@ -70,7 +72,9 @@ class Tier(Protocol):
     """Owns space, moves nothing. All calls are made under the engine's lock."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What leases, statistics and errors call it: "hbm", "dram", "nvme"."""
+        ...
 
     @property
     def capacity(self) -> int:

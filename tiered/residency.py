@@ -82,7 +82,7 @@ class Copy:
 
     ``aliases`` counts views of the slot's memory that are still reachable outside; a slot is given back only when the copy is
     EMPTY *and* none is left. ``reads_from`` counts transfers up that read this slot. ``checksums`` and ``generation`` describe
-    the bytes of a bottom copy. ``fences`` guard the slot (the engine's); ``condemned``: it was chosen to leave. ``witness`` is
+    the bytes of a bottom copy. ``fences`` guard the slot (the engine's). ``witness`` is
     the store's (it shares torch's version counter between leases), ``standing`` the occupancy's.
     """
 
@@ -99,7 +99,6 @@ class Copy:
     prefetched: bool = False
     failure: TieredError | None = None
     fences: tuple[Fence, ...] = ()
-    condemned: bool = False
     witness: object = None
     standing: Standing = Standing.USED
 
@@ -311,7 +310,7 @@ class Directory:
             copy.writers += 1
         else:
             copy.readers += 1
-        copy.prefetched = copy.condemned = False
+        copy.prefetched = False
         copy.failure = None
         self._changed(copy)
         return copy

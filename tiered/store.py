@@ -457,7 +457,7 @@ def _refuse_keys(keys: Iterable[object]) -> None:
 
 def _listed(values: Iterable[Any]) -> list[Any]:
     try:
-        return list(values)
+        return [values] if isinstance(values, str) else list(values)
     except TypeError:
         raise MisuseError(f"keys come in a list, not as {values!r}") from None
 
