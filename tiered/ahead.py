@@ -22,7 +22,7 @@ MARGIN = 1.5
 LATENCY = 0.005
 """Seconds that a fetch takes at least, however small."""
 PIPELINE = 4 << 20
-"""Bytes under way at once that keep a link busy; less where the tier has less than 64 times as much, but always two tensors."""
+"""Bytes under way at once that keep a link busy; less where the tier has less than 16 times as much, but always two tensors."""
 SHARE = 4
 """What was fetched ahead and is not used yet takes at most one in this many bytes of a tier."""
 HORIZON = 128
@@ -99,7 +99,7 @@ class Ahead(Request):
     def _has_room(self, admission: Admission, tier: int, nbytes: int) -> bool:
         """More under way than keeps the link busy brings nothing, and what waits for its use takes room from what was kept."""
         place, rising = admission.places[tier], admission.traffic.rising[tier]
-        if rising.transfers >= 2 and rising.nbytes + nbytes > min(PIPELINE, place.tier.capacity // 64):
+        if rising.transfers >= 2 and rising.nbytes + nbytes > min(PIPELINE, place.tier.capacity // 16):
             return False
         waiting = place.bytes_of[Standing.FRESH] + rising.nbytes
         return waiting == 0 or waiting + nbytes <= place.tier.capacity // SHARE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import warnings
@@ -26,7 +25,7 @@ from tiered.requests import Delete, Install, Room
 from tiered.residency import Copy
 from tiered.sizes import parse_size
 from tiered.stats import StoreStatistics
-from tiered.tensors import copy_bytes, flat, refuse_name, refuse_spec, refuse_unstorable, spec_of
+from tiered.tensors import copied, copied_in_thread, copy_bytes, refuse_name, refuse_spec, refuse_unstorable, spec_of
 from tiered.types import Access, Key, Slot, TensorSpec, Use
 
 __all__ = ["TieredStore"]
@@ -215,14 +214,12 @@ class TieredStore:
         Raises KeyNotFound, LeaseConflict under an open WRITE lease, TransferError, CapacityError after the deadline.
         """
         with self._lease_to_copy(key) as tensor:
-            return _copied(tensor)
+            return copied(tensor)
 
     async def fetch(self, key: Key) -> torch.Tensor:
         """``get`` for a coroutine: it waits without blocking a thread, and may be cancelled at any time. Raises as ``get``."""
         async with self._lease_to_copy(key) as tensor:
-            if tensor.nbytes <= AT_ONCE:
-                return _copied(tensor)
-            return await asyncio.to_thread(_copied, tensor)
+            return copied(tensor) if tensor.nbytes <= AT_ONCE else await copied_in_thread(tensor)
 
     def _lease_to_copy(self, key: Key) -> LeaseOfOne:
         """Where it need not be moved more than it must: on the device when it is there, else in host memory."""
@@ -492,9 +489,3 @@ def _next_use(plan: Plan, decision: Decision) -> EvictionPolicy:
         return plan.next_use(key) + (DROPPED if dropped else 0)
 
     return NextUse(next_use, lambda: plan.cursor, price=decision.price)
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")  # whatever the default device is
-    flat(copy).copy_(flat(tensor))  # as bytes: there are element types that torch cannot clone
-    return copy

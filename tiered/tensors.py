@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import torch
 
 from tiered.errors import ManifestError, MisuseError
 from tiered.types import Key, TensorSpec
 
-__all__ = ["copy_bytes", "dtype_of", "flat", "refuse_name", "refuse_spec", "refuse_unstorable", "spec_of"]
+__all__ = [
+    "copied",
+    "copied_in_thread",
+    "copy_bytes",
+    "dtype_of",
+    "flat",
+    "refuse_name",
+    "refuse_spec",
+    "refuse_unstorable",
+    "spec_of",
+]
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
@@ -59,6 +71,27 @@ def refuse_unstorable(key: Key, tensor: torch.Tensor) -> None:
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as uint8 of shape (nbytes,)."""
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU, byte for byte: there are element types that torch cannot clone."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    flat(copy).copy_(flat(tensor))
+    return copy
+
+
+async def copied_in_thread(tensor: torch.Tensor) -> torch.Tensor:
+    """``copied`` while the event loop goes on; on the stream on which the caller computes, as that is where the tensor may be
+    used."""
+    if tensor.device.type != "cuda":
+        return await asyncio.to_thread(copied, tensor)
+    stream = torch.cuda.current_stream(tensor.device)
+
+    def copied_there() -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            return copied(tensor)
+
+    return await asyncio.to_thread(copied_there)
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -301,8 +301,6 @@ def test_threads_with_streams_of_their_own(open_store: Open, path: Path | None, 
     assert not failures, failures
 
 
-# Not strict: it fails where the copy's thread computes on another stream than the caller.
-@pytest.mark.xfail(strict=False, reason="a copy of more than 4 MiB is made in a thread, on that thread's own stream")
 def test_fetch_on_a_stream_sees_what_was_queued_on_it(open_store: Open, gpu: Device) -> None:
     store = open_store(None, hbm="16MiB", dram="16MiB")
     expected = numbers(2 * MIB, 1, torch.int32)
