@@ -79,7 +79,8 @@ def numbers(count: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 def raw(tensor: torch.Tensor) -> bytes:
     """Its bytes in row-major order."""
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
-    return dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
+    flat = dense.as_strided((dense.numel(),), (1,))  # a single element may have any strides
+    return flat.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
 
 
 def same(found: torch.Tensor, put: torch.Tensor) -> None:
