@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import tiered.store
+import tiered.tensors
 from tests.chains import CHAINS, MIB, Chain, GatedBackend, kib, nothing_is_held, numbers, push_out, same
 from tiered import CapacityError, CorruptionError, KeyNotFound, LeaseConflict, MisuseError, StoreClosed, TieredStore
 from tiered.generations import load
@@ -402,14 +403,14 @@ def test_cancelled_after_the_grant_and_before_it_knows(store: TieredStore, ask: 
 
 def test_cancelled_while_a_thread_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copying, go_on = threading.Event(), threading.Event()
-    copied = tiered.store._copied
+    copied = tiered.tensors.copied
 
     def slowly(tensor: torch.Tensor) -> torch.Tensor:
         copying.set()
         assert go_on.wait(300)  # set by the loop, which goes on meanwhile
         return copied(tensor)
 
-    monkeypatch.setattr(tiered.store, "_copied", slowly)
+    monkeypatch.setattr(tiered.tensors, "copied", slowly)
     with TieredStore.open(tmp_path / "state", dram="16MiB") as store:
         store.put("w", kib(tiered.store.AT_ONCE >> 10, 7).repeat(2))
 
