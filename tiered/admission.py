@@ -50,6 +50,7 @@ class Admission:
         self.left: Callable[[Copy, object], None] | None = None  # called when a view of a copy, used on a stream, has died
         self.evictions = self.prefetched = self.prefetched_unused = 0
         self.disturbances = 0  # write-backs that failed, WRITE leases that began
+        self._snapshots: dict[int, Slot] = {}  # by the tag of the transfer that writes them
         self._sequence = 0
         self._dead: queue.SimpleQueue[tuple[Copy, object] | Callable[[], None]] = queue.SimpleQueue()
         self._unsettled = False  # something became DIRTY, or room shrank, since background write-backs were last considered
@@ -130,24 +131,32 @@ class Admission:
             self.prefetched += 1
         self._enqueue(entry, tier, Direction.UP, slot, source.slot, request.urgency, source)
 
-    def admit_writeback(self, entry: Entry, tier: int, request: Request) -> bool:
-        """Queue a write-back of ``entry`` from ``tier`` to the one below, if that has room."""
+    def admit_writeback(self, entry: Entry, tier: int, request: Request, snapshot: Slot | None = None) -> bool:
+        """Queue a write-back of ``entry`` from ``tier`` to the one below, if that has room; of ``snapshot``, a slot with the
+        same bytes that is given back after it, where somebody could change the copy meanwhile."""
         below = tier + 1
-        lower = self.room(below, entry.nbytes, request)
-        if lower is None:
-            if below == self.bottom:
+        lower = None
+        try:
+            lower = self.room(below, entry.nbytes, request)
+            if lower is None and below == self.bottom:
                 why = getattr(self.places[below].tier, "refusal", None) or f"tier {self.places[below].tier.name} is full"
                 raise CapacityError(f"no room for tensor {entry.key!r} ({entry.nbytes:,} bytes): {why}")
+        finally:
+            if lower is None and snapshot is not None:
+                self.give_back(tier, snapshot)
+        if lower is None:
             return False
         source = entry.copies[tier]
         assert source is not None
         self.directory.begin_writeback(entry, tier, lower)
-        self._enqueue(entry, tier, Direction.DOWN, source.slot, lower, request.urgency, None)
+        tag = self._enqueue(entry, tier, Direction.DOWN, snapshot or source.slot, lower, request.urgency, None)
+        if snapshot is not None:
+            self._snapshots[tag] = snapshot
         return True
 
     def _enqueue(
         self, entry: Entry, index: int, way: Direction, upper: Slot, lower: Slot, urgency: Urgency, source: Copy | None
-    ) -> None:
+    ) -> int:
         self._sequence += 1
         generation = source.generation if source is not None else self.generation
         checksums = source.checksums if source is not None else b""
@@ -155,6 +164,7 @@ class Admission:
             self._sequence, entry.key, way, upper, lower, entry.nbytes, urgency, entry.tensor_id, generation, checksums
         )
         self.traffic.add(index, entry, transfer)
+        return transfer.tag
 
     def busy(self, entry: Entry, request: Request) -> bool:
         """Whether transfers of ``entry`` are under way, which ``request`` has to wait for."""
@@ -237,8 +247,14 @@ class Admission:
             for copy in chosen:
                 place.condemn(copy)
         unsaved = [copy for copy in chosen if copy.dirty]
-        for copy in unsaved:
-            self._write_out(copy, request)
+        try:
+            for copy in unsaved:
+                self._write_out(copy, request)
+        except CapacityError:  # what is below is full: then something clean, even if it is needed sooner
+            clean = place.victims(nbytes, lambda copy: not copy.dirty and acceptable(copy))
+            if clean is None:
+                raise
+            chosen, unsaved = clean, []
         if unsaved:
             return None
         slot = place.allocate(nbytes)
@@ -463,6 +479,8 @@ class Admission:
                     request.failed(entry.key, completion.error)
         else:
             self.directory.end_writeback(entry, index, completion.error, completion.checksums, transfer.generation)
+            if transfer.tag in self._snapshots:
+                self.give_back(index, self._snapshots.pop(transfer.tag))
             if completion.error is None:
                 self.places[index + 1].policy.touched(entry.key)
             else:

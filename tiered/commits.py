@@ -162,11 +162,12 @@ class Commits:
 
     def _drop_old(self) -> None:
         """Older generations than are kept: their manifests go first, durably; only then their extents may be written over."""
-        old = self._kept[: -self._keep]
-        if not old:
-            return
         folder = self._nvme.folder
         there = generations.generations(folder)
+        retained = [generation for generation in self._kept if generation in there][-self._keep :]  # a failed one is not there
+        old = [generation for generation in self._kept if generation < retained[0]]
+        if not old:
+            return
         for generation in old:
             if generation in there:
                 generations.drop(folder, generation)
@@ -178,4 +179,4 @@ class Commits:
         with self._engine.lock:
             for generation in old:
                 self._nvme.release(generation)
-        self._kept = self._kept[-self._keep :]
+        self._kept = [generation for generation in self._kept if generation >= retained[0]]

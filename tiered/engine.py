@@ -229,15 +229,19 @@ class Engine:
             self._refuse_stopped()
             admission = self.admission
             planned, ahead = len(order), admission.ahead
-            if not order:
-                ahead = None
-            elif ahead is not None:
-                planned = ahead.replan(order)
-            else:
-                ahead = Ahead(Plan(order), [place.tier.name for place in admission.places], self._costs)
-            if ahead is not None:
-                ahead.hops = hops
-            admission.follow(ahead, self._policies if ahead is None else policies(ahead.plan))
+            try:
+                if not order:
+                    ahead = None
+                elif ahead is not None:
+                    planned = ahead.replan(order)
+                else:
+                    ahead = Ahead(Plan(order), [place.tier.name for place in admission.places], self._costs)
+                if ahead is not None:
+                    ahead.hops = hops
+                admission.follow(ahead, self._policies if ahead is None else policies(ahead.plan))
+            except BaseException:  # Ctrl-C in the middle: a plan that is half another one is worse than none
+                admission.follow(None, self._policies)
+                raise
             admission.look_ahead()
             self._poke()
             return planned

@@ -48,4 +48,4 @@ def _names(held: Sequence[Copy]) -> str:
         f"{c.key!r} ({c.slot.nbytes:,} bytes, {'leased' if c.leased else 'still referenced after its lease'})" for c in held[:8]
     )
     more = f" and {len(held) - 8} more" if len(held) > 8 else ""
-    return f"{names or 'transfers in flight'}{more}"
+    return f"{names or 'nobody: what is there is on its way, or lies too far apart'}{more}"

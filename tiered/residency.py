@@ -269,13 +269,18 @@ class Directory:
     def forget(self, key: Key) -> None:
         """Delete. Raises KeyNotFound, LeaseConflict; the caller has waited for transfers in flight."""
         entry = self.entry(key)
-        if entry.leased:
-            raise LeaseConflict(f"tensor {key!r} is leased: it can be replaced or deleted after its leases have ended")
+        self.refuse_leased(key)
         assert not entry.in_flight
         for copy in entry.copies:
             if copy is not None:
                 self._vacate(entry, copy)
         del self._entries[key]
+
+    def refuse_leased(self, key: Key) -> None:
+        """Raises LeaseConflict while ``key`` cannot be replaced or deleted."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.leased:
+            raise LeaseConflict(f"tensor {key!r} is leased: it can be replaced or deleted after its leases have ended")
 
     def evict(self, copy: Copy) -> None:
         assert copy.state is State.CLEAN and copy.idle and copy.tier < self.depth - 1

@@ -192,7 +192,7 @@ class TieredStore:
         engine = self._running()
         if spec.nbytes > self._parts.tiers[tier].capacity or spec.nbytes > self._parts.tiers[self._parts.dram].capacity:
             tier = self._parts.dram  # what that cannot hold could never leave the tiers above it: refused
-        room = Room(tier, max(1, spec.nbytes))
+        room = Room(tier, max(1, spec.nbytes), key)
         engine.wait(room)
         assert room.slot is not None
         try:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BACKENDS", "add_json", "command", "count", "fraction", "positive", "seed", "size", "sizes"]
 
-BACKENDS = ("auto", "libaio", "posix")
+BACKENDS = ("auto", "libaio", "aiofiles", "posix")
 LARGEST_COUNT = (1 << 63) - 1
 
 

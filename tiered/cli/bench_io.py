@@ -17,7 +17,7 @@ from tiered.cli.progress import Progress
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.cli.table import exact_size, table, told_environment, told_io, told_noise
 from tiered.cli.training import refuse_unwritable, write_report
-from tiered.config import SMALLEST_DRAM
+from tiered.config import SMALLEST_DRAM, BackendName
 from tiered.sizes import format_size
 from tiered.types import TensorSpec
 
@@ -40,7 +40,7 @@ class Options:
     folder: str
     size: int
     dram: int
-    backend: Literal["auto", "libaio", "posix"]
+    backend: BackendName
     rounds: int
     beside: Literal["fio", "nothing"]
 
@@ -52,7 +52,7 @@ class Setup:
     pool: int
     tensor: int
     tensors: int
-    backend: Literal["auto", "libaio", "posix"] = "auto"
+    backend: BackendName = "auto"
     ahead: int = AHEAD
 
     @classmethod

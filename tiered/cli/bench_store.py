@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
@@ -18,7 +18,7 @@ from tiered.cli.progress import Progress
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.cli.table import bandwidth, duration, exact_size, table, told_environment, told_io, told_noise
 from tiered.cli.training import refuse_unwritable, write_report
-from tiered.config import SMALLEST_DRAM, default_dram
+from tiered.config import SMALLEST_DRAM, BackendName, default_dram
 from tiered.sizes import format_size
 
 __all__ = ["Options", "bench"]
@@ -42,7 +42,7 @@ class Options:
     folder: str
     sizes: tuple[int, ...]
     dram: int | None
-    backend: Literal["auto", "libaio", "posix"]
+    backend: BackendName
     seconds: float
 
 

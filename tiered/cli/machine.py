@@ -10,13 +10,13 @@ import resource
 import tempfile
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
 from tiered import MisuseError
 from tiered.cli.measure import DATA_FILE, scratch_store
-from tiered.config import SMALLEST_DRAM
+from tiered.config import SMALLEST_DRAM, BackendName
 from tiered.directio import direct_io_alignment
 from tiered.tiers.dram import HUGE_PAGE, DramConfig, DramTier
 
@@ -30,9 +30,9 @@ SMALLEST_ALIGNMENT = 4096
 def backends() -> dict[str, str | None]:
     """Each with None where it works, or why it does not."""
     found: dict[str, str | None] = {}
-    for name in ("libaio", "aiofile", "posix"):
-        if importlib.util.find_spec(f"tiered.io.{name}") is not None:
-            found[name] = _unavailable(name)
+    for name, module in (("libaio", "libaio"), ("aiofiles", "aiofile"), ("posix", "posix")):
+        if importlib.util.find_spec(f"tiered.io.{module}") is not None:
+            found[name] = _unavailable(module)
     return found
 
 
@@ -101,7 +101,7 @@ def filesystem(folder: str) -> dict[str, Any]:
         os.unlink(path)
 
 
-def store_facts(folder: str, backend: Literal["auto", "libaio", "posix"]) -> dict[str, Any]:
+def store_facts(folder: str, backend: BackendName) -> dict[str, Any]:
     """How a store in ``folder`` would do its I/O; makes a scratch one to see. Raises MisuseError."""
     with scratch_store(folder, dram=SMALLEST_DRAM, backend=backend) as store:
         seen = store.statistics()

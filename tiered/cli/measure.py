@@ -15,13 +15,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import torch
 
 import tiered
 from tiered import MisuseError, TieredStore
+from tiered.config import BackendName
 
 __all__ = [
     "GIB",
@@ -63,7 +64,7 @@ def scratch_folder(parent: str) -> Iterator[str]:
 
 @contextmanager
 def scratch_store(
-    parent: str, *, dram: int, backend: Literal["auto", "libaio", "posix"] = "auto"
+    parent: str, *, dram: int, backend: BackendName = "auto"
 ) -> Iterator[TieredStore]:
     """A store in a new folder in ``parent``, removed afterwards.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from tiered.cli.arguments import BACKENDS, command, count, fraction, positive, seed, size
+from tiered.config import BackendName
 
 if TYPE_CHECKING:
     from tiered.cli.arguments import Commands
@@ -60,7 +61,7 @@ class Options:
     folder: str | None
     existing: Literal["refuse", "overwrite"]
     dram: int
-    backend: Literal["auto", "libaio", "posix"]
+    backend: BackendName
     prefetch: Literal["on", "off"]
     layers: int
     width: int
