@@ -8,6 +8,7 @@ import pytest
 
 from tests.rig import READ, WRITE, Put, Rig, evicted, failure, fill, pending, queued, where, woken
 from tiered.errors import CapacityError, LeaseConflict, ReadError, StoreClosed, TieredError, WriteError
+from tiered.prefetch import Touch
 from tiered.requests import Lease, Request, Room
 from tiered.residency import State
 from tiered.types import Direction, Transfer, Urgency
@@ -207,6 +208,24 @@ def test_a_prefetch_that_fails_half_way_is_not_tried_again() -> None:
     rig.run()
     assert not rig.links[1].pending
     assert not rig.admission.requests
+    rig.wind_down()
+
+
+def test_fetching_ahead_does_not_evict_what_a_lease_waits_with() -> None:
+    rig = Rig(16, 400, reserve=0.0)
+    fill(rig, *"bctuvwxyzd", nbytes=2)
+    for key in "dxyztuvw":
+        rig.end(rig.lease(key))
+        rig.settle()
+    lease = rig.lease("d", "c")
+    rig.run()
+    assert [where(rig, key)[0] for key in "bdc"] == [None, State.CLEAN, State.FILLING]
+    rig.follow([Touch(key) for key in "byztuvw"])  # d would be the first to leave
+    rig.run()
+    assert [where(rig, key)[0] for key in "bdc"] == [State.FILLING, State.CLEAN, State.FILLING]
+    rig.settle()
+    assert lease.done
+    rig.end(lease)
     rig.wind_down()
 
 
