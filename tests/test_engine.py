@@ -229,6 +229,25 @@ def test_fetching_ahead_does_not_evict_what_a_lease_waits_with() -> None:
     rig.wind_down()
 
 
+def test_a_prefetch_takes_no_room_that_a_demand_waits_for() -> None:
+    rig = Rig(16, 400, reserve=0.0)
+    fill(rig, *"abcd", nbytes=4)
+    fill(rig, "e", nbytes=2)
+    evicted(rig, *[key for key in "ace" if where(rig, key)[0]])
+    b, d = rig.lease("b"), rig.lease("d")
+    rig.settle()
+    put = rig.put("x", bytes(9))  # 8 bytes are free, and nothing can leave
+    assert not put.room.done
+    rig.hint("e")
+    rig.settle()
+    assert where(rig, "e")[0] is None
+    rig.end(b)
+    rig.end(d)
+    rig.settle()
+    assert rig.newest["x"] == bytes(9)
+    rig.wind_down()
+
+
 # Room
 
 

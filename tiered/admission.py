@@ -205,8 +205,10 @@ class Admission:
         return slot
 
     def _may_prefetch(self, tier: int, nbytes: int, request: Request) -> bool:
-        """Not while the link is busy, and not where a demand would then find no room."""
+        """Not while the link is busy, and not where a demand waits for room, or would then find none."""
         if tier < self.bottom and self.traffic.queues[tier].reads:
+            return False
+        if any(tier in other.lacks for other in self.requests if other.urgency < request.urgency):
             return False
         place = self.places[tier]
         ready = place.free + place.bytes_of[Standing.CLEAN]
