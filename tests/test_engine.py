@@ -8,6 +8,7 @@ import pytest
 
 from tests.rig import READ, WRITE, Put, Rig, evicted, failure, fill, pending, queued, where, woken
 from tiered.errors import CapacityError, LeaseConflict, ReadError, StoreClosed, TieredError, WriteError
+from tiered.prefetch import Touch
 from tiered.requests import Lease, Request, Room
 from tiered.residency import State
 from tiered.types import Direction, Transfer, Urgency
@@ -207,6 +208,43 @@ def test_a_prefetch_that_fails_half_way_is_not_tried_again() -> None:
     rig.run()
     assert not rig.links[1].pending
     assert not rig.admission.requests
+    rig.wind_down()
+
+
+def test_fetching_ahead_does_not_evict_what_a_lease_waits_with() -> None:
+    rig = Rig(16, 400, reserve=0.0)
+    fill(rig, *"bctuvwxyzd", nbytes=2)
+    for key in "dxyztuvw":
+        rig.end(rig.lease(key))
+        rig.settle()
+    lease = rig.lease("d", "c")
+    rig.run()
+    assert [where(rig, key)[0] for key in "bdc"] == [None, State.CLEAN, State.FILLING]
+    rig.follow([Touch(key) for key in "byztuvw"])  # d would be the first to leave
+    rig.run()
+    assert [where(rig, key)[0] for key in "bdc"] == [State.FILLING, State.CLEAN, State.FILLING]
+    rig.settle()
+    assert lease.done
+    rig.end(lease)
+    rig.wind_down()
+
+
+def test_a_prefetch_takes_no_room_that_a_demand_waits_for() -> None:
+    rig = Rig(16, 400, reserve=0.0)
+    fill(rig, *"abcd", nbytes=4)
+    fill(rig, "e", nbytes=2)
+    evicted(rig, *[key for key in "ace" if where(rig, key)[0]])
+    b, d = rig.lease("b"), rig.lease("d")
+    rig.settle()
+    put = rig.put("x", bytes(9))  # 8 bytes are free, and nothing can leave
+    assert not put.room.done
+    rig.hint("e")
+    rig.settle()
+    assert where(rig, "e")[0] is None
+    rig.end(b)
+    rig.end(d)
+    rig.settle()
+    assert rig.newest["x"] == bytes(9)
     rig.wind_down()
 
 

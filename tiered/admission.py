@@ -215,13 +215,15 @@ class Admission:
         return slot
 
     def _may_prefetch(self, tier: int, nbytes: int, request: Request) -> bool:
-        """Not while the link is busy, and not where a demand would then find no room."""
+        """Not while the link is busy, and not where a demand waits for room, or would then find none."""
         if tier < self.bottom and self.traffic.queues[tier].reads:
+            return False
+        if any(tier in other.lacks for other in self.requests if other.urgency < request.urgency):
             return False
         place = self.places[tier]
         ready = place.free + place.bytes_of[Standing.CLEAN]
         if request.needed is None:
-            for key in self._wanted(tier, self._older(request)):
+            for key in self._wanted(tier, self._before(request)):
                 copy = place.leaves.get(key)
                 ready -= copy.slot.nbytes if copy is not None and copy.standing is Standing.CLEAN else 0
         else:  # along a known order dirty copies are written back for it
@@ -293,9 +295,9 @@ class Admission:
             raise failure
 
     def _acceptable(self, tier: int, request: Request) -> Callable[[Copy], bool]:
-        """Which copies may leave for ``request``: not what it or an older one still wants, not what cannot be written back;
+        """Which copies may leave for ``request``: not what it or one before it still wants, not what cannot be written back;
         for a hint, nothing that costs a write; for what is fetched along a known order, nothing that is needed sooner."""
-        wanted = self._wanted(tier, [request, *self._older(request)])
+        wanted = self._wanted(tier, [request, *self._before(request)])
         hint = request.urgency is Urgency.PREFETCH and request.needed is None
 
         def acceptable(copy: Copy) -> bool:
@@ -310,7 +312,7 @@ class Admission:
     def _packed(self, tier: int, nbytes: int, request: Request) -> list[Copy] | None:
         """What the request has here already may lie in the middle: then that leaves, too, and comes back; PACKINGS times."""
         place = self.places[tier]
-        others = self._wanted(tier, self._older(request))
+        others = self._wanted(tier, self._before(request))
         own = [place.copies[key] for key in request.wants() if key in place.copies and key not in others]
         if not own or any(copy.standing is Standing.USED or _cannot_go(copy) for copy in own):
             return None
@@ -333,8 +335,10 @@ class Admission:
             self._evict(copy)
         return []
 
-    def _older(self, request: Request) -> list[Request]:
-        return [r for r in self.requests if r.sequence < request.sequence and r.urgency <= request.urgency]
+    def _before(self, request: Request) -> list[Request]:
+        """Those that go before it: the more urgent ones, whenever they came, and its equals that came earlier."""
+        mine = (request.urgency, request.sequence)
+        return [r for r in self.requests if (r.urgency, r.sequence) < mine]
 
     def _wanted(self, tier: int, requests: Sequence[Request]) -> set[Key]:
         return {key for r in requests for key in r.wants() if self._on_its_way(key, tier, r.tier)}
