@@ -52,6 +52,7 @@ LAYERS = {
     "tensors": "store",
     "commits": "store",
     "lease": "store",
+    "opening": "store",
     "store": "store",
     "": "package",
     "zero": "zero",
