@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,6 +39,7 @@ class Wishes:
     eviction: Callable[[], EvictionPolicy]
     keep: int
     deadline: float
+    paths: Sequence[str | os.PathLike[str]] | None
 
     @property
     def scratch(self) -> bool:
@@ -68,8 +69,9 @@ def assemble(wishes: Wishes) -> tuple[Parts, Engine, Commits | None]:
         parts.close()
         raise
     if parts.nvme is not None and not parts.nvme.direct:
+        buffered = next(file.folder for file in parts.nvme.files if not file.direct)
         warnings.warn(
-            f"the filesystem of {parts.nvme.folder} has no O_DIRECT: I/O goes through the page cache, "
+            f"the filesystem of {buffered} has no O_DIRECT: I/O goes through the page cache, "
             "slower and with memory that is not in the budget",
             stacklevel=3,  # where TieredStore.open is called
         )
@@ -95,6 +97,11 @@ def _refuse(wishes: Wishes) -> None:
         raise MisuseError("a store without a disk (path None) has no nvme=: leave it out, or name a folder")
     if path is not None and not _is_path(path):
         raise MisuseError(f"the path of a store's folder is a str or a pathlib.Path, or None, not {path!r}")
+    if wishes.paths is not None:
+        if path is None:
+            raise MisuseError("a store without a disk (path None) has no paths=: leave them out, or name a folder")
+        if not isinstance(wishes.paths, list | tuple) or not wishes.paths or not all(map(_is_path, wishes.paths)):
+            raise MisuseError(f"paths is a list of folders, one on each drive, not {wishes.paths!r}")
 
 
 def _is_path(path: object) -> bool:
@@ -110,6 +117,7 @@ def _config(wishes: Wishes) -> StoreConfig:
         str(wishes.device),
         wishes.backend,
         wishes.eviction,
+        paths=[os.path.expanduser(folder) for folder in wishes.paths or ()],
     )
 
 

@@ -71,6 +71,7 @@ class TieredStore:
         eviction: Callable[[], EvictionPolicy] = LRU,
         keep: int = 2,
         deadline: float = 60.0,
+        paths: Sequence[str | os.PathLike[str]] | None = None,
     ) -> TieredStore:
         """Create the store in folder ``path``, or reopen it as of its newest commit, or as of ``generation``.
 
@@ -86,7 +87,7 @@ class TieredStore:
         Raises MisuseError (an argument, not a folder, foreign, not writable, no such device or backend), StoreLocked,
         CapacityError (a budget too small, or more than there is), ManifestError (damaged, or no such generation).
         """
-        wishes = Wishes(path, dram, hbm, device, nvme, generation, durability, backend, eviction, keep, deadline)
+        wishes = Wishes(path, dram, hbm, device, nvme, generation, durability, backend, eviction, keep, deadline, paths)
         parts, engine, commits = assemble(wishes)
         store = cls(parts, engine, commits, scratch=wishes.scratch)
         engine.start()
