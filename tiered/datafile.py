@@ -110,11 +110,14 @@ class DataFile:
 
     # Extents
 
-    def allocate(self, nbytes: int, spare: int | None) -> tuple[int, int] | None:
-        """Offset and size of an extent, with the file grown, by ``spare`` bytes at most (None: any), if need be."""
+    def allocate(self, nbytes: int, spare: int | None, share: int | None) -> tuple[int, int] | None:
+        """Offset and size of an extent, with the file grown if need be; None when it cannot.
+
+        It grows by ``spare`` bytes at most; ahead of what is needed, to ``share`` bytes of extents at most. None: no limit.
+        """
         self.refusal = None
         found = self._space.allocate(nbytes)
-        if found is None and self._grow(nbytes, spare):
+        if found is None and self._grow(nbytes, spare, share):
             found = self._space.allocate(nbytes)
         return found
 
@@ -129,7 +132,7 @@ class DataFile:
             raise ManifestError(f"{self.path}: the manifest names an extent of {nbytes} bytes at {offset}: {why}")
         self._space.claim(offset, nbytes)
 
-    def _grow(self, nbytes: int, spare: int | None) -> bool:
+    def _grow(self, nbytes: int, spare: int | None, share: int | None) -> bool:
         """Extend the file so that ``nbytes`` fit at its end."""
         old = self._space.capacity
         need = old + self._space.round_up(nbytes) - self._space.free_at_end
@@ -137,8 +140,9 @@ class DataFile:
         if most is not None and need > most:
             return False
         step = old + self._growth
-        step = max(need, step - step % self.alignment)
-        for end in (step if most is None else min(step, most), need):
+        for end in (most, None if share is None else self.alignment + share):
+            step = step if end is None else min(step, end)
+        for end in (max(need, step - step % self.alignment), need):
             try:
                 self._extend(old, end)
             except OSError as error:

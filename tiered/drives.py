@@ -174,6 +174,10 @@ def _open_file(folder: Path, path: Path, index: int, record: Record | None, comm
     name = f"drive.{index}"
 
     def accept(names: list[str]) -> None:
+        if name not in names:
+            refuse_others(names)
+
+    def refuse_others(names: list[str]) -> None:
         if set(names) - {name} - IGNORED:
             raise MisuseError(f"{path} holds other things than {name} of the store in {folder}; name an empty or new folder")
 
@@ -185,6 +189,7 @@ def _open_file(folder: Path, path: Path, index: int, record: Record | None, comm
         if file.blank:
             if committed:
                 raise ManifestError(f"{file.path} is empty; it was a data file of the store in {folder}")
+            refuse_others(os.listdir(path))
             return file
         file.adopt()
         if record is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import stat
@@ -110,7 +111,7 @@ class TestOpening:
             assert [again.place(slot)[1:] for slot in slots] == places
             again.close()
 
-    def test_a_drive_that_is_mounted_elsewhere_is_found_there(self, config: NvmeConfig, folder: Path, paths: list[Path]) -> None:
+    def test_a_drive_that_moved_is_found_there(self, config: NvmeConfig, folder: Path, paths: list[Path]) -> None:
         NvmeTier.open(config).close()
         commit(folder)
         moved = paths[1].rename(paths[1].parent / "moved")
@@ -149,22 +150,24 @@ class TestOpening:
         mixed = [(one.paths[0], other.paths[1]), (other.paths[0], one.paths[1]), (one.paths[0], other.paths[0])]
         for chosen in mixed:
             before = everything(tmp_path)
-            with pytest.raises(ManifestError, match="y-[01]"):
+            with pytest.raises(ManifestError, match=r"y-[01]"):
                 NvmeTier.open(NvmeConfig(one.path, paths=chosen))
             assert everything(tmp_path) == before
         files = [Path(path) / f"drive.{n}" for n, path in enumerate(one.paths)]
         data = [file.read_bytes() for file in files]
         files[0].write_bytes(data[1])
         files[1].write_bytes(data[0])
-        with pytest.raises(ManifestError, match="x-0/drive.0 is not drive 0"):
+        with pytest.raises(ManifestError, match=r"x-0/drive\.0 is not drive 0"):
             NvmeTier.open(one)
         files[0].write_bytes(data[0])
-        with pytest.raises(ManifestError, match="x-1/drive.1 is not drive 1"):
+        with pytest.raises(ManifestError, match=r"x-1/drive\.1 is not drive 1"):
             NvmeTier.open(one)
         files[1].write_bytes(data[1])
         NvmeTier.open(one).close()
-        (Path(one.paths[1]) / "notes.txt").touch()
-        with pytest.raises(MisuseError, match="x-1 holds other things"):
+        (Path(one.paths[1]) / "notes.txt").touch()  # a neighbour's
+        NvmeTier.open(one).close()
+        (Path(one.paths[1]) / "drive.0").touch()
+        with pytest.raises(ManifestError, match="x-1 has data files of several drives"):
             NvmeTier.open(one)
 
     @pytest.mark.parametrize("at", [0, 9, 13, 40, 45, 60])
@@ -182,7 +185,7 @@ class TestOpening:
         NvmeTier.open(config).close()
         before = everything(tmp_path)
         for wrong in ([tmp_path / "new", paths[1]], [paths[0], tmp_path / "new"]):
-            with pytest.raises(MisuseError, match="another store|other things"):
+            with pytest.raises(MisuseError, match=r"another store|other things"):
                 NvmeTier.open(NvmeConfig(tmp_path / "other", paths=wrong))
         with pytest.raises(MisuseError, match="not a tiered store"):
             NvmeTier.open(NvmeConfig(paths[0]))
@@ -229,7 +232,9 @@ class TestOpening:
         assert everything(tmp_path) == before
 
     @pytest.mark.parametrize("which", [0, 1, 2])
-    def test_symlinks_are_refused(self, config: NvmeConfig, folder: Path, paths: list[Path], tmp_path: Path, which: int) -> None:
+    def test_symlinks_are_refused(
+        self, config: NvmeConfig, folder: Path, paths: list[Path], tmp_path: Path, which: int
+    ) -> None:
         (tmp_path / "real").mkdir()
         link = [paths[1], paths[1] / "drive.1", folder / "drives"][which]
         link.parent.mkdir(exist_ok=True)
@@ -272,7 +277,7 @@ class TestOpening:
             (folder / "drives").write_bytes(whole)
 
     @pytest.mark.parametrize("left", range(8))
-    def test_a_creation_that_was_killed_is_taken_up(self, config: NvmeConfig, folder: Path, paths: list[Path], left: int) -> None:
+    def test_a_killed_creation_is_taken_up(self, config: NvmeConfig, folder: Path, paths: list[Path], left: int) -> None:
         """After any number of its steps: the list, empty; three files, empty; the list; three headers."""
         tier = NvmeTier.open(config)
         tier.close()
@@ -321,13 +326,15 @@ class TestLock:
 
     def test_nothing_stays_open(self, config: NvmeConfig, paths: list[Path]) -> None:
         NvmeTier.open(config).close()
-        (paths[2] / "notes.txt").touch()
+        name = paths[2] / "drive.2"
+        whole = name.read_bytes()
+        name.write_bytes(b"x" + whole[1:])
         before = sorted(os.listdir("/proc/self/fd"))
         for _ in range(3):
-            with pytest.raises(MisuseError):
+            with pytest.raises(ManifestError):
                 NvmeTier.open(config)
         assert sorted(os.listdir("/proc/self/fd")) == before
-        (paths[2] / "notes.txt").unlink()
+        name.write_bytes(whole)
         NvmeTier.open(config).close()
 
 
@@ -345,6 +352,18 @@ class TestExtents:
             kept.append(take(tier, 100_000))
             tier.free(take(tier, 100_000))
         assert [sum(tier.extent(slot)[0] == drive for slot in kept) for drive in range(3)] == [4, 4, 4]
+
+    def test_a_budget_of_one_step_is_shared_too(self, folder: Path, paths: list[Path]) -> None:
+        tier = NvmeTier.open(NvmeConfig(folder, 30 * MIB, paths=paths))
+        assert [tier.extent(take(tier, MIB))[0] for _ in range(30)] == [0, 1, 2] * 10
+        assert tier.allocate(1) is None
+        tier.close()
+
+    def test_one_tensor_may_take_more_than_its_drives_share(self, folder: Path, paths: list[Path]) -> None:
+        tier = NvmeTier.open(NvmeConfig(folder, 30 * MIB, paths=paths))
+        assert [tier.extent(take(tier, size * MIB))[0] for size in (25, 3, 2)] == [0, 1, 1]
+        assert tier.allocate(1) is None
+        tier.close()
 
     def test_a_budget_is_for_all_together(self, tier: NvmeTier) -> None:
         slots = []
@@ -400,7 +419,7 @@ class TestExtents:
             for index, file in enumerate(tier.files):
                 mine = sorted((tier.place(s).offset, s.nbytes) for s in in_use if tier.extent(s)[0] == index)
                 assert file.used == sum(nbytes for _, nbytes in mine)
-                assert all(a + size <= b for (a, size), (b, _) in zip(mine, mine[1:], strict=False))
+                assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(mine))
         for slot in live:
             tier.free(slot)
         for generation in kept:

@@ -145,9 +145,11 @@ class NvmeTier:
         files: Sequence[DataFile] = self.files
         if len(files) > 1:  # one that was full is asked last, for asking takes system calls
             files = sorted(files, key=lambda file: (file.full, file.used))
-        spare = None if self._limit is None else self._limit - sum(file.extents for file in files)
+        spare = share = None
+        if self._limit is not None:  # it is for all together, and the first must not take it all ahead of its needs
+            spare, share = self._limit - sum(file.extents for file in files), self._limit // len(files)
         for file in files:
-            found = file.allocate(nbytes, spare)
+            found = file.allocate(nbytes, spare, share)
             if found is not None:
                 self._refusal = None
                 slot = self.slot(file.index, *found)
