@@ -101,7 +101,7 @@ def build(config: StoreConfig) -> Parts:
             disk = DiskLink(
                 backend,
                 address=dram.address,
-                place=nvme.place,
+                locate=nvme.locate,
                 uuid=nvme.uuid,
                 alignment=nvme.alignment,
                 config=DiskConfig(),

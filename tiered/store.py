@@ -81,11 +81,17 @@ class TieredStore:
         gone at close. ``keep`` is how many generations stay on disk. ``deadline`` is how many seconds a call waits for room
         before it raises and names who holds it.
 
+        ``paths`` are for several drives: a list of folders, one on each, and each gets one data file; ``path`` then has the
+        manifests only. Whole tensors go to the drive with the fewest bytes in use. To reopen, give the same folders, in any
+        order; the drives say themselves which they are, so they may be mounted elsewhere. Without ``paths`` the error says them:
+        no folder is opened because a file names it.
+
         ``backend`` is "auto" (libaio, else posix), "libaio", "aiofiles", "posix", or makes an ``IOBackend``; ``eviction`` makes
         an ``EvictionPolicy`` and is called once for each tier. Warns where the filesystem has no O_DIRECT.
 
         Raises MisuseError (an argument, not a folder, foreign, not writable, no such device or backend), StoreLocked,
-        CapacityError (a budget too small, or more than there is), ManifestError (damaged, or no such generation).
+        CapacityError (a budget too small, or more than there is), ManifestError (damaged, no such generation, or a drive that is
+        missing or another store's).
         """
         wishes = Wishes(path, dram, hbm, device, nvme, generation, durability, backend, eviction, keep, deadline, paths)
         parts, engine, commits = assemble(wishes)

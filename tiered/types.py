@@ -20,8 +20,8 @@ __all__ = [
     "IOCompletion",
     "IORequest",
     "Key",
+    "Location",
     "Operation",
-    "Place",
     "Slot",
     "TensorSpec",
     "Transfer",
@@ -100,7 +100,7 @@ class Slot:
     nbytes: int
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where a slot of the disk is: ``offset`` bytes into the file that ``fd`` is open on and errors call ``path``."""
 
     fd: int

@@ -22,7 +22,7 @@ from tiered.links.disk import DiskConfig, DiskLink
 from tiered.links.memory import StandInFence
 from tiered.tiers.dram import DramConfig, DramTier
 from tiered.tiers.nvme import NvmeConfig, NvmeTier
-from tiered.types import Direction, IORequest, Operation, Place, Slot, Transfer, Urgency
+from tiered.types import Direction, IORequest, Operation, Location, Slot, Transfer, Urgency
 
 MIB = 1 << 20
 PIECE = 4 * MIB
@@ -62,7 +62,7 @@ class Fake(Desk):
         link = DiskLink(
             backend,
             address=link_to.address,
-            place=lambda slot: Place(FD, slot.offset, "/s/data.0"),
+            locate=lambda slot: Location(FD, slot.offset, "/s/data.0"),
             uuid=UUID,
             alignment=alignment,
             config=config,
@@ -140,7 +140,7 @@ class TestContractOnDisk(LinkContract):
         link = DiskLink(
             backend,
             address=upper.address,
-            place=lower.place,
+            locate=lower.locate,
             uuid=lower.uuid,
             alignment=lower.alignment,
             config=DiskConfig(window=8 * MIB),
@@ -158,7 +158,7 @@ class TestContractOnDisk(LinkContract):
         down = loop.run(loop.transfer(Direction.DOWN, upper, lower, nbytes))
         assert isinstance(rig.lower, NvmeTier)
         rig.lower.sync()
-        place = rig.lower.place(lower)
+        place = rig.lower.locate(lower)
         with open(place.path, "r+b") as file:
             file.seek(place.offset + PIECE + 5)
             was = file.read(1)[0]
@@ -174,7 +174,7 @@ class TestContractOnDisk(LinkContract):
         upper, lower = loop.slots(nbytes)
         down = loop.run(loop.transfer(Direction.DOWN, upper, lower, nbytes))
         assert isinstance(rig.lower, NvmeTier)
-        place = rig.lower.place(lower)
+        place = rig.lower.locate(lower)
         with open(place.path, "r+b") as file:
             file.truncate(place.offset + MIB + 8192)
         up = loop.run(loop.transfer(Direction.UP, upper, lower, nbytes, checksums=down.checksums))
@@ -194,7 +194,7 @@ class TestContractOnTwoDrives(TestContractOnDisk):
             upper, lower = loop.slots(8192)
             rig.write_upper(upper, bytes([number + 1]) * 8192)
             assert loop.run(loop.transfer(Direction.DOWN, upper, lower, 8192)).error is None
-            written.append(rig.lower.place(lower))
+            written.append(rig.lower.locate(lower))
         rig.lower.sync()
         assert {place.path for place in written} == {file.path for file in rig.lower.files}
         for number, place in enumerate(written):

@@ -98,7 +98,7 @@ class TestOpening:
     def test_reopening_in_any_order_finds_the_same_files(self, config: NvmeConfig, folder: Path, paths: list[Path]) -> None:
         first = NvmeTier.open(config)
         slots = [take(first, 5000) for _ in range(6)]
-        places = [first.place(slot)[1:] for slot in slots]
+        places = [first.locate(slot)[1:] for slot in slots]
         uuid = first.uuid
         first.close()
         commit(folder)
@@ -108,7 +108,7 @@ class TestOpening:
             assert (again.created, again.uuid, again.used) == (False, uuid, 0)
             for slot in slots:
                 again.claim(slot)
-            assert [again.place(slot)[1:] for slot in slots] == places
+            assert [again.locate(slot)[1:] for slot in slots] == places
             again.close()
 
     def test_a_drive_that_moved_is_found_there(self, config: NvmeConfig, folder: Path, paths: list[Path]) -> None:
@@ -417,7 +417,7 @@ class TestExtents:
             in_use = {slot for slots in (live, *kept.values()) for slot in slots}
             assert tier.used == sum(slot.nbytes for slot in in_use)
             for index, file in enumerate(tier.files):
-                mine = sorted((tier.place(s).offset, s.nbytes) for s in in_use if tier.extent(s)[0] == index)
+                mine = sorted((tier.locate(s).offset, s.nbytes) for s in in_use if tier.extent(s)[0] == index)
                 assert file.used == sum(nbytes for _, nbytes in mine)
                 assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(mine))
         for slot in live:

@@ -34,7 +34,7 @@ from tiered.types import (
     IOCompletion,
     IORequest,
     Operation,
-    Place,
+    Location,
     Slot,
     Transfer,
     Urgency,
@@ -61,11 +61,11 @@ class DiskConfig:
 class _Job:
     """A transfer on its way."""
 
-    __slots__ = ("cursor", "digests", "error", "in_flight", "length", "memory", "missing", "operation", "place", "transfer")
+    __slots__ = ("cursor", "digests", "error", "in_flight", "length", "location", "memory", "missing", "operation", "transfer")
 
-    def __init__(self, transfer: Transfer, place: Place, operation: Operation, memory: int, length: int) -> None:
+    def __init__(self, transfer: Transfer, location: Location, operation: Operation, memory: int, length: int) -> None:
         self.transfer = transfer
-        self.place = place
+        self.location = location
         self.operation = operation
         self.memory = memory  # address of its first byte
         self.length = length  # bytes to move, padding included
@@ -79,7 +79,7 @@ class _Job:
 class DiskLink:
     """Link between ``dram`` and ``nvme``.
 
-    ``address`` is where the DRAM arena begins (it must stay mapped until ``close``), ``place`` says where in which file a lower
+    ``address`` is where the DRAM arena begins (it must stay mapped until ``close``), ``locate`` says where in which file a lower
     slot is, ``uuid`` is the store's, ``alignment`` that of the extents (bytes). The link owns the backend from here on.
 
     Transfers move their size rounded up to ``alignment``: both slots must have that room. The padding is written as
@@ -94,7 +94,7 @@ class DiskLink:
         backend: IOBackend,
         *,
         address: int,
-        place: Callable[[Slot], Place],
+        locate: Callable[[Slot], Location],
         uuid: bytes,
         alignment: int,
         config: DiskConfig,
@@ -107,7 +107,7 @@ class DiskLink:
             )
         self._backend = backend
         self._address = address
-        self._place = place
+        self._locate = locate
         self._uuid = uuid
         self._alignment = alignment
         self._block = max(alignment, config.block - config.block % alignment)
@@ -132,12 +132,12 @@ class DiskLink:
         length = -(-transfer.nbytes // self._alignment) * self._alignment
         assert 0 < length <= min(transfer.upper.nbytes, transfer.lower.nbytes)
         memory = self._address + transfer.upper.offset
-        place = self._place(transfer.lower)
+        location = self._locate(transfer.lower)
         if transfer.direction is Direction.DOWN:
-            job = _Job(transfer, place, Operation.WRITE, memory, length)
+            job = _Job(transfer, location, Operation.WRITE, memory, length)
             ctypes.memset(memory + transfer.nbytes, 0, length - transfer.nbytes)
         else:
-            job = _Job(transfer, place, Operation.READ, memory, length)
+            job = _Job(transfer, location, Operation.READ, memory, length)
             if transfer.checksums:
                 whole, rest = divmod(transfer.nbytes, PIECE_BYTES)
                 job.missing = [PIECE_BYTES] * whole + ([rest] if rest else [])
@@ -215,8 +215,8 @@ class DiskLink:
                     batch.append(
                         IORequest(
                             job.operation,
-                            job.place.fd,
-                            job.place.offset + at,
+                            job.location.fd,
+                            job.location.offset + at,
                             job.memory + at,
                             size,
                             self._next_tag,
@@ -293,7 +293,7 @@ class DiskLink:
 
 def _io_error(job: _Job, at: int, size: int, result: int) -> TransferError:
     transfer = job.transfer
-    path, offset = job.place.path, job.place.offset + at
+    path, offset = job.location.path, job.location.offset + at
     verb = job.operation.value
     if result >= 0:
         what = f"{verb} {result} instead of {size} bytes of"
@@ -304,7 +304,7 @@ def _io_error(job: _Job, at: int, size: int, result: int) -> TransferError:
 
 def _corruption(job: _Job, piece: int) -> CorruptionError:
     transfer = job.transfer
-    path, offset = job.place.path, job.place.offset + piece * PIECE_BYTES
+    path, offset = job.location.path, job.location.offset + piece * PIECE_BYTES
     return CorruptionError(
         "wrong checksum in", key=transfer.key, tier=DiskLink.dst, path=path, offset=offset, errno=None
     )

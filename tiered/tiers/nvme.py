@@ -12,7 +12,7 @@ from tiered.datafile import MINIMUM_ALIGNMENT, DataFile
 from tiered.drives import IGNORED, LIST_FILE, MANIFEST, Drives, folders_of, open_drives
 from tiered.errors import CapacityError, ManifestError, MisuseError
 from tiered.sizes import format_size
-from tiered.types import Place, Slot
+from tiered.types import Location, Slot
 
 __all__ = ["NvmeConfig", "NvmeTier"]
 
@@ -47,6 +47,12 @@ class NvmeTier:
     """
 
     name = "nvme"
+    folder: str
+    """The store's own, where the manifests are."""
+    uuid: bytes
+    """The store's 16 bytes of identity; part of every checksum."""
+    alignment: int
+    """Bytes to which every extent's offset and size are aligned; what direct I/O needs here, at least 4096."""
 
     @classmethod
     def open(cls, config: NvmeConfig) -> NvmeTier:
@@ -99,13 +105,6 @@ class NvmeTier:
         self._references: dict[Slot, int] = {}  # how many kept generations reference it
 
     # What it is
-
-    folder: str
-    """The store's own, where the manifests are."""
-    uuid: bytes
-    """The store's 16 bytes of identity; part of every checksum."""
-    alignment: int
-    """Bytes to which every extent's offset and size are aligned; what direct I/O needs here, at least 4096."""
 
     @property
     def direct(self) -> bool:
@@ -194,10 +193,10 @@ class NvmeTier:
         """Index of the data file that ``slot`` is in, and offset there."""
         return slot.offset >> FILE_BITS, slot.offset & (1 << FILE_BITS) - 1
 
-    def place(self, slot: Slot) -> Place:
+    def locate(self, slot: Slot) -> Location:
         """Where ``slot`` is, for the link."""
         file = self.files[slot.offset >> FILE_BITS]
-        return Place(file.fd, slot.offset & (1 << FILE_BITS) - 1, file.path)
+        return Location(file.fd, slot.offset & (1 << FILE_BITS) - 1, file.path)
 
     def _give_back(self, slot: Slot) -> None:
         index, offset = self.extent(slot)
