@@ -3,15 +3,17 @@
 SHELL := /bin/bash
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
+# On Linux x86-64 PyPI's build of this has CUDA. Another build or another index: make setup TORCH='torch==2.13.0+cu130', with
+# PIP_EXTRA_INDEX_URL. `make gpu` takes what is installed on the machine, if that sees a device.
 TORCH ?= torch==2.13.0
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help setup test check demo soak clean
+.PHONY: help setup test check demo soak test-gpu bench-gpu gpu clean
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
 
 setup: $(STAMP) ## make .venv/ with the package installed in it; quick when that is done
 
@@ -27,6 +29,16 @@ demo: setup ## train a small GPT under a memory budget, in demo-store/
 
 soak: setup ## the fault tests with their full counts; hours
 	@$(BIN)/python -m pytest -q -m soak
+
+test-gpu: setup ## what needs a CUDA device; without one, a line that says so
+	@$(BIN)/python -m tests.gpu
+
+DIR ?= .
+bench-gpu: setup ## copies to and from the device beside what the hardware does alone; DIR=folder on the drive; 4 minutes
+	@$(BIN)/python -m bench.gpu --dir $(DIR)
+
+gpu: ## both on a bare machine with an NVIDIA device, the environment included; OUT=folder; 9 minutes
+	@bench/gpu.sh
 
 clean: ## remove what the targets above made
 	rm -rf .venv build dist demo-store .hypothesis .pytest_cache .mypy_cache .ruff_cache *.egg-info

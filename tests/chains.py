@@ -79,7 +79,8 @@ def numbers(count: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 def raw(tensor: torch.Tensor) -> bytes:
     """Its bytes in row-major order."""
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
-    return dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
+    flat = dense.as_strided((dense.numel(),), (1,))  # a single element may have any strides
+    return flat.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
 
 
 def same(found: torch.Tensor, put: torch.Tensor) -> None:
@@ -94,11 +95,10 @@ def kib(count: int, value: int = 0) -> torch.Tensor:
 
 
 def push_out(store: TieredStore) -> None:
-    """Fill host memory with other tensors, so that all that nobody holds leaves it. For stores with a disk."""
-    for number in range(8):
-        store.put(f"ballast {number}", kib(200))
-    for number in range(8):
-        store.delete(f"ballast {number}")
+    """Fill host memory with another tensor, so that all leaves it. For stores with a disk."""
+    (capacity,) = [tier.capacity for tier in store.statistics().tiers if tier.name == "dram"]
+    store.put("ballast", torch.zeros(capacity, dtype=torch.uint8))
+    store.delete("ballast")
 
 
 def nothing_is_held(store: TieredStore) -> None:

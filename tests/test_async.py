@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,13 +68,17 @@ def run(body: Coroutine[Any, Any, Answer]) -> Answer:
 
 async def until(condition: Callable[[], object]) -> None:
     """Others run meanwhile."""
+    end = time.monotonic() + 60
     while not condition():
+        assert time.monotonic() < end, "it does not come to that"
         await asyncio.sleep(0)
 
 
 def spin(condition: Callable[[], object]) -> None:
     """Other threads run meanwhile, but nothing else of this loop."""
+    end = time.monotonic() + 60
     while not condition():
+        assert time.monotonic() < end, "it does not come to that"
         os.sched_yield()
 
 
@@ -517,8 +522,7 @@ def abandoned(store: TieredStore) -> tuple[asyncio.AbstractEventLoop, asyncio.Ta
     loop = asyncio.new_event_loop()
     loop.set_exception_handler(lambda *_: None)  # "Task was destroyed but it is pending": so it was
     task = loop.create_task(leasing(store, "w", access="write"))
-    while not waiting(store):
-        loop.run_until_complete(asyncio.sleep(0))
+    loop.run_until_complete(until(lambda: waiting(store)))
     return loop, task, held
 
 

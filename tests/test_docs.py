@@ -85,6 +85,15 @@ def test_programs_for_an_own_loop_are_short() -> None:
     assert all(sum(bool(line.strip()) for line in program.source.splitlines()) < 50 for program in programs)
 
 
+def test_programs_for_an_own_loop_run_over_three_tiers(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "your-own-loop.md"
+    for block in blocks_of(page.read_text()):
+        if not block.why_not:
+            three, found = re.subn(r'dram="(\d)MiB"', r'hbm="\1MiB", device="cpu", dram="12MiB"', block.source)
+            assert found
+            run(Block(block.line, three, ""), page, tmp_path)
+
+
 def test_no_line_of_code_is_hidden_from_the_tests() -> None:
     """A fence that is indented, or named otherwise, would not be found above."""
     for page in PAGES:

@@ -277,14 +277,19 @@ class TieredStore:
             raise MisuseError("effort is 'quick' or 'thorough', prefetch is 'on' or 'off'")
         engine = self._running()
         touches = [_touch(touch) for touch in _listed(order)]
-        for tier in {touch.tier for touch in touches}:
-            self._tier_index(tier)
         keys, uses = [touch.key for touch in touches], [touch.use for touch in touches]
         found = {touch.key: touch.nbytes for touch in touches} | engine.sizes(keys)
-        sizes = [found[key] for key in keys]
+        goals = [self._tier_index(touch.tier) for touch in touches]
+
+        def sizes(index: int) -> list[int]:
+            """What each touch takes of tier ``index``; a byte where it is for a tier below, or more than there could be."""
+            most = self._parts.tiers[index].capacity
+            wanted = [found[key] if goal <= index else 1 for key, goal in zip(keys, goals, strict=True)]
+            return [nbytes if 0 < nbytes <= most else 1 for nbytes in wanted]
+
         decisions = [
-            decide(keys, uses, sizes, tier.capacity, thorough=effort == "thorough")
-            for tier, _ in zip(self._parts.tiers, self._parts.links, strict=False)
+            decide(keys, uses, sizes(index), self._parts.tiers[index].capacity, thorough=effort == "thorough")
+            for index in range(len(self._parts.links))
         ]
         hops = len(decisions) if prefetch == "on" else 0
         return engine.follow(touches, lambda plan: [_next_use(plan, decision) for decision in decisions], hops)
@@ -424,7 +429,13 @@ def _listed(values: Iterable[Any]) -> list[Any]:
 def _touch(touch: object) -> Touch:
     if isinstance(touch, str):
         return Touch(touch)
-    if not (isinstance(touch, Touch) and isinstance(touch.key, str) and isinstance(touch.use, Use)):
+    if not (
+        isinstance(touch, Touch)
+        and isinstance(touch.key, str)
+        and isinstance(touch.use, Use)
+        and type(touch.nbytes) is int
+        and touch.nbytes >= 0
+    ):
         raise MisuseError(f"an order is what trace() wrote down, or a list of keys; {touch!r} is neither a touch nor a key")
     return touch
 

@@ -58,7 +58,7 @@ def refuse_unstorable(key: Key, tensor: torch.Tensor) -> None:
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as uint8 of shape (nbytes,)."""
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # strides of dimensions of one element may be anything
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
