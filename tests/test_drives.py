@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -26,6 +27,7 @@ from tiered import (
     TieredStore,
 )
 from tiered.generations import generations, load
+from tiered.manifest import encode
 
 Open = Callable[..., TieredStore]
 
@@ -190,6 +192,24 @@ def test_a_missing_or_foreign_drive_is_named_and_nothing_is_touched(
     with TieredStore.open(tmp_path / "other", dram=MIB, paths=[paths[1], tmp_path / "x"]) as other:
         assert other.get("theirs").eq(1).all()
     check(open_store(paths=[paths[0], away, *paths[2:]]), tensors)
+
+
+def test_a_manifest_that_names_other_data_files(open_store: Open, folder: Path, paths: list[Path]) -> None:
+    store = open_store()
+    tensors = put_some(store, 3)
+    store.commit()
+    store.close()
+    right = load(folder)
+    assert right is not None
+    swapped = msgspec.structs.replace(right.files[1], uuid=right.files[0].uuid)
+    swapped = (msgspec.structs.replace(right.files[0], uuid=right.files[1].uuid), swapped, *right.files[2:])
+    more = (*right.files, msgspec.structs.replace(right.files[0], name="drive.9", uuid="0" * 32, index=len(paths)))
+    for files, says in ((swapped, f"names another data file than {paths[0]}"), (more, f"{len(more)} data files")):
+        (folder / "manifest.1").write_bytes(encode(msgspec.structs.replace(right, files=files)))
+        with pytest.raises(ManifestError, match=says):
+            open_store()
+    (folder / "manifest.1").write_bytes(encode(right))
+    check(open_store(), tensors)
 
 
 def test_an_older_copy_of_a_drive_is_noticed(open_store: Open, folder: Path, paths: list[Path]) -> None:
@@ -418,3 +438,17 @@ def test_all_drives_full_names_them_and_what_was_committed_stays(disks: list[Pat
         store.commit()
     with TieredStore.open(folder, dram=MIB, paths=disks) as store:
         check(store, tensors)
+
+
+@root
+def test_a_tensor_that_no_single_drive_can_take(disks: list[Path], folder: Path) -> None:
+    with TieredStore.open(folder, dram="24MiB", paths=disks) as store:
+        store.put("small", torch.ones(5))
+        store.put("large", torch.zeros(20 * MIB, dtype=torch.uint8))  # both together have more
+        with pytest.raises(CapacityError, match="'large'") as raised:
+            store.commit()
+        for disk in disks:
+            assert f"{disk} has " in str(raised.value)
+        store.delete("large")
+    with TieredStore.open(folder, dram=MIB, paths=disks) as store:
+        assert list(store) == ["small"]

@@ -101,7 +101,7 @@ def open_drives(folder: Path, paths: Sequence[Path], growth: int) -> Drives:
         for index in sorted(where):
             files[index] = _open_file(folder, where[index], index, record, committed, growth)
             undo.callback(files[index].discard)
-        now = tuple(str(where[index]) for index in sorted(where))
+        now = tuple(_shown(where[index]) for index in sorted(where))
         created = record is None
         if record is None:
             record = Record(uuid.uuid4().hex, max(file.wants for file in files.values()), now)
@@ -200,6 +200,11 @@ def _open_file(folder: Path, path: Path, index: int, record: Record | None, comm
         file.discard()
         raise
     return file
+
+
+def _shown(path: Path) -> str:
+    """Names may hold bytes that are no text."""
+    return str(path).encode(errors="backslashreplace").decode()
 
 
 def _named(folders: Sequence[str]) -> str:

@@ -83,14 +83,14 @@ class TieredStore:
 
         ``paths`` are for several drives: a list of folders, one on each, and each gets one data file; ``path`` then has the
         manifests only. Whole tensors go to the drive with the fewest bytes in use. To reopen, give the same folders, in any
-        order; the drives say themselves which they are, so they may be mounted elsewhere. Without ``paths`` the error says them:
-        no folder is opened because a file names it.
+        order; the drives say themselves which they are, so they may be mounted elsewhere. Without ``paths`` the error says
+        them: no folder is opened because a file names it.
 
         ``backend`` is "auto" (libaio, else posix), "libaio", "aiofiles", "posix", or makes an ``IOBackend``; ``eviction`` makes
         an ``EvictionPolicy`` and is called once for each tier. Warns where the filesystem has no O_DIRECT.
 
         Raises MisuseError (an argument, not a folder, foreign, not writable, no such device or backend), StoreLocked,
-        CapacityError (a budget too small, or more than there is), ManifestError (damaged, no such generation, or a drive that is
+        CapacityError (a budget too small, or more than there is), ManifestError (damaged, no such generation, a drive that is
         missing or another store's).
         """
         wishes = Wishes(path, dram, hbm, device, nvme, generation, durability, backend, eviction, keep, deadline, paths)
@@ -385,7 +385,7 @@ class TieredStore:
             )
 
     def free_on_device(self) -> int:
-        """Bytes that are free on the filesystem of the store's folder; 0 for a store without a disk."""
+        """Bytes that are free on the filesystems of the store's data files; 0 for a store without a disk."""
         self._running()
         return self._parts.nvme.free_on_device() if self._parts.nvme else 0
 

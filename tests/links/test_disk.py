@@ -22,7 +22,7 @@ from tiered.links.disk import DiskConfig, DiskLink
 from tiered.links.memory import StandInFence
 from tiered.tiers.dram import DramConfig, DramTier
 from tiered.tiers.nvme import NvmeConfig, NvmeTier
-from tiered.types import Direction, IORequest, Operation, Location, Slot, Transfer, Urgency
+from tiered.types import Direction, IORequest, Location, Operation, Slot, Transfer, Urgency
 
 MIB = 1 << 20
 PIECE = 4 * MIB

@@ -223,6 +223,13 @@ class TestOpening:
         for _ in range(2):
             NvmeTier.open(config).close()
 
+    def test_folders_whose_names_are_no_text(self, folder: Path, tmp_path: Path) -> None:
+        config = NvmeConfig(folder, paths=[tmp_path / os.fsdecode(b"\xff"), tmp_path / "new\nline"])
+        for _ in range(2):
+            NvmeTier.open(config).close()
+        with pytest.raises(MisuseError, match=r"udcff', .*new\\nline'\]$"):
+            NvmeTier.open(NvmeConfig(folder))
+
     def test_a_foreign_folder_is_left_alone(self, config: NvmeConfig, paths: list[Path], tmp_path: Path) -> None:
         paths[1].mkdir()
         (paths[1] / "notes.txt").write_text("mine")

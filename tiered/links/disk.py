@@ -33,8 +33,8 @@ from tiered.types import (
     Direction,
     IOCompletion,
     IORequest,
-    Operation,
     Location,
+    Operation,
     Slot,
     Transfer,
     Urgency,
@@ -79,8 +79,8 @@ class _Job:
 class DiskLink:
     """Link between ``dram`` and ``nvme``.
 
-    ``address`` is where the DRAM arena begins (it must stay mapped until ``close``), ``locate`` says where in which file a lower
-    slot is, ``uuid`` is the store's, ``alignment`` that of the extents (bytes). The link owns the backend from here on.
+    ``address`` is where the DRAM arena begins (it must stay mapped until ``close``), ``locate`` says where in which file a
+    lower slot is, ``uuid`` is the store's, ``alignment`` that of the extents (bytes). The link owns the backend from here on.
 
     Transfers move their size rounded up to ``alignment``: both slots must have that room. The padding is written as
     zeros. Reads may overtake write-backs; transfers of equal urgency start in order of arrival.
