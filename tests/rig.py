@@ -290,6 +290,7 @@ class Rig:
             slots = {copy.slot for copy in self.copies() if copy.tier == index}
             slots |= {copy.slot for copy in self.aliases if copy.tier == index}
             slots |= {slot for at, slot in rooms if at == index}
+            slots |= {slot for at, slot in self.admission.traffic.snapshots.values() if at == index}
             assert sum(slot.nbytes for slot in slots) <= tier.used
             if self.admission._dead.empty():
                 assert sum(slot.nbytes for slot in slots) == tier.used, f"a slot of {tier.name} was lost"

@@ -351,10 +351,12 @@ LARGE = 150 << 10
 class AgainstADict(RuleBasedStateMachine):
     """Real files, a pool of 1 MiB, keys whose tensors together have more."""
 
-    @initialize(backend=st.sampled_from(BACKENDS), keep=st.integers(1, 3))
-    def open(self, backend: Backend, keep: int) -> None:
+    @initialize(backend=st.sampled_from(BACKENDS), keep=st.integers(1, 3), drives=st.sampled_from([0, 0, 2, 3]))
+    def open(self, backend: Backend, keep: int, drives: int) -> None:
         self.home = tempfile.TemporaryDirectory()
         self.options: dict[str, Any] = {"dram": MIB, "backend": backend, "keep": keep}
+        if drives:
+            self.options["paths"] = [Path(self.home.name) / f"drive {number}" for number in range(drives)]
         self.now: dict[str, torch.Tensor] = {}
         self.committed: dict[str, torch.Tensor] = {}
         self.generation, self.meta = 0, {}

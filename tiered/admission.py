@@ -50,7 +50,6 @@ class Admission:
         self.left: Callable[[Copy, object], None] | None = None  # called when a view of a copy, used on a stream, has died
         self.evictions = self.prefetched = self.prefetched_unused = 0
         self.disturbances = 0  # write-backs that failed, WRITE leases that began
-        self._snapshots: dict[int, Slot] = {}  # by the tag of the transfer that writes them
         self._sequence = 0
         self._dead: queue.SimpleQueue[tuple[Copy, object] | Callable[[], None]] = queue.SimpleQueue()
         self._unsettled = False  # something became DIRTY, or room shrank, since background write-backs were last considered
@@ -110,7 +109,7 @@ class Admission:
             return False
         for above in range(tier - 1, -1, -1):
             source = entry.copies[above]
-            if source is not None and source.state is State.DIRTY and _can_be_read(source):
+            if source is not None and source.state is State.DIRTY and source.still:
                 if source.failure is not None:
                     error, source.failure = source.failure, None  # a later request tries again
                     raise error
@@ -151,7 +150,7 @@ class Admission:
         self.directory.begin_writeback(entry, tier, lower)
         tag = self._enqueue(entry, tier, Direction.DOWN, snapshot or source.slot, lower, request.urgency, None)
         if snapshot is not None:
-            self._snapshots[tag] = snapshot
+            self.traffic.snapshots[tag] = (tier, snapshot)
         return True
 
     def _enqueue(
@@ -286,7 +285,7 @@ class Admission:
             return
         for transfer in [t for t in self.traffic.queues[tier] if t.direction is Direction.DOWN]:
             self.traffic.hurry(transfer.key, request.urgency)
-        failed = [copy for copy in place.leaves.values() if _cannot_go(copy)]
+        failed = [copy for copy in place.leaves.values() if copy.stuck]
         if failed and not place.bytes_of[Standing.LEAVING]:
             failure = failed[0].failure
             assert failure is not None
@@ -301,7 +300,7 @@ class Admission:
         hint = request.urgency is Urgency.PREFETCH and request.needed is None
 
         def acceptable(copy: Copy) -> bool:
-            if copy.key in wanted or _cannot_go(copy):
+            if copy.key in wanted or copy.stuck:
                 return False
             if request.needed is not None and self.ahead is not None:
                 return self.ahead.plan.next_use(copy.key) > request.needed
@@ -314,7 +313,7 @@ class Admission:
         place = self.places[tier]
         others = self._wanted(tier, self._before(request))
         own = [place.copies[key] for key in request.wants() if key in place.copies and key not in others]
-        if not own or any(copy.standing is Standing.USED or _cannot_go(copy) for copy in own):
+        if not own or any(copy.standing is Standing.USED or copy.stuck for copy in own):
             return None
         acceptable = self._acceptable(tier, request)
         others_too = [copy for copy in place.leaves.values() if acceptable(copy) and copy not in own]
@@ -483,8 +482,8 @@ class Admission:
                     request.failed(entry.key, completion.error)
         else:
             self.directory.end_writeback(entry, index, completion.error, completion.checksums, transfer.generation)
-            if transfer.tag in self._snapshots:
-                self.give_back(index, self._snapshots.pop(transfer.tag))
+            if transfer.tag in self.traffic.snapshots:
+                self.give_back(*self.traffic.snapshots.pop(transfer.tag))
             if completion.error is None:
                 self.places[index + 1].policy.touched(entry.key)
             else:
@@ -495,13 +494,3 @@ class Admission:
 
     def tier_statistics(self) -> tuple[TierStatistics, ...]:
         return tuple(place.statistics() for place in self.places)
-
-
-def _can_be_read(copy: Copy) -> bool:
-    """Its bytes do not change: a lease, if there is one, is for READ, and nobody looks at it from one that ended."""
-    return not (copy.writers or copy.in_flight or (copy.aliases and not copy.readers))
-
-
-def _cannot_go(copy: Copy) -> bool:
-    """Its write-back failed, for another reason than want of room, which there may be by now."""
-    return copy.failure is not None and not isinstance(copy.failure, CapacityError)

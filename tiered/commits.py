@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 from tiered import generations
@@ -59,8 +58,15 @@ class Commits:
             manifest = chosen if number == chosen.generation else generations.load(folder, number)
             assert manifest is not None
             if manifest.store != nvme.uuid.hex():
-                raise ManifestError(f"{folder}: manifest.{number} belongs to another store than {Path(nvme.path).name}")
-            slots = [record.extent.slot for record in manifest.tensors if record.extent]
+                raise ManifestError(f"{folder}: manifest.{number} belongs to another store than {nvme.files[0].path}")
+            for named, file in zip(manifest.files, nvme.files, strict=False):
+                if (named.name, named.uuid) != (file.name, file.uuid.hex()):
+                    raise ManifestError(f"{folder}: manifest.{number} names another data file than {file.path}")
+            if len(manifest.files) != len(nvme.files):
+                raise ManifestError(
+                    f"{folder}: manifest.{number} names {len(manifest.files)} data files; there are {len(nvme.files)}"
+                )
+            slots = [self._slot(record.extent) for record in manifest.tensors if record.extent]
             for slot in slots:
                 nvme.claim(slot)
             nvme.retain(number, slots)
@@ -82,7 +88,7 @@ class Commits:
                 raise CapacityError(f"{self._nvme.folder}: {self._nvme.refusal}")
             slot = found
         else:
-            slot = record.extent.slot
+            slot = self._slot(record.extent)
         admission.places[-1].account(slot)
         entry = admission.directory.restore(
             record.key, record.spec, record.tensor_id, slot, record.checksums, record.generation
@@ -107,7 +113,7 @@ class Commits:
                 if meta is None and self.newest is not None and draft.tensors == self.newest.tensors:
                     return
                 manifests.encode(draft)  # what cannot be written down is refused before anything is pinned
-                nvme.retain(draft.generation, [r.extent.slot for r in draft.tensors if r.extent])
+                nvme.retain(draft.generation, [self._slot(r.extent) for r in draft.tensors if r.extent])
                 engine.admission.generation += 1
                 drafts.append(draft)
 
@@ -119,8 +125,8 @@ class Commits:
                 nvme.sync()
             except OSError as error:
                 self._condemned = (
-                    f"{nvme.path}: the disk did not take a commit ({error.strerror}); what was written since generation "
-                    f"{self.generation} cannot be trusted: close the store and reopen that generation"
+                    f"{error.filename or nvme.folder}: the disk did not take a commit ({error.strerror}); what was written "
+                    f"since generation {self.generation} cannot be trusted: close the store and reopen that generation"
                 )
                 raise CommitError(self._condemned) from error
             self._kept.append(draft.generation)  # also when the next line fails: a power loss may still show it
@@ -131,11 +137,14 @@ class Commits:
 
     def _as_it_comes_back(self, meta: Mapping[str, object]) -> Mapping[str, object]:
         """A copy of its own: the caller may change what it gave. Raises MisuseError for what JSON cannot hold."""
-        empty = manifests.Manifest(self._nvme.uuid.hex(), 1, meta, (self._file(),), 1, ())
+        empty = manifests.Manifest(self._nvme.uuid.hex(), 1, meta, self._files(), 1, ())
         return manifests.decode(manifests.encode(empty)).meta
 
-    def _file(self) -> manifests.DataFile:
-        return manifests.DataFile(Path(self._nvme.path).name, self._nvme.uuid.hex(), 0, self._nvme.file_bytes)
+    def _files(self) -> tuple[manifests.DataFile, ...]:
+        return tuple(manifests.DataFile(f.name, f.uuid.hex(), f.index, f.nbytes) for f in self._nvme.files)
+
+    def _slot(self, extent: manifests.Extent) -> Slot:
+        return self._nvme.slot(extent.file, extent.offset, extent.nbytes)
 
     def _draft(self, meta: Mapping[str, object]) -> manifests.Manifest:
         admission = self._engine.admission
@@ -144,7 +153,7 @@ class Commits:
             copy = entry.copies[-1]
             assert copy is not None
             assert copy.state is State.CLEAN
-            extent = manifests.Extent(0, copy.slot.offset, copy.slot.nbytes) if entry.spec.nbytes else None
+            extent = manifests.Extent(*self._nvme.extent(copy.slot), copy.slot.nbytes) if entry.spec.nbytes else None
             records.append(
                 manifests.TensorRecord(
                     entry.key,
@@ -158,7 +167,7 @@ class Commits:
                 )
             )
         next_id = admission.directory.next_id
-        return manifests.Manifest(self._nvme.uuid.hex(), admission.generation, meta, (self._file(),), next_id, tuple(records))
+        return manifests.Manifest(self._nvme.uuid.hex(), admission.generation, meta, self._files(), next_id, tuple(records))
 
     def _drop_old(self) -> None:
         """Older generations than are kept: their manifests go first, durably; only then their extents may be written over."""

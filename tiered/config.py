@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -30,8 +30,8 @@ BackendName = Literal["auto", "libaio", "aiofiles", "posix"]
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """``path``: the store's folder, None for no disk. ``dram``: bytes of the pool. ``hbm``: bytes on ``device``, 0 for none.
-    ``nvme``: bytes of extents at most (None: what the disk has).
+    """``path``: the store's folder, None for no disk; ``paths``: folders for its data files, none for that one. ``dram``: bytes
+    of the pool. ``hbm``: bytes on ``device``, 0 for none. ``nvme``: bytes of extents at most (None: what the disks have).
 
     ``backend`` is the name of one of ours, or makes another. ``eviction`` makes one policy per tier. ``depth``: requests in
     flight; 16 of 1 MiB reach a drive's rate, and more would only make a late demand wait longer.
@@ -45,6 +45,7 @@ class StoreConfig:
     backend: BackendName | Callable[[], IOBackend] = "auto"
     eviction: Callable[[], EvictionPolicy] = LRU
     depth: int = 16
+    paths: Sequence[str | os.PathLike[str]] = ()
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def build(config: StoreConfig) -> Parts:
     with contextlib.ExitStack() as undo:
         nvme = None
         if config.path is not None:
-            nvme = NvmeTier.open(NvmeConfig(config.path, config.nvme))
+            nvme = NvmeTier.open(NvmeConfig(config.path, config.nvme, paths=config.paths))
             undo.callback(nvme.close)
         dram = DramTier(DramConfig(config.dram, alignment=nvme.alignment if nvme else 64))
         undo.callback(dram.close)
@@ -100,8 +101,7 @@ def build(config: StoreConfig) -> Parts:
             disk = DiskLink(
                 backend,
                 address=dram.address,
-                fd=nvme.fd,
-                path=nvme.path,
+                locate=nvme.locate,
                 uuid=nvme.uuid,
                 alignment=nvme.alignment,
                 config=DiskConfig(),

@@ -29,7 +29,7 @@ import msgspec
 import xxhash
 
 from tiered.errors import ManifestError, MisuseError
-from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Key, Slot, TensorSpec
+from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Key, TensorSpec
 
 __all__ = [
     "ALIGNMENT",
@@ -87,10 +87,6 @@ class Extent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     file: _Count
     offset: _Count
     nbytes: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
-
-    @property
-    def slot(self) -> Slot:
-        return Slot(self.offset, self.nbytes)
 
 
 class TensorRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):

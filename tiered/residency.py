@@ -27,7 +27,7 @@ import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from tiered.errors import KeyNotFound, LeaseConflict, TieredError
+from tiered.errors import CapacityError, KeyNotFound, LeaseConflict, TieredError
 from tiered.types import Access, Fence, Key, Slot, TensorSpec
 
 __all__ = ["EDGES", "Copy", "Directory", "Entry", "Standing", "State"]
@@ -138,6 +138,16 @@ class Copy:
     def idle(self) -> bool:
         """Nobody looks at it and nothing moves it."""
         return not (self.leased or self.in_flight or self.aliases)
+
+    @property
+    def still(self) -> bool:
+        """Its bytes do not change: a lease, if there is one, is for READ, and nobody looks at it from one that ended."""
+        return not (self.writers or self.in_flight or (self.aliases and not self.readers))
+
+    @property
+    def stuck(self) -> bool:
+        """Its write-back failed, for another reason than want of room, which there may be by now."""
+        return self.failure is not None and not isinstance(self.failure, CapacityError)
 
     def stands(self) -> Standing:
         """What it means now to those who look for room."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -13,20 +12,19 @@ from typing import Any, Literal, NoReturn, overload
 import torch
 
 from tiered.commits import Commits
-from tiered.config import BackendName, Parts, StoreConfig, build, default_dram
-from tiered.engine import Engine, EngineConfig
+from tiered.config import BackendName, Parts
+from tiered.engine import Engine
 from tiered.errors import ForkedStore, MisuseError, StoreClosed
 from tiered.eviction import LRU, NextUse
 from tiered.interfaces import EvictionPolicy, IOBackend
 from tiered.keep import Decision, decide
 from tiered.lease import LeaseOfMany, LeaseOfOne
+from tiered.opening import Wishes, assemble
 from tiered.prefetch import Plan, Touch
 from tiered.requests import Delete, Install, Room
-from tiered.residency import Copy
-from tiered.sizes import parse_size
 from tiered.stats import StoreStatistics
 from tiered.tensors import copied, copied_in_thread, copy_bytes, refuse_name, refuse_spec, refuse_unstorable, spec_of
-from tiered.types import Access, Key, Slot, TensorSpec, Use
+from tiered.types import Access, Key, TensorSpec, Use
 
 __all__ = ["TieredStore"]
 
@@ -72,6 +70,7 @@ class TieredStore:
         eviction: Callable[[], EvictionPolicy] = LRU,
         keep: int = 2,
         deadline: float = 60.0,
+        paths: Sequence[str | os.PathLike[str]] | None = None,
     ) -> TieredStore:
         """Create the store in folder ``path``, or reopen it as of its newest commit, or as of ``generation``.
 
@@ -81,61 +80,21 @@ class TieredStore:
         gone at close. ``keep`` is how many generations stay on disk. ``deadline`` is how many seconds a call waits for room
         before it raises and names who holds it.
 
+        ``paths`` are for several drives: a list of folders, one on each, and each gets one data file; ``path`` then has the
+        manifests only. Whole tensors go to the drive with the fewest bytes in use. To reopen, give the same folders, in any
+        order; the drives say themselves which they are, so they may be mounted elsewhere. Without ``paths`` the error says
+        them: no folder is opened because a file names it.
+
         ``backend`` is "auto" (libaio, else posix), "libaio", "aiofiles", "posix", or makes an ``IOBackend``; ``eviction`` makes
         an ``EvictionPolicy`` and is called once for each tier. Warns where the filesystem has no O_DIRECT.
 
         Raises MisuseError (an argument, not a folder, foreign, not writable, no such device or backend), StoreLocked,
-        CapacityError (a budget too small, or more than there is), ManifestError (damaged, or no such generation).
+        CapacityError (a budget too small, or more than there is), ManifestError (damaged, no such generation, a drive that is
+        missing or another store's).
         """
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise MisuseError(f"at least one generation must be kept, not {keep!r}")
-        if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not deadline >= 0:
-            raise MisuseError(f"a deadline is a number of seconds, not {deadline!r}")
-        if not callable(eviction):
-            raise MisuseError(f"eviction makes a tier's policy, as tiered.eviction.LRU does; {eviction!r} cannot")
-        if durability not in ("commit", "none"):
-            raise MisuseError(f"durability is 'commit' or 'none', not {durability!r}")
-        scratch = durability == "none"
-        if generation is not None and (path is None or scratch):
-            raise MisuseError("there are no generations without a disk or with durability='none'")
-        if generation is not None and type(generation) is not int:
-            raise MisuseError(f"a generation is an int, not {generation!r}")
-        if path is None and nvme is not None:
-            raise MisuseError("a store without a disk (path None) has no nvme=: leave it out, or name a folder")
-        if path is not None and not (isinstance(path, str | os.PathLike) and isinstance(os.fspath(path), str)):
-            raise MisuseError(f"the path of a store's folder is a str or a pathlib.Path, or None, not {path!r}")
-        config = StoreConfig(
-            path if path is None else os.path.expanduser(path),
-            default_dram() if dram is None else parse_size(dram),
-            None if nvme is None else parse_size(nvme),
-            0 if hbm is None else parse_size(hbm),
-            str(device),
-            backend,
-            eviction,
-        )
-        parts = build(config)
-        engine = Engine(parts.tiers, parts.links, parts.policies, EngineConfig(deadline=deadline))
-        try:
-            commits = None
-            if parts.nvme is not None:
-                commits = Commits(engine, parts.nvme, keep, _duplicator(parts, engine))
-                commits.restore(generation)
-                if scratch and commits.newest is not None:
-                    raise MisuseError(
-                        f"{parts.nvme.folder} holds a store with commits, which durability='none' would write over: "
-                        "name another folder"
-                    )
-        except BaseException:
-            engine.stop()
-            parts.close()
-            raise
-        if parts.nvme is not None and not parts.nvme.direct:
-            warnings.warn(
-                f"the filesystem of {parts.nvme.folder} has no O_DIRECT: I/O goes through the page cache, "
-                "slower and with memory that is not in the budget",
-                stacklevel=2,
-            )
-        store = cls(parts, engine, None if scratch else commits, scratch=scratch)
+        wishes = Wishes(path, dram, hbm, device, nvme, generation, durability, backend, eviction, keep, deadline, paths)
+        parts, engine, commits = assemble(wishes)
+        store = cls(parts, engine, commits, scratch=wishes.scratch)
         engine.start()
         return store
 
@@ -423,7 +382,7 @@ class TieredStore:
             )
 
     def free_on_device(self) -> int:
-        """Bytes that are free on the filesystem of the store's folder; 0 for a store without a disk."""
+        """Bytes that are free on the filesystems of the store's data files; 0 for a store without a disk."""
         self._running()
         return self._parts.nvme.free_on_device() if self._parts.nvme else 0
 
@@ -476,19 +435,6 @@ def _touch(touch: object) -> Touch:
     ):
         raise MisuseError(f"an order is what trace() wrote down, or a list of keys; {touch!r} is neither a touch nor a key")
     return touch
-
-
-def _duplicator(parts: Parts, engine: Engine) -> Callable[[Copy, Slot, int], None]:
-    """Copies a copy's bytes to another slot of its tier, on the stream that is current: under the engine's lock."""
-
-    def duplicate(copy: Copy, target: Slot, nbytes: int) -> None:
-        memory = parts.memories[copy.tier]
-        engine.enter([copy], copy.tier)
-        engine.guard(copy.tier, target)
-        memory.tensor(target, nbytes)[0].copy_(memory.tensor(copy.slot, nbytes)[0])
-        copy.fences += engine.fences(copy.tier)
-
-    return duplicate
 
 
 def _next_use(plan: Plan, decision: Decision) -> EvictionPolicy:

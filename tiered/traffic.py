@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tiered.residency import Entry
-from tiered.types import Direction, Key, Transfer, Urgency
+from tiered.types import Direction, Key, Slot, Transfer, Urgency
 
 __all__ = ["Backlog", "Traffic"]
 
@@ -68,6 +68,7 @@ class Traffic:
         self.queues = [Backlog() for _ in range(links)]
         self.promotions: list[dict[int, Urgency]] = [{} for _ in range(links)]
         self.rising = [Rising() for _ in range(links)]
+        self.snapshots: dict[int, tuple[int, Slot]] = {}  # tier and slot that a transfer down reads, to be given back after it
         self._transfers: dict[int, tuple[Entry, Transfer]] = {}  # all that have not ended
         self._moving: dict[Key, list[tuple[int, Transfer]]] = {}  # the same by tensor, each with its link
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tiered.errors import TieredError
 
@@ -20,6 +20,7 @@ __all__ = [
     "IOCompletion",
     "IORequest",
     "Key",
+    "Location",
     "Operation",
     "Slot",
     "TensorSpec",
@@ -97,6 +98,14 @@ class Slot:
 
     offset: int
     nbytes: int
+
+
+class Location(NamedTuple):
+    """Where a slot of the disk is: ``offset`` bytes into the file that ``fd`` is open on and errors call ``path``."""
+
+    fd: int
+    offset: int
+    path: str
 
 
 class Candidate(Protocol):

@@ -22,7 +22,7 @@ from tiered.links.disk import DiskConfig, DiskLink
 from tiered.links.memory import StandInFence
 from tiered.tiers.dram import DramConfig, DramTier
 from tiered.tiers.nvme import NvmeConfig, NvmeTier
-from tiered.types import Direction, IORequest, Operation, Slot, Transfer, Urgency
+from tiered.types import Direction, IORequest, Location, Operation, Slot, Transfer, Urgency
 
 MIB = 1 << 20
 PIECE = 4 * MIB
@@ -60,7 +60,12 @@ class Fake(Desk):
         lower = DramTier(DramConfig(room))  # only its offsets are used: the bytes are in backend.files
         lower.name = "nvme"
         link = DiskLink(
-            backend, address=link_to.address, fd=FD, path="/s/data.0", uuid=UUID, alignment=alignment, config=config
+            backend,
+            address=link_to.address,
+            locate=lambda slot: Location(FD, slot.offset, "/s/data.0"),
+            uuid=UUID,
+            alignment=alignment,
+            config=config,
         )
         super().__init__(link, link_to, lower)
         self.loop = Loop(self)
@@ -123,16 +128,19 @@ def backends() -> list[object]:
 
 
 class TestContractOnDisk(LinkContract):
+    drives = 0
+    """Folders beside the store's own; none: the data file is in that."""
+
     @pytest.fixture(params=backends())
     def rig(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Desk]:
-        lower = NvmeTier.open(NvmeConfig(tmp_path / "store", 64 * MIB))
+        paths = [tmp_path / f"drive{index}" for index in range(self.drives)]
+        lower = NvmeTier.open(NvmeConfig(tmp_path / "store", 64 * MIB, paths=paths))
         upper = DramTier(DramConfig(64 * MIB, lower.alignment))
         backend: IOBackend = open_backend(request.param)
         link = DiskLink(
             backend,
             address=upper.address,
-            fd=lower.fd,
-            path=lower.path,
+            locate=lower.locate,
             uuid=lower.uuid,
             alignment=lower.alignment,
             config=DiskConfig(window=8 * MIB),
@@ -150,14 +158,15 @@ class TestContractOnDisk(LinkContract):
         down = loop.run(loop.transfer(Direction.DOWN, upper, lower, nbytes))
         assert isinstance(rig.lower, NvmeTier)
         rig.lower.sync()
-        with open(rig.lower.path, "r+b") as file:
-            file.seek(lower.offset + PIECE + 5)
+        place = rig.lower.locate(lower)
+        with open(place.path, "r+b") as file:
+            file.seek(place.offset + PIECE + 5)
             was = file.read(1)[0]
-            file.seek(lower.offset + PIECE + 5)
+            file.seek(place.offset + PIECE + 5)
             file.write(bytes([was ^ 4]))
         up = loop.run(loop.transfer(Direction.UP, upper, lower, nbytes, checksums=down.checksums))
         assert isinstance(up.error, CorruptionError)
-        assert (up.error.path, up.error.offset) == (rig.lower.path, lower.offset + PIECE)
+        assert (up.error.path, up.error.offset) == (place.path, place.offset + PIECE)
 
     def test_a_file_that_was_cut_is_a_short_transfer(self, rig: Desk) -> None:
         loop = Loop(rig)
@@ -165,11 +174,33 @@ class TestContractOnDisk(LinkContract):
         upper, lower = loop.slots(nbytes)
         down = loop.run(loop.transfer(Direction.DOWN, upper, lower, nbytes))
         assert isinstance(rig.lower, NvmeTier)
-        with open(rig.lower.path, "r+b") as file:
-            file.truncate(lower.offset + MIB + 8192)
+        place = rig.lower.locate(lower)
+        with open(place.path, "r+b") as file:
+            file.truncate(place.offset + MIB + 8192)
         up = loop.run(loop.transfer(Direction.UP, upper, lower, nbytes, checksums=down.checksums))
         assert isinstance(up.error, ShortTransfer)
-        assert up.error.offset in (lower.offset + MIB, lower.offset + 2 * MIB)
+        assert up.error.path == place.path
+        assert up.error.offset in (place.offset + MIB, place.offset + 2 * MIB)
+
+
+class TestContractOnTwoDrives(TestContractOnDisk):
+    drives = 2
+
+    def test_each_slot_is_written_to_its_own_file(self, rig: Desk) -> None:
+        loop = Loop(rig)
+        assert isinstance(rig.lower, NvmeTier)
+        written = []
+        for number in range(4):
+            upper, lower = loop.slots(8192)
+            rig.write_upper(upper, bytes([number + 1]) * 8192)
+            assert loop.run(loop.transfer(Direction.DOWN, upper, lower, 8192)).error is None
+            written.append(rig.lower.locate(lower))
+        rig.lower.sync()
+        assert {place.path for place in written} == {file.path for file in rig.lower.files}
+        for number, place in enumerate(written):
+            with open(place.path, "rb") as file:
+                file.seek(place.offset)
+                assert file.read(8192) == bytes([number + 1]) * 8192
 
 
 def test_a_fence_that_has_not_passed_is_our_bug() -> None:

@@ -62,7 +62,7 @@ class TestOpening:
         tier = NvmeTier.open(NvmeConfig(folder))
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert stat.S_IMODE((folder / "data.0").stat().st_mode) == 0o600
-        assert (tier.folder, tier.path) == (str(folder), str(folder / "data.0"))
+        assert (tier.folder, tier.files[0].path) == (str(folder), str(folder / "data.0"))
         assert tier.created
         assert len(tier.uuid) == 16
         tier.close()
@@ -71,7 +71,7 @@ class TestOpening:
         first = NvmeTier.open(NvmeConfig(folder, MIB))
         uuid = first.uuid
         slot = take(first, 5000)
-        os.pwrite(first.fd, mmap.mmap(-1, 8192), slot.offset)
+        os.pwrite(first.files[0].fd, mmap.mmap(-1, 8192), slot.offset)
         first.close()
         first.close()
         again = NvmeTier.open(NvmeConfig(folder, MIB))
@@ -281,7 +281,7 @@ class TestLock:
 
         monkeypatch.setattr(fcntl, "flock", flock_after_removal)
         tier = NvmeTier.open(NvmeConfig(folder))
-        assert os.path.samestat(os.fstat(tier.fd), os.stat(tier.path))
+        assert os.path.samestat(os.fstat(tier.files[0].fd), os.stat(tier.files[0].path))
         tier.close()
 
     def test_a_forked_child_does_not_keep_the_lock_after_close(self, tier: NvmeTier, folder: Path) -> None:
@@ -359,7 +359,7 @@ class TestExtents:
         if not tier.direct:
             pytest.skip("no direct I/O on this filesystem")
         with pytest.raises(OSError, match="Invalid argument") as caught:
-            os.pwrite(tier.fd, b"x", slot.offset + 1)
+            os.pwrite(tier.files[0].fd, b"x", slot.offset + 1)
         assert caught.value.errno == errno.EINVAL
 
 
@@ -437,7 +437,7 @@ class TestGenerations:
     def test_a_manifest_that_names_impossible_extents(self, tier: NvmeTier, wrong: tuple[int, int]) -> None:
         tier.free(take(tier, 65536))
         tier.claim(Slot(8192, 8192))
-        with pytest.raises(ManifestError, match=tier.path):
+        with pytest.raises(ManifestError, match=tier.files[0].path):
             tier.claim(Slot(*wrong))
         with pytest.raises(ManifestError):
             tier.claim(Slot(8192, 8192))
@@ -524,15 +524,15 @@ class TestFullDisk:
         assert tier.refusal is not None
         assert tier.refusal.startswith(f"no space left on device: {small_disk} has ")
         assert "1.0 MiB needed" in tier.refusal or "KiB needed" in tier.refusal
-        size = os.stat(tier.path).st_size
+        size = os.stat(tier.files[0].path).st_size
         assert size == tier.file_bytes, "a fallocate that failed leaves the file as it was"
-        assert os.stat(tier.path).st_blocks * 512 <= size + 64 * 1024
+        assert os.stat(tier.files[0].path).st_blocks * 512 <= size + 64 * 1024
         assert tier.free_on_device() < 2 * MIB, "the last step took only what was needed"
         tier.free(slots.pop())
         slots.append(take(tier, MIB))
         assert tier.refusal is None
         for slot in slots:
-            assert os.pwrite(tier.fd, mmap.mmap(-1, slot.nbytes), slot.offset) == slot.nbytes, "reserved is reserved"
+            assert os.pwrite(tier.files[0].fd, mmap.mmap(-1, slot.nbytes), slot.offset) == slot.nbytes, "reserved is reserved"
         tier.sync()
         tier.close()
 
@@ -568,7 +568,7 @@ def test_without_direct_io_it_is_buffered(tmp_path: Path) -> None:
         tier = NvmeTier.open(NvmeConfig(memory / "store", 4 * MIB, growth=MIB))
         assert not tier.direct
         slot = take(tier, MIB)
-        assert os.pwrite(tier.fd, b"x", slot.offset + 1) == 1
+        assert os.pwrite(tier.files[0].fd, b"x", slot.offset + 1) == 1
         tier.sync()
         uuid = tier.uuid
         tier.close()

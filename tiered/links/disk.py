@@ -12,6 +12,7 @@ import ctypes
 import struct
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import xxhash
@@ -32,7 +33,9 @@ from tiered.types import (
     Direction,
     IOCompletion,
     IORequest,
+    Location,
     Operation,
+    Slot,
     Transfer,
     Urgency,
 )
@@ -58,10 +61,11 @@ class DiskConfig:
 class _Job:
     """A transfer on its way."""
 
-    __slots__ = ("cursor", "digests", "error", "in_flight", "length", "memory", "missing", "operation", "transfer")
+    __slots__ = ("cursor", "digests", "error", "in_flight", "length", "location", "memory", "missing", "operation", "transfer")
 
-    def __init__(self, transfer: Transfer, operation: Operation, memory: int, length: int) -> None:
+    def __init__(self, transfer: Transfer, location: Location, operation: Operation, memory: int, length: int) -> None:
         self.transfer = transfer
+        self.location = location
         self.operation = operation
         self.memory = memory  # address of its first byte
         self.length = length  # bytes to move, padding included
@@ -75,8 +79,8 @@ class _Job:
 class DiskLink:
     """Link between ``dram`` and ``nvme``.
 
-    ``address`` is where the DRAM arena begins (it must stay mapped until ``close``), ``fd`` the data file at ``path``,
-    ``uuid`` the store's, ``alignment`` that of the extents (bytes). The link owns the backend from here on.
+    ``address`` is where the DRAM arena begins (it must stay mapped until ``close``), ``locate`` says where in which file a
+    lower slot is, ``uuid`` is the store's, ``alignment`` that of the extents (bytes). The link owns the backend from here on.
 
     Transfers move their size rounded up to ``alignment``: both slots must have that room. The padding is written as
     zeros. Reads may overtake write-backs; transfers of equal urgency start in order of arrival.
@@ -86,18 +90,24 @@ class DiskLink:
     dst = "nvme"
 
     def __init__(
-        self, backend: IOBackend, *, address: int, fd: int, path: str, uuid: bytes, alignment: int, config: DiskConfig
+        self,
+        backend: IOBackend,
+        *,
+        address: int,
+        locate: Callable[[Slot], Location],
+        uuid: bytes,
+        alignment: int,
+        config: DiskConfig,
     ) -> None:
         if config.block < 1 or config.window < 1:
             raise MisuseError(f"a block of {config.block} bytes in a window of {config.window} bytes moves nothing")
         if alignment % backend.alignment:
             raise MisuseError(
-                f"the {backend.name} backend needs alignment to {backend.alignment} bytes; {path} has {alignment}"
+                f"the {backend.name} backend needs alignment to {backend.alignment} bytes; the store has {alignment}"
             )
         self._backend = backend
         self._address = address
-        self._fd = fd
-        self._path = path
+        self._locate = locate
         self._uuid = uuid
         self._alignment = alignment
         self._block = max(alignment, config.block - config.block % alignment)
@@ -122,11 +132,12 @@ class DiskLink:
         length = -(-transfer.nbytes // self._alignment) * self._alignment
         assert 0 < length <= min(transfer.upper.nbytes, transfer.lower.nbytes)
         memory = self._address + transfer.upper.offset
+        location = self._locate(transfer.lower)
         if transfer.direction is Direction.DOWN:
-            job = _Job(transfer, Operation.WRITE, memory, length)
+            job = _Job(transfer, location, Operation.WRITE, memory, length)
             ctypes.memset(memory + transfer.nbytes, 0, length - transfer.nbytes)
         else:
-            job = _Job(transfer, Operation.READ, memory, length)
+            job = _Job(transfer, location, Operation.READ, memory, length)
             if transfer.checksums:
                 whole, rest = divmod(transfer.nbytes, PIECE_BYTES)
                 job.missing = [PIECE_BYTES] * whole + ([rest] if rest else [])
@@ -204,8 +215,8 @@ class DiskLink:
                     batch.append(
                         IORequest(
                             job.operation,
-                            self._fd,
-                            job.transfer.lower.offset + at,
+                            job.location.fd,
+                            job.location.offset + at,
                             job.memory + at,
                             size,
                             self._next_tag,
@@ -249,7 +260,7 @@ class DiskLink:
         job, at, size = self._blocks.pop(completion.tag)
         job.in_flight -= 1
         if completion.result != size:
-            self._fail(job, _io_error(job, self._path, at, size, completion.result))
+            self._fail(job, _io_error(job, at, size, completion.result))
         elif job.missing and job.error is None:
             end = min(at + size, job.transfer.nbytes)
             for piece in range(at // PIECE_BYTES, -(-end // PIECE_BYTES)):
@@ -262,7 +273,7 @@ class DiskLink:
         for job, piece in self._arrived:
             expected = job.transfer.checksums[piece * CHECKSUM_BYTES : (piece + 1) * CHECKSUM_BYTES]
             if job.error is None and self._digest(job, piece) != expected:
-                self._fail(job, _corruption(job, self._path, piece))
+                self._fail(job, _corruption(job, piece))
         self._arrived.clear()
 
     def _fail(self, job: _Job, error: TransferError) -> None:
@@ -280,9 +291,9 @@ class DiskLink:
         self._ended.append(Completion(transfer.tag, checksums, job.error))
 
 
-def _io_error(job: _Job, path: str, at: int, size: int, result: int) -> TransferError:
+def _io_error(job: _Job, at: int, size: int, result: int) -> TransferError:
     transfer = job.transfer
-    offset = transfer.lower.offset + at
+    path, offset = job.location.path, job.location.offset + at
     verb = job.operation.value
     if result >= 0:
         what = f"{verb} {result} instead of {size} bytes of"
@@ -291,9 +302,9 @@ def _io_error(job: _Job, path: str, at: int, size: int, result: int) -> Transfer
     return kind(f"cannot {verb}", key=transfer.key, tier=DiskLink.dst, path=path, offset=offset, errno=-result)
 
 
-def _corruption(job: _Job, path: str, piece: int) -> CorruptionError:
+def _corruption(job: _Job, piece: int) -> CorruptionError:
     transfer = job.transfer
-    offset = transfer.lower.offset + piece * PIECE_BYTES
+    path, offset = job.location.path, job.location.offset + piece * PIECE_BYTES
     return CorruptionError(
         "wrong checksum in", key=transfer.key, tier=DiskLink.dst, path=path, offset=offset, errno=None
     )
