@@ -1,0 +1,135 @@
+"""What was found by trying to break the promises: writers under READ leases, a tier below that is full, interruptions."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiered import CapacityError, CommitError, LeaseConflict, MisuseError, TieredStore
+from tiered.generations import generations
+from tiered.prefetch import Plan
+
+MIB = 1 << 20
+
+
+def filled(letter: str, nbytes: int = MIB) -> torch.Tensor:
+    return torch.full((nbytes,), ord(letter), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("writer", ["the reader itself", "an alias of an earlier lease"])
+def test_a_commit_is_whole_whoever_writes_under_a_read_lease(tmp_path: Path, writer: str) -> None:
+    """That is not allowed, and not stored; but the commit has bytes with their checksums."""
+    with TieredStore.open(tmp_path / "state", dram=64 * MIB, deadline=30) as store:
+        store.put("w", filled("a", 12 * MIB))
+        with store.lease("w", access="write") as alias:
+            alias.add_(1)
+        over = threading.Event()
+
+        def write(tensor: torch.Tensor) -> None:
+            while not over.is_set():
+                tensor.add_(1)
+
+        with pytest.raises(MisuseError, match="READ lease"), store.lease("w") as reader:  # noqa: PT012 - at its end
+            thread = threading.Thread(target=write, args=(reader if writer == "the reader itself" else alias,))
+            thread.start()
+            try:
+                store.commit()
+            finally:
+                over.set()
+                thread.join()
+        del alias, reader, thread, write
+        store.close()
+    with TieredStore.open(tmp_path / "state", dram=64 * MIB) as store:
+        store.get("w")
+        assert store.statistics().tiers[0].held == 0
+
+
+def test_a_snapshot_is_given_back(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "state", dram=4 * MIB) as store:
+        store.put("w", filled("a"))
+        with store.lease("w"):
+            store.commit()
+        assert store.statistics().tiers[0].used == MIB
+
+
+@pytest.mark.parametrize("chain", ["disk", "no disk"])
+def test_an_order_that_is_followed_changes_no_result_when_the_tier_below_is_full(tmp_path: Path, chain: str) -> None:
+    if chain == "disk":
+        store = TieredStore.open(tmp_path / "state", dram=4 * MIB, nvme=6 * MIB, durability="none", deadline=30)
+    else:
+        store = TieredStore.open(None, hbm=4 * MIB, device="cpu", dram=8 * MIB, deadline=30)
+    with store:
+        for letter in "abcdefgh":
+            store.put(letter, filled(letter))
+        if chain == "no disk":
+            with store.lease("a", access="write"):  # it is nowhere but in HBM from here on
+                pass
+            store.put("i", filled("i"))
+        order = "bcdefgbcdefg"
+        store.follow(order[:6])
+        for letter in order:
+            with store.lease(letter) as found:
+                assert found.eq(ord(letter)).all()
+            del found
+
+
+def test_a_put_under_a_lease_says_so_at_once_also_when_the_pool_is_full(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "state", dram=MIB) as store:
+        store.put("a", filled("a"))
+        with store.lease("a") as held:
+            with pytest.raises(LeaseConflict, match="'a'"):
+                store.put("a", filled("b"))
+            del held
+
+
+def test_a_lease_that_cannot_fit_by_its_slots_is_refused_at_once() -> None:
+    with TieredStore.open(None, hbm=1024, device="cpu", dram=MIB) as store:
+        for letter in "abc":
+            store.put(letter, filled(letter, 300))
+        with pytest.raises(CapacityError, match="never"), store.lease(list("abc")):
+            pass
+
+
+def test_ctrl_c_while_an_order_is_planned_ends_following(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with TieredStore.open(tmp_path / "state", dram=MIB) as store:
+        for letter in "abcdef":
+            store.put(letter, filled(letter, MIB // 4))
+        store.follow("abc")
+
+        def interrupted(plan: Plan) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Plan, "_sum_up", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                store.follow(list("defab"))
+        for order in ("abcdef", "fed"):
+            for letter in order:
+                with store.lease(letter) as found:
+                    assert found.eq(ord(letter)).all()
+                del found
+            assert store.follow(list(order)) == len(order)
+
+
+def test_a_commit_that_failed_is_not_one_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "state"
+    with TieredStore.open(folder, dram=MIB, keep=2) as store:
+        store.put("w", filled("a", 100))
+        for _ in range(2):
+            store.commit(meta={})
+
+        def full(*_: object) -> None:
+            raise CommitError("the disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("tiered.generations.write", full)
+            for _ in range(2):
+                with pytest.raises(CommitError):
+                    store.commit(meta={})
+        newest = store.commit(meta={})
+        assert generations(folder) == [2, newest]
+        store.commit(meta={})
+        assert generations(folder) == [newest, newest + 1]
