@@ -28,9 +28,10 @@ from tiered.eviction import LRU
 from tiered.lease import LeaseOfMany
 from tiered.links.memory import MemoryLink
 from tiered.occupancy import Occupancy
+from tiered.opening import _duplicator
 from tiered.requests import Flush, Install
 from tiered.residency import Copy, Directory
-from tiered.store import TieredStore, _duplicator
+from tiered.store import TieredStore
 from tiered.types import Access, Fence, Slot, TensorSpec, Transfer
 
 KEYS = ("a", "b", "c", "d", "e", "f")
@@ -254,10 +255,15 @@ class World:
         filled = self.pattern(value, nbytes)
         heap = self.device.heap.numpy()[at : at + nbytes]
 
+        refused = self.source.random() < 0.2
+
         def fill(target: torch.Tensor) -> None:
             target.copy_(tensor)
             if fails:
                 raise KeyNotFound("half way")
+            if refused:  # another thread takes a lease between the room and the installation
+                with self.refusals():
+                    self.lease_of([key], Access.READ, stream, ends=False)
 
         with self.refusals(), self.device.use(stream), self.impatience():
             self.device.launch(lambda: heap.__setitem__(slice(None), filled), stream)
