@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 
 from tiered.errors import ManifestError, MisuseError
 from tiered.types import Key, TensorSpec
 
-__all__ = ["copy_bytes", "dtype_of", "flat", "refuse_name", "refuse_spec", "refuse_unstorable", "spec_of"]
+__all__ = [
+    "copy_bytes",
+    "dtype_of",
+    "flat",
+    "listed",
+    "refuse_keys",
+    "refuse_name",
+    "refuse_spec",
+    "refuse_unstorable",
+    "spec_of",
+]
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
@@ -32,6 +45,21 @@ def refuse_name(key: object) -> None:
             key.encode()
         except UnicodeEncodeError as error:
             raise MisuseError(f"the key {key!r} is not Unicode text ({error.reason}): name the tensor otherwise") from None
+
+
+def refuse_keys(keys: Iterable[object]) -> None:
+    """Raises MisuseError for what names no tensor, whatever there is."""
+    for key in keys:
+        if not isinstance(key, str):
+            raise MisuseError(f"a key is a str, not {type(key).__name__}: {key!r}")
+
+
+def listed(values: Iterable[Any]) -> list[Any]:
+    """Raises MisuseError for what is not many."""
+    try:
+        return list(values)
+    except TypeError:
+        raise MisuseError(f"keys come in a list, not as {values!r}") from None
 
 
 def refuse_spec(key: Key, spec: object) -> None:
