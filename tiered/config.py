@@ -80,24 +80,24 @@ def build(config: StoreConfig) -> Parts:
             f"a DRAM budget of {config.dram:,} bytes is too small: the smallest is {SMALLEST_DRAM:,} bytes"
         )
     with contextlib.ExitStack() as undo:
-        nvme = None
-        if config.path is not None:
+        nvme = backend = hbm = None
+        if config.hbm:
+            hbm = HbmTier(HbmConfig(config.hbm, config.device))
+            undo.callback(hbm.close)
+        if config.path is not None:  # the last that can be refused for what was asked: no folder is made for nothing
+            backend = _open_backend(config)
+            undo.callback(backend.close)
             nvme = NvmeTier.open(NvmeConfig(config.path, config.nvme, paths=config.paths))
             undo.callback(nvme.close)
         dram = DramTier(DramConfig(config.dram, alignment=nvme.alignment if nvme else 64))
         undo.callback(dram.close)
         memories: tuple[Memory, ...] = (dram,)
         links: tuple[Link, ...] = ()
-        if config.hbm:
-            hbm = HbmTier(HbmConfig(config.hbm, config.device))
-            undo.callback(hbm.close)
+        if hbm is not None:
             memories = (hbm, dram)
             links = (_device_link(hbm, dram),)
             undo.callback(links[0].close)
-        backend = None
-        if nvme is not None:
-            backend = _open_backend(config)
-            undo.callback(backend.close)
+        if nvme is not None and backend is not None:
             disk = DiskLink(
                 backend,
                 address=dram.address,

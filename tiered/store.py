@@ -23,7 +23,17 @@ from tiered.opening import Wishes, assemble
 from tiered.prefetch import Plan, Touch
 from tiered.requests import Delete, Install, Room
 from tiered.stats import StoreStatistics
-from tiered.tensors import copied, copied_in_thread, copy_bytes, refuse_name, refuse_spec, refuse_unstorable, spec_of
+from tiered.tensors import (
+    copied,
+    copied_in_thread,
+    copy_bytes,
+    listed,
+    refuse_keys,
+    refuse_name,
+    refuse_spec,
+    refuse_unstorable,
+    spec_of,
+)
 from tiered.types import Access, Key, TensorSpec, Use
 
 __all__ = ["TieredStore"]
@@ -183,7 +193,7 @@ class TieredStore:
     def _lease_to_copy(self, key: Key) -> LeaseOfOne:
         """Where it need not be moved more than it must: on the device when it is there, else in host memory."""
         engine = self._running()
-        _refuse_keys([key])
+        refuse_keys([key])
         tier = self._parts.dram
         with engine.lock:
             entry = engine.admission.directory.find(key)
@@ -218,7 +228,7 @@ class TieredStore:
         if not isinstance(key, list | tuple):
             raise MisuseError(f"a lease is of a key or of a list of keys, not of {key!r}")
         keys = list(key)
-        _refuse_keys(keys)
+        refuse_keys(keys)
         if len(set(keys)) != len(keys):
             raise MisuseError(f"the same tensor twice in one lease: {keys}")
         return LeaseOfMany(self._running, memory, keys, wanted, index)
@@ -235,8 +245,8 @@ class TieredStore:
         A hint: a newer one replaces what has not begun. Never waits; a full tier, an unknown key or a failed read is not an
         error. Raises MisuseError for a tier that is not there.
         """
-        wanted = [keys] if isinstance(keys, str) else _listed(keys)
-        _refuse_keys(wanted)
+        wanted = listed(keys)
+        refuse_keys(wanted)
         self._running().hint(wanted, self._tier_index(tier))
 
     @contextlib.contextmanager
@@ -273,7 +283,7 @@ class TieredStore:
         if effort not in ("quick", "thorough") or prefetch not in ("on", "off"):
             raise MisuseError("effort is 'quick' or 'thorough', prefetch is 'on' or 'off'")
         engine = self._running()
-        touches = [_touch(touch) for touch in _listed(order)]
+        touches = [_touch(touch) for touch in listed(order)]
         keys, uses = [touch.key for touch in touches], [touch.use for touch in touches]
         found = {touch.key: touch.nbytes for touch in touches} | engine.sizes(keys)
         goals = [self._tier_index(touch.tier) for touch in touches]
@@ -293,7 +303,7 @@ class TieredStore:
 
     def delete(self, key: Key) -> None:
         """Forget ``key``; its room is free once nothing refers to it. Raises KeyNotFound, LeaseConflict while it is leased."""
-        _refuse_keys([key])
+        refuse_keys([key])
         self._running().wait(Delete(key))
 
     def __contains__(self, key: object) -> bool:
@@ -314,7 +324,7 @@ class TieredStore:
     def spec(self, key: Key) -> TensorSpec:
         """Shape and element type of ``key``; moves nothing. Raises KeyNotFound."""
         engine = self._running()
-        _refuse_keys([key])
+        refuse_keys([key])
         with engine.lock:
             return engine.admission.directory.entry(key).spec
 
@@ -408,19 +418,6 @@ def _shut_down(engine: Engine, parts: Parts, pid: int, scratch: bool) -> None:
     if scratch and parts.nvme is not None:
         parts.nvme.remove()
     parts.close()
-
-
-def _refuse_keys(keys: Iterable[object]) -> None:
-    for key in keys:
-        if not isinstance(key, str):
-            raise MisuseError(f"a key is a str, not {type(key).__name__}: {key!r}")
-
-
-def _listed(values: Iterable[Any]) -> list[Any]:
-    try:
-        return [values] if isinstance(values, str) else list(values)
-    except TypeError:
-        raise MisuseError(f"keys come in a list, not as {values!r}") from None
 
 
 def _touch(touch: object) -> Touch:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -15,6 +17,8 @@ __all__ = [
     "copy_bytes",
     "dtype_of",
     "flat",
+    "listed",
+    "refuse_keys",
     "refuse_name",
     "refuse_spec",
     "refuse_unstorable",
@@ -44,6 +48,21 @@ def refuse_name(key: object) -> None:
             key.encode()
         except UnicodeEncodeError as error:
             raise MisuseError(f"the key {key!r} is not Unicode text ({error.reason}): name the tensor otherwise") from None
+
+
+def refuse_keys(keys: Iterable[object]) -> None:
+    """Raises MisuseError for what names no tensor, whatever there is."""
+    for key in keys:
+        if not isinstance(key, str):
+            raise MisuseError(f"a key is a str, not {type(key).__name__}: {key!r}")
+
+
+def listed(values: Iterable[Any]) -> list[Any]:
+    """A single text is one. Raises MisuseError for what is not many."""
+    try:
+        return [values] if isinstance(values, str) else list(values)
+    except TypeError:
+        raise MisuseError(f"keys come in a list, not as {values!r}") from None
 
 
 def refuse_spec(key: Key, spec: object) -> None:
