@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from tiered import CapacityError, CommitError, LeaseConflict, MisuseError, TieredStore
+from tiered import CapacityError, CommitError, LeaseConflict, MisuseError, ReadError, TieredStore
 from tiered.generations import generations
 from tiered.prefetch import Plan
 
@@ -45,6 +46,14 @@ def test_a_commit_is_whole_whoever_writes_under_a_read_lease(tmp_path: Path, wri
     with TieredStore.open(tmp_path / "state", dram=64 * MIB) as store:
         store.get("w")
         assert store.statistics().tiers[0].held == 0
+
+
+def test_errors_travel_between_processes() -> None:
+    error = ReadError("cannot read", key="w", tier="nvme", path="/data.0", offset=4096, errno=5)
+    found = pickle.loads(pickle.dumps(error))
+    assert type(found) is ReadError
+    assert str(found) == str(error)
+    assert (found.key, found.tier, found.path, found.offset, found.errno) == ("w", "nvme", "/data.0", 4096, 5)
 
 
 def test_a_snapshot_is_given_back(tmp_path: Path) -> None:

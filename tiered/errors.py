@@ -22,6 +22,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 __all__ = [
     "CapacityError",
@@ -90,6 +91,17 @@ class TransferError(TieredError):
         where = f"{path} at byte {offset}" if path else f"tier {tier} at byte {offset}"
         why = f": {os.strerror(errno)} (errno {errno})" if errno else ""
         super().__init__(f"{what} tensor {key!r}, {where}{why}")
+        self._what = what
+
+    def __reduce__(self) -> tuple[Callable[..., TransferError], tuple[object, ...]]:
+        rest = (self._what, self.key, self.tier, self.path, self.offset, self.errno)
+        return _unpickled, (type(self), *rest)
+
+
+def _unpickled(
+    kind: type[TransferError], what: str, key: str, tier: str, path: str | None, offset: int, errno: int | None
+) -> TransferError:
+    return kind(what, key=key, tier=tier, path=path, offset=offset, errno=errno)
 
 
 class ReadError(TransferError):
