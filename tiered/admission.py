@@ -253,8 +253,10 @@ class Admission:
                 self._write_out(copy, request)
         except CapacityError:  # what is below is full: then something clean, even if it is needed sooner
             clean = place.victims(nbytes, lambda copy: not copy.dirty and acceptable(copy))
-            if clean is None:
+            if clean is None and not (self.traffic.rising[tier].transfers or place.bytes_of[Standing.LEAVING]):
                 raise
+            if clean is None:
+                return None  # what moves will be clean
             chosen, unsaved = clean, []
         if unsaved:
             return None
