@@ -26,6 +26,7 @@ SECTIONS: list[tuple[str, str, list[str] | None, str]] = [
     ("Statistics", "tiered.stats", None, ""),
     ("Errors", "tiered.errors", None, ""),
     ("Training: tiered.zero", "tiered.zero", None, "zero."),
+    ("Eviction", "tiered.eviction", None, ""),
     ("Interfaces", "tiered.interfaces", None, ""),
 ]
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import psutil
 
@@ -19,13 +19,12 @@ from tiered.links.disk import DiskConfig, DiskLink
 from tiered.tiers.dram import DramConfig, DramTier
 from tiered.tiers.hbm import HbmConfig, HbmTier
 from tiered.tiers.nvme import NvmeConfig, NvmeTier
+from tiered.types import BackendName
 
 __all__ = ["SMALLEST_DRAM", "BackendName", "Parts", "StoreConfig", "build", "default_dram"]
 
 SMALLEST_DRAM = 1 << 20
 """Bytes: the smallest DRAM budget that a store opens with."""
-
-BackendName = Literal["auto", "libaio", "aiofiles", "posix"]
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from typing import Literal
 import torch
 
 from tiered.commits import Commits
-from tiered.config import BackendName, Parts, StoreConfig, build, default_dram
+from tiered.config import Parts, StoreConfig, build, default_dram
 from tiered.engine import Engine, EngineConfig
 from tiered.errors import MisuseError
 from tiered.interfaces import EvictionPolicy, IOBackend
 from tiered.residency import Copy
 from tiered.sizes import parse_size
-from tiered.types import Slot
+from tiered.types import BackendName, Slot
 
 __all__ = ["Durability", "Wishes", "assemble"]
 

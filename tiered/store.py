@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn, overload
 import torch
 
 from tiered.commits import Commits
-from tiered.config import BackendName, Parts
+from tiered.config import Parts
 from tiered.engine import Engine
 from tiered.errors import ForkedStore, MisuseError, StoreClosed
 from tiered.eviction import LRU, NextUse
@@ -34,7 +34,7 @@ from tiered.tensors import (
     refuse_unstorable,
     spec_of,
 )
-from tiered.types import Access, Key, TensorSpec, Use
+from tiered.types import Access, BackendName, Key, TensorSpec, Use
 
 __all__ = ["TieredStore"]
 

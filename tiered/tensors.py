@@ -94,7 +94,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the CPU, byte for byte: there are element types that torch cannot clone."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")  # whatever the default device is
     flat(copy).copy_(flat(tensor))
     return copy
 

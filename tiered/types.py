@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from tiered.errors import TieredError
 
@@ -13,6 +13,7 @@ __all__ = [
     "CHECKSUM_BYTES",
     "PIECE_BYTES",
     "Access",
+    "BackendName",
     "Candidate",
     "Completion",
     "Direction",
@@ -30,6 +31,8 @@ __all__ = [
 ]
 
 Key = str
+BackendName = Literal["auto", "libaio", "aiofiles", "posix"]
+"""What moves bytes to and from the disk; "auto" is the fastest that works here."""
 
 PIECE_BYTES = 4 << 20
 """An extent is checksummed in pieces of this many bytes (the last one may be shorter)."""

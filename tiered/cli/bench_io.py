@@ -17,9 +17,9 @@ from tiered.cli.progress import Progress
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.cli.table import exact_size, table, told_environment, told_io, told_noise
 from tiered.cli.training import refuse_unwritable, write_report
-from tiered.config import SMALLEST_DRAM, BackendName
+from tiered.config import SMALLEST_DRAM
 from tiered.sizes import format_size
-from tiered.types import TensorSpec
+from tiered.types import BackendName, TensorSpec
 
 __all__ = ["Options", "Setup", "Walk", "bench"]
 

@@ -18,8 +18,9 @@ from tiered.cli.progress import Progress
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.cli.table import bandwidth, duration, exact_size, table, told_environment, told_io, told_noise
 from tiered.cli.training import refuse_unwritable, write_report
-from tiered.config import SMALLEST_DRAM, BackendName, default_dram
+from tiered.config import SMALLEST_DRAM, default_dram
 from tiered.sizes import format_size
+from tiered.types import BackendName
 
 __all__ = ["Options", "bench"]
 

@@ -16,9 +16,10 @@ import psutil
 
 from tiered import MisuseError
 from tiered.cli.measure import DATA_FILE, scratch_store
-from tiered.config import SMALLEST_DRAM, BackendName
+from tiered.config import SMALLEST_DRAM
 from tiered.directio import direct_io_alignment
 from tiered.tiers.dram import HUGE_PAGE, DramConfig, DramTier
+from tiered.types import BackendName
 
 __all__ = ["backends", "cuda", "filesystem", "huge_pages", "limits", "store_facts"]
 

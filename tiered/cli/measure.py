@@ -22,7 +22,7 @@ import torch
 
 import tiered
 from tiered import MisuseError, TieredStore
-from tiered.config import BackendName
+from tiered.types import BackendName
 
 __all__ = [
     "GIB",

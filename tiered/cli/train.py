@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from tiered.cli.arguments import BACKENDS, command, count, fraction, positive, seed, size
-from tiered.config import BackendName
+from tiered.types import BackendName
 
 if TYPE_CHECKING:
     from tiered.cli.arguments import Commands
