@@ -450,9 +450,9 @@ class Admission:
         """A lease of ``entry`` in ``tier`` begins, or it was put there."""
         if self.ahead is not None:
             self.ahead.plan.happened(entry.key)
-        for copy in entry.copies:
-            if copy is not None:
-                self.places[copy.tier].policy.touched(entry.key)
+        for place, copy in zip(self.places, entry.copies, strict=True):
+            if copy is not None and not place.bottom:
+                place.policy.touched(entry.key)
         for record in self.records:
             record.append(Touch(entry.key, self.places[tier].tier.name, use, entry.nbytes))
 

@@ -90,7 +90,7 @@ class Lease(Request):
             copy.aliases += 1  # the view that the caller makes of it
             self.copies.append(copy)
             self.specs.append(entry.spec)
-            admission.used(entry, self.tier, Use(self.access.value))
+            admission.used(entry, self.tier, Use.READ if self.access is Access.READ else Use.WRITE)
         return True
 
     def _resident(self, entries: Sequence[Entry]) -> bool:

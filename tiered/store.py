@@ -40,6 +40,7 @@ __all__ = ["TieredStore"]
 
 DROPPED = 1 << 60
 """Touches: as far away as what a plan gives up is taken to be."""
+_ACCESS: dict[str | Access, Access] = {name: access for access in Access for name in (access, access.value)}
 AT_ONCE = 4 << 20
 """Bytes that a coroutine copies itself; more is copied in a thread, so that the event loop goes on."""
 
@@ -217,10 +218,9 @@ class TieredStore:
         Entering raises KeyNotFound, LeaseConflict, TransferError, and CapacityError after the deadline. Leaving a READ lease
         whose tensor was written to raises MisuseError.
         """
-        try:
-            wanted = Access(access)
-        except ValueError:
-            raise MisuseError(f"access is 'read' or 'write', not {access!r}") from None
+        wanted = _ACCESS.get(access) if isinstance(access, str | Access) else None
+        if wanted is None:
+            raise MisuseError(f"access is 'read' or 'write', not {access!r}")
         index = self._tier_index(tier)
         memory = self._parts.memories[index]
         if isinstance(key, str):
@@ -234,10 +234,12 @@ class TieredStore:
         return LeaseOfMany(self._running, memory, keys, wanted, index)
 
     def _tier_index(self, tier: str | None) -> int:
+        if tier is None:
+            return 0
         names = [memory.name for memory in self._parts.memories]
-        if tier is not None and tier not in names:
+        if tier not in names:
             raise MisuseError(f"there are no leases in tier {tier!r}; this store has {', '.join(names)}")
-        return 0 if tier is None else names.index(tier)
+        return names.index(tier)
 
     def prefetch(self, keys: Sequence[Key], *, tier: str | None = None) -> None:
         """Bring ``keys`` up to ``tier`` (default: the top one), in this order, when there is room and time.
