@@ -33,7 +33,7 @@ class StoreConfig:
     of the pool. ``hbm``: bytes on ``device``, 0 for none. ``nvme``: bytes of extents at most (None: what the disks have).
 
     ``backend`` is the name of one of ours, or makes another. ``eviction`` makes one policy per tier. ``depth``: requests in
-    flight; 16 of 1 MiB reach a drive's rate, and more would only make a late demand wait longer.
+    flight; many small tensors need them, of large ones ``DiskConfig`` bounds the bytes.
     """
 
     path: str | os.PathLike[str] | None
@@ -43,7 +43,7 @@ class StoreConfig:
     device: str = "cuda"
     backend: BackendName | Callable[[], IOBackend] = "auto"
     eviction: Callable[[], EvictionPolicy] = LRU
-    depth: int = 16
+    depth: int = 64
     paths: Sequence[str | os.PathLike[str]] = ()
 
 

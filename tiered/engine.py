@@ -417,19 +417,21 @@ class Engine:
                 link.promote(tag, urgency)
                 with self.lock:
                     self.admission.traffic.promoted(tag, urgency)
-            while True:
+            open_ways = set(Direction)
+            while open_ways:
                 with self.lock:
-                    transfer = None if self._stopping else self.admission.traffic.take(index)
+                    transfer = None if self._stopping else self.admission.traffic.take(index, open_ways)
                     if transfer is None:
                         break
                     transfer.after = self._after(index, transfer)
                     self._flows[index][transfer.direction].begin(self.config.clock())
-                if not link.start(transfer):
-                    with self.lock:
-                        self._flows[index][transfer.direction].active -= 1
-                        self.admission.traffic.put_back(index, transfer)
-                    break
-                started = True
+                if link.start(transfer):
+                    started = True
+                    continue
+                open_ways.remove(transfer.direction)  # a link may be full one way, and take what goes the other
+                with self.lock:
+                    self._flows[index][transfer.direction].active -= 1
+                    self.admission.traffic.put_back(index, transfer)
         return started
 
     def _after(self, index: int, transfer: Transfer) -> tuple[Fence, ...]:

@@ -147,7 +147,8 @@ class Link(Protocol):
         ...
 
     def start(self, transfer: Transfer) -> bool:
-        """Take a transfer; False means full: poll first. Both slots belong to the link until its completion.
+        """Take a transfer; False means full for what goes this way: poll first. Both slots belong to the link until its
+        completion.
 
         The upper slot is touched only after every fence in ``transfer.after`` has passed.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from tiered.residency import Entry
@@ -11,12 +11,15 @@ from tiered.types import Direction, Key, Slot, Transfer, Urgency
 
 __all__ = ["Backlog", "Traffic"]
 
+_WAYS = (Direction.UP, Direction.DOWN)
+
 
 class Backlog:
-    """A queue by urgency, and by arrival among equals. ``reads`` counts the transfers up among its ``length``."""
+    """A queue by urgency; among equals what goes up first, and then by arrival. ``reads`` counts the transfers up among its
+    ``length``."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Urgency, OrderedDict[int, Transfer]] = {urgency: OrderedDict() for urgency in Urgency}
+        self._waiting = {(urgency, way): OrderedDict[int, Transfer]() for urgency in Urgency for way in _WAYS}
         self.length = self.reads = 0
 
     def __iter__(self) -> Iterator[Transfer]:
@@ -25,31 +28,35 @@ class Backlog:
             yield from waiting.values()
 
     def add(self, transfer: Transfer) -> None:
-        self._waiting[transfer.urgency][transfer.tag] = transfer
+        self._queue(transfer)[transfer.tag] = transfer
         self.length += 1
         self.reads += transfer.direction is Direction.UP
 
-    def take(self) -> Transfer | None:
-        """Remove and return the next one."""
-        transfer = next(iter(self), None)
-        if transfer is not None:
-            del self._waiting[transfer.urgency][transfer.tag]
-            self.length -= 1
-            self.reads -= transfer.direction is Direction.UP
-        return transfer
+    def take(self, ways: Collection[Direction]) -> Transfer | None:
+        """Remove and return the next one that goes one of ``ways``."""
+        for (_, way), waiting in self._waiting.items():
+            if waiting and way in ways:
+                _, transfer = waiting.popitem(last=False)
+                self.length -= 1
+                self.reads -= way is Direction.UP
+                return transfer
+        return None
 
     def put_back(self, transfer: Transfer) -> None:
         """Undo ``take``: it is the next one of its urgency again."""
         self.add(transfer)
-        self._waiting[transfer.urgency].move_to_end(transfer.tag, last=False)
+        self._queue(transfer).move_to_end(transfer.tag, last=False)
 
     def promote(self, transfer: Transfer, urgency: Urgency) -> bool:
         """Make it more urgent; False when it waits here no longer."""
-        if self._waiting[transfer.urgency].pop(transfer.tag, None) is None:
+        if self._queue(transfer).pop(transfer.tag, None) is None:
             return False
         transfer.urgency = urgency
-        self._waiting[urgency][transfer.tag] = transfer
+        self._queue(transfer)[transfer.tag] = transfer
         return True
+
+    def _queue(self, transfer: Transfer) -> OrderedDict[int, Transfer]:
+        return self._waiting[transfer.urgency, transfer.direction]
 
 
 @dataclass(slots=True)
@@ -88,9 +95,9 @@ class Traffic:
             self.rising[index].nbytes += transfer.nbytes
         self.queues[index].add(transfer)
 
-    def take(self, index: int) -> Transfer | None:
-        """The next transfer for link ``index``, which is started from here on."""
-        return self.queues[index].take()
+    def take(self, index: int, ways: Collection[Direction]) -> Transfer | None:
+        """The next transfer for link ``index`` that goes one of ``ways``; it is started from here on."""
+        return self.queues[index].take(ways)
 
     def put_back(self, index: int, transfer: Transfer) -> None:
         """The link had no room for it."""

@@ -3,7 +3,7 @@
 A transfer is cut into blocks. Blocks of all transfers share the backend's ring, the more urgent transfer's first, so
 the ring does not run empty where one tensor ends and the next begins. Every completion is matched by its tag to its
 block, its result is compared with what was asked for, and every piece of a tensor is checksummed on its way down and
-checked on its way up, while the blocks after it are still in flight.
+checked on its way up. The drive has work meanwhile: what will be written next is hashed before the ring has room for it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ctypes
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import xxhash
@@ -47,33 +47,43 @@ _CONTEXT = struct.Struct("<16sQQQ")  # store UUID, tensor id, generation, offset
 
 @dataclass(frozen=True)
 class DiskConfig:
-    """``block``: bytes of one request to the drive. ``window``: bytes that may be accepted and unfinished before
-    ``start`` refuses; each urgency counts only transfers at least as urgent, so write-backs never shut out a demand.
+    """Sizes in bytes. ``block``: one request to the drive. ``flight``: what the drive has at once, at most; where no one
+    waits for the end of write-backs, they have half of it. ``window``: what ``start`` accepts each way before it refuses; each
+    urgency counts only transfers at least as urgent, so write-backs never shut out a demand.
 
-    1 MiB blocks reach a drive's rate at a depth of 4 when the memory is on huge pages; the window should be larger than
-    the ring (block times depth), so that the next transfers are at hand when the first ones' blocks complete.
+    On huge pages a block of 4 MiB is two segments and as quick as any, and costs a quarter of the calls that 1 MiB does. 8 MiB
+    in flight reach a drive's rate (PERFORMANCE), as long as what comes next is handed over at once; a late demand waits for
+    all that is in flight. The window should be larger, so that the next transfers are at hand when blocks complete.
     """
 
-    block: int = 1 << 20
-    window: int = 32 << 20
+    block: int = PIECE_BYTES
+    flight: int = 24 << 20
+    window: int = 64 << 20
 
 
 class _Job:
     """A transfer on its way."""
 
-    __slots__ = ("cursor", "digests", "error", "in_flight", "length", "location", "memory", "missing", "operation", "transfer")
+    __slots__ = (
+        "cursor", "digests", "error", "in_flight", "length", "location", "memory", "missing", "transfer", "unchecked", "way"
+    )  # fmt: skip
 
-    def __init__(self, transfer: Transfer, location: Location, operation: Operation, memory: int, length: int) -> None:
+    def __init__(self, transfer: Transfer, location: Location, way: Operation, memory: int, length: int) -> None:
         self.transfer = transfer
         self.location = location
-        self.operation = operation
+        self.way = way
         self.memory = memory  # address of its first byte
         self.length = length  # bytes to move, padding included
         self.cursor = 0  # bytes handed to the backend; the length, too, when the rest is dropped
         self.in_flight = 0  # blocks
         self.error: TransferError | None = None
-        self.digests: list[bytes] = []  # DOWN: checksums of the pieces up to the cursor
+        self.digests: list[bytes] = []  # DOWN: checksums of its first pieces
         self.missing: list[int] = []  # UP: how many bytes of each piece have not arrived; empty when nothing is checked
+        self.unchecked = 0  # UP: pieces that have arrived whole, and no more
+
+    def unhashed(self, end: int) -> bool:
+        """Whether some of the first ``end`` bytes, which are to be written, have no checksum yet."""
+        return self.way is Operation.WRITE and len(self.digests) * PIECE_BYTES < min(end, self.transfer.nbytes)
 
 
 class DiskLink:
@@ -99,8 +109,8 @@ class DiskLink:
         alignment: int,
         config: DiskConfig,
     ) -> None:
-        if config.block < 1 or config.window < 1:
-            raise MisuseError(f"a block of {config.block} bytes in a window of {config.window} bytes moves nothing")
+        if config.block < 1 or config.flight < 1 or config.window < 1:
+            raise MisuseError(f"{config} moves nothing: sizes are at least 1")
         if alignment % backend.alignment:
             raise MisuseError(
                 f"the {backend.name} backend needs alignment to {backend.alignment} bytes; the store has {alignment}"
@@ -111,14 +121,25 @@ class DiskLink:
         self._uuid = uuid
         self._alignment = alignment
         self._block = max(alignment, config.block - config.block % alignment)
+        self._flight = config.flight
         self._window = config.window
         self._depth = backend.depth
         self._jobs: dict[int, _Job] = {}  # by the transfer's tag
-        self._queues: tuple[deque[_Job], ...] = tuple(deque() for _ in Urgency)  # those with blocks to hand over
-        self._accepted = [0 for _ in Urgency]  # bytes of unfinished transfers
+        self._queues = {(urgency, way): deque[_Job]() for urgency in Urgency for way in Operation}  # with blocks to hand over
+        self._by_urgency = [  # reads, writes, and what these may have in flight
+            (
+                self._queues[urgency, Operation.READ],
+                self._queues[urgency, Operation.WRITE],
+                config.flight // 2 if urgency is Urgency.WRITEBACK else config.flight,
+            )
+            for urgency in Urgency
+        ]
+        self._accepted = {way: [0 for _ in Urgency] for way in Operation}  # bytes of unfinished transfers
         self._blocks: dict[int, tuple[_Job, int, int]] = {}  # in flight, by the request's tag: job, offset, length
+        self._flying = dict.fromkeys(Operation, 0)  # bytes in flight
         self._next_tag = 0
-        self._arrived: list[tuple[_Job, int]] = []  # pieces to check
+        self._arrived: deque[tuple[_Job, int]] = deque()  # pieces to check
+        self._unhashed: deque[_Job] = deque()  # to be written, and perhaps without some checksums yet
         self._ended: list[Completion] = []
         self._closed = False
 
@@ -127,24 +148,22 @@ class DiskLink:
         assert not self._closed, "start after close"
         assert transfer.tag not in self._jobs, f"tag {transfer.tag} is in flight"
         assert all(fence.query() for fence in transfer.after), "DRAM has no streams, so nothing here waits for a fence"
-        if sum(self._accepted[: transfer.urgency + 1]) >= self._window:
+        way = Operation.WRITE if transfer.direction is Direction.DOWN else Operation.READ
+        if sum(self._accepted[way][: transfer.urgency + 1]) >= self._window:
             return False
         length = -(-transfer.nbytes // self._alignment) * self._alignment
         assert 0 < length <= min(transfer.upper.nbytes, transfer.lower.nbytes)
-        memory = self._address + transfer.upper.offset
-        location = self._locate(transfer.lower)
-        if transfer.direction is Direction.DOWN:
-            job = _Job(transfer, location, Operation.WRITE, memory, length)
-            ctypes.memset(memory + transfer.nbytes, 0, length - transfer.nbytes)
-        else:
-            job = _Job(transfer, location, Operation.READ, memory, length)
-            if transfer.checksums:
-                whole, rest = divmod(transfer.nbytes, PIECE_BYTES)
-                job.missing = [PIECE_BYTES] * whole + ([rest] if rest else [])
-                assert len(transfer.checksums) == len(job.missing) * CHECKSUM_BYTES
+        job = _Job(transfer, self._locate(transfer.lower), way, self._address + transfer.upper.offset, length)
+        if way is Operation.WRITE:
+            ctypes.memset(job.memory + transfer.nbytes, 0, length - transfer.nbytes)
+            self._unhashed.append(job)
+        elif transfer.checksums:
+            whole, rest = divmod(transfer.nbytes, PIECE_BYTES)
+            job.missing = [PIECE_BYTES] * whole + ([rest] if rest else [])
+            assert len(transfer.checksums) == len(job.missing) * CHECKSUM_BYTES
         self._jobs[transfer.tag] = job
-        self._queues[transfer.urgency].append(job)
-        self._accepted[transfer.urgency] += length
+        self._queues[transfer.urgency, way].append(job)
+        self._accepted[way][transfer.urgency] += length
         self._submit()
         return True
 
@@ -153,11 +172,12 @@ class DiskLink:
         job = self._jobs.get(tag)
         if job is None or job.transfer.urgency <= urgency:
             return
-        self._accepted[job.transfer.urgency] -= job.length
-        self._accepted[urgency] += job.length
-        if job in self._queues[job.transfer.urgency]:
-            self._queues[job.transfer.urgency].remove(job)
-            self._queues[urgency].append(job)
+        accepted, queue = self._accepted[job.way], self._queues[job.transfer.urgency, job.way]
+        accepted[job.transfer.urgency] -= job.length
+        accepted[urgency] += job.length
+        if job in queue:
+            queue.remove(job)
+            self._queues[urgency, job.way].append(job)
         job.transfer.urgency = urgency
         self._submit()
 
@@ -165,12 +185,14 @@ class DiskLink:
         deadline = time.monotonic() + timeout if timeout > 0 else 0.0
         while True:
             left = max(0.0, deadline - time.monotonic()) if deadline else 0.0
-            touched = [self._account(completion) for completion in self._backend.reap(1 if left else 0, left)]
-            self._submit()  # the drive works on while we hash
-            self._check_arrived()
-            for job in touched:
-                self._end(job)
-            if self._ended or not left or not self._blocks:
+            wait = 0.0 if self._arrived or self._unhashed else left
+            completions = self._backend.reap(1 if wait else 0, wait)
+            for completion in completions:
+                self._account(completion)
+            if completions:
+                self._submit()
+            worked = self._hash_some()
+            if not worked and (self._ended or not left or not self._blocks):
                 ended, self._ended = self._ended, []
                 return ended
 
@@ -184,81 +206,116 @@ class DiskLink:
         self._jobs.clear()
         self._blocks.clear()
         self._arrived.clear()
+        self._unhashed.clear()
         self._ended.clear()
-        for queue in self._queues:
+        for queue in self._queues.values():
             queue.clear()
 
     # Handing over
 
     def _submit(self) -> None:
         """Fill the ring, most urgent first."""
-        room = self._depth - len(self._blocks)
         batch: list[IORequest] = []
-        blocks: list[tuple[_Job, int, int]] = []
-        for queue in self._queues:
+        for queue, most in self._in_turn():
             while queue and queue[0].cursor == queue[0].length:
                 queue.popleft()
             for job in queue:
-                at = job.cursor
-                while at < job.length:
-                    if len(batch) == room:
-                        self._hand_over(batch, blocks)
-                        return
-                    size = min(self._block, job.length - at)
-                    if job.operation is Operation.WRITE and self._unhashed(job, at + size):
-                        if batch:  # hashing takes as long as the drive needs for some blocks: let it have these now
-                            if not self._hand_over(batch, blocks):
-                                return
-                            room -= len(batch)
-                            batch, blocks = [], []
-                        self._hash_until(job, at + size)
-                    batch.append(
-                        IORequest(
-                            job.operation,
-                            job.location.fd,
-                            job.location.offset + at,
-                            job.memory + at,
-                            size,
-                            self._next_tag,
-                        )
-                    )
-                    blocks.append((job, at, size))
-                    self._next_tag += 1
-                    at += size
-        self._hand_over(batch, blocks)
+                while job.cursor < job.length:
+                    size = min(self._block, job.length - job.cursor)
+                    if len(self._blocks) == self._depth or not self._may_fly(size, job.way, most):
+                        break
+                    if job.unhashed(job.cursor + size):
+                        if not self._hand_over(batch):  # hashing takes time: let the drive have these now
+                            return
+                        batch = []
+                        while job.unhashed(job.cursor + size):
+                            self._hash_next(job)
+                    batch.append(self._take_off(job, size))
+                if job.cursor < job.length:
+                    break
+        self._hand_over(batch)
 
-    def _hand_over(self, batch: list[IORequest], blocks: list[tuple[_Job, int, int]]) -> bool:
-        """Submit; whether the backend took all. What it did not take stays in its queue."""
+    def _in_turn(self) -> Iterator[tuple[deque[_Job], int]]:
+        """Queues, the most urgent first, each with the bytes that its kind, reads or writes, may have in flight. Among equals
+        reads go first, for somebody computes with what they bring; but a quarter is the writes'."""
+        for reads, writes, most in self._by_urgency:
+            if reads and writes:
+                yield writes, self._flight // 4
+            if reads:
+                yield reads, self._flight
+            if writes:
+                yield writes, most
+
+    def _may_fly(self, size: int, way: Operation, most: int) -> bool:
+        """Whether a block of ``size`` may be in flight, too; one that is too large may if it is alone."""
+        flying = self._flying[Operation.READ] + self._flying[Operation.WRITE]
+        return not flying or (flying + size <= self._flight and self._flying[way] + size <= most)
+
+    def _take_off(self, job: _Job, size: int) -> IORequest:
+        """The next block of ``job``, in flight from here on."""
+        tag, at = self._next_tag, job.cursor
+        self._next_tag += 1
+        self._blocks[tag] = (job, at, size)
+        self._flying[job.way] += size
+        job.cursor += size
+        job.in_flight += 1
+        return IORequest(job.way, job.location.fd, job.location.offset + at, job.memory + at, size, tag)
+
+    def _land(self, tag: int) -> tuple[_Job, int, int]:
+        """Undo ``_take_off``, but for the cursor: job, offset, length."""
+        job, at, size = self._blocks.pop(tag)
+        self._flying[job.way] -= size
+        job.in_flight -= 1
+        return job, at, size
+
+    def _hand_over(self, batch: list[IORequest]) -> bool:
+        """Submit; whether the backend took all. What it did not take waits in its queue again."""
         taken = self._backend.submit(batch) if batch else 0
-        for request, block in zip(batch[:taken], blocks, strict=False):
-            job, at, size = block
-            self._blocks[request.tag] = block
-            job.cursor = at + size
-            job.in_flight += 1
+        for request in reversed(batch[taken:]):
+            job, at, _ = self._land(request.tag)
+            job.cursor = at
         return taken == len(batch)
 
-    def _unhashed(self, job: _Job, end: int) -> bool:
-        return len(job.digests) * PIECE_BYTES < min(end, job.transfer.nbytes)
+    # Checksums
 
-    def _hash_until(self, job: _Job, end: int) -> None:
-        """Checksum the pieces that hold the transfer's first ``end`` bytes, before any of them is on its way."""
-        while self._unhashed(job, end):
-            job.digests.append(self._digest(job, len(job.digests)))
+    def _hash_some(self) -> bool:
+        """Check what has arrived, then hash what will be written, until that was about a piece; False: there was nothing."""
+        left = PIECE_BYTES
+        while left > 0 and self._arrived:
+            left -= self._check(*self._arrived.popleft())
+        while left > 0 and self._unhashed:
+            job = self._unhashed[0]
+            if job.error is None and job.unhashed(job.length):
+                left -= self._hash_next(job)
+            else:
+                self._unhashed.popleft()
+        return left < PIECE_BYTES
+
+    def _check(self, job: _Job, piece: int) -> int:
+        expected = job.transfer.checksums[piece * CHECKSUM_BYTES : (piece + 1) * CHECKSUM_BYTES]
+        if job.error is None and self._digest(job, piece) != expected:
+            self._fail(job, _corruption(job, piece))
+        job.unchecked -= 1
+        self._end_if_over(job)
+        return _piece_bytes(job, piece)
+
+    def _hash_next(self, job: _Job) -> int:
+        piece = len(job.digests)
+        job.digests.append(self._digest(job, piece))
+        return _piece_bytes(job, piece)
 
     def _digest(self, job: _Job, piece: int) -> bytes:
         transfer = job.transfer
         offset = piece * PIECE_BYTES
-        size = min(PIECE_BYTES, transfer.nbytes - offset)
         state = xxhash.xxh3_128(_CONTEXT.pack(self._uuid, transfer.tensor_id, transfer.generation, offset))
-        state.update((ctypes.c_char * size).from_address(job.memory + offset))
+        state.update((ctypes.c_char * _piece_bytes(job, piece)).from_address(job.memory + offset))
         return state.digest()
 
     # Taking back
 
-    def _account(self, completion: IOCompletion) -> _Job:
-        """Match a completion to its block; the job that it belongs to."""
-        job, at, size = self._blocks.pop(completion.tag)
-        job.in_flight -= 1
+    def _account(self, completion: IOCompletion) -> None:
+        """Match a completion to its block, and see what that was the last of."""
+        job, at, size = self._land(completion.tag)
         if completion.result != size:
             self._fail(job, _io_error(job, at, size, completion.result))
         elif job.missing and job.error is None:
@@ -266,39 +323,38 @@ class DiskLink:
             for piece in range(at // PIECE_BYTES, -(-end // PIECE_BYTES)):
                 job.missing[piece] -= min(end, (piece + 1) * PIECE_BYTES) - max(at, piece * PIECE_BYTES)
                 if not job.missing[piece]:
+                    job.unchecked += 1
                     self._arrived.append((job, piece))
-        return job
-
-    def _check_arrived(self) -> None:
-        for job, piece in self._arrived:
-            expected = job.transfer.checksums[piece * CHECKSUM_BYTES : (piece + 1) * CHECKSUM_BYTES]
-            if job.error is None and self._digest(job, piece) != expected:
-                self._fail(job, _corruption(job, piece))
-        self._arrived.clear()
+        self._end_if_over(job)
 
     def _fail(self, job: _Job, error: TransferError) -> None:
         """The first error counts; what was not handed over yet is dropped."""
         job.error = job.error or error
         job.cursor = job.length
 
-    def _end(self, job: _Job) -> None:
+    def _end_if_over(self, job: _Job) -> None:
         """Report the job unless some of it is still to come: its slots go back to the engine."""
-        transfer = job.transfer
-        if job.in_flight or job.cursor < job.length or self._jobs.pop(transfer.tag, None) is None:
+        if job.in_flight or job.unchecked or job.cursor < job.length:
             return
-        self._accepted[transfer.urgency] -= job.length
+        transfer = job.transfer
+        del self._jobs[transfer.tag]
+        self._accepted[job.way][transfer.urgency] -= job.length
         checksums = b"" if job.error else b"".join(job.digests)
         self._ended.append(Completion(transfer.tag, checksums, job.error))
+
+
+def _piece_bytes(job: _Job, piece: int) -> int:
+    return min(PIECE_BYTES, job.transfer.nbytes - piece * PIECE_BYTES)
 
 
 def _io_error(job: _Job, at: int, size: int, result: int) -> TransferError:
     transfer = job.transfer
     path, offset = job.location.path, job.location.offset + at
-    verb = job.operation.value
+    verb = job.way.value
     if result >= 0:
         what = f"{verb} {result} instead of {size} bytes of"
         return ShortTransfer(what, key=transfer.key, tier=DiskLink.dst, path=path, offset=offset, errno=None)
-    kind = ReadError if job.operation is Operation.READ else WriteError
+    kind = ReadError if job.way is Operation.READ else WriteError
     return kind(f"cannot {verb}", key=transfer.key, tier=DiskLink.dst, path=path, offset=offset, errno=-result)
 
 
