@@ -12,6 +12,7 @@ from tiered import Access, CapacityError, MisuseError, TensorSpec, TieredStore
 from tiered.zero.construct import unguard
 from tiered.zero.heap import Trimmer
 from tiered.zero.paging import TRIM_SHARE, Pager
+from tiered.zero.schedule import Prefetch
 from tiered.zero.units import Placement, Plan, UnitPlan, divide
 from tiered.zero.window import PREFIX, Staged, Window, current, find
 
@@ -29,7 +30,7 @@ def page(
     *,
     name: str = "model",
     existing: str = "refuse",
-    prefetch: str = "on",
+    prefetch: Prefetch = "on",
     param_init_fn: Init | None = None,
 ) -> nn.Module:
     """Move ``model``'s parameters into ``store`` and page them around each module's forward and backward. Returns ``model``.
@@ -86,7 +87,7 @@ def page(
     except BaseException:
         adoption.undo()
         raise
-    Pager(model, store, name, plan, pool, prefetch=prefetch == "on")
+    Pager(model, store, name, plan, pool, prefetch=prefetch)
     unguard(model, window)
     return model
 

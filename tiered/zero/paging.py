@@ -11,7 +11,8 @@ pushed only where no others are active, and its recomputation is an ordinary for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,21 +24,17 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from tiered import MisuseError, TieredStore
 from tiered.types import Access
 from tiered.zero.heap import Trimmer
-from tiered.zero.schedule import Successors
+from tiered.zero.schedule import Prefetch, Rehearsal
 from tiered.zero.unit import Unit
-from tiered.zero.units import Placement, Plan, is_called
+from tiered.zero.units import Placement, Plan, even_chunks, is_called
 
 __all__ = ["TRIM_SHARE", "Pager", "PagingStatistics", "placement_of", "statistics"]
 
 CHUNK_SHARE = 64
-"""A chunk of optimizer state is at most this fraction of the pool, and at most ``LARGEST_CHUNK`` bytes."""
+"""A chunk of optimizer state is at most this fraction of the pool, and at most ``LARGEST_CHUNK`` bytes of fp32."""
 LARGEST_CHUNK = 4 << 20
 TRIM_SHARE = 4
 """Freed memory goes back to the system whenever this fraction of the pool came and went as gradients."""
-LOOK_AHEAD = 3
-"""The share of the pool that is asked for ahead of time is one in this many."""
-
-Event = tuple[str, int]
 
 
 class _Reference:
@@ -62,6 +59,27 @@ class _Frame:
         self.hooks: saved_tensors_hooks | None = None
 
 
+class _Home:
+    """Whose a parameter is. Weakly: the collector does not see through autograd's node, which keeps the parameter, so a model
+    that its parameters referred to would never be collected."""
+
+    def __init__(self, pager: Pager, unit: Unit, placement: Placement) -> None:
+        self._pager, self._unit, self._placement = weakref.ref(pager), weakref.ref(unit), weakref.ref(placement)
+
+    def found(self) -> tuple[Pager, Unit, Placement] | None:
+        """None: the model is gone."""
+        pager, unit, placement = self._pager(), self._unit(), self._placement()
+        return None if pager is None or unit is None or placement is None else (pager, unit, placement)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Called by copy and pickle."""
+        raise _no_copy()
+
+
+def _no_copy() -> MisuseError:
+    return MisuseError("a paged model cannot be copied or pickled: copy or save model.state_dict() instead")
+
+
 class _Watched(dict[str, Any]):
     """A module's parameters; tells the pager when one is read by name."""
 
@@ -77,13 +95,12 @@ class _Watched(dict[str, Any]):
 class Pager:
     """A model whose parameters live in a store. Used by one thread at a time, as a module is."""
 
-    def __init__(self, model: nn.Module, store: TieredStore, name: str, plan: Plan, pool: int, *, prefetch: bool) -> None:
+    def __init__(self, model: nn.Module, store: TieredStore, name: str, plan: Plan, pool: int, *, prefetch: Prefetch) -> None:
         self.model, self.store, self.name = model, store, name
-        chunk = min(LARGEST_CHUNK, pool // CHUNK_SHARE) // 4096 * 4096
-        self.units = [Unit(store, name, unit, max(4096, chunk) // 4) for unit in plan.units]
+        limit = max(4096, min(LARGEST_CHUNK, pool // CHUNK_SHARE) // 4096 * 4096) // 4
+        self.units = [Unit(store, name, unit, even_chunks(unit.elements, limit)) for unit in plan.units]
         self.placements = sorted((p for u in plan.units for p in u.placements), key=lambda p: p.index)
         self._home = {p.parameter: (u, p) for u in self.units for p in u.plan.placements}
-        self._index = {unit: index for index, unit in enumerate(self.units)}
         self._held = {module: [self.units[i] for i in indices] for module, indices in plan.held.items()}
         self._frames: list[_Frame] = []
         self._bases: dict[int, Unit] = {}
@@ -91,8 +108,8 @@ class Pager:
         self._gradient_unit: Unit | None = None
         self._in_backward = False
         self._accumulators: dict[Placement, Any] = {}
-        self._schedule: Successors[Event] = Successors()
-        self._look_ahead = pool // LOOK_AHEAD if prefetch else 0
+        self.rehearsal = Rehearsal.of(store)
+        self.rehearsal.prefetch = self._prefetch = prefetch
         self._trimmer = Trimmer(pool // TRIM_SHARE)
         self._watch()
 
@@ -102,7 +119,7 @@ class Pager:
         for unit in self.units:
             unit.release_parameters()
             for placement in unit.plan.placements:
-                placement.parameter._tiered = (self, unit, placement)  # type: ignore[attr-defined]
+                placement.parameter._tiered = _Home(self, unit, placement)  # type: ignore[attr-defined]
         for module in self.model.modules():
             if module._parameters:
                 module._parameters = _Watched(module._parameters, self)
@@ -116,13 +133,14 @@ class Pager:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Called by copy and pickle."""
-        raise MisuseError("a paged model cannot be copied or pickled: copy or save model.state_dict() instead")
+        raise _no_copy()
 
     # -- forward -----------------------------------------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if module is self.model and torch._C._current_graph_task_id() == -1:  # not a recomputation within backward
             self.reset()
+            self.rehearsal.forward_begins("training" if torch.is_grad_enabled() else "inference")
         frame = _Frame(module)
         self._frames.append(frame)
         if torch.is_grad_enabled() and not _hooks_active():
@@ -133,7 +151,7 @@ class Pager:
 
     def _hold(self, frame: _Frame, unit: Unit) -> None:
         if not unit.held:
-            self._happened(("forward", self._index[unit]))
+            self._look_ahead(unit)
         self._hook_gradients(unit)
         unit.hold()
         frame.units.append(unit)
@@ -214,7 +232,6 @@ class Pager:
         before, self._backward_unit = self._backward_unit, None
         if before is not None:
             self._drop(before)
-        self._happened(("backward", self._index[unit]))
         unit.hold()
         self._backward_unit = unit
         assert unit.base is not None
@@ -250,23 +267,17 @@ class Pager:
                 # On the node, which accumulates; a hook on the parameter would run for torch.autograd.grad, too. The parameter
                 # holds its node weakly.
                 node = self._accumulators[placement] = get_gradient_edge(parameter).node
-                node.register_prehook(self._gradient_hook(unit, placement))
-                parameter.register_post_accumulate_grad_hook(self._gradient_taker(unit, placement))
+                node.register_prehook(_told(parameter, Pager._gradient_arrives))
+                parameter.register_post_accumulate_grad_hook(_told(parameter, Pager._gradient_arrived))
 
-    def _gradient_hook(self, unit: Unit, placement: Placement) -> Callable[[Any], None]:
-        def arriving(gradients: Any) -> None:
-            self._open_gradients(unit)
-            unit.before_gradient(placement)
+    def _gradient_arrives(self, unit: Unit, placement: Placement) -> None:
+        self._open_gradients(unit)
+        unit.before_gradient(placement)
 
-        return arriving
-
-    def _gradient_taker(self, unit: Unit, placement: Placement) -> Callable[[torch.Tensor], None]:
-        def arrived(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None
-            unit.add_gradient(placement, parameter.grad)
-            self._trimmer.passed(placement.nbytes)
-
-        return arrived
+    def _gradient_arrived(self, unit: Unit, placement: Placement) -> None:
+        assert placement.parameter.grad is not None
+        unit.add_gradient(placement, placement.parameter.grad)
+        self._trimmer.passed(placement.nbytes)
 
     def _open_gradients(self, unit: Unit) -> None:
         """One unit's gradients are leased at a time."""
@@ -276,33 +287,10 @@ class Pager:
                 self._gradient_unit.close_gradient()
             self._gradient_unit = unit
 
-    # -- looking ahead -----------------------------------------------------------------------------------------------------
-
-    def _happened(self, event: Event) -> None:
-        self._schedule.happened(event)
-        self.look_ahead(self.units[event[1]])
-
-    def look_ahead(self, current: Unit | None = None) -> None:
-        """Ask the store for what this unit still needs, and for what will be needed after it."""
-        if not self._look_ahead:
-            return
-        keys = current.upcoming_keys() if current is not None else []
-        room = self._look_ahead
-        for kind, index in self._schedule.coming():
-            unit = self.units[index]
-            wanted = unit.upcoming_keys() if kind == "forward" else self._backward_keys(unit)
-            room -= self._bytes(unit, wanted)
-            keys += wanted
-            if room <= 0:
-                break
-        self.store.prefetch(keys)
-
-    def _backward_keys(self, unit: Unit) -> list[str]:
-        return [unit.key, unit.gradient_key] if unit.any_gradient else [unit.key]
-
-    def _bytes(self, unit: Unit, keys: Iterable[str]) -> int:
-        chunks = sum(1 for _ in keys) - 1
-        return unit.plan.nbytes + chunks * unit.chunk_elements * 4
+    def _look_ahead(self, unit: Unit) -> None:
+        """While no order is known yet: ask the store for all that this unit will need."""
+        if self._prefetch == "on" and not self.rehearsal.following:
+            self.store.prefetch(unit.upcoming_keys())
 
     # -- state_dict --------------------------------------------------------------------------------------------------------
 
@@ -362,12 +350,26 @@ def statistics(model: nn.Module) -> PagingStatistics:
 
 
 def placement_of(parameter: torch.Tensor) -> tuple[Pager, Unit, Placement]:
-    """Raises MisuseError for a parameter that was not paged."""
-    found = getattr(parameter, "_tiered", None)
-    if found is None:
+    """Raises MisuseError for a parameter that was not paged, or whose model is gone."""
+    home = getattr(parameter, "_tiered", None)
+    if home is None:
         raise MisuseError("this parameter is not paged: call tiered.zero.page(model, store) before making the optimizer")
-    pager, unit, placement = found
-    return pager, unit, placement
+    found: tuple[Pager, Unit, Placement] | None = home.found()
+    if found is None:
+        raise MisuseError("the model of this parameter is gone: keep it as long as its parameters are used")
+    return found
+
+
+def _told(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement], None]) -> Callable[[Any], None]:
+    """A hook. It must not keep the model: neither does it refer to the parameter."""
+    home: _Home = parameter._tiered  # type: ignore[attr-defined]
+
+    def hook(_: Any) -> None:
+        found = home.found()
+        assert found is not None, "what computes a gradient still has the model"
+        what(*found)
+
+    return hook
 
 
 def _hooks_active() -> bool:

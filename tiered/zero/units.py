@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-__all__ = ["ALIGNMENT", "Placement", "Plan", "UnitPlan", "divide"]
+__all__ = ["ALIGNMENT", "Placement", "Plan", "UnitPlan", "divide", "even_chunks", "is_called"]
 
 ALIGNMENT = 64
 """Bytes: parameters start at multiples of this in their unit, as torch's own allocations do: kernels take the same path."""
@@ -67,6 +67,7 @@ class UnitPlan:
     name: str
     placements: list[Placement]
     nbytes: int = 0
+    elements: int = 0  # of each kind of optimizer state
 
     def __post_init__(self) -> None:
         self.placements.sort(key=lambda placement: not placement.parameter.requires_grad)
@@ -76,6 +77,7 @@ class UnitPlan:
             offset += _round_up(placement.nbytes, ALIGNMENT)
             element += _round_up(placement.numel, ALIGNMENT // 4)
         self.nbytes = max(ALIGNMENT, offset)
+        self.elements = max(ALIGNMENT // 4, element)
 
 
 @dataclass(eq=False)
@@ -126,6 +128,12 @@ def divide(model: nn.Module, limit: int, strides: Mapping[nn.Parameter, tuple[in
     visit(model, "")
     _hold(model, home, limit, plan)
     return plan
+
+
+def even_chunks(elements: int, limit: int) -> int:
+    """Elements of each chunk when ``elements`` are divided into as few as ``limit`` allows: alike, for little padding."""
+    step = 4096 // 4
+    return min(limit, _round_up(math.ceil(elements / math.ceil(elements / limit)), step))
 
 
 def is_called(module: nn.Module) -> bool:
