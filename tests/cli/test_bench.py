@@ -16,8 +16,9 @@ import torch
 
 from tests.cli.test_train import MIB, ONE_THREAD, command, failure, message
 from tests.filesystems import mounted, root
-from tiered import TieredError, TieredStore
+from tiered import MisuseError, TieredError, TieredStore
 from tiered.cli import bench_io, bench_store, fio, main, measure
+from tiered.cli.report import refuse_unwritable, write_report
 
 KIB = 1 << 10
 STORE = ["bench", "store", "--sizes", "4KiB,64KiB,1MiB", "--dram", "1MiB", "--seconds", "0.01"]
@@ -316,3 +317,24 @@ class TestNumbers:
             value = measure.bytes_of(nbytes)
             assert value.shape == (nbytes,)
             assert nbytes == 1 or value[:4096].unique().numel() > 200
+
+
+class TestReports:
+    def test_ours_is_replaced(self, tmp_path: Path) -> None:
+        path = str(tmp_path / "it.json")
+        for number in 1, 2:
+            refuse_unwritable(path)
+            write_report(path, {"number": number})
+        assert json.loads((tmp_path / "it.json").read_text())["number"] == 2
+
+    @pytest.mark.parametrize("contents", [b"years of work", b"{}", b'{"a": 1}', b"\x89PNG of a cat"])
+    def test_anything_else_stays(self, tmp_path: Path, contents: bytes) -> None:
+        (tmp_path / "thesis").write_bytes(contents)
+        with pytest.raises(MisuseError, match=r"thesis is there already and is none of our reports, .* with --plot"):
+            refuse_unwritable(str(tmp_path / "thesis"), "--plot")
+        assert (tmp_path / "thesis").read_bytes() == contents
+
+    def test_what_is_no_file_is_written_to(self, tmp_path: Path) -> None:
+        (tmp_path / "empty").touch()
+        for path in "/dev/null", "/dev/full", str(tmp_path / "empty"):
+            refuse_unwritable(path)

@@ -14,9 +14,9 @@ from tiered.cli import fio
 from tiered.cli.machine import store_facts
 from tiered.cli.measure import GIB, Meter, Noise, Spread, Usage, bytes_of, environment, free_on, scratch_folder, scratch_store
 from tiered.cli.progress import Progress
+from tiered.cli.report import refuse_unwritable, write_report
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.cli.table import exact_size, table, told_environment, told_io, told_noise
-from tiered.cli.training import refuse_unwritable, write_report
 from tiered.config import SMALLEST_DRAM
 from tiered.sizes import format_size
 from tiered.types import BackendName, TensorSpec

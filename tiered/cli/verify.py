@@ -44,8 +44,8 @@ def add_parser(commands: Commands) -> None:
 def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     from tiered import verify
     from tiered.cli.progress import Progress
+    from tiered.cli.report import refuse_unwritable, write_report
     from tiered.cli.stop import Stopped, StopRequest
-    from tiered.cli.training import refuse_unwritable, write_report
     from tiered.sizes import format_size
 
     refuse_unwritable(parsed.json)
