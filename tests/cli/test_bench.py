@@ -17,7 +17,7 @@ import torch
 from tests.cli.test_train import MIB, ONE_THREAD, command, failure, message
 from tests.filesystems import mounted, root
 from tiered import MisuseError, TieredError, TieredStore
-from tiered.cli import bench_io, bench_store, fio, main, measure
+from tiered.cli import bench_store, fio, main, measure, walk
 from tiered.cli.report import refuse_unwritable, write_report
 
 KIB = 1 << 10
@@ -117,9 +117,9 @@ class TestIo:
 
     def test_only_what_was_asked_for_and_moved_counts(self) -> None:
         usage = measure.Usage(2.0, 1.0, measure.GIB, measure.GIB, None, None)
-        assert bench_io.Pass(usage, 3 * measure.GIB).rate == measure.GIB
-        assert bench_io.Pass(usage, measure.GIB).rate == measure.GIB / 2
-        assert bench_io.Pass(usage, measure.GIB).cpu_seconds_per_gib == 1.0
+        assert walk.Pass(usage, 3 * measure.GIB).rate == measure.GIB
+        assert walk.Pass(usage, measure.GIB).rate == measure.GIB / 2
+        assert walk.Pass(usage, measure.GIB).cpu_seconds_per_gib == 1.0
 
     def test_the_table(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main([*IO, "--dir", str(tmp_path), "--backend", "posix", "--json", str(tmp_path / "it.json")]) == 0
@@ -147,7 +147,7 @@ class TestIo:
         assert shown == f"tiered: {option} 64KiB is too small to measure: the least is {least}"
 
     def test_full_disk(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(bench_io, "free_on", lambda folder: MIB)
+        monkeypatch.setattr(walk, "free_on", lambda folder: MIB)
         shown = failure(capsys, *IO, "--dir", tmp_path).splitlines()[-1]
         assert f"{tmp_path} has 1.0 MiB free: lower --size" in shown
 
