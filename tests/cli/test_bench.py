@@ -255,18 +255,20 @@ class TestUsage:
 class TestStopping:
     """Whatever ends it, the disk is as before."""
 
-    @pytest.fixture(params=["store", "io"])
+    @pytest.fixture(params=["store", "io", "flood", "duration"])
     def running(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         """A benchmark that would take hours and measures already."""
         forever = {
             "store": ["bench", "store", "--sizes", "64KiB", "--dram", "4MiB", "--seconds", "100000"],
             "io": ["bench", "io", "--size", "16MiB", "--rounds", "1000000"],
+            "flood": ["bench", "io", "--size", "16MiB", "--rounds", "1000000", "--mode", "flood"],
+            "duration": ["bench", "io", "--size", "16MiB", "--duration", "100h"],
         }[request.param]
         arguments = command(*forever, "--dir", tmp_path)
         with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ONE_THREAD) as child:
             try:
                 assert child.stderr is not None
-                begun = {"store": "64KiB: preparing", "io": "round "}[request.param]
+                begun = {"store": "64KiB: preparing", "duration": "writing, "}.get(request.param, "round ")
                 assert any(begun in line for line in child.stderr)
                 yield child
             finally:

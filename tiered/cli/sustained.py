@@ -78,6 +78,8 @@ def _windows(store: TieredStore, walk: Walk, setup: Setup, seconds: float, progr
     for count in itertools.count(1):
         walk.replace(f"w/{count % setup.tensors}")
         now = time.perf_counter()
+        rate = bandwidth(count * setup.tensor / (now - start))
+        progress.working(f"writing, {rate} GB/s so far", min(0.999, (now - start) / seconds))
         over = now - start >= seconds
         if over or count % setup.tensors == 0:
             store.commit()
@@ -86,7 +88,6 @@ def _windows(store: TieredStore, walk: Walk, setup: Setup, seconds: float, progr
             written = store.statistics().links[-1].down.bytes
             windows.append(Window(began - start, now - start, written - before))
             began, before = now, written
-            progress.working(f"writing, {bandwidth(windows[-1].rate)} GB/s", min(0.999, (now - start) / seconds))
         if over:
             break
     progress.working("done", 1.0)
