@@ -126,9 +126,10 @@ def _refuse_small_pool(plan: Plan, model: nn.Module, pool: int, micro_batch: int
         return max([sum(sizes[i] for i in here), *(deepest(child, here) for child in module.children())])
 
     together = deepest(model, frozenset()) if sizes else 0
-    needed = max(3 * max(sizes, default=0), together + max(sizes, default=0), 1 << 20)
+    together += max(sizes, default=0)
     if micro_batch > 1:
-        needed = -(-needed * KEPT_SHARE // (KEPT_SHARE - 1) // 4096) * 4096
+        together = -(-together * KEPT_SHARE // (KEPT_SHARE - 1) // 4096) * 4096
+    needed = max(3 * max(sizes, default=0), together, 1 << 20)
     if pool < needed:
         largest = max(plan.units, key=lambda unit: unit.nbytes)
         raise CapacityError(

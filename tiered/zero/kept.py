@@ -14,8 +14,8 @@ from tiered import TieredStore
 
 __all__ = ["SMALL", "Keeper", "Kept"]
 
-SMALL = 16 << 10
-"""Bytes: smaller tensors stay in memory. A tensor in the store costs two calls and a page."""
+SMALL = 4 << 10
+"""Bytes: smaller tensors stay in memory. In the store they would take a page, too."""
 ALIGNMENT = 64
 """Bytes: a tensor comes back at the same distance from a multiple of this, so that kernels take the same path."""
 
@@ -92,14 +92,15 @@ class Keeper:
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or overlaps(unexpanded(tensor)):
             return None
         known = self._known.get(tensor)  # type: ignore[no-untyped-call]
-        version = 0 if tensor.is_inference() else tensor._version
+        version = None if tensor.is_inference() else tensor._version  # None: nothing tells whether it was changed
         if known is not None and known[:2] == (version, tuple(sizes)):
             found = [reference() for reference in known[2]]
             if None not in found:
                 return found
         parts = [tensor] if len(sizes) == 1 else torch.split(tensor.detach(), list(sizes))
         kept = [self._keep(label if len(sizes) == 1 else f"{label}.{number}", part) for number, part in enumerate(parts)]
-        self._known[tensor] = (version, tuple(sizes), [weakref.ref(one) for one in kept])
+        if version is not None:
+            self._known[tensor] = (version, tuple(sizes), [weakref.ref(one) for one in kept])
         return kept
 
     def _keep(self, label: str, tensor: torch.Tensor) -> Kept:
