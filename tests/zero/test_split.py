@@ -209,3 +209,24 @@ def test_an_exception_in_a_part_leaves_nothing_held(store: TieredStore) -> None:
     assert torch.equal(optimizer.grad(paged.position), reference.position.grad)
     assert store.statistics().tiers[0].held == 0
     assert kept(store) == []
+
+
+def test_a_gradient_is_the_sum_over_the_parts_the_last_one_first(store: TieredStore) -> None:
+    torch.manual_seed(0)
+    reference = nn.Linear(32, 32)
+    paged = zero.page(copy.deepcopy(reference), store, micro_batch=5)
+    x, weights = torch.randn(15, 32), torch.randn(15, 32)
+    (paged(x) * weights).sum().backward()
+    parts = [
+        torch.autograd.grad((reference(piece) * weight).sum(), reference.weight)[0]
+        for piece, weight in zip(x.split(3), weights.split(3), strict=True)
+    ]
+    backwards, forwards = parts[-1].clone(), parts[0].clone()
+    for part in reversed(parts[:-1]):
+        backwards += part
+    for part in parts[1:]:
+        forwards += part
+    assert not torch.equal(backwards, forwards), "the order was meant to matter"
+    optimizer = zero.AdamW(paged.parameters())
+    assert torch.equal(optimizer.grad(paged.weight), backwards)
+    assert optimizer.clip_grad_norm_(1e9) == nn.utils.get_total_norm([backwards, weights.sum(0)])

@@ -45,6 +45,16 @@ def page(
     ``name``: their keys begin with it and a slash; several models in one store need different ones.
     ``existing``: what to do when the store already holds tensors under ``name``: "refuse" or "overwrite".
     ``prefetch``: "on", or "off" to fetch only on demand (to see what it brings).
+    ``micro_batch``: into how many parts the batch is divided inside units (1: not at all). Parameters are then read twice a
+    step however large the batch is, and only one part's inside is in memory; what backward needs of the rest is computed
+    again, from inputs that wait in the store as ``NAME/input/…``. The outermost modules whose parameters are all in memory
+    while they run (``statistics(model).split``; never ``model`` itself when it has some) run on one part after the other. The
+    batch is the leading size of the first tensor that ``model`` is given. Arguments of that leading size are split, others,
+    parameters and buffers are shared, and a module without an argument to split runs whole. Parts differ by at most one
+    sample. Outputs are put together along the first dimension; what has another leading size must be equal for all parts.
+    Numbers are those of the same split with ``torch.utils.checkpoint`` in memory, bit for bit. MisuseError, then or when the
+    model is called, names a module that computes across the batch (BatchNorm in training, one of yours with an attribute
+    ``batch_dependent = True``, one that changes a buffer), has it in the second dimension, or cannot be split otherwise.
 
     Raises MisuseError (paged before, name taken, wrong device, built for another store, no way to initialise), CapacityError
     when the store's DRAM budget is below the smallest that works for this model (the message says how much that is), and what

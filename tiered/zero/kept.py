@@ -92,15 +92,15 @@ class Keeper:
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or overlaps(unexpanded(tensor)):
             return None
         known = self._known.get(tensor)  # type: ignore[no-untyped-call]
-        version = None if tensor.is_inference() else tensor._version  # None: nothing tells whether it was changed
-        if known is not None and known[:2] == (version, tuple(sizes)):
-            found = [reference() for reference in known[2]]
+        state = None if tensor.is_inference() else (tensor.data_ptr(), tensor._version, tuple(sizes))
+        if known is not None and known[0] == state:
+            found = [reference() for reference in known[1]]
             if None not in found:
                 return found
         parts = [tensor] if len(sizes) == 1 else torch.split(tensor.detach(), list(sizes))
         kept = [self._keep(label if len(sizes) == 1 else f"{label}.{number}", part) for number, part in enumerate(parts)]
-        if version is not None:
-            self._known[tensor] = (version, tuple(sizes), [weakref.ref(one) for one in kept])
+        if state is not None:  # else nothing would tell that it was changed
+            self._known[tensor] = (state, [weakref.ref(one) for one in kept])
         return kept
 
     def _keep(self, label: str, tensor: torch.Tensor) -> Kept:
