@@ -15,7 +15,7 @@ from tests.zero.splitting import Language, split_in_memory
 from tests.zero.test_identity import equal
 from tiered import TieredStore, zero
 
-STEPS = 12
+STEPS = 10
 SMALLEST = "1.25MiB"
 
 
@@ -63,9 +63,9 @@ def train(
     return numbers
 
 
-@pytest.mark.parametrize("parts", [2, 3, 16])
+@pytest.mark.parametrize("parts", [3, 16])
 def test_training_gives_the_bits_of_the_same_split_in_memory(store: TieredStore, parts: int) -> None:
-    reference, paged = twins(store, parts, width=64, layers=4)
+    reference, paged = twins(store, parts, width=64, layers=3)
     assert {"embedding", "blocks.0.mlp", "head"} <= set(zero.statistics(paged).split)
     fused = torch.optim.AdamW(parameter_groups(reference), lr=1e-3, fused=True)
     optimizer = zero.AdamW(parameter_groups(paged), lr=1e-3)
