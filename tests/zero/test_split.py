@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,34 @@ def test_several_backward_passes_and_graphs_at_once(store: TieredStore) -> None:
         else:
             assert torch.equal(optimizer.grad(ours), theirs.grad)
     assert any(p.grad is not None for p in reference.parameters())
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "reentrant", "autocast", "bfloat16"])
+def test_what_else_a_model_may_do(store: TieredStore, kind: str) -> None:
+    """Checkpoints of its own inside a split module; autocast; narrow parameters."""
+    torch.manual_seed(0)
+    reference = Language(width=64).to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+    paged = copy.deepcopy(reference)
+    for model in (reference, paged) if kind in ("checkpoint", "reentrant") else ():
+        for block in model.blocks:
+            again = partial(torch.utils.checkpoint.checkpoint, block.mlp.forward, use_reentrant=kind == "reentrant")
+            block.mlp.forward = again
+    zero.page(paged, store, micro_batch=3)
+    split_in_memory(reference, zero.statistics(paged).split, 3)
+    losses = []
+    for model in (reference, paged):
+        torch.manual_seed(2)
+        for seed in range(3):
+            with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast", cache_enabled=False):
+                loss = model.loss(seed)
+            loss.backward()
+            losses.append(loss.item())
+    assert losses[:3] == losses[3:]
+    optimizer = zero.AdamW(paged.parameters())
+    for ours, theirs in zip(paged.parameters(), reference.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        assert theirs.grad is None or torch.equal(optimizer.grad(ours), theirs.grad)
+    assert kept(store) == []
 
 
 def test_inside_somebody_elses_checkpoint(store: TieredStore) -> None:

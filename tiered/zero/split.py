@@ -189,6 +189,8 @@ class Splitter:
         return not (isinstance(leaf, nn.Parameter) or self.pager.reference(leaf) is not None or self._is_buffer(leaf))
 
     def _is_buffer(self, tensor: torch.Tensor) -> bool:
+        if tensor.requires_grad:
+            return False
         address = tensor.untyped_storage().data_ptr()
         return any(
             address == buffer.untyped_storage().data_ptr()
