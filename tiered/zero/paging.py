@@ -12,7 +12,8 @@ pushed only where no others are active, and its recomputation is an ordinary for
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +25,9 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from tiered import MisuseError, TieredStore
 from tiered.types import Access
 from tiered.zero.heap import Trimmer
+from tiered.zero.kept import Kept
 from tiered.zero.schedule import Prefetch, Rehearsal
+from tiered.zero.split import Splitter
 from tiered.zero.unit import Unit
 from tiered.zero.units import Placement, Plan, even_chunks, is_called
 
@@ -95,7 +98,9 @@ class _Watched(dict[str, Any]):
 class Pager:
     """A model whose parameters live in a store. Used by one thread at a time, as a module is."""
 
-    def __init__(self, model: nn.Module, store: TieredStore, name: str, plan: Plan, pool: int, *, prefetch: Prefetch) -> None:
+    def __init__(
+        self, model: nn.Module, store: TieredStore, name: str, plan: Plan, pool: int, *, prefetch: Prefetch, micro_batch: int = 1
+    ) -> None:
         self.model, self.store, self.name = model, store, name
         limit = max(4096, min(LARGEST_CHUNK, pool // CHUNK_SHARE) // 4096 * 4096) // 4
         self.units = [Unit(store, name, unit, even_chunks(unit.elements, limit)) for unit in plan.units]
@@ -104,7 +109,7 @@ class Pager:
         self._held = {module: [self.units[i] for i in indices] for module, indices in plan.held.items()}
         self._frames: list[_Frame] = []
         self._bases: dict[int, Unit] = {}
-        self._backward_unit: Unit | None = None
+        self._backward_units: tuple[Unit, ...] = ()
         self._gradient_unit: Unit | None = None
         self._in_backward = False
         self._accumulators: dict[Placement, Any] = {}
@@ -112,6 +117,7 @@ class Pager:
         self.rehearsal.prefetch = self._prefetch = prefetch
         self._trimmer = Trimmer(pool // TRIM_SHARE)
         self._watch()
+        self.splitter = Splitter(self, plan, pool, micro_batch) if micro_batch > 1 else None
 
     # -- installing --------------------------------------------------------------------------------------------------------
 
@@ -201,16 +207,25 @@ class Pager:
 
     # -- saved for backward ------------------------------------------------------------------------------------------------
 
-    def _pack(self, tensor: torch.Tensor) -> object:
+    def reference(self, tensor: torch.Tensor) -> object | None:
+        """What to remember instead of a tensor that shows memory of a unit that is held; None for any other."""
         if tensor.layout is torch.strided:
             unit = self._bases.get(tensor.untyped_storage().data_ptr())
             if unit is not None:
                 return _Reference(unit, tensor)
-        return tensor
+        return None
+
+    def _pack(self, tensor: torch.Tensor) -> object:
+        reference = self.reference(tensor)
+        if reference is not None or self.splitter is None:
+            return tensor if reference is None else reference
+        return self.splitter.pack(tensor)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
+        if isinstance(packed, Kept):
+            return packed.restore()
         assert isinstance(packed, _Reference)
         unit = packed.unit
         if unit.version != packed.version:
@@ -218,24 +233,47 @@ class Pager:
                 f"the parameters of {unit.plan.name!r} were updated after this graph was made: call backward before step()"
             )
         if not self._frames:
-            self._visit_backward(unit)
+            self._visit_backward((unit,))
         elif not unit.held:
             self._hold(self._frames[-1], unit)
         assert unit.base is not None
         typed = unit.base.view(packed.dtype)
         return typed.as_strided(packed.size, packed.stride, packed.offset)
 
-    def _visit_backward(self, unit: Unit) -> None:
+    def _visit_backward(self, units: Iterable[Unit]) -> None:
+        """Hold these from here on, and those that were held for backward before no longer."""
         self._begin_backward()
-        if self._backward_unit is unit:
+        wanted = tuple(units)
+        if all(unit in self._backward_units for unit in wanted):
             return
-        before, self._backward_unit = self._backward_unit, None
-        if before is not None:
-            self._drop(before)
-        unit.hold()
-        self._backward_unit = unit
-        assert unit.base is not None
-        self._bases[unit.base.untyped_storage().data_ptr()] = unit
+        self._leave_backward()
+        for unit in wanted:
+            unit.hold()
+            self._backward_units += (unit,)
+            assert unit.base is not None
+            self._bases[unit.base.untyped_storage().data_ptr()] = unit
+
+    def _leave_backward(self) -> None:
+        units, self._backward_units = self._backward_units, ()
+        for unit in units:
+            self._drop(unit)
+
+    @contextmanager
+    def recomputing(self, module: nn.Module) -> Iterator[Callable[[Any], torch.Tensor]]:
+        """Within backward, a part of a split module's forward is computed again. Its units stay until others are needed: all
+        parts follow one another. Gives what turns a ``reference``, or something kept, into a tensor again."""
+        frame = _Frame(module)
+        if not self._frames:
+            self._visit_backward(self._held[module])
+        self._frames.append(frame)
+        try:
+            for unit in self._held[module]:
+                if not unit.held:
+                    self._hold(frame, unit)
+            yield self._unpack
+        finally:
+            while frame in self._frames:
+                self._leave(self._frames.pop())
 
     def _begin_backward(self) -> None:
         if not self._in_backward:
@@ -244,12 +282,12 @@ class Pager:
 
     def _end_backward(self) -> None:
         self._in_backward = False
-        unit, self._backward_unit = self._backward_unit, None
-        if unit is not None:
-            self._drop(unit)
+        self._leave_backward()
         if self._gradient_unit is not None:
             self._gradient_unit.close_gradient()
             self._gradient_unit = None
+        if self.splitter is not None:
+            self.splitter.keeper.sweep()
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
@@ -327,24 +365,28 @@ class PagingStatistics:
     """Of one paged model, since ``page``.
 
     ``units``: how many there are. ``largest_unit``: bytes of the largest one's parameters. ``updates``: how many updates of a
-    unit were applied, ``update_seconds``: what they took, without the time that they waited for the store.
+    unit were applied, ``update_seconds``: what they took, without the time that they waited for the store. ``split``: names of
+    the modules that divide the batch (``micro_batch=``).
     """
 
     units: int
     largest_unit: int
     updates: int
     update_seconds: float
+    split: tuple[str, ...]
 
 
 def statistics(model: nn.Module) -> PagingStatistics:
     """What paging ``model`` took so far. Raises MisuseError for a model that is not paged."""
     for parameter in model.parameters():
-        units = placement_of(parameter)[0].units
+        pager = placement_of(parameter)[0]
+        units = pager.units
         return PagingStatistics(
             units=len(units),
             largest_unit=max(unit.plan.nbytes for unit in units),
             updates=sum(unit.updates for unit in units),
             update_seconds=sum(unit.update_seconds for unit in units),
+            split=pager.splitter.split if pager.splitter is not None else (),
         )
     raise MisuseError("this model has no parameters")
 
