@@ -12,7 +12,8 @@ from tiered.errors import MisuseError
 from tiered.zero.gradients import StoredGradient
 from tiered.zero.paging import Pager, placement_of
 from tiered.zero.rules import AdamWRule
-from tiered.zero.unit import Pending, Unit, Update
+from tiered.zero.states import Pending, Update
+from tiered.zero.unit import Unit
 from tiered.zero.units import Placement
 
 __all__ = ["AdamW"]

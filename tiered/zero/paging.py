@@ -302,7 +302,7 @@ class Pager:
 
     def _bytes(self, unit: Unit, keys: Iterable[str]) -> int:
         chunks = sum(1 for _ in keys) - 1
-        return unit.plan.nbytes + chunks * unit.chunk_elements * 4
+        return unit.plan.nbytes + chunks * unit.states.chunk_elements * 4
 
     # -- state_dict --------------------------------------------------------------------------------------------------------
 
@@ -356,7 +356,7 @@ def statistics(model: nn.Module) -> PagingStatistics:
             units=len(units),
             largest_unit=max(unit.plan.nbytes for unit in units),
             updates=sum(unit.updates for unit in units),
-            update_seconds=sum(unit.update_seconds for unit in units),
+            update_seconds=sum(unit.states.update_seconds for unit in units),
         )
     raise MisuseError("this model has no parameters")
 

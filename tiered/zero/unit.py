@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -12,27 +10,10 @@ import torch
 from tiered import Access, MisuseError, TensorSpec, TieredStore
 from tiered.zero.gradients import StoredGradient
 from tiered.zero.placeholder import Placeholder
-from tiered.zero.rules import UpdateRule
+from tiered.zero.states import Pending, States
 from tiered.zero.units import Placement, UnitPlan
 
-__all__ = ["Pending", "Unit", "Update"]
-
-
-@dataclass(frozen=True)
-class Update:
-    """One parameter's share of an optimizer step, frozen when ``step()`` was called. ``scales`` multiply the gradient first."""
-
-    rule: UpdateRule
-    step: int
-    scales: tuple[torch.Tensor, ...]
-
-
-@dataclass
-class Pending:
-    """A unit's share of an optimizer step. ``chunks_done`` lets an update that was interrupted go on where it stopped."""
-
-    updates: dict[Placement, Update]
-    chunks_done: int = 0
+__all__ = ["Unit"]
 
 
 @dataclass(eq=False)
@@ -59,10 +40,8 @@ class Unit:
         self.store, self.plan = store, plan
         self.key = f"{prefix}/param/{plan.name}"
         self.gradient_key = f"{self.key}/grad"
-        self.chunk_elements = chunk_elements
         self.version = 0
         self.updates = 0
-        self.update_seconds = 0.0
         self.pending: Pending | None = None
         self.base: torch.Tensor | None = None
         self.gradients = {
@@ -75,7 +54,7 @@ class Unit:
         self._gradient: torch.Tensor | None = None
         self._gradient_lease = ExitStack()
         self._placeholders = {p: Placeholder(p.shape, p.dtype) for p in plan.placements}
-        self.stale_masters = set(plan.placements)  # whose fp32 master does not yet have the parameter's value
+        self.states = States(store, self.key, plan.placements, chunk_elements)
 
     # -- parameters --------------------------------------------------------------------------------------------------------
 
@@ -111,7 +90,7 @@ class Unit:
                 if placement.parameter._version != version or _address(placement.parameter) != here:
                     written = placement.name
         else:
-            self.stale_masters.update(self.plan.placements)
+            self.states.stale_masters.update(self.plan.placements)
             self.version += 1
         self.release_parameters()
         self.base = None
@@ -253,30 +232,11 @@ class Unit:
 
     # -- updates -----------------------------------------------------------------------------------------------------------
 
-    def chunk_keys(self, updates: Iterable[Placement]) -> list[tuple[int, list[str]]]:
-        """Chunks of the state that ``updates`` touch: index and keys, in order."""
-        indices: set[int] = set()
-        for placement in updates:
-            first = placement.element // self.chunk_elements
-            last = (placement.element + max(1, placement.numel) - 1) // self.chunk_elements
-            indices.update(range(first, last + 1))
-        return [(index, [f"{self.key}/{name}#{index}" for name in self._state_names]) for index in sorted(indices)]
-
-    @property
-    def _state_names(self) -> Sequence[str]:
-        mixed = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.gradients)
-        return ("m", "v", "master") if mixed else ("m", "v")
-
-    @property
-    def _state_dtype(self) -> torch.dtype:
-        wide = any(p.dtype is torch.float64 for p in self.gradients)
-        return torch.float64 if wide else torch.float32
-
     def upcoming_keys(self) -> list[str]:
         """What the next ``hold`` will lease, in order."""
         if self.pending is None:
             return [self.key]
-        chunks = self.chunk_keys(self.pending.updates)[self.pending.chunks_done :]
+        chunks = self.states.chunks(self.pending.updates)[self.pending.chunks_done :]
         return [self.key, self.gradient_key, *(key for _, keys in chunks for key in keys)]
 
     def settle(self) -> None:
@@ -287,124 +247,25 @@ class Unit:
         if self.held:
             raise MisuseError(f"the parameters of {self.plan.name!r} are in use: their update has to wait for the end of it")
         self.close_gradient()
-        chunks = self.chunk_keys(pending.updates)
-        scratch: dict[torch.dtype, torch.Tensor] = {}
         with (
             self.store.lease(self.key, access=Access.WRITE) as unit,
             self.store.lease(self.gradient_key) as gradient,
         ):
-            for index, keys in chunks[pending.chunks_done :]:
-                self._update_chunk(index, keys, pending, unit, gradient, scratch)
-                pending.chunks_done += 1
+            self.states.apply(pending, unit, gradient)
             del unit, gradient
-        self.stale_masters.difference_update(pending.updates)
         self.updates += 1
         self.pending = None
         self.forget_gradients()
 
-    def _update_chunk(
-        self,
-        index: int,
-        keys: list[str],
-        pending: Pending,
-        unit: torch.Tensor,
-        gradient: torch.Tensor,
-        scratch: dict[torch.dtype, torch.Tensor],
-    ) -> None:
-        self._create_chunk(keys)
-        with self.store.lease(keys, access=Access.WRITE) as states, torch.no_grad():
-            began = time.perf_counter()
-            self._update_slices(index * self.chunk_elements, states, pending, unit, gradient, scratch)
-            self.update_seconds += time.perf_counter() - began
-            del states  # the last alias: the chunk may go to disk as soon as the lease ends
-
-    def _update_slices(
-        self,
-        begin: int,
-        states: Sequence[torch.Tensor],
-        pending: Pending,
-        unit: torch.Tensor,
-        gradient: torch.Tensor,
-        scratch: dict[torch.dtype, torch.Tensor],
-    ) -> None:
-        """Update what lies in one chunk, which covers the state's elements from ``begin`` on."""
-        for placement, update in pending.updates.items():
-            start, stop, at = self._within_chunk(placement, begin)
-            if start >= stop:
-                continue
-            state = {name: whole[at] for name, whole in zip(self._state_names, states, strict=True)}
-            if update.step == 1:  # of a fresh optimizer, whatever an earlier one left here
-                for moment in state.values():
-                    moment.zero_()
-                self.stale_masters.add(placement)
-            param, grad = placement.flat(unit, start, stop), placement.flat(gradient, start, stop)
-            for scale in update.scales:
-                if grad.dtype not in scratch:
-                    scratch[grad.dtype] = torch.empty(self.chunk_elements, dtype=grad.dtype)
-                grad = torch.mul(grad, scale, out=scratch[grad.dtype][: stop - start])
-            master = state.pop("master", None)
-            if master is None or param.dtype is master.dtype:
-                update.rule.update(param, grad, state, update.step)
-            else:
-                if placement in self.stale_masters:
-                    master.copy_(param)
-                update.rule.update(master, grad.to(master.dtype), state, update.step)
-                param.copy_(master)
-
-    def _within_chunk(self, placement: Placement, begin: int) -> tuple[int, int, slice]:
-        """Which elements of a parameter, and where in the chunk that covers the state from element ``begin`` on."""
-        start = max(0, begin - placement.element)
-        stop = min(placement.numel, begin + self.chunk_elements - placement.element)
-        return start, stop, slice(placement.element + start - begin, placement.element + stop - begin)
-
-    # -- optimizer state by parameter --------------------------------------------------------------------------------------
-
     def state_copies(self, placement: Placement) -> dict[str, torch.Tensor]:
-        """Copies of ``m`` and ``v`` of one parameter, in its shape and strides."""
+        """Copies of ``m`` and ``v`` of one parameter, in its shape and strides, with the pending update applied."""
         self.settle()
-        copies = {
-            name: torch.empty_strided(placement.shape, placement.stride, dtype=self._state_dtype) for name in ("m", "v")
-        }
-        for index, _ in self.chunk_keys([placement]):
-            start, stop, at = self._within_chunk(placement, index * self.chunk_elements)
-            for name, copy in copies.items():
-                with self.store.lease(f"{self.key}/{name}#{index}") as chunk:
-                    _flat(copy)[start:stop] = chunk[at]
-                del chunk
-        return copies
+        return self.states.copies(placement)
 
     def load_state(self, placement: Placement, moments: dict[str, torch.Tensor]) -> None:
         """The opposite of ``state_copies``; the fp32 master of a narrower parameter starts from the parameter again."""
         self.settle()
-        self.stale_masters.add(placement)
-        arranged = {}
-        for name, value in moments.items():
-            arranged[name] = torch.empty_strided(placement.shape, placement.stride, dtype=self._state_dtype)
-            arranged[name].copy_(value)
-        for index, keys in self.chunk_keys([placement]):
-            self._create_chunk(keys)
-            start, stop, at = self._within_chunk(placement, index * self.chunk_elements)
-            for name, value in arranged.items():
-                with self.store.lease(f"{self.key}/{name}#{index}", access=Access.WRITE) as chunk:
-                    chunk[at] = _flat(value)[start:stop]
-                del chunk
-
-    def _create_chunk(self, keys: list[str]) -> None:
-        """Zeros, where a chunk does not exist yet."""
-        if keys[0] in self.store:
-            return
-        dtype = self._state_dtype
-        spec = TensorSpec(str(dtype).removeprefix("torch."), (self.chunk_elements,), dtype.itemsize)
-        for key in reversed(keys):  # the first key tells that all are there
-            self.store.create(key, spec)
-            with self.store.lease(key, access=Access.WRITE) as chunk:
-                chunk.zero_()
-            del chunk
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in memory order, without a copy; ``tensor`` is dense."""
-    return tensor.as_strided((tensor.numel(),), (1,))
+        self.states.load(placement, moments)
 
 
 def _address(tensor: torch.Tensor) -> int:
