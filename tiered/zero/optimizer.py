@@ -9,7 +9,6 @@ import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from tiered.errors import MisuseError
-from tiered.zero.gradients import StoredGradient
 from tiered.zero.paging import Pager, placement_of
 from tiered.zero.rules import AdamWRule
 from tiered.zero.states import Pending, Update
@@ -22,8 +21,9 @@ __all__ = ["AdamW"]
 class AdamW(Optimizer):
     """``torch.optim.AdamW(fused=True)`` for a model that went through ``tiered.zero.page``, bit for bit.
 
-    Masters and moments are fp32 tensors in the store (fp32 parameters are their own masters; fp64 ones keep fp64
-    moments), read and written in chunks of a few MiB, so that memory does not grow with the model. ``step()`` only
+    Moments are fp32 (fp64 for fp64 parameters), and so are the masters of bf16 and fp16 parameters: what is updated is the
+    master, and the parameter is the master rounded: bf16 half up (so that the master is the parameter and 16 more bits), fp16
+    to even. All of it is read and written in chunks of a few MiB, so that memory does not grow with the model. ``step()`` only
     freezes learning rate, betas, decay, step count and clip factor of each unit; the update is applied when the unit is
     next leased: by the next forward, by evaluation, by ``state_dict``.
 
@@ -75,7 +75,7 @@ class AdamW(Optimizer):
         """One AdamW step for every parameter that has a gradient. ``closure`` as in torch; returns what it returns, else None.
 
         Applies updates of an earlier step that nothing has asked for yet; so it may wait for the store, and raise what that
-        raises.
+        raises. Raises MisuseError, with nothing changed, where the gradient of a bf16 parameter is infinite or NaN.
         """
         loss = None
         if closure is not None:
@@ -89,6 +89,7 @@ class AdamW(Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     _, unit, placement = placement_of(parameter)
+                    unit.refuse_infinite(placement)  # before anything is marked
                     step = self._steps.get(placement, 0) + 1
                     updates.setdefault(unit, {})[placement] = Update(rule, step, ())
         for pager in self._pagers():
@@ -102,10 +103,7 @@ class AdamW(Optimizer):
 
     def _mark(self, unit: Unit, changed: dict[Placement, Update]) -> None:
         for placement, update in changed.items():
-            grad = placement.parameter.grad
-            assert grad is not None
-            if not isinstance(grad, StoredGradient):
-                unit.take_gradient(placement, grad)  # somebody assigned it
+            unit.collect_gradient(placement)
             changed[placement] = Update(update.rule, update.step, tuple(unit.gradients[placement].scales))
             self._steps[placement] = update.step
         unit.close_gradient()
@@ -169,18 +167,23 @@ class AdamW(Optimizer):
     # -- state -------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies, in the form of ``torch.optim.AdamW``'s: step, exp_avg and exp_avg_sq per parameter, and the param groups."""
+        """Copies, in the form of ``torch.optim.AdamW``'s: step, exp_avg and exp_avg_sq per parameter, and the param groups.
+
+        bf16 and fp16 parameters also have their fp32 ``master``.
+        """
         packed = super().state_dict()
         state = {}
         for index, parameter in enumerate(self._parameters()):
             _, unit, placement = placement_of(parameter)
             if placement in self._steps:
-                moments = unit.state_copies(placement)
+                kept = unit.state_copies(placement)
                 state[index] = {
                     "step": torch.tensor(float(self._steps[placement])),
-                    "exp_avg": moments["m"],
-                    "exp_avg_sq": moments["v"],
+                    "exp_avg": kept["m"],
+                    "exp_avg_sq": kept["v"],
                 }
+                if "master" in kept:
+                    state[index]["master"] = kept["master"]
         packed["state"] = state
         for group in packed["param_groups"]:  # so that torch's takes the same kernel
             group.update(fused=True, foreach=None, amsgrad=False, capturable=False, differentiable=False)
@@ -188,7 +191,10 @@ class AdamW(Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` gave, here or from ``torch.optim.AdamW``. Pending updates are applied first."""
+        """Take over what ``state_dict`` gave, here or from ``torch.optim.AdamW``. Pending updates are applied first.
+
+        Load the model's values before: a master that is another value than its parameter has is not taken.
+        """
         if any(group.get("amsgrad") for group in state_dict["param_groups"]):
             raise MisuseError("this state was trained with amsgrad=True, which tiered.zero.AdamW does not have")
         self.flush()
@@ -200,7 +206,10 @@ class AdamW(Optimizer):
             found = moments.get(index)
             if found is None:
                 continue
-            unit.load_state(placement, {"m": found["exp_avg"], "v": found["exp_avg_sq"]})
+            state = {"m": found["exp_avg"], "v": found["exp_avg_sq"]}
+            if "master" in found:
+                state["master"] = found["master"]
+            unit.load_state(placement, state)
             self._steps[placement] = int(found["step"])
 
     # -- within ------------------------------------------------------------------------------------------------------------

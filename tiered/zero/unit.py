@@ -9,6 +9,7 @@ import torch
 
 from tiered import Access, MisuseError, TensorSpec, TieredStore
 from tiered.zero.gradients import StoredGradient
+from tiered.zero.master import all_finite
 from tiered.zero.placeholder import Placeholder
 from tiered.zero.states import Pending, States
 from tiered.zero.units import Placement, UnitPlan
@@ -19,13 +20,16 @@ __all__ = ["Unit"]
 @dataclass(eq=False)
 class GradientState:
     """``scales``: factors that the stored gradient has yet to be multiplied by. ``norms``: those known of it, by order.
-    ``orders``: those that somebody asked for before, worth computing while a gradient is at hand."""
+    ``orders``: those that somebody asked for before, worth computing while a gradient is at hand. ``finite``: whether the
+    stored gradient, as it is, has neither NaN nor infinity; ``watched``: whether that is worth knowing."""
 
     marker: StoredGradient
     scales: list[torch.Tensor] = field(default_factory=list)
     norms: dict[float, torch.Tensor] = field(default_factory=dict)
     orders: set[float] = field(default_factory=set)
     accumulate: bool = False
+    watched: bool = False
+    finite: bool = True
 
 
 class Unit:
@@ -45,7 +49,9 @@ class Unit:
         self.pending: Pending | None = None
         self.base: torch.Tensor | None = None
         self.gradients = {
-            p: GradientState(StoredGradient(p.parameter, p.name)) for p in plan.placements if p.dtype.is_floating_point
+            p: GradientState(StoredGradient(p.parameter, p.name), watched=p.dtype is torch.bfloat16)
+            for p in plan.placements
+            if p.dtype.is_floating_point
         }
         self._holders = 0
         self._access = Access.READ
@@ -149,6 +155,13 @@ class Unit:
         self.gradients[placement].accumulate = False
         self.add_gradient(placement, grad)
 
+    def collect_gradient(self, placement: Placement) -> None:
+        """Store a gradient that somebody assigned to ``parameter.grad``."""
+        grad = placement.parameter.grad
+        assert grad is not None
+        if not isinstance(grad, StoredGradient):
+            self.take_gradient(placement, grad)
+
     @torch.no_grad()  # also where backward records itself (create_graph)
     def add_gradient(self, placement: Placement, grad: torch.Tensor) -> None:
         if grad.layout is not torch.strided:
@@ -163,6 +176,8 @@ class Unit:
             target.copy_(grad)
         state.scales.clear()
         state.norms = {order: torch.linalg.vector_norm(target, order) for order in state.orders}
+        if state.watched:
+            state.finite = all_finite(target)
         placement.parameter.grad = state.marker
 
     def _open_gradient(self) -> torch.Tensor:
@@ -198,11 +213,8 @@ class Unit:
     def gradient_norm(self, placement: Placement, order: float) -> torch.Tensor:
         """``vector_norm`` of the whole gradient, from when it arrived where that is known already."""
         state = self.gradients[placement]
-        grad = placement.parameter.grad
-        assert grad is not None
         state.orders.add(order)
-        if not isinstance(grad, StoredGradient):
-            self.take_gradient(placement, grad)
+        self.collect_gradient(placement)
         if order not in state.norms:
             self.close_gradient()
             with self.store.lease(self.gradient_key) as stored:
@@ -220,6 +232,18 @@ class Unit:
         state = self.gradients[placement]
         state.scales.append(factor)
         state.norms.clear()
+
+    def refuse_infinite(self, placement: Placement) -> None:
+        """Raise MisuseError if the gradient would make the fp32 master of a bf16 parameter infinite or NaN."""
+        if placement.dtype is not torch.bfloat16:
+            return
+        self.collect_gradient(placement)
+        state = self.gradients[placement]
+        if not state.finite or not all(bool(torch.isfinite(scale)) for scale in state.scales):
+            raise MisuseError(
+                f"the gradient of {placement.name!r} is not finite, and would make a bfloat16 parameter NaN: leave this step "
+                "out (optimizer.zero_grad())"
+            )
 
     def forget_gradients(self) -> None:
         """Delete the stored gradients when neither a parameter nor a pending update refers to them any more."""
@@ -258,14 +282,21 @@ class Unit:
         self.forget_gradients()
 
     def state_copies(self, placement: Placement) -> dict[str, torch.Tensor]:
-        """Copies of ``m`` and ``v`` of one parameter, in its shape and strides, with the pending update applied."""
+        """``States.copies``, with the pending update applied."""
         self.settle()
-        return self.states.copies(placement)
+        with self.store.lease(self.key) as unit:
+            param = placement.flat(unit, 0, placement.numel)
+            copies = self.states.copies(placement, param)
+            del unit, param
+        return copies
 
-    def load_state(self, placement: Placement, moments: dict[str, torch.Tensor]) -> None:
-        """The opposite of ``state_copies``; the fp32 master of a narrower parameter starts from the parameter again."""
+    def load_state(self, placement: Placement, state: dict[str, torch.Tensor]) -> None:
+        """``States.load``, after the pending update."""
         self.settle()
-        self.states.load(placement, moments)
+        with self.store.lease(self.key) as unit:
+            param = placement.flat(unit, 0, placement.numel)
+            self.states.load(placement, param, state)
+            del unit, param
 
 
 def _address(tensor: torch.Tensor) -> int:
