@@ -52,6 +52,7 @@ class States:
 
     def __init__(self, store: TieredStore, key: str, placements: Sequence[Placement], chunk_elements: int) -> None:
         self.store, self.key, self.chunk_elements = store, key, chunk_elements
+        self._placements = placements
         self.update_seconds = 0.0
         self.stale_masters = set(placements)  # whose fp32 master does not yet have the parameter's value
         kinds = {placement.dtype for placement in placements}
@@ -77,12 +78,20 @@ class States:
         stop = min(placement.numel, begin + self.chunk_elements - placement.element)
         return start, stop, slice(placement.element + start - begin, placement.element + stop - begin)
 
-    def _create(self, keys: list[str]) -> None:
-        """Zeros, where a chunk does not exist yet."""
-        if keys[0] in self.store:
+    def _create(self, index: int, keys: list[str], placements: Iterable[Placement]) -> None:
+        """Zeros, where a chunk does not exist yet, as far as there are parameters that need states."""
+        ends = [p.element + p.numel for p in {*placements, *(p for p in self._placements if p.parameter.requires_grad)}]
+        size = min(self.chunk_elements, max(ends) - index * self.chunk_elements)
+        found = self.store.spec(keys[0]).shape[0] if keys[0] in self.store else 0
+        if found >= size:
             return
         for key, dtype in reversed(list(zip(keys, self._layout.values(), strict=True))):  # the first tells that all are there
-            self.store.create(key, TensorSpec(str(dtype).removeprefix("torch."), (self.chunk_elements,), dtype.itemsize))
+            if found:  # a parameter was unfrozen since
+                grown = torch.zeros(size, dtype=dtype)
+                grown[:found] = self.store.get(key)[:found]
+                self.store.put(key, grown)
+                continue
+            self.store.create(key, TensorSpec(str(dtype).removeprefix("torch."), (size,), dtype.itemsize))
             with self.store.lease(key, access=Access.WRITE) as chunk:
                 chunk.zero_()
             del chunk
@@ -96,7 +105,7 @@ class States:
         """
         scratch = _Scratch()
         for index, keys in self.chunks(pending.updates)[pending.chunks_done :]:
-            self._create(keys)
+            self._create(index, keys, pending.updates)
             begin = index * self.chunk_elements
             with self.store.lease(keys, access=Access.WRITE) as chunk, torch.no_grad():
                 began = time.perf_counter()
@@ -208,7 +217,7 @@ class States:
                 flat[narrow] = low if narrow == "lo" else master
                 self.stale_masters.discard(placement)
         for index, keys in self.chunks([placement]):
-            self._create(keys)
+            self._create(index, keys, [placement])
             start, stop, at = self._within(placement, index * self.chunk_elements)
             for name, value in flat.items():
                 with self.store.lease(f"{self.key}/{name}#{index}", access=Access.WRITE) as chunk:
