@@ -9,6 +9,7 @@ import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from tiered.errors import MisuseError
+from tiered.zero.gradients import SpentGradient
 from tiered.zero.paging import Pager, placement_of
 from tiered.zero.rules import AdamWRule
 from tiered.zero.states import Pending, Update
@@ -40,7 +41,12 @@ class AdamW(Optimizer):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
+        update: str = "on_fetch",
     ) -> None:
+        if update not in ("on_fetch", "in_backward"):
+            raise MisuseError(f"update is 'on_fetch' or 'in_backward', not {update!r}")
+        self._in_backward = update == "in_backward"
+        self._group_of: dict[Placement, int] = {}
         for what, value, wrong in (
             ("lr", lr, lr < 0),
             ("eps", eps, eps < 0),
@@ -67,6 +73,10 @@ class AdamW(Optimizer):
         except MisuseError:
             self.param_groups.pop()
             raise
+        for parameter in group["params"]:
+            _, unit, placement = placement_of(parameter)
+            self._group_of[placement] = len(self.param_groups) - 1
+            unit.claim(placement, self if self._in_backward else None)
 
     # -- stepping ----------------------------------------------------------------------------------------------------------
 
@@ -83,12 +93,11 @@ class AdamW(Optimizer):
                 loss = closure()
         updates: dict[Unit, dict[Placement, Update]] = {}
         for group in self.param_groups:
-            rule = AdamWRule(
-                float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"], group["maximize"]
-            )
+            rule = _rule(group)
             for parameter in group["params"]:
+                _, unit, placement = placement_of(parameter)
+                unit.close_step(placement)
                 if parameter.grad is not None:
-                    _, unit, placement = placement_of(parameter)
                     unit.refuse_infinite(placement)  # before anything is marked
                     step = self._steps.get(placement, 0) + 1
                     updates.setdefault(unit, {})[placement] = Update(rule, step, ())
@@ -110,12 +119,19 @@ class AdamW(Optimizer):
         unit.pending = Pending(changed)
         unit.version += 1
 
+    def update_now(self, placement: Placement) -> Update:
+        """Called within backward when a gradient is complete: counts one step, and returns it."""
+        step = self._steps[placement] = self._steps.get(placement, 0) + 1
+        return Update(_rule(self.param_groups[self._group_of[placement]]), step, ())
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; with ``set_to_none=False`` they become zeros (hence an update follows), as in torch."""
         units: dict[Unit, list[Placement]] = {}
         for parameter in self._parameters():
-            if parameter.grad is not None:
-                _, unit, placement = placement_of(parameter)
+            _, unit, placement = placement_of(parameter)
+            if isinstance(parameter.grad, SpentGradient):
+                parameter.grad = None
+            elif parameter.grad is not None:
                 units.setdefault(unit, []).append(placement)
         for unit, placements in units.items():
             if set_to_none:
@@ -137,6 +153,7 @@ class AdamW(Optimizer):
         The norm of each whole gradient, then the norm of these in ``model.parameters()`` order; the factor is applied when
         the update is. Raises RuntimeError for a norm that is not finite when ``error_if_nonfinite``.
         """
+        self.refuse_in_backward("clip_grad_norm_")
         order = float(norm_type)
         graded = [placement_of(p) for p in self._parameters() if p.grad is not None]
         if not graded:
@@ -214,6 +231,14 @@ class AdamW(Optimizer):
 
     # -- within ------------------------------------------------------------------------------------------------------------
 
+    def refuse_in_backward(self, what: str) -> None:
+        """Raise MisuseError where the gradients are gone when ``step()`` is called."""
+        if self._in_backward:
+            raise MisuseError(
+                f'{what} needs all gradients before the first update, and this optimizer updates during backward: make it with '
+                'update="on_fetch"'
+            )
+
     def _parameters(self) -> Iterable[torch.nn.Parameter]:
         for group in self.param_groups:
             yield from group["params"]
@@ -223,3 +248,7 @@ class AdamW(Optimizer):
 
     def _pagers(self) -> Iterable[Pager]:
         return dict.fromkeys(placement_of(parameter)[0] for parameter in self._parameters())
+
+
+def _rule(group: dict[str, Any]) -> AdamWRule:
+    return AdamWRule(float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"], group["maximize"])

@@ -22,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from tiered import MisuseError, TieredStore
 from tiered.types import Access
+from tiered.zero.backward import BackwardUpdates
 from tiered.zero.heap import Trimmer
 from tiered.zero.schedule import Successors
 from tiered.zero.unit import Unit
@@ -43,21 +44,23 @@ Event = tuple[str, int]
 class _Reference:
     """A saved tensor that was a paged parameter, or a view of one."""
 
-    __slots__ = ("dtype", "offset", "size", "stride", "unit", "version")
+    __slots__ = ("__weakref__", "dtype", "offset", "size", "stride", "unit", "version")
 
     def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
         self.unit, self.version = unit, unit.version
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.offset = tensor.storage_offset()
+        unit.references.add(self)
 
 
 class _Frame:
     """What one running forward holds."""
 
-    __slots__ = ("hooks", "module", "units")
+    __slots__ = ("hooks", "module", "recording", "units")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.recording = torch.is_grad_enabled()
         self.units: list[Unit] = []
         self.hooks: saved_tensors_hooks | None = None
 
@@ -90,6 +93,8 @@ class Pager:
         self._backward_unit: Unit | None = None
         self._gradient_unit: Unit | None = None
         self._in_backward = False
+        self._backward_task = -1
+        self._updates = BackwardUpdates()
         self._accumulators: dict[Placement, Any] = {}
         self._schedule: Successors[Event] = Successors()
         self._look_ahead = pool // LOOK_AHEAD if prefetch else 0
@@ -121,7 +126,9 @@ class Pager:
     # -- forward -----------------------------------------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if module is self.model and torch._C._current_graph_task_id() == -1:  # not a recomputation within backward
+        if torch._C._current_graph_task_id() != -1:  # a recomputation
+            self._begin_backward()
+        elif module is self.model or not self._frames:
             self.reset()
         frame = _Frame(module)
         self._frames.append(frame)
@@ -136,6 +143,8 @@ class Pager:
             self._happened(("forward", self._index[unit]))
         self._hook_gradients(unit)
         unit.hold()
+        if not frame.recording and self._frames[0].recording:  # reentrant checkpointing: its gradients come on their own
+            self._updates.defer(unit)
         frame.units.append(unit)
         assert unit.base is not None
         self._bases[unit.base.untyped_storage().data_ptr()] = unit
@@ -160,20 +169,33 @@ class Pager:
                 self._bases.pop(address, None)
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
-        """``module.name`` was evaluated. Inside a forward, the innermost frame holds the parameter's unit from here on.
+        """``module.name`` was evaluated. Inside a forward, the innermost frame holds the parameter's unit from here on; so does
+        the running backward, where a function that is no module is computed again.
 
         torch.utils.checkpoint keeps what its recomputation saves: aliases of parameters that need a gradient, which stay right
         when the unit is let go, but frozen ones as the very object, which would turn to NaN. So there these are aliases, too.
+        All are in the graph of a reentrant one, where no hooks of ours are in force.
         """
         found = self._home.get(parameter)
-        if found is not None and not found[0].held:
-            found[0].refuse_written(found[1])
-        if found is not None and self._frames:
-            if not found[0].held:
-                self._hold(self._frames[-1], found[0])
-            if not parameter.requires_grad and torch._C._current_graph_task_id() != -1:
-                return parameter.detach()
-        return parameter
+        if found is None:
+            return parameter
+        unit, placement = found
+        if not unit.held:
+            unit.refuse_written(placement)
+        recomputed = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+        if recomputed:
+            unit.refuse_spent(placement)
+        if self._frames:
+            if not unit.held:
+                self._hold(self._frames[-1], unit)
+        elif recomputed:
+            self._hook_gradients(unit)
+            self._visit_backward(unit)
+            if parameter.requires_grad and not _hooks_active():
+                return parameter.view_as(parameter)
+        else:
+            return parameter
+        return parameter.detach() if recomputed and not parameter.requires_grad else parameter
 
     def reset(self) -> None:
         """Let go of everything, also what an exception or Ctrl-C left held. The next forward starts from nothing."""
@@ -214,6 +236,7 @@ class Pager:
         before, self._backward_unit = self._backward_unit, None
         if before is not None:
             self._drop(before)
+            self._updates.apply_ready()
         self._happened(("backward", self._index[unit]))
         unit.hold()
         self._backward_unit = unit
@@ -223,13 +246,26 @@ class Pager:
     def _begin_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            self._backward_task = torch._C._current_graph_task_id()
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
-    def _end_backward(self) -> None:
-        self._in_backward = False
+    def _finish_backward(self) -> None:
+        self._leave_backward_unit()
+        try:
+            self._updates.finish()
+        finally:
+            self._end_backward()
+
+    def _leave_backward_unit(self) -> None:
         unit, self._backward_unit = self._backward_unit, None
         if unit is not None:
             self._drop(unit)
+
+    def _end_backward(self) -> None:
+        """Also after an exception."""
+        self._in_backward = False
+        self._leave_backward_unit()
+        self._updates.abandon()
         if self._gradient_unit is not None:
             self._gradient_unit.close_gradient()
             self._gradient_unit = None
@@ -265,6 +301,9 @@ class Pager:
             assert parameter.grad is not None
             unit.add_gradient(placement, parameter.grad)
             self._trimmer.passed(placement.nbytes)
+            self._updates.arrived(unit, placement)
+            if torch._C._current_graph_task_id() != self._backward_task:  # a backward pass within: more may come
+                self._updates.defer(unit)
 
         return arrived
 
@@ -272,6 +311,9 @@ class Pager:
         """One unit's gradients are leased at a time."""
         self._begin_backward()
         if self._gradient_unit is not unit:
+            if self._backward_unit is not None and not self._backward_unit.references:
+                self._leave_backward_unit()
+            self._updates.apply_ready()
             if self._gradient_unit is not None:
                 self._gradient_unit.close_gradient()
             self._gradient_unit = unit
@@ -290,15 +332,12 @@ class Pager:
         room = self._look_ahead
         for kind, index in self._schedule.coming():
             unit = self.units[index]
-            wanted = unit.upcoming_keys() if kind == "forward" else self._backward_keys(unit)
+            wanted = unit.upcoming_keys() if kind == "forward" else unit.backward_keys()
             room -= self._bytes(unit, wanted)
             keys += wanted
             if room <= 0:
                 break
         self.store.prefetch(keys)
-
-    def _backward_keys(self, unit: Unit) -> list[str]:
-        return [unit.key, unit.gradient_key] if unit.any_gradient else [unit.key]
 
     def _bytes(self, unit: Unit, keys: Iterable[str]) -> int:
         chunks = sum(1 for _ in keys) - 1

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiered import Access, MisuseError, TensorSpec, TieredStore
-from tiered.zero.gradients import StoredGradient
+from tiered.zero.gradients import SpentGradient, StoredGradient
 from tiered.zero.master import all_finite
 from tiered.zero.placeholder import Placeholder
-from tiered.zero.states import Pending, States
+from tiered.zero.states import Pending, States, Update
 from tiered.zero.units import Placement, UnitPlan
 
-__all__ = ["Unit"]
+__all__ = ["Stepper", "Unit"]
+
+
+class Stepper(Protocol):
+    """An optimizer that updates within backward."""
+
+    def update_now(self, placement: Placement) -> Update:
+        """Count one step of a parameter and return it, with the hyper-parameters that there are now."""
+        ...
 
 
 @dataclass(eq=False)
 class GradientState:
     """``scales``: factors that the stored gradient has yet to be multiplied by. ``norms``: those known of it, by order.
     ``orders``: those that somebody asked for before, worth computing while a gradient is at hand. ``finite``: whether the
-    stored gradient, as it is, has neither NaN nor infinity; ``watched``: whether that is worth knowing."""
+    stored gradient, as it is, has neither NaN nor infinity; ``watched``: whether that is worth knowing.
+    ``spent``: it was used up by an update within backward, and ``optimizer.step()`` was not called since."""
 
     marker: StoredGradient
     scales: list[torch.Tensor] = field(default_factory=list)
@@ -30,6 +43,7 @@ class GradientState:
     accumulate: bool = False
     watched: bool = False
     finite: bool = True
+    spent: bool = False
 
 
 class Unit:
@@ -60,6 +74,9 @@ class Unit:
         self._gradient: torch.Tensor | None = None
         self._gradient_lease = ExitStack()
         self._placeholders = {p: Placeholder(p.shape, p.dtype) for p in plan.placements}
+        self._steppers: dict[Placement, weakref.ref[Stepper]] = {}
+        self._lent: list[StorageWeakRef] = []
+        self.references: weakref.WeakSet[object] = weakref.WeakSet()  # what graphs saved of it, which has no memory of its own
         self.states = States(store, self.key, plan.placements, chunk_elements)
 
     # -- parameters --------------------------------------------------------------------------------------------------------
@@ -88,9 +105,12 @@ class Unit:
         self._holders -= 1
         if self._holders:
             return
+        assert self.base is not None
+        if self._steppers:
+            self._lent = _living(self._lent)
+            self._lent.append(StorageWeakRef(self.base.untyped_storage()))  # type: ignore[no-untyped-call]
         written = None
         if self._access is Access.READ:
-            assert self.base is not None
             here = _address(self.base)
             for placement, version in zip(self.plan.placements, self._versions, strict=True):
                 if placement.parameter._version != version or _address(placement.parameter) != here:
@@ -132,7 +152,8 @@ class Unit:
         return max((placement.offset + placement.nbytes for placement in graded), default=0)
 
     def has_gradient(self, placement: Placement) -> bool:
-        return placement.parameter.grad is not None
+        grad = placement.parameter.grad
+        return grad is not None and not isinstance(grad, SpentGradient)
 
     @property
     def any_gradient(self) -> bool:
@@ -142,6 +163,11 @@ class Unit:
         """Autograd is about to accumulate into ``parameter.grad``: clear what stands there, remembering what it meant."""
         grad = placement.parameter.grad
         state = self.gradients[placement]
+        if state.spent:
+            raise MisuseError(
+                f"another gradient of {placement.name!r} arrived after its update, without optimizer.step() in between: to "
+                'accumulate, or to share parameters with a reentrant checkpoint, make the optimizer with update="on_fetch"'
+            )
         if grad is None:
             state.accumulate = False
         else:
@@ -201,6 +227,11 @@ class Unit:
     def gradient(self, placement: Placement) -> torch.Tensor | None:
         """A copy of the gradient as torch would have it in ``parameter.grad``, or None."""
         grad = placement.parameter.grad
+        if isinstance(grad, SpentGradient):
+            raise MisuseError(
+                f"{placement.name!r} was updated during backward, and its gradient is gone: to look at gradients, make the "
+                'optimizer with update="on_fetch"'
+            )
         if grad is None or not isinstance(grad, StoredGradient):
             return grad
         self.close_gradient()
@@ -254,7 +285,65 @@ class Unit:
             for state in self.gradients.values():
                 state.scales.clear()
 
+    # -- updates within backward ---------------------------------------------------------------------------------------------
+
+    def claim(self, placement: Placement, stepper: Stepper | None) -> None:
+        """``stepper`` updates the parameter within backward; None: nobody does. The last claim counts, while it lives."""
+        self._steppers.pop(placement, None)
+        if stepper is not None:
+            self._steppers[placement] = weakref.ref(stepper)
+
+    def stepper(self, placement: Placement) -> Stepper | None:
+        found = self._steppers.get(placement)
+        return None if found is None else found()
+
+    def in_use(self) -> bool:
+        """Whether something will look at the parameters' present values that does not hold the unit: a graph, or an alias."""
+        return bool(self.references or _living(self._lent))
+
+    def update(self, placements: Sequence[Placement]) -> None:
+        """Update these with the gradients that have arrived, which are gone then; nobody holds the unit.
+
+        Raises MisuseError, with nothing changed, where the gradient of a bf16 parameter is not finite; what ``settle`` raises.
+        """
+        self.settle()
+        for placement in placements:
+            self.refuse_infinite(placement)
+        updates = {}
+        for placement in placements:
+            stepper = self.stepper(placement)
+            if stepper is not None:
+                updates[placement] = stepper.update_now(placement)
+                self.gradients[placement].spent = True
+                placement.parameter.grad = SpentGradient(placement.parameter, placement.name)
+        self.pending = Pending(updates)
+        self.version += 1
+        self.settle()
+
+    def refuse_spent(self, placement: Placement) -> None:
+        """Raise MisuseError if the parameter was updated within this backward pass."""
+        state = self.gradients.get(placement)
+        if state is not None and state.spent:
+            raise MisuseError(
+                f"a checkpointed segment reads {placement.name!r} again after its update during this backward pass, because it "
+                'uses it without a gradient there: make the optimizer with update="on_fetch"'
+            )
+
+    def close_step(self, placement: Placement) -> None:
+        """The gradient that an update within backward used up counts as none from now on."""
+        state = self.gradients.get(placement)
+        if state is not None and state.spent:
+            state.spent = False
+            if isinstance(placement.parameter.grad, SpentGradient):
+                placement.parameter.grad = None
+
     # -- updates -----------------------------------------------------------------------------------------------------------
+
+    def backward_keys(self) -> list[str]:
+        """What its backward will lease, in order."""
+        if self._steppers:
+            return [self.key, *(key for _, keys in self.states.chunks(self._steppers) for key in keys)]
+        return [self.key, self.gradient_key] if self.any_gradient else [self.key]
 
     def upcoming_keys(self) -> list[str]:
         """What the next ``hold`` will lease, in order."""
@@ -270,11 +359,11 @@ class Unit:
             return
         if self.held:
             raise MisuseError(f"the parameters of {self.plan.name!r} are in use: their update has to wait for the end of it")
-        self.close_gradient()
-        with (
-            self.store.lease(self.key, access=Access.WRITE) as unit,
-            self.store.lease(self.gradient_key) as gradient,
-        ):
+        with ExitStack() as leases:
+            gradient = self._gradient  # from within backward: so it stays in memory until it is deleted
+            if gradient is None:
+                gradient = leases.enter_context(self.store.lease(self.gradient_key))
+            unit = leases.enter_context(self.store.lease(self.key, access=Access.WRITE))
             self.states.apply(pending, unit, gradient)
             del unit, gradient
         self.updates += 1
@@ -297,6 +386,10 @@ class Unit:
             param = placement.flat(unit, 0, placement.numel)
             self.states.load(placement, param, state)
             del unit, param
+
+
+def _living(storages: list[StorageWeakRef]) -> list[StorageWeakRef]:
+    return [storage for storage in storages if not storage.expired()]  # type: ignore[no-untyped-call]
 
 
 def _address(tensor: torch.Tensor) -> int:
