@@ -21,6 +21,7 @@ class MasterAdamW(torch.optim.AdamW):
     """torch's fused AdamW on fp32 copies of the narrow parameters (others are their own masters)."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
+        self._widened = False
         self.pairs: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []
         mine = []
         for group in groups:
@@ -35,21 +36,21 @@ class MasterAdamW(torch.optim.AdamW):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad()
+        self._widened = False
         for parameter, _ in self.pairs:
             parameter.grad = None
 
     def widen(self) -> None:
-        """Give the masters the gradients of their parameters."""
+        """Give the masters the gradients of their parameters, to be unscaled and clipped there before ``step``."""
+        self._widened = True
         for parameter, master in self.pairs:
             master.grad = None if parameter.grad is None else parameter.grad.float()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.widen()
-        self.step_masters()
-
-    @torch.no_grad()
-    def step_masters(self) -> None:
+        if not self._widened:
+            self.widen()
+        self._widened = False
         super().step()
         for parameter, master in self.pairs:
             if master.grad is not None:

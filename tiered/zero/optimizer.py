@@ -100,7 +100,7 @@ class AdamW(Optimizer):
                 if parameter.grad is not None:
                     unit.refuse_infinite(placement)  # before anything is marked
                     step = self._steps.get(placement, 0) + 1
-                    updates.setdefault(unit, {})[placement] = Update(rule, step, ())
+                    updates.setdefault(unit, {})[placement] = Update(rule, step)
         for pager in self._pagers():
             pager.reset()
         for unit, changed in updates.items():
@@ -113,7 +113,8 @@ class AdamW(Optimizer):
     def _mark(self, unit: Unit, changed: dict[Placement, Update]) -> None:
         for placement, update in changed.items():
             unit.collect_gradient(placement)
-            changed[placement] = Update(update.rule, update.step, tuple(unit.gradients[placement].scales))
+            state = unit.gradients[placement]
+            changed[placement] = Update(update.rule, update.step, tuple(state.scales), tuple(state.wide_scales))
             self._steps[placement] = update.step
         unit.close_gradient()
         unit.pending = Pending(changed)
@@ -122,7 +123,7 @@ class AdamW(Optimizer):
     def update_now(self, placement: Placement) -> Update:
         """Called within backward when a gradient is complete: counts one step, and returns it."""
         step = self._steps[placement] = self._steps.get(placement, 0) + 1
-        return Update(_rule(self.param_groups[self._group_of[placement]]), step, ())
+        return Update(_rule(self.param_groups[self._group_of[placement]]), step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; with ``set_to_none=False`` they become zeros (hence an update follows), as in torch."""
@@ -169,6 +170,15 @@ class AdamW(Optimizer):
         for _, unit, placement in graded:
             unit.scale_gradient(placement, factor)
         return total
+
+    def unscale_(self, factor: torch.Tensor) -> list[bool]:
+        """Multiply all gradients by ``factor`` (0-d) when they are used; says of each whether it was finite before. For
+        ``tiered.zero.GradScaler``."""
+        self.refuse_in_backward("GradScaler")
+        graded = [placement_of(p) for p in self._parameters() if p.grad is not None]
+        for pager in self._pagers():
+            pager.reset()
+        return [unit.unscale_gradient(placement, factor) for _, unit, placement in graded]
 
     def grad(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """A copy of the gradient of ``parameter``, of its shape and dtype, or None when it has none. Raises MisuseError for a

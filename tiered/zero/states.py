@@ -26,11 +26,13 @@ _NARROW = {torch.bfloat16: "lo", torch.float16: "master"}
 
 @dataclass(frozen=True)
 class Update:
-    """One parameter's share of an optimizer step, frozen when ``step()`` was called. ``scales`` multiply the gradient first."""
+    """One parameter's share of an optimizer step, frozen when ``step()`` was called. ``scales`` multiply the gradient first,
+    and then, as the master's type, ``wide_scales`` do."""
 
     rule: UpdateRule
     step: int
-    scales: tuple[torch.Tensor, ...]
+    scales: tuple[torch.Tensor, ...] = ()
+    wide_scales: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass
@@ -149,29 +151,35 @@ class States:
         for scale in update.scales:
             grad = torch.mul(grad, scale, out=scratch.take("scaled", grad.dtype, size))
         moments = {"m": state["m"], "v": state["v"]}
-        if param.dtype is torch.bfloat16:
-            master, wide = scratch.take("master", torch.float32, size), scratch.take("wide", torch.float32, size)
-            if stale:
-                state["lo"].zero_()
-            join(param, state["lo"], master, wide)
-            before = {name: scratch.take(name, torch.float32, size).copy_(moment) for name, moment in moments.items()}
-            update.rule.update(master, wide.copy_(grad), moments, update.step)
-            if not all_finite(master):
-                for name, moment in before.items():
-                    moments[name].copy_(moment)
-                raise MisuseError(
-                    f"the update of {placement.name!r} would make it infinite or NaN, which a bfloat16 parameter in the store "
-                    "cannot be: look at the gradients and the learning rate"
-                )
-            split(master, param, state["lo"])
-        elif param.dtype is torch.float16:
+        if param.dtype not in _NARROW:
+            for scale in update.wide_scales:
+                grad = torch.mul(grad, scale, out=scratch.take("scaled", grad.dtype, size))
+            update.rule.update(param, grad, moments, update.step)
+            return
+        wide = scratch.take("wide", torch.float32, size).copy_(grad)
+        for scale in update.wide_scales:
+            wide.mul_(scale)
+        if param.dtype is torch.float16:
             master = state["master"]
             if stale:
                 master.copy_(param)
-            update.rule.update(master, scratch.take("wide", torch.float32, size).copy_(grad), moments, update.step)
+            update.rule.update(master, wide, moments, update.step)
             param.copy_(master)
-        else:
-            update.rule.update(param, grad, moments, update.step)
+            return
+        master = scratch.take("master", torch.float32, size)
+        if stale:
+            state["lo"].zero_()
+        join(param, state["lo"], master, scratch.take("m", torch.float32, size))
+        before = {name: scratch.take(name, torch.float32, size).copy_(moment) for name, moment in moments.items()}
+        update.rule.update(master, wide, moments, update.step)
+        if not all_finite(master):
+            for name, moment in before.items():
+                moments[name].copy_(moment)
+            raise MisuseError(
+                f"the update of {placement.name!r} would make it infinite or NaN, which a bfloat16 parameter in the store "
+                "cannot be: look at the gradients and the learning rate"
+            )
+        split(master, param, state["lo"])
 
     # -- by parameter ------------------------------------------------------------------------------------------------------
 

@@ -31,13 +31,17 @@ class Stepper(Protocol):
 
 @dataclass(eq=False)
 class GradientState:
-    """``scales``: factors that the stored gradient has yet to be multiplied by. ``norms``: those known of it, by order.
-    ``orders``: those that somebody asked for before, worth computing while a gradient is at hand. ``finite``: whether the
+    """``scales``: factors that the stored gradient has yet to be multiplied by; and then, as fp32 where its type is narrower,
+    ``wide_scales``, of which there are some once a scaled loss was undone. ``norms``: those known of it, by order. ``orders``:
+    those that somebody asked for before, worth computing while a gradient is at hand; they will be asked for when it has been
+    multiplied by ``expected``, if it is as last time. ``finite``: whether the
     stored gradient, as it is, has neither NaN nor infinity; ``watched``: whether that is worth knowing.
     ``spent``: it was used up by an update within backward, and ``optimizer.step()`` was not called since."""
 
     marker: StoredGradient
     scales: list[torch.Tensor] = field(default_factory=list)
+    wide_scales: list[torch.Tensor] = field(default_factory=list)
+    expected: torch.Tensor | None = None
     norms: dict[float, torch.Tensor] = field(default_factory=dict)
     orders: set[float] = field(default_factory=set)
     accumulate: bool = False
@@ -195,13 +199,16 @@ class Unit:
         state = self.gradients[placement]
         target = placement.view(self._open_gradient())
         if state.accumulate:
-            for scale in state.scales:
-                target.mul_(scale)
+            if state.scales or state.wide_scales:
+                target.copy_(_scaled(target, state))
             target.add_(grad)
         else:
             target.copy_(grad)
         state.scales.clear()
-        state.norms = {order: torch.linalg.vector_norm(target, order) for order in state.orders}
+        state.wide_scales.clear()
+        if state.orders:
+            ready = target if state.expected is None else _widened(target).mul(state.expected)
+            state.norms = {order: torch.linalg.vector_norm(ready, order) for order in state.orders}
         if state.watched:
             state.finite = all_finite(target)
         placement.parameter.grad = state.marker
@@ -237,21 +244,20 @@ class Unit:
         self.close_gradient()
         with self.store.lease(self.gradient_key) as stored:
             copy = placement.view(stored).clone()
-        for scale in self.gradients[placement].scales:
-            copy.mul_(scale)
-        return copy
+        return _scaled(copy, self.gradients[placement]).to(placement.dtype)
 
     def gradient_norm(self, placement: Placement, order: float) -> torch.Tensor:
         """``vector_norm`` of the whole gradient, from when it arrived where that is known already."""
         state = self.gradients[placement]
         state.orders.add(order)
         self.collect_gradient(placement)
+        if state.expected is not None and not state.wide_scales:
+            state.norms.clear()  # this loss was not scaled, or it was not undone
+            state.expected = None
         if order not in state.norms:
             self.close_gradient()
             with self.store.lease(self.gradient_key) as stored:
-                whole = placement.view(stored)
-                for scale in state.scales:
-                    whole = whole.mul(scale)
+                whole = _scaled(placement.view(stored), state)
                 state.norms[order] = torch.linalg.vector_norm(whole, order)
             del stored, whole
         return state.norms[order]
@@ -261,16 +267,37 @@ class Unit:
         if factor == 1:
             return
         state = self.gradients[placement]
-        state.scales.append(factor)
+        (state.wide_scales or state.scales).append(factor)
         state.norms.clear()
+
+    def unscale_gradient(self, placement: Placement, factor: torch.Tensor) -> bool:
+        """Multiply the gradient by ``factor`` (0-d), as fp32 where its type is narrower, when it is next used. Returns whether
+        it was finite before."""
+        self.collect_gradient(placement)
+        state = self.gradients[placement]
+        finite = self._is_finite(placement)
+        if state.scales or state.wide_scales or state.expected is None or not torch.equal(state.expected, factor):
+            state.norms.clear()
+        state.expected = factor
+        state.wide_scales.append(factor)
+        return finite
+
+    def _is_finite(self, placement: Placement) -> bool:
+        state = self.gradients[placement]
+        if not state.watched:  # from now on, when they arrive
+            state.watched = True
+            self.close_gradient()
+            with self.store.lease(self.gradient_key) as stored:
+                state.finite = all_finite(placement.view(stored))
+                del stored
+        return state.finite and all(bool(torch.isfinite(scale)) for scale in (*state.scales, *state.wide_scales))
 
     def refuse_infinite(self, placement: Placement) -> None:
         """Raise MisuseError if the gradient would make the fp32 master of a bf16 parameter infinite or NaN."""
         if placement.dtype is not torch.bfloat16:
             return
         self.collect_gradient(placement)
-        state = self.gradients[placement]
-        if not state.finite or not all(bool(torch.isfinite(scale)) for scale in state.scales):
+        if not self._is_finite(placement):
             raise MisuseError(
                 f"the gradient of {placement.name!r} is not finite, and would make a bfloat16 parameter NaN: leave this step "
                 "out (optimizer.zero_grad())"
@@ -284,6 +311,7 @@ class Unit:
                 self.store.delete(self.gradient_key)
             for state in self.gradients.values():
                 state.scales.clear()
+                state.wide_scales.clear()
 
     # -- updates within backward ---------------------------------------------------------------------------------------------
 
@@ -390,6 +418,21 @@ class Unit:
 
 def _living(storages: list[StorageWeakRef]) -> list[StorageWeakRef]:
     return [storage for storage in storages if not storage.expired()]  # type: ignore[no-untyped-call]
+
+
+def _widened(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.float() if gradient.dtype in (torch.bfloat16, torch.float16) else gradient
+
+
+def _scaled(gradient: torch.Tensor, state: GradientState) -> torch.Tensor:
+    """``gradient`` times all its factors; the same tensor where there are none."""
+    for scale in state.scales:
+        gradient = gradient.mul(scale)
+    if state.wide_scales:
+        gradient = _widened(gradient)
+        for scale in state.wide_scales:
+            gradient = gradient.mul(scale)
+    return gradient
 
 
 def _address(tensor: torch.Tensor) -> int:
