@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.zero.models import Mixed, Tied, parameter_groups
 from tiered import CapacityError, MisuseError, TieredStore, zero
@@ -357,3 +358,37 @@ def test_statistics_count_units_and_updates(store: TieredStore) -> None:
     assert done.updates > 0
     assert done.update_seconds > 0
     assert done.largest_unit <= store.statistics().tiers[0].capacity // 8
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["checkpoint", "reentrant"])
+def test_a_checkpointed_function_that_reads_parameters_itself(store: TieredStore, reentrant: bool) -> None:
+    """No module's forward runs when it is computed again, yet its parameters have their values."""
+
+    class Direct(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(10))
+            self.layers[4].weight.requires_grad_(False)
+
+        def part(self, x: torch.Tensor, index: int) -> torch.Tensor:
+            x = torch.tanh(x @ self.layers[index].weight + self.layers[index].bias)
+            return x @ self.layers[index].weight.detach() @ self.layers[index + 1].weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for index in range(0, 10, 2):
+                x = checkpoint(self.part, x, index, use_reentrant=reentrant)
+            return x
+
+    torch.manual_seed(0)
+    reference = Direct()
+    model = zero.page(copy.deepcopy(reference), store)
+    optimizer = zero.AdamW(model.parameters())
+    x = torch.randn(3, 96, requires_grad=True)
+    for net in (reference, model):
+        net(x).square().sum().backward()
+    assert held(store) == 0
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        if theirs.grad is None:
+            assert ours.grad is None
+        else:
+            assert torch.equal(optimizer.grad(ours), theirs.grad)

@@ -53,11 +53,11 @@ def test_parameters_are_read_twice_a_step(tmp_path: Path, monkeypatch: pytest.Mo
             read = reads.bytes - before
             times = {key: read[key] / store.spec(key).nbytes for key in keys}
             assert max(times.values()) <= 2
-            if step:  # where forward turns into backward, and backward into forward, a few are still there
-                assert sum(times.values()) >= 2 * (LAYERS - 4)
-                assert times["model/param/20"] == 2
+            if step:  # what is needed last leaves first, so a few are always still there
+                assert sum(times.values()) >= 2 * (LAYERS - 12)
         states = [key for key in store if "/m#" in key or "/v#" in key]
-        assert all(read[key] == store.spec(key).nbytes for key in states), "each once, for the update"
+        assert all(read[key] <= store.spec(key).nbytes for key in states), "once at most, for the update"
+        assert sum(read[key] for key in states) >= 0.7 * sum(store.spec(key).nbytes for key in states)
         statistics = store.statistics()
         assert statistics.tiers[0].peak <= statistics.tiers[0].capacity
         assert any(read[key] for key in read if "/input/" in key), "what is kept was meant to spill, too"

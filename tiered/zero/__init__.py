@@ -5,12 +5,14 @@ from tiered.zero.construct import Construction, ConstructionStatistics, init
 from tiered.zero.optimizer import AdamW
 from tiered.zero.paging import PagingStatistics, statistics
 from tiered.zero.rules import AdamWRule, UpdateRule
+from tiered.zero.scaler import GradScaler
 
 __all__ = [
     "AdamW",
     "AdamWRule",
     "Construction",
     "ConstructionStatistics",
+    "GradScaler",
     "PagingStatistics",
     "UpdateRule",
     "init",

@@ -9,7 +9,7 @@ import torch
 
 from tiered.errors import MisuseError
 
-__all__ = ["StoredGradient"]
+__all__ = ["SpentGradient", "StoredGradient"]
 
 
 class StoredGradient(torch.Tensor):
@@ -43,7 +43,28 @@ class StoredGradient(torch.Tensor):
         raise MisuseError(
             f"the gradient of {name!r} is in the store, so {func} cannot compute with it: use "
             "optimizer.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_, optimizer.zero_grad() instead of "
-            "grad.zero_(), optimizer.grad(parameter) to look at it; torch.amp.GradScaler does not work with paged parameters"
+            "grad.zero_(), optimizer.grad(parameter) to look at it, tiered.zero.GradScaler instead of torch.amp.GradScaler"
+        )
+
+
+class SpentGradient(StoredGradient):
+    """There was a gradient; the parameter was updated with it during backward, and it is gone. Computing with it raises."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"SpentGradient(of={self.parameter_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = next((arg.parameter_name for arg in _flatten(args) if isinstance(arg, SpentGradient)), "?")
+        raise MisuseError(
+            f"{name!r} was updated during backward, and its gradient is gone, so {func} cannot compute with it: clipping, loss "
+            'scaling and accumulation need update="on_fetch"'
         )
 
 

@@ -9,10 +9,11 @@ import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from tiered.errors import MisuseError
-from tiered.zero.gradients import StoredGradient
+from tiered.zero.gradients import SpentGradient
 from tiered.zero.paging import Pager, placement_of
 from tiered.zero.rules import AdamWRule
-from tiered.zero.unit import Pending, Unit, Update
+from tiered.zero.states import Pending, Update
+from tiered.zero.unit import Unit
 from tiered.zero.units import Placement
 
 __all__ = ["AdamW"]
@@ -21,8 +22,9 @@ __all__ = ["AdamW"]
 class AdamW(Optimizer):
     """``torch.optim.AdamW(fused=True)`` for a model that went through ``tiered.zero.page``, bit for bit.
 
-    Masters and moments are fp32 tensors in the store (fp32 parameters are their own masters; fp64 ones keep fp64
-    moments), read and written in chunks of a few MiB, so that memory does not grow with the model. ``step()`` only
+    Moments are fp32 (fp64 for fp64 parameters), and so are the masters of bf16 and fp16 parameters: what is updated is the
+    master, and the parameter is the master rounded: bf16 half up (so that the master is the parameter and 16 more bits), fp16
+    to even. All of it is read and written in chunks of a few MiB, so that memory does not grow with the model. ``step()`` only
     freezes learning rate, betas, decay, step count and clip factor of each unit; the update is applied when the unit is
     next leased: by the next forward, by evaluation, by ``state_dict``.
 
@@ -39,7 +41,12 @@ class AdamW(Optimizer):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
+        update: str = "on_fetch",
     ) -> None:
+        if update not in ("on_fetch", "in_backward"):
+            raise MisuseError(f"update is 'on_fetch' or 'in_backward', not {update!r}")
+        self._in_backward = update == "in_backward"
+        self._group_of: dict[Placement, int] = {}
         for what, value, wrong in (
             ("lr", lr, lr < 0),
             ("eps", eps, eps < 0),
@@ -66,6 +73,10 @@ class AdamW(Optimizer):
         except MisuseError:
             self.param_groups.pop()
             raise
+        for parameter in group["params"]:
+            _, unit, placement = placement_of(parameter)
+            self._group_of[placement] = len(self.param_groups) - 1
+            unit.claim(placement, self if self._in_backward else None)
 
     # -- stepping ----------------------------------------------------------------------------------------------------------
 
@@ -74,7 +85,7 @@ class AdamW(Optimizer):
         """One AdamW step for every parameter that has a gradient. ``closure`` as in torch; returns what it returns, else None.
 
         Applies updates of an earlier step that nothing has asked for yet; so it may wait for the store, and raise what that
-        raises.
+        raises. Raises MisuseError, with nothing changed, where the gradient of a bf16 parameter is infinite or NaN.
         """
         loss = None
         if closure is not None:
@@ -82,14 +93,14 @@ class AdamW(Optimizer):
                 loss = closure()
         updates: dict[Unit, dict[Placement, Update]] = {}
         for group in self.param_groups:
-            rule = AdamWRule(
-                float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"], group["maximize"]
-            )
+            rule = _rule(group)
             for parameter in group["params"]:
+                _, unit, placement = placement_of(parameter)
+                unit.close_step(placement)
                 if parameter.grad is not None:
-                    _, unit, placement = placement_of(parameter)
+                    unit.refuse_infinite(placement)  # before anything is marked
                     step = self._steps.get(placement, 0) + 1
-                    updates.setdefault(unit, {})[placement] = Update(rule, step, ())
+                    updates.setdefault(unit, {})[placement] = Update(rule, step)
         for pager in self._pagers():
             pager.reset()
         for unit, changed in updates.items():
@@ -101,22 +112,27 @@ class AdamW(Optimizer):
 
     def _mark(self, unit: Unit, changed: dict[Placement, Update]) -> None:
         for placement, update in changed.items():
-            grad = placement.parameter.grad
-            assert grad is not None
-            if not isinstance(grad, StoredGradient):
-                unit.take_gradient(placement, grad)  # somebody assigned it
-            changed[placement] = Update(update.rule, update.step, tuple(unit.gradients[placement].scales))
+            unit.collect_gradient(placement)
+            state = unit.gradients[placement]
+            changed[placement] = Update(update.rule, update.step, tuple(state.scales), tuple(state.wide_scales))
             self._steps[placement] = update.step
         unit.close_gradient()
         unit.pending = Pending(changed)
         unit.version += 1
 
+    def update_now(self, placement: Placement) -> Update:
+        """Called within backward when a gradient is complete: counts one step, and returns it."""
+        step = self._steps[placement] = self._steps.get(placement, 0) + 1
+        return Update(_rule(self.param_groups[self._group_of[placement]]), step)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; with ``set_to_none=False`` they become zeros (hence an update follows), as in torch."""
         units: dict[Unit, list[Placement]] = {}
         for parameter in self._parameters():
-            if parameter.grad is not None:
-                _, unit, placement = placement_of(parameter)
+            _, unit, placement = placement_of(parameter)
+            if isinstance(parameter.grad, SpentGradient):
+                parameter.grad = None
+            elif parameter.grad is not None:
                 units.setdefault(unit, []).append(placement)
         for unit, placements in units.items():
             if set_to_none:
@@ -138,6 +154,7 @@ class AdamW(Optimizer):
         The norm of each whole gradient, then the norm of these in ``model.parameters()`` order; the factor is applied when
         the update is. Raises RuntimeError for a norm that is not finite when ``error_if_nonfinite``.
         """
+        self.refuse_in_backward("clip_grad_norm_")
         order = float(norm_type)
         graded = [placement_of(p) for p in self._parameters() if p.grad is not None]
         if not graded:
@@ -154,6 +171,15 @@ class AdamW(Optimizer):
             unit.scale_gradient(placement, factor)
         return total
 
+    def unscale_(self, factor: torch.Tensor) -> list[bool]:
+        """Multiply all gradients by ``factor`` (0-d) when they are used; says of each whether it was finite before. For
+        ``tiered.zero.GradScaler``."""
+        self.refuse_in_backward("GradScaler")
+        graded = [placement_of(p) for p in self._parameters() if p.grad is not None]
+        for pager in self._pagers():
+            pager.reset()
+        return [unit.unscale_gradient(placement, factor) for _, unit, placement in graded]
+
     def grad(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """A copy of the gradient of ``parameter``, of its shape and dtype, or None when it has none. Raises MisuseError for a
         parameter that is not paged."""
@@ -168,18 +194,23 @@ class AdamW(Optimizer):
     # -- state -------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies, in the form of ``torch.optim.AdamW``'s: step, exp_avg and exp_avg_sq per parameter, and the param groups."""
+        """Copies, in the form of ``torch.optim.AdamW``'s: step, exp_avg and exp_avg_sq per parameter, and the param groups.
+
+        bf16 and fp16 parameters also have their fp32 ``master``.
+        """
         packed = super().state_dict()
         state = {}
         for index, parameter in enumerate(self._parameters()):
             _, unit, placement = placement_of(parameter)
             if placement in self._steps:
-                moments = unit.state_copies(placement)
+                kept = unit.state_copies(placement)
                 state[index] = {
                     "step": torch.tensor(float(self._steps[placement])),
-                    "exp_avg": moments["m"],
-                    "exp_avg_sq": moments["v"],
+                    "exp_avg": kept["m"],
+                    "exp_avg_sq": kept["v"],
                 }
+                if "master" in kept:
+                    state[index]["master"] = kept["master"]
         packed["state"] = state
         for group in packed["param_groups"]:  # so that torch's takes the same kernel
             group.update(fused=True, foreach=None, amsgrad=False, capturable=False, differentiable=False)
@@ -187,7 +218,10 @@ class AdamW(Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` gave, here or from ``torch.optim.AdamW``. Pending updates are applied first."""
+        """Take over what ``state_dict`` gave, here or from ``torch.optim.AdamW``. Pending updates are applied first.
+
+        Load the model's values before: a master that is another value than its parameter has is not taken.
+        """
         if any(group.get("amsgrad") for group in state_dict["param_groups"]):
             raise MisuseError("this state was trained with amsgrad=True, which tiered.zero.AdamW does not have")
         self.flush()
@@ -199,10 +233,21 @@ class AdamW(Optimizer):
             found = moments.get(index)
             if found is None:
                 continue
-            unit.load_state(placement, {"m": found["exp_avg"], "v": found["exp_avg_sq"]})
+            state = {"m": found["exp_avg"], "v": found["exp_avg_sq"]}
+            if "master" in found:
+                state["master"] = found["master"]
+            unit.load_state(placement, state)
             self._steps[placement] = int(found["step"])
 
     # -- within ------------------------------------------------------------------------------------------------------------
+
+    def refuse_in_backward(self, what: str) -> None:
+        """Raise MisuseError where the gradients are gone when ``step()`` is called."""
+        if self._in_backward:
+            raise MisuseError(
+                f'{what} needs all gradients before the first update, and this optimizer updates during backward: make it with '
+                'update="on_fetch"'
+            )
 
     def _parameters(self) -> Iterable[torch.nn.Parameter]:
         for group in self.param_groups:
@@ -213,3 +258,7 @@ class AdamW(Optimizer):
 
     def _pagers(self) -> Iterable[Pager]:
         return dict.fromkeys(placement_of(parameter)[0] for parameter in self._parameters())
+
+
+def _rule(group: dict[str, Any]) -> AdamWRule:
+    return AdamWRule(float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"], group["maximize"])

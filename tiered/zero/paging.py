@@ -24,6 +24,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from tiered import MisuseError, TieredStore
 from tiered.types import Access
+from tiered.zero.backward import BackwardUpdates
 from tiered.zero.heap import Trimmer
 from tiered.zero.kept import Kept
 from tiered.zero.schedule import Prefetch, Rehearsal
@@ -43,21 +44,23 @@ TRIM_SHARE = 4
 class _Reference:
     """A saved tensor that was a paged parameter, or a view of one."""
 
-    __slots__ = ("dtype", "offset", "size", "stride", "unit", "version")
+    __slots__ = ("__weakref__", "dtype", "offset", "size", "stride", "unit", "version")
 
     def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
         self.unit, self.version = unit, unit.version
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.offset = tensor.storage_offset()
+        unit.references.add(self)
 
 
 class _Frame:
     """What one running forward holds."""
 
-    __slots__ = ("hooks", "module", "units")
+    __slots__ = ("hooks", "module", "recording", "units")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.recording = torch.is_grad_enabled()
         self.units: list[Unit] = []
         self.hooks: saved_tensors_hooks | None = None
 
@@ -99,7 +102,7 @@ class Pager:
     """A model whose parameters live in a store. Used by one thread at a time, as a module is."""
 
     def __init__(
-        self, model: nn.Module, store: TieredStore, name: str, plan: Plan, pool: int, *, prefetch: Prefetch, micro_batch: int = 1
+        self, model: nn.Module, store: TieredStore, name: str, plan: Plan, pool: int, *, prefetch: Prefetch, micro_batch: int
     ) -> None:
         self.model, self.store, self.name = model, store, name
         limit = max(4096, min(LARGEST_CHUNK, pool // CHUNK_SHARE) // 4096 * 4096) // 4
@@ -112,6 +115,8 @@ class Pager:
         self._backward_units: tuple[Unit, ...] = ()
         self._gradient_unit: Unit | None = None
         self._in_backward = False
+        self._backward_task = -1
+        self._updates = BackwardUpdates()
         self._accumulators: dict[Placement, Any] = {}
         self.rehearsal = Rehearsal.of(store)
         self.rehearsal.prefetch = self._prefetch = prefetch
@@ -144,9 +149,12 @@ class Pager:
     # -- forward -----------------------------------------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if module is self.model and torch._C._current_graph_task_id() == -1:  # not a recomputation within backward
+        if torch._C._current_graph_task_id() != -1:  # a recomputation
+            self._begin_backward()
+        elif module is self.model or not self._frames:
             self.reset()
-            self.rehearsal.forward_begins("training" if torch.is_grad_enabled() else "inference")
+            if module is self.model:
+                self.rehearsal.forward_begins("training" if torch.is_grad_enabled() else "inference")
         frame = _Frame(module)
         self._frames.append(frame)
         if torch.is_grad_enabled() and not _hooks_active():
@@ -160,6 +168,8 @@ class Pager:
             self._look_ahead(unit)
         self._hook_gradients(unit)
         unit.hold()
+        if not frame.recording and self._frames[0].recording:  # reentrant checkpointing: its gradients come on their own
+            self._updates.defer(unit)
         frame.units.append(unit)
         assert unit.base is not None
         self._bases[unit.base.untyped_storage().data_ptr()] = unit
@@ -184,20 +194,33 @@ class Pager:
                 self._bases.pop(address, None)
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
-        """``module.name`` was evaluated. Inside a forward, the innermost frame holds the parameter's unit from here on.
+        """``module.name`` was evaluated. Inside a forward, the innermost frame holds the parameter's unit from here on; so does
+        the running backward, where a function that is no module is computed again.
 
         torch.utils.checkpoint keeps what its recomputation saves: aliases of parameters that need a gradient, which stay right
         when the unit is let go, but frozen ones as the very object, which would turn to NaN. So there these are aliases, too.
+        All are in the graph of a reentrant one, where no hooks of ours are in force.
         """
         found = self._home.get(parameter)
-        if found is not None and not found[0].held:
-            found[0].refuse_written(found[1])
-        if found is not None and self._frames:
-            if not found[0].held:
-                self._hold(self._frames[-1], found[0])
-            if not parameter.requires_grad and torch._C._current_graph_task_id() != -1:
-                return parameter.detach()
-        return parameter
+        if found is None:
+            return parameter
+        unit, placement = found
+        if not unit.held:
+            unit.refuse_written(placement)
+        recomputed = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+        if recomputed:
+            unit.refuse_spent(placement)
+        if self._frames:
+            if not unit.held:
+                self._hold(self._frames[-1], unit)
+        elif recomputed:
+            self._hook_gradients(unit)
+            self._visit_backward((unit,))
+            if parameter.requires_grad and not _hooks_active():
+                return parameter.view_as(parameter)
+        else:
+            return parameter
+        return parameter.detach() if recomputed and not parameter.requires_grad else parameter
 
     def reset(self) -> None:
         """Let go of everything, also what an exception or Ctrl-C left held. The next forward starts from nothing."""
@@ -246,7 +269,9 @@ class Pager:
         wanted = tuple(units)
         if all(unit in self._backward_units for unit in wanted):
             return
-        self._leave_backward()
+        if self._backward_units:
+            self._leave_backward()
+            self._updates.apply_ready()
         for unit in wanted:
             unit.hold()
             self._backward_units += (unit,)
@@ -278,11 +303,21 @@ class Pager:
     def _begin_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            self._backward_task = torch._C._current_graph_task_id()
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+
+    def _finish_backward(self) -> None:
+        self._leave_backward()
+        try:
+            self._updates.finish()
+        finally:
+            self._end_backward()
 
     def _end_backward(self) -> None:
+        """Also after an exception."""
         self._in_backward = False
         self._leave_backward()
+        self._updates.abandon()
         if self._gradient_unit is not None:
             self._gradient_unit.close_gradient()
             self._gradient_unit = None
@@ -316,11 +351,17 @@ class Pager:
         assert placement.parameter.grad is not None
         unit.add_gradient(placement, placement.parameter.grad)
         self._trimmer.passed(placement.nbytes)
+        self._updates.arrived(unit, placement)
+        if torch._C._current_graph_task_id() != self._backward_task:  # a backward pass within: more may come
+            self._updates.defer(unit)
 
     def _open_gradients(self, unit: Unit) -> None:
         """One unit's gradients are leased at a time."""
         self._begin_backward()
         if self._gradient_unit is not unit:
+            if not any(held.references for held in self._backward_units):
+                self._leave_backward()
+            self._updates.apply_ready()
             if self._gradient_unit is not None:
                 self._gradient_unit.close_gradient()
             self._gradient_unit = unit
@@ -385,7 +426,7 @@ def statistics(model: nn.Module) -> PagingStatistics:
             units=len(units),
             largest_unit=max(unit.plan.nbytes for unit in units),
             updates=sum(unit.updates for unit in units),
-            update_seconds=sum(unit.update_seconds for unit in units),
+            update_seconds=sum(unit.states.update_seconds for unit in units),
             split=pager.splitter.split if pager.splitter is not None else (),
         )
     raise MisuseError("this model has no parameters")

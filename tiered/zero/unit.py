@@ -2,49 +2,52 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiered import Access, MisuseError, TensorSpec, TieredStore
-from tiered.zero.gradients import StoredGradient
+from tiered.zero.gradients import SpentGradient, StoredGradient
+from tiered.zero.master import all_finite
 from tiered.zero.placeholder import Placeholder
-from tiered.zero.rules import UpdateRule
+from tiered.zero.states import Pending, States, Update
 from tiered.zero.units import Placement, UnitPlan
 
-__all__ = ["Pending", "Unit", "Update"]
+__all__ = ["Stepper", "Unit"]
 
 
-@dataclass(frozen=True)
-class Update:
-    """One parameter's share of an optimizer step, frozen when ``step()`` was called. ``scales`` multiply the gradient first."""
+class Stepper(Protocol):
+    """An optimizer that updates within backward."""
 
-    rule: UpdateRule
-    step: int
-    scales: tuple[torch.Tensor, ...]
-
-
-@dataclass
-class Pending:
-    """A unit's share of an optimizer step. ``chunks_done`` lets an update that was interrupted go on where it stopped."""
-
-    updates: dict[Placement, Update]
-    chunks_done: int = 0
+    def update_now(self, placement: Placement) -> Update:
+        """Count one step of a parameter and return it, with the hyper-parameters that there are now."""
+        ...
 
 
 @dataclass(eq=False)
 class GradientState:
-    """``scales``: factors that the stored gradient has yet to be multiplied by. ``norms``: those known of it, by order.
-    ``orders``: those that somebody asked for before, worth computing while a gradient is at hand."""
+    """``scales``: factors that the stored gradient has yet to be multiplied by; and then, as fp32 where its type is narrower,
+    ``wide_scales``, of which there are some once a scaled loss was undone. ``norms``: those known of it, by order. ``orders``:
+    those that somebody asked for before, worth computing while a gradient is at hand; they will be asked for when it has been
+    multiplied by ``expected``, if it is as last time. ``finite``: whether the
+    stored gradient, as it is, has neither NaN nor infinity; ``watched``: whether that is worth knowing.
+    ``spent``: it was used up by an update within backward, and ``optimizer.step()`` was not called since."""
 
     marker: StoredGradient
     scales: list[torch.Tensor] = field(default_factory=list)
+    wide_scales: list[torch.Tensor] = field(default_factory=list)
+    expected: torch.Tensor | None = None
     norms: dict[float, torch.Tensor] = field(default_factory=dict)
     orders: set[float] = field(default_factory=set)
     accumulate: bool = False
+    watched: bool = False
+    finite: bool = True
+    spent: bool = False
 
 
 class Unit:
@@ -59,14 +62,14 @@ class Unit:
         self.store, self.plan = store, plan
         self.key = f"{prefix}/param/{plan.name}"
         self.gradient_key = f"{self.key}/grad"
-        self.chunk_elements = chunk_elements
         self.version = 0
         self.updates = 0
-        self.update_seconds = 0.0
         self.pending: Pending | None = None
         self.base: torch.Tensor | None = None
         self.gradients = {
-            p: GradientState(StoredGradient(p.parameter, p.name)) for p in plan.placements if p.dtype.is_floating_point
+            p: GradientState(StoredGradient(p.parameter, p.name), watched=p.dtype is torch.bfloat16)
+            for p in plan.placements
+            if p.dtype.is_floating_point
         }
         self._holders = 0
         self._access = Access.READ
@@ -75,7 +78,10 @@ class Unit:
         self._gradient: torch.Tensor | None = None
         self._gradient_lease = ExitStack()
         self._placeholders = {p: Placeholder(p.shape, p.dtype) for p in plan.placements}
-        self.stale_masters = set(plan.placements)  # whose fp32 master does not yet have the parameter's value
+        self._steppers: dict[Placement, weakref.ref[Stepper]] = {}
+        self._lent: list[StorageWeakRef] = []
+        self.references: weakref.WeakSet[object] = weakref.WeakSet()  # what graphs saved of it, which has no memory of its own
+        self.states = States(store, self.key, plan.placements, chunk_elements)
 
     # -- parameters --------------------------------------------------------------------------------------------------------
 
@@ -103,15 +109,18 @@ class Unit:
         self._holders -= 1
         if self._holders:
             return
+        assert self.base is not None
+        if self._steppers:
+            self._lent = _living(self._lent)
+            self._lent.append(StorageWeakRef(self.base.untyped_storage()))  # type: ignore[no-untyped-call]
         written = None
         if self._access is Access.READ:
-            assert self.base is not None
             here = _address(self.base)
             for placement, version in zip(self.plan.placements, self._versions, strict=True):
                 if placement.parameter._version != version or _address(placement.parameter) != here:
                     written = placement.name
         else:
-            self.stale_masters.update(self.plan.placements)
+            self.states.stale_masters.update(self.plan.placements)
             self.version += 1
         self.release_parameters()
         self.base = None
@@ -147,7 +156,8 @@ class Unit:
         return max((placement.offset + placement.nbytes for placement in graded), default=0)
 
     def has_gradient(self, placement: Placement) -> bool:
-        return placement.parameter.grad is not None
+        grad = placement.parameter.grad
+        return grad is not None and not isinstance(grad, SpentGradient)
 
     @property
     def any_gradient(self) -> bool:
@@ -157,6 +167,11 @@ class Unit:
         """Autograd is about to accumulate into ``parameter.grad``: clear what stands there, remembering what it meant."""
         grad = placement.parameter.grad
         state = self.gradients[placement]
+        if state.spent:
+            raise MisuseError(
+                f"another gradient of {placement.name!r} arrived after its update, without optimizer.step() in between: to "
+                'accumulate, or to share parameters with a reentrant checkpoint, make the optimizer with update="on_fetch"'
+            )
         if grad is None:
             state.accumulate = False
         else:
@@ -170,6 +185,13 @@ class Unit:
         self.gradients[placement].accumulate = False
         self.add_gradient(placement, grad)
 
+    def collect_gradient(self, placement: Placement) -> None:
+        """Store a gradient that somebody assigned to ``parameter.grad``."""
+        grad = placement.parameter.grad
+        assert grad is not None
+        if not isinstance(grad, StoredGradient):
+            self.take_gradient(placement, grad)
+
     @torch.no_grad()  # also where backward records itself (create_graph)
     def add_gradient(self, placement: Placement, grad: torch.Tensor) -> None:
         if grad.layout is not torch.strided:
@@ -177,13 +199,18 @@ class Unit:
         state = self.gradients[placement]
         target = placement.view(self._open_gradient())
         if state.accumulate:
-            for scale in state.scales:
-                target.mul_(scale)
+            if state.scales or state.wide_scales:
+                target.copy_(_scaled(target, state))
             target.add_(grad)
         else:
             target.copy_(grad)
         state.scales.clear()
-        state.norms = {order: torch.linalg.vector_norm(target, order) for order in state.orders}
+        state.wide_scales.clear()
+        if state.orders:
+            ready = target if state.expected is None else _widened(target).mul(state.expected)
+            state.norms = {order: torch.linalg.vector_norm(ready, order) for order in state.orders}
+        if state.watched:
+            state.finite = all_finite(target)
         placement.parameter.grad = state.marker
 
     def _open_gradient(self) -> torch.Tensor:
@@ -207,29 +234,30 @@ class Unit:
     def gradient(self, placement: Placement) -> torch.Tensor | None:
         """A copy of the gradient as torch would have it in ``parameter.grad``, or None."""
         grad = placement.parameter.grad
+        if isinstance(grad, SpentGradient):
+            raise MisuseError(
+                f"{placement.name!r} was updated during backward, and its gradient is gone: to look at gradients, make the "
+                'optimizer with update="on_fetch"'
+            )
         if grad is None or not isinstance(grad, StoredGradient):
             return grad
         self.close_gradient()
         with self.store.lease(self.gradient_key) as stored:
             copy = placement.view(stored).clone()
-        for scale in self.gradients[placement].scales:
-            copy.mul_(scale)
-        return copy
+        return _scaled(copy, self.gradients[placement]).to(placement.dtype)
 
     def gradient_norm(self, placement: Placement, order: float) -> torch.Tensor:
         """``vector_norm`` of the whole gradient, from when it arrived where that is known already."""
         state = self.gradients[placement]
-        grad = placement.parameter.grad
-        assert grad is not None
         state.orders.add(order)
-        if not isinstance(grad, StoredGradient):
-            self.take_gradient(placement, grad)
+        self.collect_gradient(placement)
+        if state.expected is not None and not state.wide_scales:
+            state.norms.clear()  # this loss was not scaled, or it was not undone
+            state.expected = None
         if order not in state.norms:
             self.close_gradient()
             with self.store.lease(self.gradient_key) as stored:
-                whole = placement.view(stored)
-                for scale in state.scales:
-                    whole = whole.mul(scale)
+                whole = _scaled(placement.view(stored), state)
                 state.norms[order] = torch.linalg.vector_norm(whole, order)
             del stored, whole
         return state.norms[order]
@@ -239,8 +267,41 @@ class Unit:
         if factor == 1:
             return
         state = self.gradients[placement]
-        state.scales.append(factor)
+        (state.wide_scales or state.scales).append(factor)
         state.norms.clear()
+
+    def unscale_gradient(self, placement: Placement, factor: torch.Tensor) -> bool:
+        """Multiply the gradient by ``factor`` (0-d), as fp32 where its type is narrower, when it is next used. Returns whether
+        it was finite before."""
+        self.collect_gradient(placement)
+        state = self.gradients[placement]
+        finite = self._is_finite(placement)
+        if state.scales or state.wide_scales or state.expected is None or not torch.equal(state.expected, factor):
+            state.norms.clear()
+        state.expected = factor
+        state.wide_scales.append(factor)
+        return finite
+
+    def _is_finite(self, placement: Placement) -> bool:
+        state = self.gradients[placement]
+        if not state.watched:  # from now on, when they arrive
+            state.watched = True
+            self.close_gradient()
+            with self.store.lease(self.gradient_key) as stored:
+                state.finite = all_finite(placement.view(stored))
+                del stored
+        return state.finite and all(bool(torch.isfinite(scale)) for scale in (*state.scales, *state.wide_scales))
+
+    def refuse_infinite(self, placement: Placement) -> None:
+        """Raise MisuseError if the gradient would make the fp32 master of a bf16 parameter infinite or NaN."""
+        if placement.dtype is not torch.bfloat16:
+            return
+        self.collect_gradient(placement)
+        if not self._is_finite(placement):
+            raise MisuseError(
+                f"the gradient of {placement.name!r} is not finite, and would make a bfloat16 parameter NaN: leave this step "
+                "out (optimizer.zero_grad())"
+            )
 
     def forget_gradients(self) -> None:
         """Delete the stored gradients when neither a parameter nor a pending update refers to them any more."""
@@ -250,33 +311,73 @@ class Unit:
                 self.store.delete(self.gradient_key)
             for state in self.gradients.values():
                 state.scales.clear()
+                state.wide_scales.clear()
+
+    # -- updates within backward ---------------------------------------------------------------------------------------------
+
+    def claim(self, placement: Placement, stepper: Stepper | None) -> None:
+        """``stepper`` updates the parameter within backward; None: nobody does. The last claim counts, while it lives."""
+        self._steppers.pop(placement, None)
+        if stepper is not None:
+            self._steppers[placement] = weakref.ref(stepper)
+
+    def stepper(self, placement: Placement) -> Stepper | None:
+        found = self._steppers.get(placement)
+        return None if found is None else found()
+
+    def in_use(self) -> bool:
+        """Whether something will look at the parameters' present values that does not hold the unit: a graph, or an alias."""
+        return bool(self.references or _living(self._lent))
+
+    def update(self, placements: Sequence[Placement]) -> None:
+        """Update these with the gradients that have arrived, which are gone then; nobody holds the unit.
+
+        Raises MisuseError, with nothing changed, where the gradient of a bf16 parameter is not finite; what ``settle`` raises.
+        """
+        self.settle()
+        for placement in placements:
+            self.refuse_infinite(placement)
+        updates = {}
+        for placement in placements:
+            stepper = self.stepper(placement)
+            if stepper is not None:
+                updates[placement] = stepper.update_now(placement)
+                self.gradients[placement].spent = True
+                placement.parameter.grad = SpentGradient(placement.parameter, placement.name)
+        self.pending = Pending(updates)
+        self.version += 1
+        self.settle()
+
+    def refuse_spent(self, placement: Placement) -> None:
+        """Raise MisuseError if the parameter was updated within this backward pass."""
+        state = self.gradients.get(placement)
+        if state is not None and state.spent:
+            raise MisuseError(
+                f"a checkpointed segment reads {placement.name!r} again after its update during this backward pass, because it "
+                'uses it without a gradient there: make the optimizer with update="on_fetch"'
+            )
+
+    def close_step(self, placement: Placement) -> None:
+        """The gradient that an update within backward used up counts as none from now on."""
+        state = self.gradients.get(placement)
+        if state is not None and state.spent:
+            state.spent = False
+            if isinstance(placement.parameter.grad, SpentGradient):
+                placement.parameter.grad = None
 
     # -- updates -----------------------------------------------------------------------------------------------------------
 
-    def chunk_keys(self, updates: Iterable[Placement]) -> list[tuple[int, list[str]]]:
-        """Chunks of the state that ``updates`` touch: index and keys, in order."""
-        indices: set[int] = set()
-        for placement in updates:
-            first = placement.element // self.chunk_elements
-            last = (placement.element + max(1, placement.numel) - 1) // self.chunk_elements
-            indices.update(range(first, last + 1))
-        return [(index, [f"{self.key}/{name}#{index}" for name in self._state_names]) for index in sorted(indices)]
-
-    @property
-    def _state_names(self) -> Sequence[str]:
-        mixed = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.gradients)
-        return ("m", "v", "master") if mixed else ("m", "v")
-
-    @property
-    def _state_dtype(self) -> torch.dtype:
-        wide = any(p.dtype is torch.float64 for p in self.gradients)
-        return torch.float64 if wide else torch.float32
+    def backward_keys(self) -> list[str]:
+        """What its backward will lease, in order."""
+        if self._steppers:
+            return [self.key, *(key for _, keys in self.states.chunks(self._steppers) for key in keys)]
+        return [self.key, self.gradient_key] if self.any_gradient else [self.key]
 
     def upcoming_keys(self) -> list[str]:
         """What the next ``hold`` will lease, in order."""
         if self.pending is None:
             return [self.key]
-        chunks = self.chunk_keys(self.pending.updates)[self.pending.chunks_done :]
+        chunks = self.states.chunks(self.pending.updates)[self.pending.chunks_done :]
         return [self.key, self.gradient_key, *(key for _, keys in chunks for key in keys)]
 
     def settle(self) -> None:
@@ -286,125 +387,52 @@ class Unit:
             return
         if self.held:
             raise MisuseError(f"the parameters of {self.plan.name!r} are in use: their update has to wait for the end of it")
-        self.close_gradient()
-        chunks = self.chunk_keys(pending.updates)
-        scratch: dict[torch.dtype, torch.Tensor] = {}
-        with (
-            self.store.lease(self.key, access=Access.WRITE) as unit,
-            self.store.lease(self.gradient_key) as gradient,
-        ):
-            for index, keys in chunks[pending.chunks_done :]:
-                self._update_chunk(index, keys, pending, unit, gradient, scratch)
-                pending.chunks_done += 1
+        with ExitStack() as leases:
+            gradient = self._gradient  # from within backward: so it stays in memory until it is deleted
+            if gradient is None:
+                gradient = leases.enter_context(self.store.lease(self.gradient_key))
+            unit = leases.enter_context(self.store.lease(self.key, access=Access.WRITE))
+            self.states.apply(pending, unit, gradient)
             del unit, gradient
-        self.stale_masters.difference_update(pending.updates)
         self.updates += 1
         self.pending = None
         self.forget_gradients()
 
-    def _update_chunk(
-        self,
-        index: int,
-        keys: list[str],
-        pending: Pending,
-        unit: torch.Tensor,
-        gradient: torch.Tensor,
-        scratch: dict[torch.dtype, torch.Tensor],
-    ) -> None:
-        self._create_chunk(keys)
-        with self.store.lease(keys, access=Access.WRITE) as states, torch.no_grad():
-            began = time.perf_counter()
-            self._update_slices(index * self.chunk_elements, states, pending, unit, gradient, scratch)
-            self.update_seconds += time.perf_counter() - began
-            del states  # the last alias: the chunk may go to disk as soon as the lease ends
-
-    def _update_slices(
-        self,
-        begin: int,
-        states: Sequence[torch.Tensor],
-        pending: Pending,
-        unit: torch.Tensor,
-        gradient: torch.Tensor,
-        scratch: dict[torch.dtype, torch.Tensor],
-    ) -> None:
-        """Update what lies in one chunk, which covers the state's elements from ``begin`` on."""
-        for placement, update in pending.updates.items():
-            start, stop, at = self._within_chunk(placement, begin)
-            if start >= stop:
-                continue
-            state = {name: whole[at] for name, whole in zip(self._state_names, states, strict=True)}
-            if update.step == 1:  # of a fresh optimizer, whatever an earlier one left here
-                for moment in state.values():
-                    moment.zero_()
-                self.stale_masters.add(placement)
-            param, grad = placement.flat(unit, start, stop), placement.flat(gradient, start, stop)
-            for scale in update.scales:
-                if grad.dtype not in scratch:
-                    scratch[grad.dtype] = torch.empty(self.chunk_elements, dtype=grad.dtype)
-                grad = torch.mul(grad, scale, out=scratch[grad.dtype][: stop - start])
-            master = state.pop("master", None)
-            if master is None or param.dtype is master.dtype:
-                update.rule.update(param, grad, state, update.step)
-            else:
-                if placement in self.stale_masters:
-                    master.copy_(param)
-                update.rule.update(master, grad.to(master.dtype), state, update.step)
-                param.copy_(master)
-
-    def _within_chunk(self, placement: Placement, begin: int) -> tuple[int, int, slice]:
-        """Which elements of a parameter, and where in the chunk that covers the state from element ``begin`` on."""
-        start = max(0, begin - placement.element)
-        stop = min(placement.numel, begin + self.chunk_elements - placement.element)
-        return start, stop, slice(placement.element + start - begin, placement.element + stop - begin)
-
-    # -- optimizer state by parameter --------------------------------------------------------------------------------------
-
     def state_copies(self, placement: Placement) -> dict[str, torch.Tensor]:
-        """Copies of ``m`` and ``v`` of one parameter, in its shape and strides."""
+        """``States.copies``, with the pending update applied."""
         self.settle()
-        copies = {
-            name: torch.empty_strided(placement.shape, placement.stride, dtype=self._state_dtype) for name in ("m", "v")
-        }
-        for index, _ in self.chunk_keys([placement]):
-            start, stop, at = self._within_chunk(placement, index * self.chunk_elements)
-            for name, copy in copies.items():
-                with self.store.lease(f"{self.key}/{name}#{index}") as chunk:
-                    _flat(copy)[start:stop] = chunk[at]
-                del chunk
+        with self.store.lease(self.key) as unit:
+            param = placement.flat(unit, 0, placement.numel)
+            copies = self.states.copies(placement, param)
+            del unit, param
         return copies
 
-    def load_state(self, placement: Placement, moments: dict[str, torch.Tensor]) -> None:
-        """The opposite of ``state_copies``; the fp32 master of a narrower parameter starts from the parameter again."""
+    def load_state(self, placement: Placement, state: dict[str, torch.Tensor]) -> None:
+        """``States.load``, after the pending update."""
         self.settle()
-        self.stale_masters.add(placement)
-        arranged = {}
-        for name, value in moments.items():
-            arranged[name] = torch.empty_strided(placement.shape, placement.stride, dtype=self._state_dtype)
-            arranged[name].copy_(value)
-        for index, keys in self.chunk_keys([placement]):
-            self._create_chunk(keys)
-            start, stop, at = self._within_chunk(placement, index * self.chunk_elements)
-            for name, value in arranged.items():
-                with self.store.lease(f"{self.key}/{name}#{index}", access=Access.WRITE) as chunk:
-                    chunk[at] = _flat(value)[start:stop]
-                del chunk
-
-    def _create_chunk(self, keys: list[str]) -> None:
-        """Zeros, where a chunk does not exist yet."""
-        if keys[0] in self.store:
-            return
-        dtype = self._state_dtype
-        spec = TensorSpec(str(dtype).removeprefix("torch."), (self.chunk_elements,), dtype.itemsize)
-        for key in reversed(keys):  # the first key tells that all are there
-            self.store.create(key, spec)
-            with self.store.lease(key, access=Access.WRITE) as chunk:
-                chunk.zero_()
-            del chunk
+        with self.store.lease(self.key) as unit:
+            param = placement.flat(unit, 0, placement.numel)
+            self.states.load(placement, param, state)
+            del unit, param
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in memory order, without a copy; ``tensor`` is dense."""
-    return tensor.as_strided((tensor.numel(),), (1,))
+def _living(storages: list[StorageWeakRef]) -> list[StorageWeakRef]:
+    return [storage for storage in storages if not storage.expired()]  # type: ignore[no-untyped-call]
+
+
+def _widened(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.float() if gradient.dtype in (torch.bfloat16, torch.float16) else gradient
+
+
+def _scaled(gradient: torch.Tensor, state: GradientState) -> torch.Tensor:
+    """``gradient`` times all its factors; the same tensor where there are none."""
+    for scale in state.scales:
+        gradient = gradient.mul(scale)
+    if state.wide_scales:
+        gradient = _widened(gradient)
+        for scale in state.wide_scales:
+            gradient = gradient.mul(scale)
+    return gradient
 
 
 def _address(tensor: torch.Tensor) -> int:

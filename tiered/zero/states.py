@@ -1,0 +1,251 @@
+"""A unit's optimizer states: moments and masters in chunks of a few MiB in the store, and the update of what lies in each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tiered import Access, MisuseError, TensorSpec, TieredStore
+from tiered.zero.master import all_finite, join, split
+from tiered.zero.rules import UpdateRule
+from tiered.zero.units import Placement
+
+__all__ = ["Pending", "States", "Update"]
+
+
+PIECE = 1 << 18
+"""Elements that are updated at a time: all buffers of one piece stay in the processor's cache."""
+
+
+_NARROW = {torch.bfloat16: "lo", torch.float16: "master"}
+"""What is kept of a master, beside the moments."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """One parameter's share of an optimizer step, frozen when ``step()`` was called. ``scales`` multiply the gradient first,
+    and then, as the master's type, ``wide_scales`` do."""
+
+    rule: UpdateRule
+    step: int
+    scales: tuple[torch.Tensor, ...] = ()
+    wide_scales: tuple[torch.Tensor, ...] = ()
+
+
+@dataclass
+class Pending:
+    """A unit's share of an optimizer step. What was done is counted, in chunks and in pieces of the chunk after these, so that
+    an update that was interrupted goes on where it stopped."""
+
+    updates: dict[Placement, Update]
+    chunks_done: int = 0
+    pieces_done: int = 0
+
+
+class States:
+    """The states of one unit's parameters. A chunk is a tensor per kind of state, over the same elements of the unit.
+
+    ``m`` and ``v`` are fp32 (fp64 for fp64 parameters). The fp32 master of a bf16 parameter is the parameter and ``lo``
+    (int16), that of an fp16 parameter is ``master``; other parameters are their own masters.
+    """
+
+    def __init__(self, store: TieredStore, key: str, placements: Sequence[Placement], chunk_elements: int) -> None:
+        self.store, self.key, self.chunk_elements = store, key, chunk_elements
+        self._placements = placements
+        self.update_seconds = 0.0
+        self.stale_masters = set(placements)  # whose fp32 master does not yet have the parameter's value
+        kinds = {placement.dtype for placement in placements}
+        self._dtype = torch.float64 if torch.float64 in kinds else torch.float32
+        self._layout = {"m": self._dtype, "v": self._dtype}
+        if torch.bfloat16 in kinds:
+            self._layout["lo"] = torch.int16
+        if torch.float16 in kinds:
+            self._layout["master"] = torch.float32
+
+    def chunks(self, placements: Iterable[Placement]) -> list[tuple[int, list[str]]]:
+        """Chunks that ``placements`` lie in: index and keys, in order."""
+        indices: set[int] = set()
+        for placement in placements:
+            first = placement.element // self.chunk_elements
+            last = (placement.element + max(1, placement.numel) - 1) // self.chunk_elements
+            indices.update(range(first, last + 1))
+        return [(index, [f"{self.key}/{name}#{index}" for name in self._layout]) for index in sorted(indices)]
+
+    def _within(self, placement: Placement, begin: int) -> tuple[int, int, slice]:
+        """Which elements of a parameter, and where in the chunk that covers the unit from element ``begin`` on."""
+        start = max(0, begin - placement.element)
+        stop = min(placement.numel, begin + self.chunk_elements - placement.element)
+        return start, stop, slice(placement.element + start - begin, placement.element + stop - begin)
+
+    def _create(self, index: int, keys: list[str], placements: Iterable[Placement]) -> None:
+        """Zeros, where a chunk does not exist yet, as far as there are parameters that need states."""
+        ends = [p.element + p.numel for p in {*placements, *(p for p in self._placements if p.parameter.requires_grad)}]
+        size = min(self.chunk_elements, max(ends) - index * self.chunk_elements)
+        found = self.store.spec(keys[0]).shape[0] if keys[0] in self.store else 0
+        if found >= size:
+            return
+        for key, dtype in reversed(list(zip(keys, self._layout.values(), strict=True))):  # the first tells that all are there
+            if found:  # a parameter was unfrozen since
+                grown = torch.zeros(size, dtype=dtype)
+                grown[:found] = self.store.get(key)[:found]
+                self.store.put(key, grown)
+                continue
+            self.store.create(key, TensorSpec(str(dtype).removeprefix("torch."), (size,), dtype.itemsize))
+            with self.store.lease(key, access=Access.WRITE) as chunk:
+                chunk.zero_()
+            del chunk
+
+    # -- the update --------------------------------------------------------------------------------------------------------
+
+    def apply(self, pending: Pending, unit: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Update the parameters in ``unit``, whose gradients are in ``gradient`` (both uint8, of the unit's layout).
+
+        Raises MisuseError for a bf16 parameter whose master would no longer be finite, with all of that piece as it was.
+        """
+        scratch = _Scratch()
+        for index, keys in self.chunks(pending.updates)[pending.chunks_done :]:
+            self._create(index, keys, pending.updates)
+            begin = index * self.chunk_elements
+            with self.store.lease(keys, access=Access.WRITE) as chunk, torch.no_grad():
+                began = time.perf_counter()
+                for placement, start, stop in self._pieces(pending.updates, begin)[pending.pieces_done :]:
+                    at = slice(placement.element + start - begin, placement.element + stop - begin)
+                    state = {name: whole[at] for name, whole in zip(self._layout, chunk, strict=True)}
+                    param, grad = placement.flat(unit, start, stop), placement.flat(gradient, start, stop)
+                    self._update_piece(placement, pending.updates[placement], param, grad, state, scratch)
+                    pending.pieces_done += 1
+                    del state, param, grad
+                self.update_seconds += time.perf_counter() - began
+                del chunk  # the last alias: the chunk may go to disk as soon as the lease ends
+            pending.chunks_done += 1
+            pending.pieces_done = 0
+        self.stale_masters.difference_update(pending.updates)
+
+    def _pieces(self, placements: Iterable[Placement], begin: int) -> list[tuple[Placement, int, int]]:
+        """What one chunk has of each parameter, as elements from and to, in pieces."""
+        pieces = []
+        for placement in placements:
+            start, stop, _ = self._within(placement, begin)
+            pieces += [(placement, first, min(stop, first + PIECE)) for first in range(start, stop, PIECE)]
+        return pieces
+
+    def _update_piece(
+        self,
+        placement: Placement,
+        update: Update,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        state: dict[str, torch.Tensor],
+        scratch: _Scratch,
+    ) -> None:
+        """All tensors are flat and of one length."""
+        size = param.numel()
+        if update.step == 1:  # of a fresh optimizer, whatever an earlier one left here
+            for kept in state.values():
+                kept.zero_()
+            self.stale_masters.add(placement)
+        stale = placement in self.stale_masters
+        for scale in update.scales:
+            grad = torch.mul(grad, scale, out=scratch.take("scaled", grad.dtype, size))
+        moments = {"m": state["m"], "v": state["v"]}
+        if param.dtype not in _NARROW:
+            for scale in update.wide_scales:
+                grad = torch.mul(grad, scale, out=scratch.take("scaled", grad.dtype, size))
+            update.rule.update(param, grad, moments, update.step)
+            return
+        wide = scratch.take("wide", torch.float32, size).copy_(grad)
+        for scale in update.wide_scales:
+            wide.mul_(scale)
+        if param.dtype is torch.float16:
+            master = state["master"]
+            if stale:
+                master.copy_(param)
+            update.rule.update(master, wide, moments, update.step)
+            param.copy_(master)
+            return
+        master = scratch.take("master", torch.float32, size)
+        if stale:
+            state["lo"].zero_()
+        join(param, state["lo"], master, scratch.take("m", torch.float32, size))
+        before = {name: scratch.take(name, torch.float32, size).copy_(moment) for name, moment in moments.items()}
+        update.rule.update(master, wide, moments, update.step)
+        if not all_finite(master):
+            for name, moment in before.items():
+                moments[name].copy_(moment)
+            raise MisuseError(
+                f"the update of {placement.name!r} would make it infinite or NaN, which a bfloat16 parameter in the store "
+                "cannot be: look at the gradients and the learning rate"
+            )
+        split(master, param, state["lo"])
+
+    # -- by parameter ------------------------------------------------------------------------------------------------------
+
+    def copies(self, placement: Placement, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Copies of ``m``, ``v`` and, of bf16 and fp16 parameters, ``master`` (fp32), in the parameter's shape and strides.
+
+        ``param`` is the parameter, flat.
+        """
+        narrow = _NARROW.get(placement.dtype)
+        kept = () if narrow is None or placement in self.stale_masters else (narrow,)
+        flat = {name: torch.empty(placement.numel, dtype=self._layout[name]) for name in ("m", "v", *kept)}
+        for index, _ in self.chunks([placement]):
+            start, stop, at = self._within(placement, index * self.chunk_elements)
+            for name, copy in flat.items():
+                with self.store.lease(f"{self.key}/{name}#{index}") as chunk:
+                    copy[start:stop] = chunk[at]
+                del chunk
+        if "lo" in flat:
+            flat["master"] = torch.empty(placement.numel)
+            join(param, flat.pop("lo"), flat["master"], torch.empty(placement.numel))
+        elif narrow is not None and not kept:
+            flat["master"] = param.to(torch.float32)
+        return {name: copy.as_strided(placement.shape, placement.stride) for name, copy in flat.items()}
+
+    def load(self, placement: Placement, param: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        """The opposite of ``copies``. A master that is missing, or is another value than the parameter has, starts from the
+        parameter again."""
+        flat = {}
+        for name, value in state.items():
+            dtype = torch.float32 if name == "master" else self._dtype
+            arranged = torch.empty_strided(placement.shape, placement.stride, dtype=dtype)
+            flat[name] = _flat(arranged.copy_(value))
+        self.stale_masters.add(placement)
+        master = flat.pop("master", None)
+        narrow = _NARROW.get(placement.dtype)
+        if master is not None and narrow is not None and all_finite(master):
+            rounded, low = torch.empty_like(param), torch.empty(placement.numel, dtype=torch.int16)
+            if narrow == "lo":
+                split(master, rounded, low)
+            else:
+                rounded.copy_(master)
+            if torch.equal(rounded, param):
+                flat[narrow] = low if narrow == "lo" else master
+                self.stale_masters.discard(placement)
+        for index, keys in self.chunks([placement]):
+            self._create(index, keys, [placement])
+            start, stop, at = self._within(placement, index * self.chunk_elements)
+            for name, value in flat.items():
+                with self.store.lease(f"{self.key}/{name}#{index}", access=Access.WRITE) as chunk:
+                    chunk[at] = value[start:stop]
+                del chunk
+
+
+class _Scratch:
+    """Buffers for one piece, by name; made when they are first needed."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def take(self, name: str, dtype: torch.dtype, size: int) -> torch.Tensor:
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[name, dtype] = torch.empty(size, dtype=dtype)
+        return buffer[:size]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements in memory order, without a copy; ``tensor`` is dense."""
+    return tensor.as_strided((tensor.numel(),), (1,))
