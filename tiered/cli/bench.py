@@ -22,6 +22,7 @@ EXAMPLES = """\
 examples:
   tiered bench io --dir /mnt/nvme           large tensors: what the drive gives
   tiered bench store --dir /mnt/nvme        4 KiB to 1 GiB: how long each call takes
+  tiered bench step --dir /mnt/nvme --fio   an optimizer step whose state is on disk
 """
 
 IO_DESCRIPTION = """\
@@ -55,6 +56,19 @@ STORE_EXAMPLES = """\
 examples:
   tiered bench store --dir /mnt/nvme
   tiered bench store --dir /mnt/nvme --sizes 64KiB,16MiB --dram 1GiB --seconds 2 --json result.json
+"""
+
+STEP_DESCRIPTION = """\
+An optimizer step whose parameters and Adam states are on disk and whose computing is next to nothing: how
+long it takes, how many bytes it moves for each parameter, and how long the disk needs for these bytes alone,
+which with --fio is what fio gets out of it between the steps.
+"""
+
+STEP_EXAMPLES = """\
+examples:
+  tiered bench step --dir /mnt/nvme --fio
+  tiered bench step --dir /mnt/nvme --parameters 200000000 --dram 1GiB --dtype bfloat16
+  tiered bench step --dir /mnt/nvme --update in_backward --json result.json
 """
 
 BLOCKS = "256KiB,1MiB,4MiB"
@@ -103,6 +117,20 @@ def add_parser(commands: Commands) -> None:
         "--seconds", metavar="S", type=positive, default=0.5, help="for each line of the table (default: %(default)s)"
     )
     store.set_defaults(run=_run_store)
+
+
+    step = command(below, "step", "an optimizer step whose state is on disk", STEP_DESCRIPTION, STEP_EXAMPLES)
+    _add_common(step)
+    step.add_argument("--parameters", metavar="N", type=count, default=50_000_000, help="about so many (default: 50000000)")
+    step.add_argument("--dram", metavar="SIZE", type=size, help="memory of the store (default: a tenth of the state)")
+    step.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default: float32)")
+    updates = ("on_fetch", "in_backward")
+    step.add_argument("--update", choices=updates, default="on_fetch", help="when units are updated (default: on_fetch)")
+    step.add_argument("--passes", metavar="N", type=count, default=1, help="forward and backward per step (default: 1)")
+    step.add_argument("--micro-batch", metavar="K", type=count, default=1, help="parts of a batch inside units (default: 1)")
+    step.add_argument("--rounds", metavar="N", type=count, default=5, help="(default: 5)")
+    step.add_argument("--fio", action="store_true", help="let fio say what the disk gives (Debian: apt-get install fio)")
+    step.set_defaults(run=_run_step)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -163,3 +191,23 @@ def _run_store(parsed: argparse.Namespace, given: list[str]) -> int:
     from tiered.cli.bench_store import Options, bench
 
     return bench(Options(parsed.folder, parsed.sizes, parsed.dram, parsed.backend, parsed.seconds), parsed.json)
+
+
+def _run_step(parsed: argparse.Namespace, given: list[str]) -> int:
+    from tiered.cli.bench_step import Options, bench
+
+    return bench(
+        Options(
+            parsed.folder,
+            parsed.parameters,
+            parsed.dram,
+            parsed.dtype,
+            parsed.update,
+            parsed.passes,
+            parsed.micro_batch,
+            parsed.backend,
+            parsed.rounds,
+            "fio" if parsed.fio else "nothing",
+        ),
+        parsed.json,
+    )
