@@ -237,7 +237,7 @@ def suffer(engine: Engine, fault: Fault, parent: str) -> str:
             return "it hangs: ended after 120 s"
         if fault.mark and fault.mark not in Path(log).read_text(errors="replace"):
             return "the fault did not fire"
-        return _told(done, parent)
+        return _told(done, where)
 
 
 def _flip(path: str, offset: int) -> None:
@@ -248,7 +248,7 @@ def _flip(path: str, offset: int) -> None:
         file.write(bytes([byte ^ 4]))
 
 
-def _told(done: subprocess.CompletedProcess[str], parent: str) -> str:
+def _told(done: subprocess.CompletedProcess[str], folder: str) -> str:
     answer = _answer(done.stdout)
     if done.returncode or not answer:
         said = [line for line in done.stderr.splitlines() if line.strip()]
@@ -257,8 +257,8 @@ def _told(done: subprocess.CompletedProcess[str], parent: str) -> str:
         why = next((line for line in said if "Assertion" in line), said[-1] if said else "")
         return f"{how}: {why.rpartition('/')[2]}"
     if "raised" in answer:
-        says = answer["says"].replace(os.path.abspath(parent), "DIR")
-        return f"{answer['raised']}: {says}. Another tensor then: {answer['other'].replace(os.path.abspath(parent), 'DIR')}"
+        says, other = (answer[name].replace(os.path.abspath(folder), "DIR") for name in ("says", "other"))
+        return f"{answer['raised']}: {says}. Another tensor then: {other}"
     wrong = answer["wrong_bytes"]
     told = "the right bytes" if not wrong else f"SUCCESS, and {wrong:,} of {answer['bytes']:,} bytes are wrong"
     return f"{told} ({answer['returned']})"
