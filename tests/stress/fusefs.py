@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 __all__ = ["FaultyDisk", "Rule", "faulty_disk", "why_not"]
 
@@ -38,8 +38,8 @@ _LARGEST = 1 << 20  # bytes of one request
 class Rule:
     """Requests ``operation`` on a file whose name matches ``name`` that touch bytes in [``start``, ``stop``) get ``effect``:
 
-    "error" with ``errno``; "short": only so many bytes as lie before ``start`` are moved, or ``moves`` of them; "flip": the byte
-    at ``start`` is read as another; "stall": no answer until ``release``. The first ``skip`` are left alone, then ``times`` are
+    "error" with ``errno``; "short": only so many bytes as lie before ``start`` are moved, or ``moves`` of them; "flip": the
+    byte at ``start`` is read as another; "stall": no answer until ``release``. The first ``skip`` are left alone, then ``times`` are
     not (-1: none ever is).
     """
 
@@ -107,11 +107,15 @@ class FaultyDisk:
 
 
 @contextmanager
-def faulty_disk(folder: Path) -> Iterator[FaultyDisk]:
+def faulty_disk(folder: Path, direct: Literal["async", "sync"] = "async") -> Iterator[FaultyDisk]:
+    """``direct``: whether the kernel waits for the answers to direct I/O. When it does not, as with a drive, it makes EIO of a
+    short write (fuse_get_res_by_io in fs/fuse/file.c)."""
     folder.mkdir(exist_ok=True)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.stress.fusefs", str(folder), str(theirs.fileno())], pass_fds=[theirs.fileno()], cwd=ROOT
+        [sys.executable, "-m", "tests.stress.fusefs", str(folder), str(theirs.fileno()), direct],
+        pass_fds=[theirs.fileno()],
+        cwd=ROOT,
     )
     theirs.close()
     with ours:
@@ -145,6 +149,7 @@ class _Node:
         self.data = bytearray()
         self.names: dict[str, _Node] = {}
         self.name = ""
+        self.links, self.open = 1, 0
 
 
 @dataclass
@@ -158,7 +163,9 @@ class _Request:
 
 
 class _Server:
-    def __init__(self, folder: str, channel: socket.socket) -> None:
+    def __init__(self, folder: str, channel: socket.socket, direct: str) -> None:
+        self.flags = 1 << 0 | 1 << 5 | 1 << 18 | 1 << 22  # ASYNC_READ, BIG_WRITES, PARALLEL_DIROPS, MAX_PAGES
+        self.flags |= 1 << 15 if direct == "async" else 0  # ASYNC_DIO
         self.fd = os.open("/dev/fuse", os.O_RDWR)
         options = f"fd={self.fd},rootmode=40000,user_id=0,group_id=0,allow_other,default_permissions,max_read={_LARGEST}"
         if _LIBC.mount(b"faulty", os.fsencode(folder), b"fuse", 0, options.encode()):
@@ -281,10 +288,8 @@ class _Server:
     def _do(self, request: _Request, rule: Rule | None) -> bytes:
         node, body, opcode = request.node, request.body, request.opcode
         if opcode == _INIT:
-            major, minor, readahead, flags = struct.unpack_from("<IIII", body)
-            del major, readahead
-            # ASYNC_READ, ATOMIC_O_TRUNC is not, BIG_WRITES, ASYNC_DIO, PARALLEL_DIROPS, MAX_PAGES
-            flags &= 1 << 0 | 1 << 5 | 1 << 15 | 1 << 18 | 1 << 22
+            _, minor, _, flags = struct.unpack_from("<IIII", body)
+            flags &= self.flags
             return struct.pack("<IIIIHHIIHHI28x", 7, min(minor, 36), 0, flags, 64, 48, _LARGEST, 1, _LARGEST >> 12, 0, 0)
         if opcode in (_READ, _WRITE):
             return self._move(request, rule)
@@ -300,14 +305,16 @@ class _Server:
         if opcode == _CREATE:
             _, mode, _, _ = struct.unpack_from("<IIII", body)
             made = self._make(node, body[16:-1].decode(), stat.S_IFREG | mode & 0o7777)
+            made.open += 1
             return self._entry(made) + struct.pack("<QII", made.number, 0, 0)
         if opcode in (_OPEN, _OPENDIR):
+            node.open += 1
             return struct.pack("<QII", node.number, 0, 0)
         if opcode in (_UNLINK, _RMDIR):
             name = body[:-1].decode()
             if self._child(node, name).names:
                 raise OSError(errno.ENOTEMPTY, "")
-            del node.names[name]
+            self._unlink(node.names.pop(name))
             return b""
         if opcode in (_RENAME, _RENAME2):
             return self._rename(node, body, 8 if opcode == _RENAME else 16)
@@ -315,13 +322,17 @@ class _Server:
             return self._list(node, *struct.unpack_from("<QQI", body))
         if opcode == _STATFS:
             blocks = self.capacity >> 12
-            used = sum(len(other.data) for other in self.nodes.values()) >> 12
-            return struct.pack("<QQQQQIIII24x", blocks, blocks - used, blocks - used, 1 << 20, 1 << 20, 4096, 255, 4096, 0)
+            free = max(0, blocks - (sum(len(other.data) for other in self.nodes.values()) >> 12))
+            return struct.pack("<QQQQQIIII24x", blocks, free, free, 1 << 20, 1 << 20, 4096, 255, 4096, 0)
         if opcode == _FALLOCATE:
             _, start, size, _ = struct.unpack_from("<QQQI", body)
             node.data.extend(bytes(max(0, start + size - len(node.data))))
             return b""
-        if opcode in (_RELEASE, _RELEASEDIR, _FLUSH, _FSYNC, _FSYNCDIR):
+        if opcode in (_RELEASE, _RELEASEDIR):
+            node.open -= 1
+            self._forget(node)
+            return b""
+        if opcode in (_FLUSH, _FSYNC, _FSYNCDIR):
             return b""
         raise OSError(errno.ENOSYS, "")
 
@@ -356,11 +367,21 @@ class _Server:
         self.nodes[made.number] = node.names[name] = made
         return made
 
+    def _unlink(self, node: _Node) -> None:
+        node.links = 0
+        self._forget(node)
+
+    def _forget(self, node: _Node) -> None:
+        if not node.links and not node.open:
+            node.data.clear()
+
     def _rename(self, node: _Node, body: bytes, header: int) -> bytes:
         (target,) = struct.unpack_from("<Q", body)
         old, new = (name.decode() for name in body[header:].split(b"\0")[:2])
         moved = self._child(node, old)
         del node.names[old]
+        if new in self.nodes[target].names:
+            self._unlink(self.nodes[target].names[new])
         self.nodes[target].names[new] = moved
         moved.name = new
         return b""
@@ -395,4 +416,4 @@ class _Server:
 
 
 if __name__ == "__main__":
-    _Server(sys.argv[1], socket.socket(fileno=int(sys.argv[2]))).run()
+    _Server(sys.argv[1], socket.socket(fileno=int(sys.argv[2])), sys.argv[3]).run()
