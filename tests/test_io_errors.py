@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -113,3 +114,19 @@ def test_completions_that_could_not_be_fetched_once_are_fetched_again(tmp_path: 
             [store.get(f"t{number}") for number in range(20)]
         failing.left = 0
         store.close()
+
+
+@pytest.mark.parametrize("again", ["by another call", "by the collector"])
+def test_what_ctrl_c_interrupts_of_closing_is_done_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str) -> None:
+    """It once left the store locked until the process ended."""
+    store = TieredStore.open(tmp_path / "state", dram=MIB)
+    with monkeypatch.context() as patched:
+        patched.setattr(store._engine, "stop", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            store.close()
+    if again == "by another call":
+        store.close()
+        store.close()
+    del store
+    gc.collect()
+    TieredStore.open(tmp_path / "state", dram=MIB).close()
