@@ -39,8 +39,8 @@ class Rule:
     """Requests ``operation`` on a file whose name matches ``name`` that touch bytes in [``start``, ``stop``) get ``effect``:
 
     "error" with ``errno``; "short": only so many bytes as lie before ``start`` are moved, or ``moves`` of them; "flip": the
-    byte at ``start`` is read as another; "stall": no answer until ``release``. The first ``skip`` are left alone, then ``times`` are
-    not (-1: none ever is).
+    byte at ``start`` is read as another; "stall": no answer until ``release``. The first ``skip`` are left alone, then
+    ``times`` are not (-1: none ever is).
     """
 
     operation: str
