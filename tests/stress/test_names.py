@@ -18,9 +18,11 @@ from tiered import MisuseError, TieredError, TieredStore
 PROMISE = "9 (names are no paths, modes, links)"
 MIB = 1 << 20
 
-PARTS = ["..", ".", "/", "\\", "~", "\0", "\n", "\r\n", "%2e%2e%2f", "data.0", "manifest.1", "manifest.2.tmp", "drives",
-         "drive.0", "etc/passwd", "C:", "CON", "$HOME", "`id`", ";rm -rf", "*", "?", "\u202e", "\u00e9", "e\u0301", "\U0001f600", " ", "-",
-         "a" * 300, "proc/self/mem", "file://", "{0}", "%s", "\x7f", "\ufeff", "NUL", "lost+found"]  # fmt: skip
+PARTS = [
+    "..", ".", "/", "\\", "~", "\0", "\n", "\r\n", "%2e%2e%2f", "data.0", "manifest.1", "manifest.2.tmp", "drives", "drive.0",
+    "etc/passwd", "C:", "CON", "$HOME", "`id`", ";rm -rf", "*", "?", "\u202e", "\u00e9", "e\u0301", "\U0001f600", " ", "-",
+    "a" * 300, "proc/self/mem", "file://", "{0}", "%s", "\x7f", "\ufeff", "NUL", "lost+found",
+]  # fmt: skip
 
 
 def names(count: int) -> list[str]:
