@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import faulthandler
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 
 from tests.stress.fusefs import FaultyDisk, faulty_disk, why_not
 from tests.stress.tally import TALLIES, Tally
 from tiered.io.probe import libaio_unavailable
+
+OUTCOME = pytest.StashKey[str]()
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +35,16 @@ def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
     found = Tally(request.module.PROMISE)
     request.config.stash.setdefault(TALLIES, []).append(found)
     yield found
-    found.refuse_silence()
+    if request.node.stash.get(OUTCOME, "") == "passed":
+        found.refuse_silence()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    report = yield
+    if report.when == "call":
+        item.stash[OUTCOME] = report.outcome
+    return report
 
 
 @pytest.fixture(scope="module")
