@@ -58,7 +58,7 @@ def whole(store: TieredStore, version: int) -> None:
         holds(store, key, version, size(number))
 
 
-@counts(6, 60)
+@counts(3, 60)
 def test_at_every_fill_level(small: Path, backend: str, count: int, tally: Tally) -> None:
     """With ``count`` levels for all backends together: one generation fits, and less than two more, with which two are kept."""
     source = random.Random(backend)

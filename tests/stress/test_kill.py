@@ -93,7 +93,7 @@ def killed_at(folder: Path, backend: str, number: int) -> Ended:
     )
 
 
-@counts(14, 400)
+@counts(8, 400)
 def test_killed_at_any_call(tmp_path: Path, backend: str, count: int, tally: Tally) -> None:
     """One store throughout: each trial begins with what the one before left."""
     folder, source = tmp_path / "state", random.Random(count)
@@ -114,7 +114,7 @@ def test_killed_at_any_call(tmp_path: Path, backend: str, count: int, tally: Tal
         done += 1
 
 
-@counts(6, 60)
+@counts(4, 60)
 def test_killed_while_it_is_made(tmp_path: Path, backend: str, count: int, tally: Tally) -> None:
     """In the first calls of a new store's life; what is left is a store, perhaps an empty one."""
     TieredStore.open(tmp_path / "other", dram=MIB, backend=backend).close()  # type: ignore[arg-type]

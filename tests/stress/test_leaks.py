@@ -44,7 +44,7 @@ class Watched:
         return len(os.listdir("/proc/self/fd")), threading.active_count(), maps.count("[aio]")
 
 
-@counts(60, 1000)
+@counts(25, 1000)
 def test_opens_and_closes(tmp_path: Path, backend: str, count: int, tally: Tally) -> None:
     def once(number: int) -> None:
         with TieredStore.open(tmp_path / "state", dram=MIB, backend=backend) as store:  # type: ignore[arg-type]
@@ -62,7 +62,7 @@ def test_opens_and_closes(tmp_path: Path, backend: str, count: int, tally: Tally
             tally.count("an open and a close", 1)
 
 
-@counts(300, 10_000)
+@counts(150, 10_000)
 def test_random_operations_while_the_disk_stalls(disk: FaultyDisk, backend: str, count: int, tally: Tally) -> None:
     """About one in twenty finds the disk stalled; after it, nothing is held, and every slot is free."""
     source = random.Random(backend)

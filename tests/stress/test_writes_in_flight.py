@@ -206,7 +206,7 @@ class Interleaving:
         self.store.close()
 
 
-@counts(5, 600)
+@counts(3, 600)
 def test_interleavings(tmp_path: Path, count: int, tally: Tally) -> None:
     fired: Counter[str] = Counter()
     for seed in range(count):
