@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
@@ -172,19 +171,21 @@ class Commits:
     def _drop_old(self) -> None:
         """Older generations than are kept: their manifests go first, durably; only then their extents may be written over."""
         folder = self._nvme.folder
-        there = generations.generations(folder)
+        try:
+            there = generations.generations(folder)
+        except ManifestError:  # as below
+            return
         retained = [generation for generation in self._kept if generation in there][-self._keep :]  # a failed one is not there
         old = [generation for generation in self._kept if generation < retained[0]]
         if not old:
             return
-        for generation in old:
-            if generation in there:
-                generations.drop(folder, generation)
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+            for generation in old:
+                if generation in there:
+                    generations.drop(folder, generation)
+            generations.sync(folder)
+        except ManifestError:  # the commit holds nevertheless; they stay pinned, and go with the next one
+            return
         with self._engine.lock:
             for generation in old:
                 self._nvme.release(generation)

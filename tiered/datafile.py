@@ -5,6 +5,7 @@ Offsets are counted from the beginning of the file. Which extent holds which ten
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -146,12 +147,13 @@ class DataFile:
             try:
                 self._extend(old, end)
             except OSError as error:
-                os.ftruncate(self.fd, old)  # a failed fallocate leaves the file extended
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                    raise
-                reason = (os.strerror(error.errno) or "no space").lower()
+                with contextlib.suppress(OSError):  # then it stays longer than it need be
+                    os.ftruncate(self.fd, old)  # a failed fallocate leaves the file extended
+                reason = (os.strerror(error.errno) or "no space").lower() if error.errno else "no space"
                 free = format_size(self.free_on_device())
                 self.refusal = f"{reason}: {self.folder} has {free} free, {format_size(need - old)} needed"
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # not for lack of room
+                    self.refusal = f"{self.path} cannot grow: {reason} (errno {error.errno})"
             else:
                 self.refusal = None
                 self._space.grow(end)

@@ -16,7 +16,7 @@ from typing import NoReturn
 from tiered.errors import CommitError, ManifestError
 from tiered.manifest import MAX_BYTES, Manifest, decode, encode
 
-__all__ = ["Folder", "clean", "drop", "generations", "load", "write"]
+__all__ = ["Folder", "clean", "drop", "generations", "load", "sync", "write"]
 
 Folder = int | str | os.PathLike[str]
 """A store's folder: an open descriptor of it, or its path."""
@@ -124,6 +124,15 @@ def drop(folder: Folder, generation: int) -> None:
             os.unlink(name, dir_fd=at)
         except OSError as error:
             _fail(ManifestError, "cannot remove", folder, name, error)
+
+
+def sync(folder: Folder) -> None:
+    """Make removals durable. Raises ManifestError."""
+    with _opened(folder, ManifestError) as at:
+        try:
+            os.fsync(at)
+        except OSError as error:
+            _fail(ManifestError, "cannot sync", folder, "", error)
 
 
 def clean(folder: Folder) -> list[str]:

@@ -94,8 +94,10 @@ class LockedFile:
             return
         if os.getpid() == self._pid:
             # A forked child shares the lock through its copy of the descriptor and would keep it, or end it for us.
-            fcntl.flock(fd, fcntl.LOCK_UN)
-        os.close(fd)
+            with contextlib.suppress(OSError):  # closing ends it as well
+                fcntl.flock(fd, fcntl.LOCK_UN)
+        with contextlib.suppress(OSError):  # Linux has closed it nevertheless; what counts was synced before
+            os.close(fd)
 
     def remove(self) -> None:
         """Delete the file, and the folder if it was made here and is empty; then close."""

@@ -13,7 +13,7 @@ import torch
 from tiered.commits import Commits
 from tiered.config import Parts, StoreConfig, build, default_dram
 from tiered.engine import Engine, EngineConfig
-from tiered.errors import MisuseError
+from tiered.errors import MisuseError, TieredError
 from tiered.interfaces import EvictionPolicy, IOBackend
 from tiered.residency import Copy
 from tiered.sizes import parse_size
@@ -52,7 +52,11 @@ def assemble(wishes: Wishes) -> tuple[Parts, Engine, Commits | None]:
     Raises as ``TieredStore.open`` says; nothing stays open then.
     """
     _refuse(wishes)
-    parts = build(_config(wishes))
+    try:
+        parts = build(_config(wishes))
+    except OSError as error:  # what the parts do not expect of a healthy filesystem
+        where = error.filename or wishes.path
+        raise TieredError(f"cannot open the store: {where}: {error.strerror} (errno {error.errno})") from error
     engine = Engine(parts.tiers, parts.links, parts.policies, EngineConfig(deadline=wishes.deadline))
     try:
         commits = None

@@ -58,7 +58,8 @@ class TieredStore:
         self._pid = os.getpid()
         self._closed = False
         self._name = f"the store in {parts.nvme.folder}" if parts.nvme else "the store without a disk"
-        self._shutdown = weakref.finalize(self, _shut_down, engine, parts, self._pid, scratch)
+        self._rest = (engine, parts, self._pid, scratch)
+        self._shutdown = weakref.finalize(self, _shut_down, *self._rest)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Called by copy and pickle."""
@@ -132,7 +133,9 @@ class TieredStore:
         Tensors that leases gave stay valid. Afterwards every other call raises StoreClosed; in a forked child, ForkedStore.
         """
         self._closed = True
-        self._shutdown()
+        if self._shutdown.alive:
+            _shut_down(*self._rest)
+            self._shutdown.detach()  # not before: what Ctrl-C interrupts is done by the next call, or by the collector
 
     # -- tensors by name --------------------------------------------------------------------------------------------------
 
@@ -417,7 +420,7 @@ def _shut_down(engine: Engine, parts: Parts, pid: int, scratch: bool) -> None:
     if engine.stop_elsewhere(lambda: _shut_down(engine, parts, pid, scratch)):
         return
     engine.stop()
-    if scratch and parts.nvme is not None:
+    if scratch and parts.nvme is not None and not parts.nvme.closed:
         parts.nvme.remove()
     parts.close()
 

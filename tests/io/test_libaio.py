@@ -122,6 +122,7 @@ def shimmed(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     target = tmp_path_factory.mktemp("shim") / "ring.so"
     sources = [str(SOURCES / "aio_ring.c"), str(Path(__file__).with_name("libaio_shim.c"))]
     flags = ["-std=gnu11", "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{SOURCES}"]
+    flags += os.environ.get("TIERED_RING_FLAGS", "").split()  # a sanitizer's
     wraps = ["-Wl,--wrap=io_submit", "-Wl,--wrap=io_getevents"]
     built = subprocess.run(
         ["gcc", *flags, *sources, *wraps, "-laio", "-o", str(target)], capture_output=True, text=True, check=False

@@ -24,6 +24,7 @@ except ImportError as error:
 
 __all__ = ["LibaioBackend", "LibaioConfig"]
 
+_FAILURES = 3  # of io_getevents in a row: then it will not get better
 _LONGEST_WAIT = 1e9  # seconds; in nanoseconds it still fits into 63 bits beside the clock
 
 
@@ -78,10 +79,12 @@ class LibaioBackend:
         ring = self._ring()
         deadline = time.monotonic() + min(timeout, _LONGEST_WAIT)
         left = min(timeout, _LONGEST_WAIT)
+        failures = 0
         while True:
             nanoseconds = int(max(left, 0.0) * 1e9)
             count = lib.aio_ring_reap(ring, max(min_events, 0), nanoseconds, self._completions, self.depth)
-            if count != -errno.EINTR:
+            failures += count < 0 and count != -errno.EINTR
+            if count >= 0 or failures > _FAILURES:  # completions that were not given stay in the ring
                 break
             # Between two calls Python runs the signal's handler. If that raises, completions stay in the ring.
             left = deadline - time.monotonic()

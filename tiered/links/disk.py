@@ -9,14 +9,12 @@ checked on its way up. The drive has work meanwhile: what will be written next i
 from __future__ import annotations
 
 import ctypes
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import xxhash
-
+from tiered.checksum import digest
 from tiered.errors import (
     CorruptionError,
     MisuseError,
@@ -41,8 +39,6 @@ from tiered.types import (
 )
 
 __all__ = ["DiskConfig", "DiskLink"]
-
-_CONTEXT = struct.Struct("<16sQQQ")  # store UUID, tensor id, generation, offset of the piece in the tensor
 
 
 @dataclass(frozen=True)
@@ -307,9 +303,8 @@ class DiskLink:
     def _digest(self, job: _Job, piece: int) -> bytes:
         transfer = job.transfer
         offset = piece * PIECE_BYTES
-        state = xxhash.xxh3_128(_CONTEXT.pack(self._uuid, transfer.tensor_id, transfer.generation, offset))
-        state.update((ctypes.c_char * _piece_bytes(job, piece)).from_address(job.memory + offset))
-        return state.digest()
+        memory = (ctypes.c_char * _piece_bytes(job, piece)).from_address(job.memory + offset)
+        return digest(self._uuid, transfer.tensor_id, transfer.generation, offset, memory)
 
     # Taking back
 

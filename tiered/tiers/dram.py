@@ -7,6 +7,7 @@ import ctypes
 import functools
 import mmap
 import os
+import resource
 import weakref
 from dataclasses import dataclass
 
@@ -121,7 +122,8 @@ def _map(nbytes: int) -> ctypes.Array[ctypes.c_char]:
         mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise CapacityError(
-            f"the system refuses {length} bytes of memory for the DRAM tier ({error}): ask for less, or raise ulimit -v"
+            f"the system refuses {length} bytes of memory for the DRAM tier ({error}): ask for less, or raise the limit"
+            + _limits()
         ) from error
     base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     skip = -base % HUGE_PAGE
@@ -133,6 +135,16 @@ def _map(nbytes: int) -> ctypes.Array[ctypes.c_char]:
             with contextlib.suppress(OSError):  # a kernel built without it: slower, or more to copy at fork, but right
                 mapping.madvise(getattr(mmap, advice), skip, span)
     return (ctypes.c_char * nbytes).from_buffer(mapping, skip)
+
+
+def _limits() -> str:
+    """The process's own limits of memory, for an error message; empty where there are none."""
+    found = []
+    for name, flag in (("RLIMIT_AS", "-v"), ("RLIMIT_DATA", "-d")):
+        soft = resource.getrlimit(getattr(resource, name))[0]
+        if soft != resource.RLIM_INFINITY:
+            found.append(f"ulimit {flag} is {soft:,} bytes")
+    return f" ({', '.join(found)})" if found else ""
 
 
 # In a forked child the arena's range is unmapped (MADV_DONTFORK) and may be given to something else. Were the mapping

@@ -238,6 +238,10 @@ class NvmeTier:
         for file in self.files:
             file.sync()
 
+    @property
+    def closed(self) -> bool:
+        return self.files[0].fd < 0
+
     def close(self) -> None:
         """Release the locks. Idempotent. No I/O may be in flight."""
         for file in self.files:

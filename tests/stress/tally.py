@@ -1,0 +1,39 @@
+"""How many faults a test injected, and how many of them really happened."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+__all__ = ["TALLIES", "Tally", "counts"]
+
+
+@dataclass
+class Tally:
+    """Of one test. ``what`` names the promise (docs/reliability.md). A fault that never fired is a test that tests nothing."""
+
+    what: str
+    injected: int = 0
+    fired: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+
+    def count(self, kind: str, fired: int) -> None:
+        """One fault more, of a ``kind``; it happened ``fired`` times."""
+        self.injected += 1
+        self.fired += bool(fired)
+        self.kinds[kind] += bool(fired)
+
+    def refuse_silence(self) -> None:
+        assert self.injected, "no fault was injected"
+        idle = sorted(kind for kind, fired in self.kinds.items() if not fired)
+        assert self.fired == self.injected, f"{self.injected} faults were injected, {self.fired} fired; never: {idle}"
+
+
+TALLIES = pytest.StashKey[list[Tally]]()
+
+
+def counts(quick: int, full: int) -> pytest.MarkDecorator:
+    """The test's ``count``: ``quick`` in every run, ``full`` in the long one."""
+    return pytest.mark.parametrize("count", [quick, pytest.param(full, marks=pytest.mark.soak)])

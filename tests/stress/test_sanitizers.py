@@ -1,0 +1,104 @@
+"""Promise 19: no report of a sanitizer in our own C, over the whole native suite, with the faults of its shim.
+
+The extension and the shimmed ring are built anew with -fsanitize, and the suite runs in a process that has its runtime loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from libaio_ext import build
+from tests.stress.tally import Tally
+from tiered.io.probe import libaio_unavailable
+
+PROMISE = "19 (sanitizers; injected: tests run under one)"
+ROOT = Path(__file__).resolve().parents[2]
+KINDS = {
+    "address": ("libasan.so", {"ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1:abort_on_error=0:exitcode=99"}),
+    "undefined": ("libubsan.so", {"UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1:exitcode=99"}),
+    "thread": ("libtsan.so", {"TSAN_OPTIONS": "halt_on_error=0:exitcode=99:report_signal_unsafe=0"}),
+}
+SUITE = ["tests/io/test_libaio.py", "tests/links/test_disk.py"]
+QUICK = ["tests/io/test_libaio.py", "-k", "not strace and not under"]
+pytestmark = pytest.mark.skipif(libaio_unavailable() is not None, reason=f"no libaio here: {libaio_unavailable()}")
+
+
+def runtime(kind: str) -> str:
+    """Path of the sanitizer's library. Skips where there is none, or where it does not run."""
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc")
+    name, options = KINDS[kind]
+    found = subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+    if not os.path.isabs(found):
+        pytest.skip(f"no {name}")
+    trial = subprocess.run(
+        launch(kind, "-c", "print(1)"), env=environment(found, options), capture_output=True, text=True, check=False
+    )
+    if trial.returncode:
+        pytest.skip(f"{name} does not run here: {trial.stderr.strip().splitlines()[:1]}")
+    return found
+
+
+def environment(library: str, options: dict[str, str]) -> dict[str, str]:
+    return {**os.environ, **options, "LD_PRELOAD": os.path.realpath(library), "OMP_NUM_THREADS": "1"}
+
+
+def launch(kind: str, *words: str) -> list[str]:
+    """TSan wants addresses where older kernels put them."""
+    return [*(["setarch", "-R"] if kind == "thread" else []), sys.executable, *words]
+
+
+def built(kind: str, folder: Path) -> Path:
+    """The extension, with the sanitizer in it."""
+    flags = ["-O1", "-g", f"-fsanitize={kind}", "-fno-omit-frame-pointer"]
+    program = (
+        "import sys; sys.path.insert(0, '.')\n"
+        "from libaio_ext import build\n"
+        "extension = build.ffibuilder(build.link_arguments()).distutils_extension(tmpdir=sys.argv[1])\n"
+        "extension.extra_compile_args += sys.argv[2:]\n"
+        "extension.extra_link_args = [*(extension.extra_link_args or []), *sys.argv[2:]]\n"
+        "from setuptools import Distribution\n"
+        "made = Distribution({'ext_modules': [extension]}).get_command_obj('build_ext')\n"
+        "made.build_lib, made.build_temp, made.inplace = sys.argv[1], sys.argv[1] + '/objects', 0\n"
+        "made.ensure_finalized(); made.run()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder), *flags], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (found,) = folder.glob(f"{build.MODULE.replace('.', '/')}*.so")
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("suite", ["quick", pytest.param("whole", marks=pytest.mark.soak)])
+def test_the_native_suite(tmp_path: Path, kind: str, suite: str, tally: Tally) -> None:
+    if suite == "quick" and kind != "address":
+        pytest.skip("the long run has all of them")
+    library = runtime(kind)
+    extension = built(kind, tmp_path)
+    flags = f"-fsanitize={kind} -fno-omit-frame-pointer"
+    done = subprocess.run(
+        launch(kind, "-m", "tests.stress.sanitized", str(extension), *(QUICK if suite == "quick" else SUITE)),
+        env={**environment(library, KINDS[kind][1]), "TIERED_RING_FLAGS": flags},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=3600,
+        check=False,
+    )
+    output = done.stdout + done.stderr
+    assert "Sanitizer" not in output, output[-20_000:]
+    assert "runtime error" not in output, output[-20_000:]
+    assert done.returncode == 0, output[-20_000:]
+    passed = re.search(r"(\d+) passed", output)
+    assert passed, output[-5000:]
+    for _ in range(int(passed[1])):
+        tally.count(f"a test under {kind}", 1)
