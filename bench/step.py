@@ -1,0 +1,168 @@
+"""Bytes that training moves per parameter and step, by the kernel's counters, beside the offline optimum of the traced step.
+
+    .venv/bin/python -m bench.step            Markdown, some minutes
+    .venv/bin/python -m bench.step --layers 8 --budget 50% --kind one
+
+The model is a stack of residual MLPs. Each line trains until the order of its steps is known, and counts some steps then. The
+optimum is ``bench/optimum.py``'s bound for what was leased, for as long as it was, gradients and kept inputs included, in the
+whole budget: room for what is on its way is not taken off.
+
+Kinds: "one" pass a step; "accumulated", eight passes one after the other; "split", the same eight parts inside units.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from bench.optimum import lower_bound
+from bench.watched import watch
+from tiered import TieredStore, zero
+from tiered.cli.measure import Meter, environment
+from tiered.cli.table import told_environment
+
+__all__ = ["Case", "Measured", "measure"]
+
+Kind = Literal["one", "accumulated", "split"]
+PARTS = 8
+BATCH, TOKENS = 8, 32
+WARM_UP, STEPS = 5, 4
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner: torch.Tensor = self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        return x + inner
+
+
+class Model(nn.Module):
+    """Tokens of shape (batch, TOKENS) to logits; the embedding is tied to the head."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(self.norm(x), self.embedding.weight)
+
+
+@dataclass(frozen=True)
+class Case:
+    budget: float  # share of the state, which is 12 bytes per parameter
+    kind: Kind
+    dtype: torch.dtype
+    update: Literal["on_fetch", "in_backward"]
+    prefetch: Literal["on", "off"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes per parameter and step."""
+
+    read: float
+    written: float
+    kernel: float | None
+    optimum: float
+    peak: float  # of the pool, as a share of the budget
+
+    @property
+    def ratio(self) -> float:
+        return (self.read + self.written if self.kernel is None else self.kernel) / self.optimum
+
+
+def measure(case: Case, layers: int, width: int, folder: str) -> Measured:
+    torch.manual_seed(0)
+    model = Model(layers, width).to(case.dtype)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    dram = max(1 << 20, int(case.budget * 12 * parameters))
+    with tempfile.TemporaryDirectory(dir=folder) as place, TieredStore.open(f"{place}/store", dram=dram) as store:
+        zero.page(model, store, prefetch=case.prefetch, micro_batch=PARTS if case.kind == "split" else 1)
+        optimizer = zero.AdamW(model.parameters(), lr=1e-4, update=case.update)
+        generator = torch.Generator().manual_seed(0)
+
+        def step() -> None:
+            for _ in range(PARTS if case.kind == "accumulated" else 1):
+                tokens = torch.randint(0, 256, (BATCH, TOKENS), generator=generator)
+                loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(WARM_UP):
+            step()
+        meter = Meter(store)
+        with watch(store) as seen:
+            for _ in range(STEPS):
+                step()
+                seen.cut()
+        used = meter.lap()
+        per = parameters * STEPS
+        kernel = None if used.kernel_bytes is None else used.kernel_bytes / per
+        peak = store.statistics().tiers[0].peak / dram
+        rounds = seen.rounds[:STEPS]
+        store.close()
+    two, four = (lower_bound(seen.trace(rounds[:1] * count), dram, final_writeback=False) for count in (2, 4))
+    return Measured(used.read / per, used.written / per, kernel, (four - two) / 2 / parameters, peak)
+
+
+def cases(budgets: list[float], kinds: list[Kind]) -> Iterator[tuple[Case, Case]]:
+    """Each with fetching ahead, and without."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for update in ("on_fetch", "in_backward"):
+            for kind in kinds:
+                if update == "in_backward" and kind == "accumulated":
+                    continue  # each backward is a step
+                for budget in budgets:
+                    yield (
+                        Case(budget, kind, dtype, update, "on"),  # type: ignore[arg-type]
+                        Case(budget, kind, dtype, update, "off"),  # type: ignore[arg-type]
+                    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", default=".", help="a folder on the drive")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--budget", action="append", help="share of the state, like 50%% (default: 10%%, 50%%, 90%%)")
+    parser.add_argument("--kind", action="append", choices=("one", "accumulated", "split"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    budgets = [float(text.rstrip("%")) / 100 for text in options.budget or ("10%", "50%", "90%")]
+    print(told_environment(environment()) + "\n")
+    print("| dtype | update | kind | budget | read | written | by the kernel | optimum | ratio | on demand | pool's peak |")
+    print("|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+    ratios = []
+    for ahead, demand in cases(budgets, options.kind or ["one", "accumulated", "split"]):
+        found, plain = (measure(case, options.layers, options.width, options.dir) for case in (ahead, demand))
+        ratios.append(found.ratio)
+        kernel = "?" if found.kernel is None else f"{found.kernel:.2f}"
+        print(
+            f"| {str(ahead.dtype).removeprefix('torch.')} | {ahead.update} | {ahead.kind} | {ahead.budget:.0%} "
+            f"| {found.read:.2f} | {found.written:.2f} | {kernel} | {found.optimum:.2f} | {found.ratio:.3f} "
+            f"| {plain.ratio:.3f} | {found.peak:.1%} |",
+            flush=True,
+        )
+    print(f"\nratio: median {statistics.median(ratios):.3f}, most {max(ratios):.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
