@@ -14,7 +14,7 @@ from torch import nn
 from tests.zero.models import parameter_groups
 from tests.zero.splitting import Language, split_in_memory
 from tests.zero.test_identity import equal
-from tiered import TieredStore, zero
+from tiered import MisuseError, TieredStore, zero
 
 STEPS = 10
 SMALLEST = "1.25MiB"
@@ -212,6 +212,17 @@ def test_what_is_kept_is_in_the_store_until_backward_or_until_the_graph_is_gone(
     model(x).sum()
     assert kept(store)[0] == "model/input/0.0.0#0", "the same keys in every step"
     assert store.statistics().tiers[0].held == 0
+
+
+def test_a_graph_from_before_a_step_cannot_run_after_it(store: TieredStore) -> None:
+    model = zero.page(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), store, micro_batch=2)
+    optimizer = zero.AdamW(model.parameters())
+    model(torch.randn(4, 8)).sum().backward()
+    late = model(torch.randn(4, 8)).sum()
+    optimizer.step()
+    with pytest.raises(MisuseError, match=r"before step\(\)"):
+        late.backward()
+    model(torch.randn(4, 8)).sum().backward()
 
 
 def test_an_exception_in_a_part_leaves_nothing_held(store: TieredStore) -> None:
