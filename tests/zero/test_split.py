@@ -270,3 +270,28 @@ def test_a_gradient_is_the_sum_over_the_parts_the_last_one_first(store: TieredSt
     optimizer = zero.AdamW(paged.parameters())
     assert torch.equal(optimizer.grad(paged.weight), backwards)
     assert optimizer.clip_grad_norm_(1e9) == nn.utils.get_total_norm([backwards, weights.sum(0)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_within_backward_give_the_same_numbers(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Each gradient arrives once, as the sum over all parts: a unit's update need not know of them."""
+    torch.manual_seed(0)
+    start = Language(width=64).to(dtype)
+    outcomes = []
+    for update in ("on_fetch", "in_backward"):
+        model = copy.deepcopy(start)
+        with TieredStore.open(tmp_path / update, dram="1.5MiB", deadline=20) as store:
+            zero.page(model, store, micro_batch=3)
+            optimizer = zero.AdamW(model.parameters(), lr=1e-3, update=update)
+            torch.manual_seed(1)
+            losses = []
+            for step in range(5):
+                optimizer.zero_grad()
+                loss = model.loss(step)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            outcomes.append((losses, model.state_dict()))
+            store.close()
+    assert outcomes[0][0] == outcomes[1][0]
+    assert equal(outcomes[0][1], outcomes[1][1])
