@@ -14,7 +14,7 @@ from torch import nn
 from tests.zero.models import parameter_groups
 from tests.zero.splitting import Language, split_in_memory
 from tests.zero.test_identity import equal
-from tiered import TieredStore, zero
+from tiered import MisuseError, TieredStore, zero
 
 STEPS = 10
 SMALLEST = "1.25MiB"
@@ -214,6 +214,17 @@ def test_what_is_kept_is_in_the_store_until_backward_or_until_the_graph_is_gone(
     assert store.statistics().tiers[0].held == 0
 
 
+def test_a_graph_from_before_a_step_cannot_run_after_it(store: TieredStore) -> None:
+    model = zero.page(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), store, micro_batch=2)
+    optimizer = zero.AdamW(model.parameters())
+    model(torch.randn(4, 8)).sum().backward()
+    late = model(torch.randn(4, 8)).sum()
+    optimizer.step()
+    with pytest.raises(MisuseError, match=r"before step\(\)"):
+        late.backward()
+    model(torch.randn(4, 8)).sum().backward()
+
+
 def test_an_exception_in_a_part_leaves_nothing_held(store: TieredStore) -> None:
     reference, paged = twins(store, 3, width=64)
 
@@ -259,3 +270,28 @@ def test_a_gradient_is_the_sum_over_the_parts_the_last_one_first(store: TieredSt
     optimizer = zero.AdamW(paged.parameters())
     assert torch.equal(optimizer.grad(paged.weight), backwards)
     assert optimizer.clip_grad_norm_(1e9) == nn.utils.get_total_norm([backwards, weights.sum(0)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_within_backward_give_the_same_numbers(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Each gradient arrives once, as the sum over all parts: a unit's update need not know of them."""
+    torch.manual_seed(0)
+    start = Language(width=64).to(dtype)
+    outcomes = []
+    for update in ("on_fetch", "in_backward"):
+        model = copy.deepcopy(start)
+        with TieredStore.open(tmp_path / update, dram="1.5MiB", deadline=20) as store:
+            zero.page(model, store, micro_batch=3)
+            optimizer = zero.AdamW(model.parameters(), lr=1e-3, update=update)
+            torch.manual_seed(1)
+            losses = []
+            for step in range(5):
+                optimizer.zero_grad()
+                loss = model.loss(step)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            outcomes.append((losses, model.state_dict()))
+            store.close()
+    assert outcomes[0][0] == outcomes[1][0]
+    assert equal(outcomes[0][1], outcomes[1][1])

@@ -251,10 +251,7 @@ class Pager:
             return packed.restore()
         assert isinstance(packed, _Reference)
         unit = packed.unit
-        if unit.version != packed.version:
-            raise MisuseError(
-                f"the parameters of {unit.plan.name!r} were updated after this graph was made: call backward before step()"
-            )
+        _refuse_updated(unit, packed.version)
         if not self._frames:
             self._visit_backward((unit,))
         elif not unit.held:
@@ -283,10 +280,16 @@ class Pager:
         for unit in units:
             self._drop(unit)
 
+    def versions(self, module: nn.Module) -> tuple[int, ...]:
+        """Of the units that a module holds."""
+        return tuple(unit.version for unit in self._held[module])
+
     @contextmanager
-    def recomputing(self, module: nn.Module) -> Iterator[Callable[[Any], torch.Tensor]]:
+    def recomputing(self, module: nn.Module, versions: tuple[int, ...]) -> Iterator[Callable[[Any], torch.Tensor]]:
         """Within backward, a part of a split module's forward is computed again. Its units stay until others are needed: all
         parts follow one another. Gives what turns a ``reference``, or something kept, into a tensor again."""
+        for unit, version in zip(self._held[module], versions, strict=True):
+            _refuse_updated(unit, version)
         frame = _Frame(module)
         if not self._frames:
             self._visit_backward(self._held[module])
@@ -453,6 +456,13 @@ def _told(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement], None
         what(*found)
 
     return hook
+
+
+def _refuse_updated(unit: Unit, version: int) -> None:
+    if unit.version != version:
+        raise MisuseError(
+            f"the parameters of {unit.plan.name!r} were updated after this graph was made: call backward before step()"
+        )
 
 
 def _hooks_active() -> bool:

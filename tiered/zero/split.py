@@ -289,6 +289,7 @@ class _Part:
     ) -> None:
         self._splitter, self._module, self._compute, self._again = splitter, module, compute, again
         self._given: list[Any] | None = given
+        self._versions = splitter.pager.versions(module)
 
     def __call__(self) -> Any:
         given, self._given = self._given, None
@@ -296,7 +297,7 @@ class _Part:
             with self._splitter.running():
                 return self._compute(given)
         self._splitter.keeper.sweep()
-        with self._splitter.pager.recomputing(self._module) as unpack, self._splitter.running():
+        with self._splitter.pager.recomputing(self._module, self._versions) as unpack, self._splitter.running():
             leaves = []
             for leaf in self._again:
                 if isinstance(leaf, _Again):
