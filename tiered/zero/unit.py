@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -21,12 +20,9 @@ from tiered.zero.units import Placement, UnitPlan
 __all__ = ["Stepper", "Unit"]
 
 
-class Stepper(Protocol):
-    """An optimizer that updates within backward."""
-
-    def update_now(self, placement: Placement) -> Update:
-        """Count one step of a parameter and return it, with the hyper-parameters that there are now."""
-        ...
+Stepper = Callable[[Placement], Update]
+"""A method of an optimizer that updates within backward: counts one step of a parameter and returns it, with the
+hyper-parameters that there are now."""
 
 
 @dataclass(eq=False)
@@ -78,7 +74,7 @@ class Unit:
         self._gradient: torch.Tensor | None = None
         self._gradient_lease = ExitStack()
         self._placeholders = {p: Placeholder(p.shape, p.dtype) for p in plan.placements}
-        self._steppers: dict[Placement, weakref.ref[Stepper]] = {}
+        self._steppers: dict[Placement, weakref.WeakMethod[Stepper]] = {}
         self._lent: list[StorageWeakRef] = []
         self.references: weakref.WeakSet[object] = weakref.WeakSet()  # what graphs saved of it, which has no memory of its own
         self.states = States(store, self.key, plan.placements, chunk_elements)
@@ -316,10 +312,11 @@ class Unit:
     # -- updates within backward ---------------------------------------------------------------------------------------------
 
     def claim(self, placement: Placement, stepper: Stepper | None) -> None:
-        """``stepper`` updates the parameter within backward; None: nobody does. The last claim counts, while it lives."""
+        """``stepper`` updates the parameter within backward (None: nobody does). The last claim counts, while its object lives.
+        """
         self._steppers.pop(placement, None)
         if stepper is not None:
-            self._steppers[placement] = weakref.ref(stepper)
+            self._steppers[placement] = weakref.WeakMethod(stepper)
 
     def stepper(self, placement: Placement) -> Stepper | None:
         found = self._steppers.get(placement)
@@ -341,7 +338,7 @@ class Unit:
         for placement in placements:
             stepper = self.stepper(placement)
             if stepper is not None:
-                updates[placement] = stepper.update_now(placement)
+                updates[placement] = stepper(placement)
                 self.gradients[placement].spent = True
                 placement.parameter.grad = SpentGradient(placement.parameter, placement.name)
         self.pending = Pending(updates)
