@@ -12,6 +12,7 @@ from tiered import Access, CapacityError, MisuseError, TensorSpec, TieredStore
 from tiered.zero.construct import unguard
 from tiered.zero.heap import Trimmer
 from tiered.zero.paging import TRIM_SHARE, Pager
+from tiered.zero.policy import Policy
 from tiered.zero.units import Placement, Plan, UnitPlan, divide
 from tiered.zero.window import PREFIX, Staged, Window, current, find
 
@@ -19,6 +20,8 @@ __all__ = ["page"]
 
 UNIT_SHARE = 8
 """A unit is at most this fraction of the pool, where single parameters allow it."""
+
+AS_IT_IS = Policy()
 
 Init = Callable[[nn.Module], None]
 
@@ -31,6 +34,7 @@ def page(
     existing: str = "refuse",
     prefetch: str = "on",
     param_init_fn: Init | None = None,
+    policy: Policy = AS_IT_IS,
 ) -> nn.Module:
     """Move ``model``'s parameters into ``store`` and page them around each module's forward and backward. Returns ``model``.
 
@@ -41,12 +45,13 @@ def page(
 
     ``name``: their keys begin with it and a slash; several models in one store need different ones.
     ``existing``: what to do when the store already holds tensors under ``name``: "refuse" or "overwrite".
+    ``policy``: element types in the store other than those that modules compute with, see ``zero.Policy``.
     ``prefetch``: "on", or "off" to fetch only on demand (to see what it brings).
 
     Raises MisuseError (paged before, name taken, wrong device, built for another store, no way to initialise), CapacityError
     when the store's DRAM budget is below the smallest that works for this model (the message says how much that is), and what
     ``param_init_fn`` and the store raise. Then the model is as before, and ``page`` may be tried again; only what
-    ``existing="overwrite"`` had to overwrite may be gone.
+    ``existing="overwrite"`` had to overwrite may be gone, and what a ``policy`` stores as another type may be rounded.
     """
     if existing not in ("refuse", "overwrite") or prefetch not in ("on", "off"):
         raise MisuseError("existing is 'refuse' or 'overwrite', prefetch is 'on' or 'off'")
@@ -73,13 +78,13 @@ def page(
     staged = _staged(model, window)
     strides = {parameter: found.stride for parameter, found in staged.items()}
     pool = store.statistics().tiers[0].capacity
-    _refuse_small_pool(divide(model, pool // UNIT_SHARE, strides), model, pool)
+    _refuse_small_pool(divide(model, pool // UNIT_SHARE, strides, policy), model, pool)
     if param_init_fn is None:
         _refuse_without_reset(model)
     meta = _replace_meta(model)
     adoption = _Adoption(model, store, window, staged, meta, param_init_fn)
     try:
-        plan = divide(model, pool // UNIT_SHARE, strides)
+        plan = divide(model, pool // UNIT_SHARE, strides, policy)
         for key in held:
             store.delete(key)
         adoption.move(plan, name, Trimmer(pool // TRIM_SHARE))
@@ -117,7 +122,8 @@ def _refuse_small_pool(plan: Plan, model: nn.Module, pool: int) -> None:
         return max([sum(sizes[i] for i in here), *(deepest(child, here) for child in module.children())])
 
     together = deepest(model, frozenset()) if sizes else 0
-    needed = max(3 * max(sizes, default=0), together + max(sizes, default=0), 1 << 20)
+    converted = max((unit.stored_nbytes for unit in plan.units if unit.converted), default=0)  # it is there twice meanwhile
+    needed = max(3 * max(sizes, default=0) + converted, together + max(sizes, default=0) + converted, 1 << 20)
     if pool < needed:
         largest = max(plan.units, key=lambda unit: unit.nbytes)
         raise CapacityError(
@@ -178,7 +184,7 @@ class _Adoption:
         self.without_memory = set(self.meta)
         for unit in plan.units:
             key = f"{name}/param/{unit.name}"
-            self.store.create(key, TensorSpec("uint8", (unit.nbytes,), 1))
+            self.store.create(key, TensorSpec("uint8", (unit.stored_nbytes,), 1))
             self.created.append(key)
             self._fill(key, unit, owner)
             trimmer.passed(unit.nbytes)
@@ -193,9 +199,9 @@ class _Adoption:
                 if parameter in self.without_memory:
                     self._materialise(owner[parameter])
                 if parameter in self.staged:
-                    self.window.copy_to(placement.view(memory), self.staged[parameter])
+                    self.window.copy_to(placement.stored_view(memory), self.staged[parameter])
                 else:
-                    placement.view(memory).copy_(parameter)
+                    placement.stored_view(memory).copy_(parameter)
                 self.stored[parameter] = key, placement
                 parameter.data = torch.zeros((), dtype=placement.dtype).expand(placement.shape)
                 self.window.sweep()  # the waiting value, which nothing shows any more
@@ -242,7 +248,7 @@ class _Adoption:
                 continue
             value = torch.empty_strided(placement.shape, placement.stride, dtype=placement.dtype)
             with self.store.lease(key) as memory:
-                value.copy_(placement.view(memory))
+                value.copy_(placement.stored_view(memory))
                 del memory
             parameter.data = value
             del value

@@ -29,7 +29,7 @@ class AdamW(Optimizer):
     ``update`` says when:
 
     - "on_fetch": ``step()`` only freezes learning rate, betas, decay, step count and clip factor of each unit; the update is
-      applied when the unit is next leased: by the next forward, by evaluation, by ``state_dict``. Until then gradients are kept.
+      applied when the unit is next leased: by the next forward, by evaluation, by ``state_dict``. Gradients are kept till then.
     - "in_backward": each backward is a step. A unit is updated within it as soon as backward is done with it, with the
       hyper-parameters of that moment, and its gradients are deleted: they need neither room nor transfers. ``step()`` closes
       the step (after it ``grad`` is None). What needs all gradients at once raises MisuseError: clipping, loss scaling, a

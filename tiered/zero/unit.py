@@ -63,7 +63,7 @@ class Unit:
         self.pending: Pending | None = None
         self.base: torch.Tensor | None = None
         self.gradients = {
-            p: GradientState(StoredGradient(p.parameter, p.name), watched=p.dtype is torch.bfloat16)
+            p: GradientState(StoredGradient(p.parameter, p.name), watched=p.stored is torch.bfloat16)
             for p in plan.placements
             if p.dtype.is_floating_point
         }
@@ -91,7 +91,7 @@ class Unit:
             for placement in self.plan.placements:
                 self.refuse_written(placement)
             self.settle()
-            self.base = self._lease.enter_context(self.store.lease(self.key, access=access))
+            self.base = self._open_converted() if self.plan.converted else self._open(access)
             self._access = access
             for placement in self.plan.placements:
                 placement.parameter.data = placement.view(self.base)
@@ -99,6 +99,30 @@ class Unit:
         elif access is Access.WRITE and self._access is not Access.WRITE:
             raise MisuseError(f"the parameters of {self.plan.name!r} are in use: write to them outside forward and backward")
         self._holders += 1
+
+    def _open(self, access: Access) -> torch.Tensor:
+        return self._lease.enter_context(self.store.lease(self.key, access=access))
+
+    def _open_converted(self) -> torch.Tensor:
+        """A tensor of its own in the pool, which is deleted before it could be written back."""
+        key = f"{self.key}/converted"
+        with ExitStack() as leases:
+            self.store.create(key, TensorSpec("uint8", (self.plan.nbytes,), 1))
+            leases.callback(self.store.delete, key)
+            converted = leases.enter_context(self.store.lease(key, access=Access.WRITE))
+            with self.store.lease(self.key) as stored:
+                for placement in self.plan.placements:
+                    placement.view(converted).copy_(placement.stored_view(stored))
+                del stored
+            self._lease = leases.pop_all()
+        return converted
+
+    def _store_converted(self) -> None:
+        assert self.base is not None
+        with self.store.lease(self.key, access=Access.WRITE) as stored:
+            for placement in self.plan.placements:
+                placement.stored_view(stored).copy_(placement.view(self.base))
+            del stored
 
     def drop(self) -> None:
         """Undo one ``hold``; the last one takes the parameters' memory away again."""
@@ -116,6 +140,8 @@ class Unit:
                 if placement.parameter._version != version or _address(placement.parameter) != here:
                     written = placement.name
         else:
+            if self.plan.converted:
+                self._store_converted()
             self.states.stale_masters.update(self.plan.placements)
             self.version += 1
         self.release_parameters()
@@ -290,7 +316,7 @@ class Unit:
 
     def refuse_infinite(self, placement: Placement) -> None:
         """Raise MisuseError if the gradient would make the fp32 master of a bf16 parameter infinite or NaN."""
-        if placement.dtype is not torch.bfloat16:
+        if placement.stored is not torch.bfloat16:
             return
         self.collect_gradient(placement)
         if not self._is_finite(placement):
@@ -399,7 +425,7 @@ class Unit:
         """``States.copies``, with the pending update applied."""
         self.settle()
         with self.store.lease(self.key) as unit:
-            param = placement.flat(unit, 0, placement.numel)
+            param = placement.stored_flat(unit, 0, placement.numel)
             copies = self.states.copies(placement, param)
             del unit, param
         return copies
@@ -408,7 +434,7 @@ class Unit:
         """``States.load``, after the pending update."""
         self.settle()
         with self.store.lease(self.key) as unit:
-            param = placement.flat(unit, 0, placement.numel)
+            param = placement.stored_flat(unit, 0, placement.numel)
             self.states.load(placement, param, state)
             del unit, param
 
