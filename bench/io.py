@@ -52,9 +52,10 @@ def main() -> None:
     command = ["bench", "io", *beside, *(word for word in given if word != "--no-fio")]
     printed, report = measure(command)
     print(page("Large tensors through the store" + (", beside fio" if beside else ""), command, printed))
-    print(f"Rounds, GB/s:\n\n{rounds(report)}")
-    if "fio" in report:
-        print(f"\nfio, its reads with libaio:\n\n```\n{report['fio']['command']}\n```")
+    if report.get("modes"):
+        print(f"Rounds, GB/s:\n\n{rounds(report)}")
+    if "command" in report.get("fio", {}):
+        print(f"\nfio, its writes with libaio:\n\n```\n{report['fio']['command']}\n```")
 
 
 if __name__ == "__main__":

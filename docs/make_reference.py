@@ -23,6 +23,7 @@ SECTIONS: list[tuple[str, str, list[str] | None, str]] = [
     ("Leases", "tiered.lease", None, ""),
     ("Values", "tiered.types", ["Access", "TensorSpec", "Use"], ""),
     ("An order to follow", "tiered.prefetch", ["Touch"], ""),
+    ("Checking a store", "tiered.verification", None, ""),
     ("Statistics", "tiered.stats", None, ""),
     ("Errors", "tiered.errors", None, ""),
     ("Training: tiered.zero", "tiered.zero", None, "zero."),

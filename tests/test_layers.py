@@ -31,6 +31,7 @@ LAYERS = {
     "drives": "values",
     "data": "values",
     "flow": "values",
+    "checksum": "values",
     "interfaces": "interfaces",
     "io": "parts",
     "io.*": "parts",
@@ -56,6 +57,7 @@ LAYERS = {
     "commits": "store",
     "lease": "store",
     "opening": "store",
+    "verification": "store",
     "store": "store",
     "": "package",
     "zero": "zero",
@@ -97,6 +99,7 @@ WITHOUT_TORCH = (
 THREADS = ("threading", "_thread", "concurrent", "multiprocessing")
 MAY_THREAD = {
     "engine": "the one engine thread and the one lock",
+    "cli.flood": "a caller that writes while another one's reads are timed; stores have callers in many threads",
     "io.aiofile": "the private event loop and the pool that does its blocking calls; no other part sees them",
     "links.cuda": "one thread a direction sleeps until CUDA events pass, which have no descriptor to poll",
     "links.memory": "the stand-in's streams are stepped by a test and, in close, by the engine: these take turns",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 
@@ -41,3 +42,19 @@ def test_another_thread_wakes_who_waits(wakeup: Wakeup, timeout: float) -> None:
     thread.start()
     assert wakeup.wait(timeout)
     thread.join()
+
+
+def test_setting_it_after_its_end_touches_no_other_file() -> None:
+    wakeup = Wakeup()
+    number = wakeup._writing
+    wakeup.close()
+    reading, writing = os.pipe()
+    try:
+        assert number in (reading, writing), "the number is somebody else's now"
+        wakeup.set()
+        os.set_blocking(reading, False)
+        with pytest.raises(BlockingIOError):
+            os.read(reading, 1)
+    finally:
+        os.close(reading)
+        os.close(writing)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tiered.stats import FlowStatistics, LinkStatistics, StoreStatistics, TierStatistics
     from tiered.store import TieredStore
     from tiered.types import Access, TensorSpec, Use
+    from tiered.verification import CheckedGeneration, Damage, Verification, verify
 
 __version__ = "0.1.0"
 
@@ -41,8 +42,10 @@ __all__ = [
     "LRU",
     "Access",
     "CapacityError",
+    "CheckedGeneration",
     "CommitError",
     "CorruptionError",
+    "Damage",
     "EvictionPolicy",
     "FlowStatistics",
     "ForkedStore",
@@ -65,7 +68,9 @@ __all__ = [
     "Touch",
     "TransferError",
     "Use",
+    "Verification",
     "WriteError",
+    "verify",
     "zero",
 ]
 
@@ -78,6 +83,7 @@ _HOME = {
         "stats": ("FlowStatistics", "LinkStatistics", "StoreStatistics", "TierStatistics"),
         "store": ("TieredStore",),
         "types": ("Access", "TensorSpec", "Use"),
+        "verification": ("CheckedGeneration", "Damage", "Verification", "verify"),
     }.items()
     for name in names
 }

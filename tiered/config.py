@@ -21,7 +21,7 @@ from tiered.tiers.hbm import HbmConfig, HbmTier
 from tiered.tiers.nvme import NvmeConfig, NvmeTier
 from tiered.types import BackendName
 
-__all__ = ["SMALLEST_DRAM", "BackendName", "Parts", "StoreConfig", "build", "default_dram"]
+__all__ = ["SMALLEST_DRAM", "BackendName", "Parts", "StoreConfig", "build", "default_dram", "open_backend"]
 
 SMALLEST_DRAM = 1 << 20
 """Bytes: the smallest DRAM budget that a store opens with."""
@@ -84,7 +84,7 @@ def build(config: StoreConfig) -> Parts:
             hbm = HbmTier(HbmConfig(config.hbm, config.device))
             undo.callback(hbm.close)
         if config.path is not None:  # the last that can be refused for what was asked: no folder is made for nothing
-            backend = _open_backend(config)
+            backend = open_backend(config.backend, config.depth)
             undo.callback(backend.close)
             nvme = NvmeTier.open(NvmeConfig(config.path, config.nvme, paths=config.paths))
             undo.callback(nvme.close)
@@ -121,26 +121,26 @@ def _device_link(hbm: HbmTier, dram: DramTier) -> Link:
     return MemoryLink(hbm, dram)
 
 
-def _open_backend(config: StoreConfig) -> IOBackend:
-    """Raises MisuseError for one that is unknown or does not work here."""
-    if not isinstance(config.backend, str):
-        return config.backend()
-    if config.backend not in get_args(BackendName):
+def open_backend(backend: BackendName | Callable[[], IOBackend], depth: int) -> IOBackend:
+    """One with ``depth`` requests in flight. Raises MisuseError for one that is unknown or does not work here."""
+    if not isinstance(backend, str):
+        return backend()
+    if backend not in get_args(BackendName):
         known = ", ".join(repr(name) for name in get_args(BackendName))
-        raise MisuseError(f"there is no backend {config.backend!r}; use one of {known}, or a function that makes one")
-    if config.backend in ("auto", "libaio"):
+        raise MisuseError(f"there is no backend {backend!r}; use one of {known}, or a function that makes one")
+    if backend in ("auto", "libaio"):
         try:
             from tiered.io.libaio import LibaioBackend, LibaioConfig
 
-            return LibaioBackend(LibaioConfig(depth=config.depth))
+            return LibaioBackend(LibaioConfig(depth=depth))
         except (ImportError, OSError) as error:
-            if config.backend == "libaio":
+            if backend == "libaio":
                 raise MisuseError(f"the libaio backend does not work here: {error}; use backend='posix'") from error
-    if config.backend == "aiofiles":
+    if backend == "aiofiles":
         from tiered.io.aiofile import AiofilesBackend, AiofilesConfig
 
-        return AiofilesBackend(AiofilesConfig(depth=config.depth))
-    return PosixBackend(PosixConfig(depth=config.depth))
+        return AiofilesBackend(AiofilesConfig(depth=depth))
+    return PosixBackend(PosixConfig(depth=depth))
 
 
 def default_dram() -> int:

@@ -22,7 +22,7 @@ from tiered.locked import LockedFile
 from tiered.sizes import format_size
 from tiered.space import FreeSpace
 
-__all__ = ["MINIMUM_ALIGNMENT", "DataFile"]
+__all__ = ["MINIMUM_ALIGNMENT", "DataFile", "read_header"]
 
 MAGIC = b"tiered\r\n"  # a transfer as text would damage it visibly
 FORMAT_VERSION = 1
@@ -224,6 +224,11 @@ def _decode(header: bytes, path: str) -> tuple[int, bytes, int]:
     if alignment < MINIMUM_ALIGNMENT or alignment & (alignment - 1):
         raise ManifestError(f"{path}: the header names an alignment of {alignment}")
     return alignment, identity, index
+
+
+def read_header(fd: int, path: str, *, direct: bool) -> tuple[int, bytes, int]:
+    """Alignment, UUID and index that an open data file says. Raises ManifestError where it is damaged, and OSError."""
+    return _decode(_read(fd, LARGEST_ALIGNMENT, direct), path)
 
 
 def _read(fd: int, nbytes: int, direct: bool) -> bytes:

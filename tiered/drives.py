@@ -25,14 +25,25 @@ from tiered.directio import LARGEST_ALIGNMENT
 from tiered.errors import ManifestError, MisuseError
 from tiered.locked import LockedFile
 
-__all__ = ["IGNORED", "LIST_FILE", "MANIFEST", "MOST_DRIVES", "Drives", "folders_of", "open_drives"]
+__all__ = [
+    "DRIVE",
+    "IGNORED",
+    "LIST_FILE",
+    "MANIFEST",
+    "MOST_DRIVES",
+    "Drives",
+    "Record",
+    "folders_of",
+    "open_drives",
+    "read_record",
+]
 
 LIST_FILE = "drives"
 MOST_DRIVES = 64
 MANIFEST = re.compile(r"manifest\.\d+")
 IGNORED = {"lost+found"}
 """Names in a folder that are nobody's: it may be the root of a drive's filesystem."""
-_DRIVE = re.compile(r"drive\.(0|[1-9][0-9]?)", re.ASCII)
+DRIVE = re.compile(r"drive\.(0|[1-9][0-9]?)", re.ASCII)
 _MAGIC = b"TIEREDDR"
 _VERSION = 1
 _HEAD = struct.Struct("<8sI16s")  # magic, version, checksum of the payload
@@ -70,11 +81,16 @@ class Drives:
 def folders_of(folder: Path) -> str:
     """The folders in which a store's data files were last, for an error message."""
     try:
-        with open(folder / LIST_FILE, "rb", opener=_opener) as file:
-            record = _decode(file.read(_MAX_BYTES + 1), folder)
+        record = read_record(folder)
     except (OSError, ManifestError):
         record = None
     return _named(record.folders) if record else "paths=[...]"
+
+
+def read_record(folder: Path) -> Record | None:
+    """What the list of a store with several drives says; None where it is empty. Raises OSError, ManifestError."""
+    with open(folder / LIST_FILE, "rb", opener=_opener) as file:
+        return _decode(file.read(_MAX_BYTES + 1), folder)
 
 
 def open_drives(folder: Path, paths: Sequence[Path], growth: int) -> Drives:
@@ -148,7 +164,7 @@ def _by_index(folder: Path, record: Record, paths: Sequence[Path], committed: bo
     without = []
     for path in paths:
         try:
-            numbers = [int(match[1]) for match in map(_DRIVE.fullmatch, os.listdir(path)) if match]
+            numbers = [int(match[1]) for match in map(DRIVE.fullmatch, os.listdir(path)) if match]
         except OSError:
             numbers = []
         if len(numbers) > 1:

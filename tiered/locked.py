@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tiered.errors import MisuseError, StoreLocked
 
-__all__ = ["LockedFile"]
+__all__ = ["LockedFile", "make_direct", "open_to_read"]
 
 
 class LockedFile:
@@ -40,7 +40,7 @@ class LockedFile:
                 accept(os.listdir(folder_fd))
                 self.fd, self.direct, self.made = _open(folder, folder_fd, name, flags)
                 try:
-                    _lock(self.fd, folder)
+                    _lock(self.fd, folder, fcntl.LOCK_EX)
                     if self.is_there():
                         return
                 except BaseException:
@@ -118,6 +118,24 @@ class LockedFile:
         self.close()
 
 
+def open_to_read(folder: Path, name: str) -> int:
+    """A descriptor of ``folder/name`` that only reads, with a lock that others who only read share.
+
+    Nothing is written, so a filesystem that is mounted read-only will do. Raises StoreLocked while a store has the file open,
+    and OSError, also for what is no regular file.
+    """
+    path = str(folder / name)
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        _lock(fd, folder, fcntl.LOCK_SH)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 def _sync_folder(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -175,13 +193,13 @@ def _open(folder: Path, folder_fd: int, name: str, flags: int) -> tuple[int, boo
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise MisuseError(f"{folder / name} is not a regular file; name an empty or new folder")
-        return fd, bool(flags & os.O_DIRECT) and _make_direct(fd), made
+        return fd, bool(flags & os.O_DIRECT) and make_direct(fd), made
     except BaseException:
         os.close(fd)
         raise
 
 
-def _make_direct(fd: int) -> bool:
+def make_direct(fd: int) -> bool:
     """Whether the filesystem has direct I/O, which ``fd`` does from here on."""
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
@@ -192,9 +210,9 @@ def _make_direct(fd: int) -> bool:
     return True
 
 
-def _lock(fd: int, folder: Path) -> None:
+def _lock(fd: int, folder: Path, how: int) -> None:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             raise MisuseError(f"the filesystem of {folder} cannot lock files: {error.strerror}") from error

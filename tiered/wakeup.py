@@ -14,7 +14,8 @@ _LONGEST_WAIT = 1e6  # seconds; poll(2) counts milliseconds in an int
 class Wakeup:
     """A pipe, since eventfd is Linux's. Any thread may ``set``; whoever closes makes sure that nobody sets it any more.
 
-    Clear it before looking at what it announces, then nothing is missed: what comes later sets it again.
+    Clear it before looking at what it announces, then nothing is missed: what comes later sets it again. After ``close``
+    setting it does nothing: a collection that finds it together with who sets it may end the two in either order.
     """
 
     def __init__(self) -> None:
@@ -26,8 +27,9 @@ class Wakeup:
         return self._reading
 
     def set(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # a full pipe is readable
-            os.write(self._writing, b"\0")
+        if self._writing >= 0:
+            with contextlib.suppress(BlockingIOError):  # a full pipe is readable
+                os.write(self._writing, b"\0")
 
     def clear(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -41,5 +43,7 @@ class Wakeup:
         return bool(poller.poll(min(max(timeout, 0.0), _LONGEST_WAIT) * 1000))
 
     def close(self) -> None:
-        os.close(self._reading)
-        os.close(self._writing)
+        reading, writing = self._reading, self._writing
+        self._reading = self._writing = -1  # their numbers may be another file's soon
+        os.close(reading)
+        os.close(writing)

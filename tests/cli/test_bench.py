@@ -16,8 +16,9 @@ import torch
 
 from tests.cli.test_train import MIB, ONE_THREAD, command, failure, message
 from tests.filesystems import mounted, root
-from tiered import TieredError, TieredStore
-from tiered.cli import bench_io, bench_store, fio, main, measure
+from tiered import MisuseError, TieredError, TieredStore
+from tiered.cli import bench_store, fio, main, measure, walk
+from tiered.cli.report import refuse_unwritable, write_report
 
 KIB = 1 << 10
 STORE = ["bench", "store", "--sizes", "4KiB,64KiB,1MiB", "--dram", "1MiB", "--seconds", "0.01"]
@@ -116,9 +117,9 @@ class TestIo:
 
     def test_only_what_was_asked_for_and_moved_counts(self) -> None:
         usage = measure.Usage(2.0, 1.0, measure.GIB, measure.GIB, None, None)
-        assert bench_io.Pass(usage, 3 * measure.GIB).rate == measure.GIB
-        assert bench_io.Pass(usage, measure.GIB).rate == measure.GIB / 2
-        assert bench_io.Pass(usage, measure.GIB).cpu_seconds_per_gib == 1.0
+        assert walk.Pass(usage, 3 * measure.GIB).rate == measure.GIB
+        assert walk.Pass(usage, measure.GIB).rate == measure.GIB / 2
+        assert walk.Pass(usage, measure.GIB).cpu_seconds_per_gib == 1.0
 
     def test_the_table(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main([*IO, "--dir", str(tmp_path), "--backend", "posix", "--json", str(tmp_path / "it.json")]) == 0
@@ -146,7 +147,7 @@ class TestIo:
         assert shown == f"tiered: {option} 64KiB is too small to measure: the least is {least}"
 
     def test_full_disk(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(bench_io, "free_on", lambda folder: MIB)
+        monkeypatch.setattr(walk, "free_on", lambda folder: MIB)
         shown = failure(capsys, *IO, "--dir", tmp_path).splitlines()[-1]
         assert f"{tmp_path} has 1.0 MiB free: lower --size" in shown
 
@@ -254,18 +255,20 @@ class TestUsage:
 class TestStopping:
     """Whatever ends it, the disk is as before."""
 
-    @pytest.fixture(params=["store", "io"])
+    @pytest.fixture(params=["store", "io", "flood", "duration"])
     def running(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         """A benchmark that would take hours and measures already."""
         forever = {
             "store": ["bench", "store", "--sizes", "64KiB", "--dram", "4MiB", "--seconds", "100000"],
             "io": ["bench", "io", "--size", "16MiB", "--rounds", "1000000"],
+            "flood": ["bench", "io", "--size", "16MiB", "--rounds", "1000000", "--mode", "flood"],
+            "duration": ["bench", "io", "--size", "16MiB", "--duration", "100h"],
         }[request.param]
         arguments = command(*forever, "--dir", tmp_path)
         with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ONE_THREAD) as child:
             try:
                 assert child.stderr is not None
-                begun = {"store": "64KiB: preparing", "io": "round "}[request.param]
+                begun = {"store": "64KiB: preparing", "duration": "writing, "}.get(request.param, "round ")
                 assert any(begun in line for line in child.stderr)
                 yield child
             finally:
@@ -316,3 +319,24 @@ class TestNumbers:
             value = measure.bytes_of(nbytes)
             assert value.shape == (nbytes,)
             assert nbytes == 1 or value[:4096].unique().numel() > 200
+
+
+class TestReports:
+    def test_ours_is_replaced(self, tmp_path: Path) -> None:
+        path = str(tmp_path / "it.json")
+        for number in 1, 2:
+            refuse_unwritable(path)
+            write_report(path, {"number": number})
+        assert json.loads((tmp_path / "it.json").read_text())["number"] == 2
+
+    @pytest.mark.parametrize("contents", [b"years of work", b"{}", b'{"a": 1}', b"\x89PNG of a cat"])
+    def test_anything_else_stays(self, tmp_path: Path, contents: bytes) -> None:
+        (tmp_path / "thesis").write_bytes(contents)
+        with pytest.raises(MisuseError, match=r"thesis is there already and is none of our reports, .* with --plot"):
+            refuse_unwritable(str(tmp_path / "thesis"), "--plot")
+        assert (tmp_path / "thesis").read_bytes() == contents
+
+    def test_what_is_no_file_is_written_to(self, tmp_path: Path) -> None:
+        (tmp_path / "empty").touch()
+        for path in "/dev/null", "/dev/full", str(tmp_path / "empty"):
+            refuse_unwritable(path)

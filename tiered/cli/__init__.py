@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TextIO
 
 from tiered import __version__
-from tiered.cli import bench, info, train
+from tiered.cli import bench, info, train, verify
 from tiered.errors import TieredError
 
 __all__ = ["main", "run"]
@@ -26,6 +26,7 @@ examples:
   tiered info --dir /mnt/nvme
   tiered bench io --dir /mnt/nvme
   tiered train --dir my-store --dram 256MiB
+  tiered verify my-store
 
 Each command has its own help: tiered train --help
 """
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"tiered {__version__}")
     commands = parser.add_subparsers(metavar="command", dest="command", required=True)
-    for module in info, bench, train:
+    for module in info, bench, train, verify:
         module.add_parser(commands)
     mend = "lower --dram"
     try:

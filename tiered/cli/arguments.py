@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,20 @@ from tiered.sizes import parse_size
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["BACKENDS", "add_json", "command", "count", "fraction", "positive", "seed", "size", "sizes"]
+__all__ = [
+    "BACKENDS",
+    "add_json",
+    "command",
+    "count",
+    "counts",
+    "fraction",
+    "names",
+    "positive",
+    "seconds",
+    "seed",
+    "size",
+    "sizes",
+]
 
 BACKENDS = ("auto", "libaio", "aiofiles", "posix")
 LARGEST_COUNT = (1 << 63) - 1
@@ -74,6 +88,34 @@ def size(text: str) -> int:
 def sizes(text: str) -> tuple[int, ...]:
     """Sizes with commas between them: each once, the smallest first."""
     return tuple(sorted({size(part) for part in text.split(",")}))
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Numbers with commas between them: each once, the smallest first."""
+    return tuple(sorted({count(part) for part in text.split(",")}))
+
+
+def names(*known: str) -> Callable[[str], tuple[str, ...]]:
+    """What converts some of ``known`` with commas between them: each once, as given."""
+
+    def some(text: str) -> tuple[str, ...]:
+        given = text.split(",")
+        for name in given:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+        return tuple(dict.fromkeys(given))
+
+    return some
+
+
+def seconds(text: str) -> float:
+    """Of "90", "90s", "2min" or "1h"."""
+    found = re.fullmatch(r"(.*?)\s*(s|min|h|)", text)
+    assert found is not None
+    try:
+        return positive(found[1]) * {"": 1, "s": 1, "min": 60, "h": 3600}[found[2]]
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time; write one like '60s' or '5min'") from None
 
 
 def _parsed(convert: Callable[[str], Any], text: str, wanted: str, allowed: Callable[[Any], bool]) -> Any:

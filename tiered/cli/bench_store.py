@@ -15,9 +15,9 @@ from tiered import MisuseError, TieredStore
 from tiered.cli.machine import store_facts
 from tiered.cli.measure import Noise, bytes_of, environment, free_on, percentile, scratch_store
 from tiered.cli.progress import Progress
+from tiered.cli.report import refuse_unwritable, write_report
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.cli.table import bandwidth, duration, exact_size, table, told_environment, told_io, told_noise
-from tiered.cli.training import refuse_unwritable, write_report
 from tiered.config import SMALLEST_DRAM, default_dram
 from tiered.sizes import format_size
 from tiered.types import BackendName

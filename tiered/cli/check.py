@@ -14,6 +14,7 @@ from torch import nn
 
 from tiered import TieredStore, zero
 from tiered.cli.gpt import GPT, build
+from tiered.cli.report import refuse_unwritable, write_report
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.cli.train import Options
 from tiered.cli.training import (
@@ -27,10 +28,8 @@ from tiered.cli.training import (
     refuse_endless,
     refuse_existing,
     refuse_full_disk,
-    refuse_unwritable,
     shape_of,
     training_steps,
-    write_report,
 )
 from tiered.sizes import format_size
 

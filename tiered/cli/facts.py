@@ -16,9 +16,9 @@ from tiered.cli.arguments import BACKENDS
 from tiered.cli.machine import backends, cuda, filesystem, huge_pages, limits
 from tiered.cli.measure import bytes_of, environment, scratch_store
 from tiered.cli.rates import measure
+from tiered.cli.report import refuse_unwritable, write_report
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.cli.table import bandwidth
-from tiered.cli.training import refuse_unwritable, write_report
 from tiered.config import default_dram
 from tiered.sizes import format_size
 

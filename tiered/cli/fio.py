@@ -26,11 +26,13 @@ __all__ = ["BLOCK", "DEPTH", "ENGINES", "Buffers", "Fio", "Job", "Mode", "Result
 Mode = Literal["read", "write", "mixed"]
 
 ENGINES = ("libaio", "io_uring")
+RW = {"read": "read", "write": "write", "mixed": "rw"}  # half of each
 BLOCK = 1 << 20
 DEPTH = 16
 HUGE_PAGE = 2 << 20
 RESERVED = Path("/proc/sys/vm/nr_hugepages")
-MODES = {"read": ("--rw=read",), "write": ("--rw=write", "--end_fsync=1"), "mixed": ("--rw=rw", "--rwmixread=50")}
+DURABLE = ("--end_fsync=1",)
+"""What is written counts when it is on disk, in ours and so in fio: a drive may have a cache of its own."""
 
 
 def version() -> str:
@@ -113,6 +115,10 @@ class Job:
     engine: str
     block: int = BLOCK
     depth: int = DEPTH
+    order: Literal["sequential", "random"] = "sequential"
+    cache: Literal["direct", "buffered"] = "direct"
+    seconds: float | None = None
+    """It ends then, also where the file is not done."""
 
     @property
     def name(self) -> str:
@@ -126,6 +132,8 @@ class Result:
     bytes: int
     seconds: float
     cpu_seconds: float
+    latencies: tuple[float, ...] = ()
+    usage: None = None
 
     @property
     def rate(self) -> float:
@@ -137,10 +145,10 @@ class Result:
 
 
 class Fio:
-    """Runs jobs on one file of ``nbytes`` in ``folder``, which is laid out and written over once before anything counts."""
+    """Runs jobs on one file of ``nbytes`` in ``folder``; where that is new, ``prepare`` lays it out and writes it over once."""
 
-    def __init__(self, folder: str, nbytes: int, buffers: Buffers) -> None:
-        self._file, self._nbytes, self._buffers = os.path.join(folder, "fio"), nbytes, buffers
+    def __init__(self, folder: str, nbytes: int, buffers: Buffers, name: str = "fio") -> None:
+        self._file, self._nbytes, self._buffers = os.path.join(folder, name), nbytes, buffers
 
     def prepare(self) -> None:
         for _ in range(2):
@@ -168,11 +176,13 @@ class Fio:
             "--thread",
             f"--filename={self._file}",
             f"--size={self._nbytes}",
-            "--direct=1",
+            f"--direct={int(job.cache == 'direct')}",
             f"--ioengine={job.engine}",
             f"--bs={job.block}",
             f"--iodepth={job.depth}",
-            *MODES[job.mode],
+            f"--rw={'rand' if job.order == 'random' else ''}{RW[job.mode]}",
+            *([] if job.mode == "read" else DURABLE),
+            *([] if job.seconds is None else [f"--runtime={job.seconds:.3f}s"]),
             *self._buffers.options,
         ]
 

@@ -34,6 +34,7 @@ __all__ = [
     "environment",
     "free_on",
     "percentile",
+    "quantiles",
     "scratch_folder",
     "scratch_store",
 ]
@@ -119,9 +120,9 @@ class Usage:
 
 
 class Meter:
-    """Counters of this process and of its store's link to the disk."""
+    """Counters of this process, and of its store's link to the disk where it has one."""
 
-    def __init__(self, store: TieredStore) -> None:
+    def __init__(self, store: TieredStore | None) -> None:
         self._store, self._process = store, psutil.Process()
         self._before = self._read()
 
@@ -136,14 +137,17 @@ class Meter:
         return Usage(seconds, cpu, int(read or 0), int(written or 0), *whole)
 
     def _read(self) -> tuple[float | None, ...]:
-        disk = self._store.statistics().links[-1]
+        moved = (0, 0)
+        if self._store is not None:
+            disk = self._store.statistics().links[-1]
+            moved = disk.up.bytes, disk.down.bytes
         kernel: tuple[int | None, int | None] = (None, None)
         try:
             counted = self._process.io_counters()
             kernel = (counted.read_bytes, counted.write_bytes)
         except (psutil.Error, AttributeError, OSError):
             pass  # a kernel or container without /proc/self/io
-        return (time.perf_counter(), time.process_time(), disk.up.bytes, disk.down.bytes, *kernel)
+        return (time.perf_counter(), time.process_time(), *moved, *kernel)
 
 
 class Noise:
@@ -194,6 +198,13 @@ class Spread:
 def percentile(ordered: Sequence[float], share: float) -> float:
     """The nearest rank of values in ascending order: the smallest one that at least ``share`` of them do not exceed."""
     return ordered[max(0, -(-len(ordered) * round(share * 1000) // 1000) - 1)]
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """What is told of latencies: the median, the tail, and the worst; nothing of none."""
+    ordered = sorted(values)
+    shares = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
+    return {name: percentile(ordered, share) for name, share in shares.items()} if ordered else {}
 
 
 def environment() -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import resource
@@ -14,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.resources import as_file, files
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -26,6 +24,7 @@ from tiered import CapacityError, MisuseError, TieredStore, zero
 from tiered.cli.gpt import GPT, Shape, build, initialiser
 from tiered.cli.progress import Gauge, Progress
 from tiered.cli.rates import measure
+from tiered.cli.report import refuse_unwritable, write_report
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.cli.summary import Summary, describe
 from tiered.cli.train import Options
@@ -41,11 +40,9 @@ __all__ = [
     "refuse_endless",
     "refuse_existing",
     "refuse_full_disk",
-    "refuse_unwritable",
     "shape_of",
     "train",
     "training_steps",
-    "write_report",
 ]
 
 DEFAULT_FOLDER = "tiered-store"
@@ -328,26 +325,6 @@ def _train(
 
 def _peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def refuse_unwritable(path: str | None) -> None:
-    """Raises MisuseError when there could be no report in the end."""
-    if path is not None and path != "-":
-        try:
-            Path(path).open("a").close()
-        except OSError as error:
-            raise MisuseError(f"cannot write {path}: {error.strerror}; name another file with --json") from error
-
-
-def write_report(path: str | None, report: dict[str, Any]) -> None:
-    """As JSON to the file ``path``, "-" for stdout."""
-    if path is None:
-        return
-    written = json.dumps(report, indent=2) + "\n"
-    if path == "-":
-        sys.stdout.write(written)
-    else:
-        Path(path).write_text(written, encoding="utf-8")
 
 
 def _other_way(options: Options, given: Sequence[str]) -> str:

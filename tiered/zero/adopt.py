@@ -13,6 +13,8 @@ from tiered.zero.construct import unguard
 from tiered.zero.heap import Trimmer
 from tiered.zero.paging import TRIM_SHARE, Pager
 from tiered.zero.policy import Policy
+from tiered.zero.schedule import Prefetch
+from tiered.zero.split import KEPT_SHARE, refuse_batch_dependent, split_modules
 from tiered.zero.units import Placement, Plan, UnitPlan, divide
 from tiered.zero.window import PREFIX, Staged, Window, current, find
 
@@ -32,7 +34,8 @@ def page(
     *,
     name: str = "model",
     existing: str = "refuse",
-    prefetch: str = "on",
+    prefetch: Prefetch = "on",
+    micro_batch: int = 1,
     param_init_fn: Init | None = None,
     policy: Policy = AS_IT_IS,
 ) -> nn.Module:
@@ -47,6 +50,16 @@ def page(
     ``existing``: what to do when the store already holds tensors under ``name``: "refuse" or "overwrite".
     ``policy``: element types in the store other than those that modules compute with, see ``zero.Policy``.
     ``prefetch``: "on", or "off" to fetch only on demand (to see what it brings).
+    ``micro_batch``: into how many parts the batch is divided inside units (1: not at all). Parameters are then read twice a
+    step however large the batch is, and only one part's inside is in memory; what backward needs of the rest is computed
+    again, from inputs that wait in the store as ``NAME/input/…``. The outermost modules whose parameters are all in memory
+    while they run (``statistics(model).split``; never ``model`` itself when it has some) run on one part after the other. The
+    batch is the leading size of the first tensor that ``model`` is given. Arguments of that leading size are split, others,
+    parameters and buffers are shared, and a module without an argument to split runs whole. Parts differ by at most one
+    sample. Outputs are put together along the first dimension; what has another leading size must be equal for all parts.
+    Numbers are those of the same split with ``torch.utils.checkpoint`` in memory, bit for bit. MisuseError, then or when the
+    model is called, names a module that computes across the batch (BatchNorm in training, one of yours with an attribute
+    ``batch_dependent = True``, one that changes a buffer), has it in the second dimension, or cannot be split otherwise.
 
     Raises MisuseError (paged before, name taken, wrong device, built for another store, no way to initialise), CapacityError
     when the store's DRAM budget is below the smallest that works for this model (the message says how much that is), and what
@@ -55,6 +68,8 @@ def page(
     """
     if existing not in ("refuse", "overwrite") or prefetch not in ("on", "off"):
         raise MisuseError("existing is 'refuse' or 'overwrite', prefetch is 'on' or 'off'")
+    if type(micro_batch) is not int or micro_batch < 1:
+        raise MisuseError(f"micro_batch is into how many parts units divide the batch, at least 1, not {micro_batch!r}")
     if current.get() is not None:
         raise MisuseError("page the model after its zero.init block, not inside it")
     if f"{name}/".startswith(PREFIX):
@@ -78,7 +93,10 @@ def page(
     staged = _staged(model, window)
     strides = {parameter: found.stride for parameter, found in staged.items()}
     pool = store.statistics().tiers[0].capacity
-    _refuse_small_pool(divide(model, pool // UNIT_SHARE, strides, policy), model, pool)
+    tentative = divide(model, pool // UNIT_SHARE, strides, policy)
+    _refuse_small_pool(tentative, model, pool, micro_batch)
+    for module, qualified in split_modules(model, tentative).items() if micro_batch > 1 else ():
+        refuse_batch_dependent(module, qualified)
     if param_init_fn is None:
         _refuse_without_reset(model)
     meta = _replace_meta(model)
@@ -91,7 +109,7 @@ def page(
     except BaseException:
         adoption.undo()
         raise
-    Pager(model, store, name, plan, pool, prefetch=prefetch == "on")
+    Pager(model, store, name, plan, pool, prefetch=prefetch, micro_batch=micro_batch)
     unguard(model, window)
     return model
 
@@ -113,8 +131,9 @@ def _staged(model: nn.Module, window: Window) -> dict[nn.Parameter, Staged]:
     return staged
 
 
-def _refuse_small_pool(plan: Plan, model: nn.Module, pool: int) -> None:
-    """A unit, its gradient, and what the modules around it hold must fit at the same time, wherever they happen to lie."""
+def _refuse_small_pool(plan: Plan, model: nn.Module, pool: int, micro_batch: int) -> None:
+    """A unit, its gradient, and what the modules around it hold must fit at the same time, wherever they happen to lie; beside
+    them a piece of what is kept for backward, where units divide the batch."""
     sizes = [-(-unit.nbytes // 4096) * 4096 for unit in plan.units]
 
     def deepest(module: nn.Module, above: frozenset[int]) -> int:
@@ -123,7 +142,10 @@ def _refuse_small_pool(plan: Plan, model: nn.Module, pool: int) -> None:
 
     together = deepest(model, frozenset()) if sizes else 0
     converted = max((unit.stored_nbytes for unit in plan.units if unit.converted), default=0)  # it is there twice meanwhile
-    needed = max(3 * max(sizes, default=0) + converted, together + max(sizes, default=0) + converted, 1 << 20)
+    together += max(sizes, default=0) + converted
+    if micro_batch > 1:
+        together = -(-together * KEPT_SHARE // (KEPT_SHARE - 1) // 4096) * 4096
+    needed = max(3 * max(sizes, default=0) + converted, together, 1 << 20)
     if pool < needed:
         largest = max(plan.units, key=lambda unit: unit.nbytes)
         raise CapacityError(

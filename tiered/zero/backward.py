@@ -32,6 +32,11 @@ class BackwardUpdates:
             self._arrived.setdefault(unit, set()).add(placement)
             self._waiting.setdefault(unit, set()).add(placement)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a unit is to be updated in this backward pass yet."""
+        return bool(self._waiting)
+
     def defer(self, unit: Unit) -> None:
         """More gradients may come that add up with those that have arrived, at any time until the end of backward."""
         self._deferred.add(unit)

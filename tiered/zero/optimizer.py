@@ -114,8 +114,8 @@ class AdamW(Optimizer):
         for unit, changed in updates.items():
             unit.settle()  # an earlier update that nothing has asked for yet
             self._mark(unit, changed)
-        for pager in self._pagers():
-            pager.look_ahead()
+        for rehearsal in dict.fromkeys(pager.rehearsal for pager in self._pagers()):
+            rehearsal.step_ended()
         return loss
 
     def _mark(self, unit: Unit, changed: dict[Placement, Update]) -> None:

@@ -11,7 +11,9 @@ pushed only where no others are active, and its recomputation is an ordinary for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,21 +26,19 @@ from tiered import MisuseError, TieredStore
 from tiered.types import Access
 from tiered.zero.backward import BackwardUpdates
 from tiered.zero.heap import Trimmer
-from tiered.zero.schedule import Successors
+from tiered.zero.kept import Kept
+from tiered.zero.schedule import Prefetch, Rehearsal
+from tiered.zero.split import Splitter
 from tiered.zero.unit import Unit
-from tiered.zero.units import Placement, Plan, is_called
+from tiered.zero.units import Placement, Plan, even_chunks, is_called
 
 __all__ = ["TRIM_SHARE", "Pager", "PagingStatistics", "placement_of", "statistics"]
 
 CHUNK_SHARE = 64
-"""A chunk of optimizer state is at most this fraction of the pool, and at most ``LARGEST_CHUNK`` bytes."""
+"""A chunk of optimizer state is at most this fraction of the pool, and at most ``LARGEST_CHUNK`` bytes of fp32."""
 LARGEST_CHUNK = 4 << 20
 TRIM_SHARE = 4
 """Freed memory goes back to the system whenever this fraction of the pool came and went as gradients."""
-LOOK_AHEAD = 3
-"""The share of the pool that is asked for ahead of time is one in this many."""
-
-Event = tuple[str, int]
 
 
 class _Reference:
@@ -65,6 +65,27 @@ class _Frame:
         self.hooks: saved_tensors_hooks | None = None
 
 
+class _Home:
+    """Whose a parameter is. Weakly: the collector does not see through autograd's node, which keeps the parameter, so a model
+    that its parameters referred to would never be collected."""
+
+    def __init__(self, pager: Pager, unit: Unit, placement: Placement) -> None:
+        self._pager, self._unit, self._placement = weakref.ref(pager), weakref.ref(unit), weakref.ref(placement)
+
+    def found(self) -> tuple[Pager, Unit, Placement] | None:
+        """None: the model is gone."""
+        pager, unit, placement = self._pager(), self._unit(), self._placement()
+        return None if pager is None or unit is None or placement is None else (pager, unit, placement)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Called by copy and pickle."""
+        raise _no_copy()
+
+
+def _no_copy() -> MisuseError:
+    return MisuseError("a paged model cannot be copied or pickled: copy or save model.state_dict() instead")
+
+
 class _Watched(dict[str, Any]):
     """A module's parameters; tells the pager when one is read by name."""
 
@@ -80,26 +101,28 @@ class _Watched(dict[str, Any]):
 class Pager:
     """A model whose parameters live in a store. Used by one thread at a time, as a module is."""
 
-    def __init__(self, model: nn.Module, store: TieredStore, name: str, plan: Plan, pool: int, *, prefetch: bool) -> None:
+    def __init__(
+        self, model: nn.Module, store: TieredStore, name: str, plan: Plan, pool: int, *, prefetch: Prefetch, micro_batch: int
+    ) -> None:
         self.model, self.store, self.name = model, store, name
-        chunk = min(LARGEST_CHUNK, pool // CHUNK_SHARE) // 4096 * 4096
-        self.units = [Unit(store, name, unit, max(4096, chunk) // 4) for unit in plan.units]
+        limit = max(4096, min(LARGEST_CHUNK, pool // CHUNK_SHARE) // 4096 * 4096) // 4
+        self.units = [Unit(store, name, unit, even_chunks(unit.elements, limit)) for unit in plan.units]
         self.placements = sorted((p for u in plan.units for p in u.placements), key=lambda p: p.index)
         self._home = {p.parameter: (u, p) for u in self.units for p in u.plan.placements}
-        self._index = {unit: index for index, unit in enumerate(self.units)}
         self._held = {module: [self.units[i] for i in indices] for module, indices in plan.held.items()}
         self._frames: list[_Frame] = []
         self._bases: dict[int, Unit] = {}
-        self._backward_unit: Unit | None = None
+        self._backward_units: tuple[Unit, ...] = ()
         self._gradient_unit: Unit | None = None
         self._in_backward = False
         self._backward_task = -1
         self._updates = BackwardUpdates()
         self._accumulators: dict[Placement, Any] = {}
-        self._schedule: Successors[Event] = Successors()
-        self._look_ahead = pool // LOOK_AHEAD if prefetch else 0
+        self.rehearsal = Rehearsal.of(store)
+        self.rehearsal.prefetch = self._prefetch = prefetch
         self._trimmer = Trimmer(pool // TRIM_SHARE)
         self._watch()
+        self.splitter = Splitter(self, plan, pool, micro_batch) if micro_batch > 1 else None
 
     # -- installing --------------------------------------------------------------------------------------------------------
 
@@ -107,7 +130,7 @@ class Pager:
         for unit in self.units:
             unit.release_parameters()
             for placement in unit.plan.placements:
-                placement.parameter._tiered = (self, unit, placement)  # type: ignore[attr-defined]
+                placement.parameter._tiered = _Home(self, unit, placement)  # type: ignore[attr-defined]
         for module in self.model.modules():
             if module._parameters:
                 module._parameters = _Watched(module._parameters, self)
@@ -121,7 +144,7 @@ class Pager:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Called by copy and pickle."""
-        raise MisuseError("a paged model cannot be copied or pickled: copy or save model.state_dict() instead")
+        raise _no_copy()
 
     # -- forward -----------------------------------------------------------------------------------------------------------
 
@@ -130,6 +153,8 @@ class Pager:
             self._begin_backward()
         elif module is self.model or not self._frames:
             self.reset()
+            if module is self.model:
+                self.rehearsal.forward_begins("training" if torch.is_grad_enabled() else "inference")
         frame = _Frame(module)
         self._frames.append(frame)
         if torch.is_grad_enabled() and not _hooks_active():
@@ -140,7 +165,7 @@ class Pager:
 
     def _hold(self, frame: _Frame, unit: Unit) -> None:
         if not unit.held:
-            self._happened(("forward", self._index[unit]))
+            self._look_ahead(unit)
         self._hook_gradients(unit)
         unit.hold()
         self._defer_hidden(unit)
@@ -195,7 +220,7 @@ class Pager:
             self._defer_hidden(unit)
         elif recomputed:
             self._hook_gradients(unit)
-            self._visit_backward(unit)
+            self._visit_backward((unit,))
             if parameter.requires_grad and not _hooks_active():
                 return parameter.view_as(parameter)
         else:
@@ -210,16 +235,25 @@ class Pager:
 
     # -- saved for backward ------------------------------------------------------------------------------------------------
 
-    def _pack(self, tensor: torch.Tensor) -> object:
+    def reference(self, tensor: torch.Tensor) -> object | None:
+        """What to remember instead of a tensor that shows memory of a unit that is held; None for any other."""
         if tensor.layout is torch.strided:
             unit = self._bases.get(tensor.untyped_storage().data_ptr())
             if unit is not None:
                 return _Reference(unit, tensor)
-        return tensor
+        return None
+
+    def _pack(self, tensor: torch.Tensor) -> object:
+        reference = self.reference(tensor)
+        if reference is not None or self.splitter is None:
+            return tensor if reference is None else reference
+        return self.splitter.pack(tensor)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
+        if isinstance(packed, Kept):
+            return packed.restore()
         assert isinstance(packed, _Reference)
         unit = packed.unit
         if unit.version != packed.version:
@@ -227,26 +261,49 @@ class Pager:
                 f"the parameters of {unit.plan.name!r} were updated after this graph was made: call backward before step()"
             )
         if not self._frames:
-            self._visit_backward(unit)
+            self._visit_backward((unit,))
         elif not unit.held:
             self._hold(self._frames[-1], unit)
         assert unit.base is not None
         typed = unit.base.view(packed.dtype)
         return typed.as_strided(packed.size, packed.stride, packed.offset)
 
-    def _visit_backward(self, unit: Unit) -> None:
+    def _visit_backward(self, units: Iterable[Unit]) -> None:
+        """Hold these from here on, and those that were held for backward before no longer."""
         self._begin_backward()
-        if self._backward_unit is unit:
+        wanted = tuple(units)
+        if all(unit in self._backward_units for unit in wanted):
             return
-        before, self._backward_unit = self._backward_unit, None
-        if before is not None:
-            self._drop(before)
+        if self._backward_units:
+            self._leave_backward()
             self._updates.apply_ready()
-        self._happened(("backward", self._index[unit]))
-        unit.hold()
-        self._backward_unit = unit
-        assert unit.base is not None
-        self._bases[unit.base.untyped_storage().data_ptr()] = unit
+        for unit in wanted:
+            unit.hold()
+            self._backward_units += (unit,)
+            assert unit.base is not None
+            self._bases[unit.base.untyped_storage().data_ptr()] = unit
+
+    def _leave_backward(self) -> None:
+        units, self._backward_units = self._backward_units, ()
+        for unit in units:
+            self._drop(unit)
+
+    @contextmanager
+    def recomputing(self, module: nn.Module) -> Iterator[Callable[[Any], torch.Tensor]]:
+        """Within backward, a part of a split module's forward is computed again. Its units stay until others are needed: all
+        parts follow one another. Gives what turns a ``reference``, or something kept, into a tensor again."""
+        frame = _Frame(module)
+        if not self._frames:
+            self._visit_backward(self._held[module])
+        self._frames.append(frame)
+        try:
+            for unit in self._held[module]:
+                if not unit.held:
+                    self._hold(frame, unit)
+            yield self._unpack
+        finally:
+            while frame in self._frames:
+                self._leave(self._frames.pop())
 
     def _begin_backward(self) -> None:
         if not self._in_backward:
@@ -255,25 +312,22 @@ class Pager:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _finish_backward(self) -> None:
-        self._leave_backward_unit()
+        self._leave_backward()
         try:
             self._updates.finish()
         finally:
             self._end_backward()
 
-    def _leave_backward_unit(self) -> None:
-        unit, self._backward_unit = self._backward_unit, None
-        if unit is not None:
-            self._drop(unit)
-
     def _end_backward(self) -> None:
         """Also after an exception."""
         self._in_backward = False
-        self._leave_backward_unit()
+        self._leave_backward()
         self._updates.abandon()
         if self._gradient_unit is not None:
             self._gradient_unit.close_gradient()
             self._gradient_unit = None
+        if self.splitter is not None:
+            self.splitter.keeper.sweep()
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
@@ -291,62 +345,36 @@ class Pager:
                 # On the node, which accumulates; a hook on the parameter would run for torch.autograd.grad, too. The parameter
                 # holds its node weakly.
                 node = self._accumulators[placement] = get_gradient_edge(parameter).node
-                node.register_prehook(self._gradient_hook(unit, placement))
-                parameter.register_post_accumulate_grad_hook(self._gradient_taker(unit, placement))
+                node.register_prehook(_told(parameter, Pager._gradient_arrives))
+                parameter.register_post_accumulate_grad_hook(_told(parameter, Pager._gradient_arrived))
 
-    def _gradient_hook(self, unit: Unit, placement: Placement) -> Callable[[Any], None]:
-        def arriving(gradients: Any) -> None:
-            self._open_gradients(unit)
-            unit.before_gradient(placement)
+    def _gradient_arrives(self, unit: Unit, placement: Placement) -> None:
+        self._open_gradients(unit)
+        unit.before_gradient(placement)
 
-        return arriving
-
-    def _gradient_taker(self, unit: Unit, placement: Placement) -> Callable[[torch.Tensor], None]:
-        def arrived(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None
-            unit.add_gradient(placement, parameter.grad)
-            self._trimmer.passed(placement.nbytes)
-            self._updates.arrived(unit, placement)
-            if torch._C._current_graph_task_id() != self._backward_task:  # a backward pass within: more may come
-                self._updates.defer(unit)
-
-        return arrived
+    def _gradient_arrived(self, unit: Unit, placement: Placement) -> None:
+        assert placement.parameter.grad is not None
+        unit.add_gradient(placement, placement.parameter.grad)
+        self._trimmer.passed(placement.nbytes)
+        self._updates.arrived(unit, placement)
+        if torch._C._current_graph_task_id() != self._backward_task:  # a backward pass within: more may come
+            self._updates.defer(unit)
 
     def _open_gradients(self, unit: Unit) -> None:
         """One unit's gradients are leased at a time."""
         self._begin_backward()
         if self._gradient_unit is not unit:
-            if self._backward_unit is not None and not self._backward_unit.references:
-                self._leave_backward_unit()
+            if self._updates.waiting and not any(held.references for held in self._backward_units):
+                self._leave_backward()
             self._updates.apply_ready()
             if self._gradient_unit is not None:
                 self._gradient_unit.close_gradient()
             self._gradient_unit = unit
 
-    # -- looking ahead -----------------------------------------------------------------------------------------------------
-
-    def _happened(self, event: Event) -> None:
-        self._schedule.happened(event)
-        self.look_ahead(self.units[event[1]])
-
-    def look_ahead(self, current: Unit | None = None) -> None:
-        """Ask the store for what this unit still needs, and for what will be needed after it."""
-        if not self._look_ahead:
-            return
-        keys = current.upcoming_keys() if current is not None else []
-        room = self._look_ahead
-        for kind, index in self._schedule.coming():
-            unit = self.units[index]
-            wanted = unit.upcoming_keys() if kind == "forward" else unit.backward_keys()
-            room -= self._bytes(unit, wanted)
-            keys += wanted
-            if room <= 0:
-                break
-        self.store.prefetch(keys)
-
-    def _bytes(self, unit: Unit, keys: Iterable[str]) -> int:
-        chunks = sum(1 for _ in keys) - 1
-        return unit.plan.nbytes + chunks * unit.states.chunk_elements * 4
+    def _look_ahead(self, unit: Unit) -> None:
+        """While no order is known yet: ask the store for all that this unit will need."""
+        if self._prefetch == "on" and not self.rehearsal.following:
+            self.store.prefetch(unit.upcoming_keys())
 
     # -- state_dict --------------------------------------------------------------------------------------------------------
 
@@ -383,35 +411,53 @@ class PagingStatistics:
     """Of one paged model, since ``page``.
 
     ``units``: how many there are. ``largest_unit``: bytes of the largest one's parameters. ``updates``: how many updates of a
-    unit were applied, ``update_seconds``: what they took, without the time that they waited for the store.
+    unit were applied, ``update_seconds``: what they took, without the time that they waited for the store. ``split``: names of
+    the modules that divide the batch (``micro_batch=``).
     """
 
     units: int
     largest_unit: int
     updates: int
     update_seconds: float
+    split: tuple[str, ...]
 
 
 def statistics(model: nn.Module) -> PagingStatistics:
     """What paging ``model`` took so far. Raises MisuseError for a model that is not paged."""
     for parameter in model.parameters():
-        units = placement_of(parameter)[0].units
+        pager = placement_of(parameter)[0]
+        units = pager.units
         return PagingStatistics(
             units=len(units),
             largest_unit=max(unit.plan.nbytes for unit in units),
             updates=sum(unit.updates for unit in units),
             update_seconds=sum(unit.states.update_seconds for unit in units),
+            split=pager.splitter.split if pager.splitter is not None else (),
         )
     raise MisuseError("this model has no parameters")
 
 
 def placement_of(parameter: torch.Tensor) -> tuple[Pager, Unit, Placement]:
-    """Raises MisuseError for a parameter that was not paged."""
-    found = getattr(parameter, "_tiered", None)
-    if found is None:
+    """Raises MisuseError for a parameter that was not paged, or whose model is gone."""
+    home = getattr(parameter, "_tiered", None)
+    if home is None:
         raise MisuseError("this parameter is not paged: call tiered.zero.page(model, store) before making the optimizer")
-    pager, unit, placement = found
-    return pager, unit, placement
+    found: tuple[Pager, Unit, Placement] | None = home.found()
+    if found is None:
+        raise MisuseError("the model of this parameter is gone: keep it as long as its parameters are used")
+    return found
+
+
+def _told(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement], None]) -> Callable[[Any], None]:
+    """A hook. It must not keep the model: neither does it refer to the parameter."""
+    home: _Home = parameter._tiered  # type: ignore[attr-defined]
+
+    def hook(_: Any) -> None:
+        found = home.found()
+        assert found is not None, "what computes a gradient still has the model"
+        what(*found)
+
+    return hook
 
 
 def _hooks_active() -> bool:

@@ -1,42 +1,105 @@
-"""What comes next, learnt from what came last time. Pure: names in, names out."""
+"""What a step touches is written down, and followed in the next one: the store then evicts by next use and fetches ahead.
+
+A training step repeats, from one ``optimizer.step()`` to the next, however many passes it has; so does inference, from one
+forward of the whole model to the next. Where control flow differs from round to round the order is wrong now and then, which
+costs time and nothing else. One such order per store, for a store follows one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from typing import Generic, TypeVar
+import weakref
+from collections import deque
+from contextlib import ExitStack
+from typing import Literal
 
-__all__ = ["Successors"]
+from tiered import TieredStore, Touch
 
-Event = TypeVar("Event", bound=Hashable)
+__all__ = ["Prefetch", "Rehearsal"]
+
+Kind = Literal["training", "inference"]
+Prefetch = Literal["on", "off"]
+
+ROUNDS = 4
+"""A loop repeats after this many rounds at most: two optimizers that take turns make two."""
+LONGEST = 200_000
+"""Touches of a round that are written down; what is longer has no end that we would see."""
 
 
-class Successors(Generic[Event]):
-    """Remembers which event followed each pair of events, and the single one where the pair is new.
-
-    A training step repeats, so this predicts it after one round; where control flow differs from round to round it is wrong now
-    and then, which costs a prefetch and nothing else.
-    """
+class _Loop:
+    """Rounds of one kind, and those that are expected, in turn."""
 
     def __init__(self) -> None:
-        self._after_pair: dict[tuple[Event | None, Event], Event] = {}
-        self._after_one: dict[Event, Event] = {}
-        self._before: Event | None = None
-        self._last: Event | None = None
+        self.seen: deque[list[Touch]] = deque(maxlen=2 * ROUNDS)
+        self.expected: list[list[Touch]] = []
+        self.repeats = False
+        self.next = 0
 
-    def happened(self, event: Event) -> None:
-        if self._last is not None:
-            self._after_pair[(self._before, self._last)] = event
-            self._after_one[self._last] = event
-        self._before, self._last = self._last, event
-
-    def coming(self) -> Iterator[Event]:
-        """Predicted events, the nearest first; ends where nothing is known or the prediction goes round in a circle."""
-        before, last = self._before, self._last
-        seen: set[tuple[Event | None, Event]] = set()
-        while last is not None and (before, last) not in seen:
-            seen.add((before, last))
-            following = self._after_pair.get((before, last), self._after_one.get(last))
-            if following is None:
+    def happened(self, touches: list[Touch]) -> None:
+        """A round has ended. Until two rounds were alike the newest is expected; one that differs later is an exception."""
+        self.seen.append(touches)
+        as_expected = bool(self.expected) and touches == self.expected[self.next]
+        if self.expected:
+            self.next = (self.next + 1) % len(self.expected)
+        if as_expected:
+            self.repeats = True
+            return
+        rounds = list(self.seen)
+        for period in range(1, len(rounds) // 2 + 1):
+            if rounds[-period:] == rounds[-2 * period : -period]:
+                self.expected, self.next, self.repeats = rounds[-period:], 0, True
                 return
-            before, last = last, following
-            yield following
+        if not self.repeats:
+            self.expected, self.next = rounds[-1:], 0
+
+    def order(self) -> list[Touch]:
+        """What is expected from here on, the first touch first."""
+        turned = self.expected[self.next :] + self.expected[: self.next]
+        return [touch for touches in turned for touch in touches]
+
+
+class Rehearsal:
+    """``of`` gives the store's one. Used by one thread at a time, as a model is."""
+
+    def __init__(self, store: TieredStore) -> None:
+        self._store = store
+        self._recording = ExitStack()
+        self._touches: list[Touch] = self._recording.enter_context(store.trace())
+        self._loops: dict[Kind, _Loop] = {"training": _Loop(), "inference": _Loop()}
+        self._kind: Kind = "training"
+        self._followed: list[list[Touch]] | None = None
+        self.prefetch: Prefetch = "on"
+
+    @staticmethod
+    def of(store: TieredStore) -> Rehearsal:
+        found = _rehearsals.get(id(store))
+        if found is None:
+            found = _rehearsals[id(store)] = Rehearsal(store)
+        return found
+
+    @property
+    def following(self) -> bool:
+        return self._followed is not None
+
+    def forward_begins(self, kind: Kind) -> None:
+        """Of a whole model. With it ends a round of inference, but not one of training."""
+        if "inference" in (kind, self._kind):
+            self._end_round(kind)
+
+    def step_ended(self) -> None:
+        """An optimizer's: a round of training has ended with it."""
+        self._end_round("training")
+
+    def _end_round(self, kind: Kind) -> None:
+        touches = self._touches[:]
+        del self._touches[: len(touches)]
+        if 0 < len(touches) <= LONGEST:
+            self._loops[self._kind].happened(touches)
+        self._kind = kind
+        loop = self._loops[kind]
+        if loop.expected and self._followed is not loop.expected:
+            self._store.follow(loop.order(), prefetch=self.prefetch)
+            self._followed = loop.expected
+
+
+_rehearsals: weakref.WeakValueDictionary[int, Rehearsal] = weakref.WeakValueDictionary()
+"""By the identity of the store, which a rehearsal keeps alive. Models that are paged into the store keep the rehearsal."""

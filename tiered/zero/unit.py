@@ -390,12 +390,6 @@ class Unit:
 
     # -- updates -----------------------------------------------------------------------------------------------------------
 
-    def backward_keys(self) -> list[str]:
-        """What its backward will lease, in order."""
-        if self._steppers:
-            return [self.key, *(key for _, keys in self.states.chunks(self._steppers) for key in keys)]
-        return [self.key, self.gradient_key] if self.any_gradient else [self.key]
-
     def upcoming_keys(self) -> list[str]:
         """What the next ``hold`` will lease, in order."""
         if self.pending is None:

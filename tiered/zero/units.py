@@ -16,7 +16,7 @@ from torch import nn
 
 from tiered.zero.policy import Policy
 
-__all__ = ["ALIGNMENT", "Placement", "Plan", "UnitPlan", "divide"]
+__all__ = ["ALIGNMENT", "Placement", "Plan", "UnitPlan", "divide", "even_chunks", "is_called"]
 
 ALIGNMENT = 64
 """Bytes: parameters start at multiples of this in their unit, as torch's own allocations do: kernels take the same path."""
@@ -86,6 +86,7 @@ class UnitPlan:
     placements: list[Placement]
     nbytes: int = 0
     stored_nbytes: int = 0
+    elements: int = 0  # of each kind of optimizer state
 
     def __post_init__(self) -> None:
         self.placements.sort(key=lambda placement: not placement.parameter.requires_grad)
@@ -96,6 +97,7 @@ class UnitPlan:
             stored += _round_up(placement.numel * placement.stored.itemsize, ALIGNMENT)
             element += _round_up(placement.numel, ALIGNMENT // 4)
         self.nbytes, self.stored_nbytes = max(ALIGNMENT, offset), max(ALIGNMENT, stored)
+        self.elements = max(ALIGNMENT // 4, element)
 
     @property
     def converted(self) -> bool:
@@ -151,6 +153,12 @@ def divide(model: nn.Module, limit: int, strides: Mapping[nn.Parameter, tuple[in
     visit(model, "")
     _hold(model, home, limit, plan)
     return plan
+
+
+def even_chunks(elements: int, limit: int) -> int:
+    """Elements of each chunk when ``elements`` are divided into as few as ``limit`` allows: alike, for little padding."""
+    step = 4096 // 4
+    return min(limit, _round_up(math.ceil(elements / math.ceil(elements / limit)), step))
 
 
 def is_called(module: nn.Module) -> bool:

@@ -1,0 +1,74 @@
+"""What a loop leases of a store, and for how long, as a trace for the offline optimum.
+
+A tensor must be in memory for as long as its lease lasts. The trace says so by repeating, after each lease that begins, a read
+of all that are held: a plan that dropped one of them in between would have to fetch it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from bench.traces import Access, Trace
+from tiered import TensorSpec, TieredStore
+
+__all__ = ["Watched", "watch"]
+
+_WAYS = {"read": Access.READ, "write": Access.WRITE}
+
+
+class Watched:
+    """``rounds``: the accesses between two calls of ``cut``."""
+
+    def __init__(self) -> None:
+        self.rounds: list[list[tuple[str, Access]]] = [[]]
+        self.sizes: dict[str, int] = {}
+        self.held: list[str] = []
+
+    def cut(self) -> None:
+        self.rounds.append([])
+
+    def touched(self, keys: list[str], way: Access, store: TieredStore) -> None:
+        for key in keys:
+            nbytes = store.spec(key).nbytes
+            self.sizes[key] = -(-nbytes // 4096) * 4096
+            self.rounds[-1].append((key, way))
+
+    def still(self) -> None:
+        self.rounds[-1] += [(key, Access.READ) for key in self.held]
+
+    def trace(self, rounds: list[list[tuple[str, Access]]]) -> Trace:
+        accesses = tuple(access for accesses in rounds for access in accesses)
+        return Trace({key: self.sizes[key] for key, _ in accesses}, accesses)
+
+
+@contextmanager
+def watch(store: TieredStore) -> Iterator[Watched]:
+    """Write down what ``store`` is asked for meanwhile."""
+    found = Watched()
+    lease, create = store.lease, store.create
+
+    @contextmanager
+    def watched_lease(keys: Any, *, access: Any = "read", **more: Any) -> Iterator[Any]:
+        names = [keys] if isinstance(keys, str) else list(keys)
+        with lease(keys, access=access, **more) as given:
+            found.touched(names, _WAYS[getattr(access, "value", access)], store)
+            found.held += names
+            found.still()
+            try:
+                yield given
+            finally:
+                del given
+                for name in names:
+                    found.held.remove(name)
+
+    def watched_create(key: str, spec: TensorSpec, **more: Any) -> None:
+        create(key, spec, **more)
+        found.touched([key], Access.PUT, store)
+
+    store.lease, store.create = watched_lease, watched_create  # type: ignore[method-assign,assignment]
+    try:
+        yield found
+    finally:
+        del store.lease, store.create

@@ -1,0 +1,192 @@
+"""``tiered bench io --sweep``: blocks by depths by backends on a plain file, without a store, with fio between them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tiered import MisuseError, TieredError
+from tiered.cli import fio
+from tiered.cli.bench_io import Beside
+from tiered.cli.drive import Cache, Checksums, Drive, Point
+from tiered.cli.machine import IN_MEMORY, backends, filesystem
+from tiered.cli.measure import Noise, Spread, environment, scratch_folder
+from tiered.cli.plot import plot_sweep, refuse_unplottable
+from tiered.cli.progress import Progress
+from tiered.cli.report import refuse_unwritable, write_report
+from tiered.cli.series import Run, Series, in_rounds, ratios, series_as_json
+from tiered.cli.stop import Stopped, StopRequest
+from tiered.cli.table import duration, exact_size, table, told_environment, told_io, told_noise
+from tiered.cli.walk import Order, refuse_full_disk
+from tiered.config import open_backend
+from tiered.sizes import format_size
+from tiered.types import BackendName
+
+__all__ = ["Options", "sweep"]
+
+NAME = "tiered-sweep"
+
+
+@dataclass(frozen=True)
+class Options:
+    """All combinations of these are measured. ``size``: bytes of the file; ``seconds``: most of one pass."""
+
+    folder: str
+    size: int
+    modes: Sequence[fio.Mode]
+    orders: Sequence[Order]
+    blocks: Sequence[int]
+    depths: Sequence[int]
+    backends: Sequence[BackendName]
+    checksums: Sequence[Checksums]
+    cache: Cache
+    seconds: float
+    rounds: int
+    beside: Beside
+    plot: str | None = None
+
+    @property
+    def memory(self) -> int:
+        """Bytes of buffers."""
+        return max(self.blocks) * max(self.depths)
+
+    def points(self) -> list[Point]:
+        combined = itertools.product(self.modes, self.orders, self.blocks, self.depths, self.checksums)
+        return [Point(*each) for each in combined]
+
+
+def sweep(options: Options, json: str | None) -> int:
+    """Measure and print; returns the exit code."""
+    refuse_unwritable(json)
+    refuse_unplottable(options.plot)
+    report: dict[str, Any] = environment() | {"rounds": options.rounds, "size_bytes": options.size, "seconds": options.seconds}
+    if options.beside == "fio":
+        report["fio"] = {"version": fio.version()}
+    working, report["unavailable"] = _working(options)
+    noise = Noise()
+    try:
+        with StopRequest() as stop, ExitStack() as stack:
+            progress = stack.enter_context(Progress(sys.stderr))
+            disk = filesystem(options.folder)
+            refuse_full_disk(options.folder, options.size)
+            folder = stack.enter_context(scratch_folder(options.folder))
+            drive = Drive(folder, NAME, options.size, options.memory, options.cache, stop)
+            stack.enter_context(closing(drive))
+            for point in options.points():
+                drive.refuse(point)
+            report |= {"filesystem": disk["type"], "in_memory": disk["type"] in IN_MEMORY, "direct": drive.direct}
+            report |= {"cache": options.cache}
+            progress.working("writing the file", 0.0)
+            drive.prepare()
+            runs: dict[Point, dict[str, Run]] = {}
+            for point in options.points():
+                runs[point] = {name: partial(drive.run, point, name, options.seconds) for name in working}
+            if options.beside == "fio":
+                report["fio"] |= _add_fio(options, folder, runs, stack)
+            else:
+                os.unlink(drive.path)  # the system takes the space back even if this process is killed
+            measured = in_rounds(runs, options.rounds, stop, progress)
+    except Stopped as stopped:
+        print("tiered: stopped; the scratch file is removed", file=sys.stderr)
+        return stopped.exit_code
+    report["noise"] = noise.seen()
+    report["points"] = [_point_as_json(point, series) for point, series in measured.items()]
+    if json != "-":
+        print(_describe(report, options, measured))
+    write_report(json, report)
+    if options.plot is not None:
+        plot_sweep(options.plot, report)
+    return 0
+
+
+def _working(options: Options) -> tuple[list[BackendName], dict[str, str]]:
+    """The backends that work here, and why others are left out. Raises MisuseError when all are."""
+    known, working = backends(), []
+    left_out: dict[str, str] = {}
+    for name in options.backends:
+        why = known.get(name)
+        try:
+            if why is None:
+                open_backend(name, max(options.depths)).close()
+        except (TieredError, OSError) as error:
+            why = str(error)
+        if why is None:
+            working.append(name)
+        else:
+            left_out[name] = why
+    if not working:
+        raise MisuseError(f"none of these backends works here: {'; '.join(left_out.values())}")
+    return working, left_out
+
+
+def _add_fio(options: Options, folder: str, runs: Mapping[Point, dict[str, Run]], stack: ExitStack) -> dict[str, Any]:
+    """Beside every point without checksums, which fio does not make as we do; what there is to know about it."""
+    buffers = stack.enter_context(fio.huge_buffers(options.memory))
+    bench = fio.Fio(folder, options.size, buffers, NAME)
+    unavailable = {}
+    for engine in fio.ENGINES:
+        try:
+            bench.run(fio.Job("read", engine, cache=options.cache, seconds=0.1))
+        except TieredError as error:
+            unavailable[engine] = str(error)
+            continue
+        for point, named in runs.items():
+            if point.checksums == "off":
+                job = fio.Job(point.mode, engine, point.block, point.depth, point.order, options.cache, options.seconds)
+                named[job.name] = partial(bench.run, job)
+    return {"buffers": buffers.words, "unavailable": unavailable}
+
+
+def _point_as_json(point: Point, series: Sequence[Series]) -> dict[str, Any]:
+    found = series_as_json(series)
+    return {**point.as_json(), "ratios": found.pop("ratios"), "by": found}
+
+
+def _describe(report: Mapping[str, Any], options: Options, measured: Mapping[Point, Sequence[Series]]) -> str:
+    checked = len(options.checksums) > 1 or options.checksums[0] == "on"
+    first = next(iter(measured.values()))[0].name
+    head = ["", "", "block", "depth", "by", "GB/s", "CPU s per GiB", "p50", "p99", "p99.9", f"{first} by this"]
+    rows = [[*head[:4], "checksums", *head[4:]] if checked else list(head)]
+    for point, series in measured.items():
+        by = ratios(series)
+        for one in series:
+            row = [point.mode, point.order, exact_size(point.block), str(point.depth)]
+            row += [point.checksums] if checked else []
+            row += [one.name, Spread.of(one.rates).shown(1e-9), f"{Spread.of(one.cpu).median:.2f}"]
+            times = one.latency()
+            row += [duration(times[name]) if times else "" for name in ("p50", "p99", "p99.9")]
+            rows.append([*row, by[one.name].shown() if one.name in by else ""])
+    if not any(row[-1] for row in rows[1:]):
+        rows = [row[:-1] for row in rows]
+    told = [
+        told_environment(report),
+        told_io({**report, "backend": "blocks of a plain file, no store"}),
+        f"{report['rounds']} rounds, interleaved: median [least - most], each pass at most {report['seconds']} s of a file of "
+        f"{format_size(report['size_bytes'])}; {told_noise(report['noise'])}",
+        "latencies: of a block, from its submission to its end; what is written ends with an fsync, which counts in the rate",
+    ]
+    if options.cache == "buffered":
+        told[1] = f"blocks of a plain file, no store, on {report['filesystem']}: BUFFERED, through the page cache, as asked"
+    if checked:
+        told.append("checksums: of each block, before it is written or after it was read, in the thread that submits")
+    told += [f"{name} left out: {why}" for name, why in report["unavailable"].items()]
+    if "fio" in report:
+        told.append(f"{report['fio']['version']}: same file, blocks and depths, {report['fio']['buffers']}; end_fsync=1")
+        told += [f"fio {engine} left out: {why}" for engine, why in report["fio"]["unavailable"].items()]
+    return "\n".join([*told, "", table(rows, left=2), "", *_best(measured)])
+
+
+def _best(measured: Mapping[Point, Sequence[Series]]) -> list[str]:
+    """The fastest of each mode and order, which is what the drive can do."""
+    best: dict[tuple[str, str], tuple[float, str]] = {}
+    for point, series in measured.items():
+        for one in series:
+            found = (Spread.of(one.rates).median, f"{exact_size(point.block)} x {point.depth}, {one.name}")
+            best[point.mode, point.order] = max(best.get((point.mode, point.order), found), found)
+    return [f"best of {mode}, {order}: {rate / 1e9:.2f} GB/s ({how})" for (mode, order), (rate, how) in best.items()]
