@@ -39,7 +39,7 @@ unless something else is said. What the words mean is in [glossary.md](glossary.
 
 WIDTH = 110
 """Signatures that are longer are broken."""
-MADE_BY_CALLERS = ("AdamW",)
+MADE_BY_CALLERS = ("AdamW", "GradScaler")
 """Classes that are not only handed out: the page shows what they are called with."""
 SPECIAL = ("__contains__", "__iter__", "__len__")
 """Methods that are shown beside the public ones."""

@@ -18,17 +18,23 @@ def half_up(master: torch.Tensor) -> torch.Tensor:
 
 
 class MasterAdamW(torch.optim.AdamW):
-    """torch's fused AdamW on fp32 copies of the narrow parameters (others are their own masters)."""
+    """torch's fused AdamW on fp32 copies of the narrow parameters (others are their own masters).
 
-    def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
+    ``storage``: fp32 parameters are narrow, too, for they are stored so; their values are rounded at once.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], storage: torch.dtype | None = None, **options: Any) -> None:
+        self._storage = storage
         self._widened = False
         self.pairs: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []
         mine = []
         for group in groups:
             masters = []
             for parameter in group["params"]:
-                narrow = parameter.dtype in (torch.bfloat16, torch.float16)
-                masters.append(nn.Parameter(parameter.detach().float()) if narrow else parameter)
+                narrow = storage is not None or parameter.dtype in (torch.bfloat16, torch.float16)
+                if storage is not None:
+                    parameter.data = parameter.data.to(storage).float()
+                masters.append(nn.Parameter(parameter.detach().float().clone()) if narrow else parameter)
                 if narrow:
                     self.pairs.append((parameter, masters[-1]))
             mine.append({**group, "params": masters})
@@ -54,7 +60,8 @@ class MasterAdamW(torch.optim.AdamW):
         super().step()
         for parameter, master in self.pairs:
             if master.grad is not None:
-                parameter.copy_(half_up(master) if parameter.dtype is torch.bfloat16 else master)
+                storage = self._storage or parameter.dtype
+                parameter.copy_(half_up(master) if storage is torch.bfloat16 else master.to(storage))
 
 
 class Narrow(nn.Module):

@@ -270,6 +270,32 @@ def test_parameters_that_are_used_now_and_then(store: TieredStore) -> None:
     assert equal(model.state_dict(), paged.state_dict())
 
 
+def test_a_gradient_more_than_last_time_is_an_update_of_its_own(store: TieredStore) -> None:
+    """The unit was updated already; what was used then is not used again. Functions that are no modules, tied and reentrant."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.early, self.late = nn.Parameter(torch.randn(96, 96) / 9), nn.Parameter(torch.randn(96))
+            self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(12))
+
+        def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+            if step % 3 != 1:
+                x = checkpoint(lambda y: torch.tanh(y @ self.early), x, use_reentrant=step % 4 == 0)
+            for index, layer in enumerate(self.layers):
+                x = torch.tanh(layer(x))
+                if step % 5 == 4 and index == 6:
+                    x = checkpoint(lambda y: torch.tanh(y @ self.early), x, use_reentrant=True)
+            return x * self.late.tanh() @ (self.early if step % 5 == 4 else torch.eye(96))
+
+        def loss(self, step: int) -> torch.Tensor:
+            x = torch.randn(3, 96, generator=torch.Generator().manual_seed(step))
+            return self(x.requires_grad_(), step).square().mean()
+
+    torch.manual_seed(0)
+    compare(store, Own())
+
+
 def test_what_needs_all_gradients_raises_and_names_on_fetch(store: TieredStore) -> None:
     model = zero.page(Stack(layers=3), store)
     with pytest.raises(MisuseError, match="on_fetch"):

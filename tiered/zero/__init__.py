@@ -4,6 +4,7 @@ from tiered.zero.adopt import page
 from tiered.zero.construct import Construction, ConstructionStatistics, init
 from tiered.zero.optimizer import AdamW
 from tiered.zero.paging import PagingStatistics, statistics
+from tiered.zero.policy import Policy
 from tiered.zero.rules import AdamWRule, UpdateRule
 from tiered.zero.scaler import GradScaler
 
@@ -14,6 +15,7 @@ __all__ = [
     "ConstructionStatistics",
     "GradScaler",
     "PagingStatistics",
+    "Policy",
     "UpdateRule",
     "init",
     "page",

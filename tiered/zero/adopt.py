@@ -12,6 +12,7 @@ from tiered import Access, CapacityError, MisuseError, TensorSpec, TieredStore
 from tiered.zero.construct import unguard
 from tiered.zero.heap import Trimmer
 from tiered.zero.paging import TRIM_SHARE, Pager
+from tiered.zero.policy import Policy
 from tiered.zero.schedule import Prefetch
 from tiered.zero.split import KEPT_SHARE, refuse_batch_dependent, split_modules
 from tiered.zero.units import Placement, Plan, UnitPlan, divide
@@ -21,6 +22,8 @@ __all__ = ["page"]
 
 UNIT_SHARE = 8
 """A unit is at most this fraction of the pool, where single parameters allow it."""
+
+AS_IT_IS = Policy()
 
 Init = Callable[[nn.Module], None]
 
@@ -34,6 +37,7 @@ def page(
     prefetch: Prefetch = "on",
     micro_batch: int = 1,
     param_init_fn: Init | None = None,
+    policy: Policy = AS_IT_IS,
 ) -> nn.Module:
     """Move ``model``'s parameters into ``store`` and page them around each module's forward and backward. Returns ``model``.
 
@@ -44,6 +48,7 @@ def page(
 
     ``name``: their keys begin with it and a slash; several models in one store need different ones.
     ``existing``: what to do when the store already holds tensors under ``name``: "refuse" or "overwrite".
+    ``policy``: element types in the store other than those that modules compute with, see ``zero.Policy``.
     ``prefetch``: "on", or "off" to fetch only on demand (to see what it brings).
     ``micro_batch``: into how many parts the batch is divided inside units (1: not at all). Parameters are then read twice a
     step however large the batch is, and only one part's inside is in memory; what backward needs of the rest is computed
@@ -59,7 +64,7 @@ def page(
     Raises MisuseError (paged before, name taken, wrong device, built for another store, no way to initialise), CapacityError
     when the store's DRAM budget is below the smallest that works for this model (the message says how much that is), and what
     ``param_init_fn`` and the store raise. Then the model is as before, and ``page`` may be tried again; only what
-    ``existing="overwrite"`` had to overwrite may be gone.
+    ``existing="overwrite"`` had to overwrite may be gone, and what a ``policy`` stores as another type may be rounded.
     """
     if existing not in ("refuse", "overwrite") or prefetch not in ("on", "off"):
         raise MisuseError("existing is 'refuse' or 'overwrite', prefetch is 'on' or 'off'")
@@ -88,7 +93,7 @@ def page(
     staged = _staged(model, window)
     strides = {parameter: found.stride for parameter, found in staged.items()}
     pool = store.statistics().tiers[0].capacity
-    tentative = divide(model, pool // UNIT_SHARE, strides)
+    tentative = divide(model, pool // UNIT_SHARE, strides, policy)
     _refuse_small_pool(tentative, model, pool, micro_batch)
     for module, qualified in split_modules(model, tentative).items() if micro_batch > 1 else ():
         refuse_batch_dependent(module, qualified)
@@ -97,7 +102,7 @@ def page(
     meta = _replace_meta(model)
     adoption = _Adoption(model, store, window, staged, meta, param_init_fn)
     try:
-        plan = divide(model, pool // UNIT_SHARE, strides)
+        plan = divide(model, pool // UNIT_SHARE, strides, policy)
         for key in held:
             store.delete(key)
         adoption.move(plan, name, Trimmer(pool // TRIM_SHARE))
@@ -136,10 +141,11 @@ def _refuse_small_pool(plan: Plan, model: nn.Module, pool: int, micro_batch: int
         return max([sum(sizes[i] for i in here), *(deepest(child, here) for child in module.children())])
 
     together = deepest(model, frozenset()) if sizes else 0
-    together += max(sizes, default=0)
+    converted = max((unit.stored_nbytes for unit in plan.units if unit.converted), default=0)  # it is there twice meanwhile
+    together += max(sizes, default=0) + converted
     if micro_batch > 1:
         together = -(-together * KEPT_SHARE // (KEPT_SHARE - 1) // 4096) * 4096
-    needed = max(3 * max(sizes, default=0), together, 1 << 20)
+    needed = max(3 * max(sizes, default=0) + converted, together, 1 << 20)
     if pool < needed:
         largest = max(plan.units, key=lambda unit: unit.nbytes)
         raise CapacityError(
@@ -200,7 +206,7 @@ class _Adoption:
         self.without_memory = set(self.meta)
         for unit in plan.units:
             key = f"{name}/param/{unit.name}"
-            self.store.create(key, TensorSpec("uint8", (unit.nbytes,), 1))
+            self.store.create(key, TensorSpec("uint8", (unit.stored_nbytes,), 1))
             self.created.append(key)
             self._fill(key, unit, owner)
             trimmer.passed(unit.nbytes)
@@ -215,9 +221,9 @@ class _Adoption:
                 if parameter in self.without_memory:
                     self._materialise(owner[parameter])
                 if parameter in self.staged:
-                    self.window.copy_to(placement.view(memory), self.staged[parameter])
+                    self.window.copy_to(placement.stored_view(memory), self.staged[parameter])
                 else:
-                    placement.view(memory).copy_(parameter)
+                    placement.stored_view(memory).copy_(parameter)
                 self.stored[parameter] = key, placement
                 parameter.data = torch.zeros((), dtype=placement.dtype).expand(placement.shape)
                 self.window.sweep()  # the waiting value, which nothing shows any more
@@ -264,7 +270,7 @@ class _Adoption:
                 continue
             value = torch.empty_strided(placement.shape, placement.stride, dtype=placement.dtype)
             with self.store.lease(key) as memory:
-                value.copy_(placement.view(memory))
+                value.copy_(placement.stored_view(memory))
                 del memory
             parameter.data = value
             del value

@@ -22,7 +22,7 @@ class BackwardUpdates:
 
     def __init__(self) -> None:
         self._arrived: dict[Unit, set[Placement]] = {}
-        self._waiting: dict[Unit, None] = {}
+        self._waiting: dict[Unit, set[Placement]] = {}  # of these, what was not used yet
         self._last_time: dict[Unit, set[Placement]] = {}
         self._deferred: set[Unit] = set()
 
@@ -30,7 +30,12 @@ class BackwardUpdates:
         """A gradient was stored."""
         if unit.stepper(placement) is not None:
             self._arrived.setdefault(unit, set()).add(placement)
-            self._waiting[unit] = None
+            self._waiting.setdefault(unit, set()).add(placement)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a unit is to be updated in this backward pass yet."""
+        return bool(self._waiting)
 
     def defer(self, unit: Unit) -> None:
         """More gradients may come that add up with those that have arrived, at any time until the end of backward."""
@@ -65,5 +70,5 @@ class BackwardUpdates:
         return expected <= self._arrived[unit]
 
     def _apply(self, unit: Unit) -> None:
-        del self._waiting[unit]
-        unit.update([placement for placement in unit.gradients if placement in self._arrived[unit]])
+        waiting = self._waiting.pop(unit)
+        unit.update([placement for placement in unit.gradients if placement in waiting])

@@ -24,9 +24,17 @@ class AdamW(Optimizer):
 
     Moments are fp32 (fp64 for fp64 parameters), and so are the masters of bf16 and fp16 parameters: what is updated is the
     master, and the parameter is the master rounded: bf16 half up (so that the master is the parameter and 16 more bits), fp16
-    to even. All of it is read and written in chunks of a few MiB, so that memory does not grow with the model. ``step()`` only
-    freezes learning rate, betas, decay, step count and clip factor of each unit; the update is applied when the unit is
-    next leased: by the next forward, by evaluation, by ``state_dict``.
+    to even. All of it is read and written in chunks of a few MiB, so that memory does not grow with the model.
+
+    ``update`` says when:
+
+    - "on_fetch": ``step()`` only freezes learning rate, betas, decay, step count and clip factor of each unit; the update is
+      applied when the unit is next leased: by the next forward, by evaluation, by ``state_dict``. Gradients are kept till then.
+    - "in_backward": each backward is a step. A unit is updated within it as soon as backward is done with it, with the
+      hyper-parameters of that moment, and its gradients are deleted: they need neither room nor transfers. ``step()`` closes
+      the step (after it ``grad`` is None). What needs all gradients at once raises MisuseError: clipping, loss scaling, a
+      second backward before ``step()``. Units that take part in reentrant checkpoints, or that get fewer gradients than in the
+      step before, are updated at the end of backward. After an exception in backward some are updated and others are not.
 
     Parameters whose gradient is None are left alone. ``lr``, ``betas``, ``eps``, ``weight_decay``, ``maximize`` as in torch
     (Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101). Raises MisuseError for parameters that are not paged.
@@ -76,7 +84,7 @@ class AdamW(Optimizer):
         for parameter in group["params"]:
             _, unit, placement = placement_of(parameter)
             self._group_of[placement] = len(self.param_groups) - 1
-            unit.claim(placement, self if self._in_backward else None)
+            unit.claim(placement, self._update_now if self._in_backward else None)
 
     # -- stepping ----------------------------------------------------------------------------------------------------------
 
@@ -120,11 +128,6 @@ class AdamW(Optimizer):
         unit.pending = Pending(changed)
         unit.version += 1
 
-    def update_now(self, placement: Placement) -> Update:
-        """Called within backward when a gradient is complete: counts one step, and returns it."""
-        step = self._steps[placement] = self._steps.get(placement, 0) + 1
-        return Update(_rule(self.param_groups[self._group_of[placement]]), step)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; with ``set_to_none=False`` they become zeros (hence an update follows), as in torch."""
         units: dict[Unit, list[Placement]] = {}
@@ -154,7 +157,7 @@ class AdamW(Optimizer):
         The norm of each whole gradient, then the norm of these in ``model.parameters()`` order; the factor is applied when
         the update is. Raises RuntimeError for a norm that is not finite when ``error_if_nonfinite``.
         """
-        self.refuse_in_backward("clip_grad_norm_")
+        self._refuse_in_backward("clip_grad_norm_")
         order = float(norm_type)
         graded = [placement_of(p) for p in self._parameters() if p.grad is not None]
         if not graded:
@@ -170,15 +173,6 @@ class AdamW(Optimizer):
         for _, unit, placement in graded:
             unit.scale_gradient(placement, factor)
         return total
-
-    def unscale_(self, factor: torch.Tensor) -> list[bool]:
-        """Multiply all gradients by ``factor`` (0-d) when they are used; says of each whether it was finite before. For
-        ``tiered.zero.GradScaler``."""
-        self.refuse_in_backward("GradScaler")
-        graded = [placement_of(p) for p in self._parameters() if p.grad is not None]
-        for pager in self._pagers():
-            pager.reset()
-        return [unit.unscale_gradient(placement, factor) for _, unit, placement in graded]
 
     def grad(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """A copy of the gradient of ``parameter``, of its shape and dtype, or None when it has none. Raises MisuseError for a
@@ -241,7 +235,20 @@ class AdamW(Optimizer):
 
     # -- within ------------------------------------------------------------------------------------------------------------
 
-    def refuse_in_backward(self, what: str) -> None:
+    def _update_now(self, placement: Placement) -> Update:
+        """Called within backward when a gradient is complete: counts one step, and returns it."""
+        step = self._steps[placement] = self._steps.get(placement, 0) + 1
+        return Update(_rule(self.param_groups[self._group_of[placement]]), step)
+
+    def _unscale(self, factor: torch.Tensor) -> list[bool]:
+        """Multiply all gradients by ``factor`` (0-d) when they are used; says of each whether it was finite before."""
+        self._refuse_in_backward("GradScaler")
+        graded = [placement_of(p) for p in self._parameters() if p.grad is not None]
+        for pager in self._pagers():
+            pager.reset()
+        return [unit.unscale_gradient(placement, factor) for _, unit, placement in graded]
+
+    def _refuse_in_backward(self, what: str) -> None:
         """Raise MisuseError where the gradients are gone when ``step()`` is called."""
         if self._in_backward:
             raise MisuseError(

@@ -168,11 +168,15 @@ class Pager:
             self._look_ahead(unit)
         self._hook_gradients(unit)
         unit.hold()
-        if not frame.recording and self._frames[0].recording:  # reentrant checkpointing: its gradients come on their own
-            self._updates.defer(unit)
+        self._defer_hidden(unit)
         frame.units.append(unit)
         assert unit.base is not None
         self._bases[unit.base.untyped_storage().data_ptr()] = unit
+
+    def _defer_hidden(self, unit: Unit) -> None:
+        """Where a forward that records runs something without: reentrant checkpointing, whose gradients come apart."""
+        if self._frames[0].recording and not torch.is_grad_enabled():
+            self._updates.defer(unit)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._frames and self._frames[-1].module is module:
@@ -213,6 +217,7 @@ class Pager:
         if self._frames:
             if not unit.held:
                 self._hold(self._frames[-1], unit)
+            self._defer_hidden(unit)
         elif recomputed:
             self._hook_gradients(unit)
             self._visit_backward((unit,))
@@ -362,7 +367,7 @@ class Pager:
         """One unit's gradients are leased at a time."""
         self._begin_backward()
         if self._gradient_unit is not unit:
-            if not any(held.references for held in self._backward_units):
+            if self._updates.waiting and not any(held.references for held in self._backward_units):
                 self._leave_backward()
             self._updates.apply_ready()
             if self._gradient_unit is not None:

@@ -39,7 +39,7 @@ class GradScaler(torch.amp.GradScaler):
         """What torch calls from ``unscale_``. Sets ``found_inf`` (0-d) to 1 where a gradient is infinite or NaN."""
         if not isinstance(optimizer, AdamW):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        finite = optimizer.unscale_(inv_scale)
+        finite = optimizer._unscale(inv_scale)
         if not all(finite):
             found_inf.fill_(1.0)
         return {found_inf.device: found_inf} if finite else {}

@@ -57,7 +57,7 @@ class States:
         self._placements = placements
         self.update_seconds = 0.0
         self.stale_masters = set(placements)  # whose fp32 master does not yet have the parameter's value
-        kinds = {placement.dtype for placement in placements}
+        kinds = {placement.stored for placement in placements}
         self._dtype = torch.float64 if torch.float64 in kinds else torch.float32
         self._layout = {"m": self._dtype, "v": self._dtype}
         if torch.bfloat16 in kinds:
@@ -114,7 +114,7 @@ class States:
                 for placement, start, stop in self._pieces(pending.updates, begin)[pending.pieces_done :]:
                     at = slice(placement.element + start - begin, placement.element + stop - begin)
                     state = {name: whole[at] for name, whole in zip(self._layout, chunk, strict=True)}
-                    param, grad = placement.flat(unit, start, stop), placement.flat(gradient, start, stop)
+                    param, grad = placement.stored_flat(unit, start, stop), placement.flat(gradient, start, stop)
                     self._update_piece(placement, pending.updates[placement], param, grad, state, scratch)
                     pending.pieces_done += 1
                     del state, param, grad
@@ -188,7 +188,7 @@ class States:
 
         ``param`` is the parameter, flat.
         """
-        narrow = _NARROW.get(placement.dtype)
+        narrow = _NARROW.get(placement.stored)
         kept = () if narrow is None or placement in self.stale_masters else (narrow,)
         flat = {name: torch.empty(placement.numel, dtype=self._layout[name]) for name in ("m", "v", *kept)}
         for index, _ in self.chunks([placement]):
@@ -214,7 +214,7 @@ class States:
             flat[name] = _flat(arranged.copy_(value))
         self.stale_masters.add(placement)
         master = flat.pop("master", None)
-        narrow = _NARROW.get(placement.dtype)
+        narrow = _NARROW.get(placement.stored)
         if master is not None and narrow is not None and all_finite(master):
             rounded, low = torch.empty_like(param), torch.empty(placement.numel, dtype=torch.int16)
             if narrow == "lo":

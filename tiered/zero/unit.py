@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -21,12 +20,9 @@ from tiered.zero.units import Placement, UnitPlan
 __all__ = ["Stepper", "Unit"]
 
 
-class Stepper(Protocol):
-    """An optimizer that updates within backward."""
-
-    def update_now(self, placement: Placement) -> Update:
-        """Count one step of a parameter and return it, with the hyper-parameters that there are now."""
-        ...
+Stepper = Callable[[Placement], Update]
+"""A method of an optimizer that updates within backward: counts one step of a parameter and returns it, with the
+hyper-parameters that there are now."""
 
 
 @dataclass(eq=False)
@@ -67,7 +63,7 @@ class Unit:
         self.pending: Pending | None = None
         self.base: torch.Tensor | None = None
         self.gradients = {
-            p: GradientState(StoredGradient(p.parameter, p.name), watched=p.dtype is torch.bfloat16)
+            p: GradientState(StoredGradient(p.parameter, p.name), watched=p.stored is torch.bfloat16)
             for p in plan.placements
             if p.dtype.is_floating_point
         }
@@ -78,7 +74,7 @@ class Unit:
         self._gradient: torch.Tensor | None = None
         self._gradient_lease = ExitStack()
         self._placeholders = {p: Placeholder(p.shape, p.dtype) for p in plan.placements}
-        self._steppers: dict[Placement, weakref.ref[Stepper]] = {}
+        self._steppers: dict[Placement, weakref.WeakMethod[Stepper]] = {}
         self._lent: list[StorageWeakRef] = []
         self.references: weakref.WeakSet[object] = weakref.WeakSet()  # what graphs saved of it, which has no memory of its own
         self.states = States(store, self.key, plan.placements, chunk_elements)
@@ -95,7 +91,7 @@ class Unit:
             for placement in self.plan.placements:
                 self.refuse_written(placement)
             self.settle()
-            self.base = self._lease.enter_context(self.store.lease(self.key, access=access))
+            self.base = self._open_converted() if self.plan.converted else self._open(access)
             self._access = access
             for placement in self.plan.placements:
                 placement.parameter.data = placement.view(self.base)
@@ -103,6 +99,30 @@ class Unit:
         elif access is Access.WRITE and self._access is not Access.WRITE:
             raise MisuseError(f"the parameters of {self.plan.name!r} are in use: write to them outside forward and backward")
         self._holders += 1
+
+    def _open(self, access: Access) -> torch.Tensor:
+        return self._lease.enter_context(self.store.lease(self.key, access=access))
+
+    def _open_converted(self) -> torch.Tensor:
+        """A tensor of its own in the pool, which is deleted before it could be written back."""
+        key = f"{self.key}/converted"
+        with ExitStack() as leases:
+            self.store.create(key, TensorSpec("uint8", (self.plan.nbytes,), 1))
+            leases.callback(self.store.delete, key)
+            converted = leases.enter_context(self.store.lease(key, access=Access.WRITE))
+            with self.store.lease(self.key) as stored:
+                for placement in self.plan.placements:
+                    placement.view(converted).copy_(placement.stored_view(stored))
+                del stored
+            self._lease = leases.pop_all()
+        return converted
+
+    def _store_converted(self) -> None:
+        assert self.base is not None
+        with self.store.lease(self.key, access=Access.WRITE) as stored:
+            for placement in self.plan.placements:
+                placement.stored_view(stored).copy_(placement.view(self.base))
+            del stored
 
     def drop(self) -> None:
         """Undo one ``hold``; the last one takes the parameters' memory away again."""
@@ -120,6 +140,8 @@ class Unit:
                 if placement.parameter._version != version or _address(placement.parameter) != here:
                     written = placement.name
         else:
+            if self.plan.converted:
+                self._store_converted()
             self.states.stale_masters.update(self.plan.placements)
             self.version += 1
         self.release_parameters()
@@ -294,7 +316,7 @@ class Unit:
 
     def refuse_infinite(self, placement: Placement) -> None:
         """Raise MisuseError if the gradient would make the fp32 master of a bf16 parameter infinite or NaN."""
-        if placement.dtype is not torch.bfloat16:
+        if placement.stored is not torch.bfloat16:
             return
         self.collect_gradient(placement)
         if not self._is_finite(placement):
@@ -316,10 +338,11 @@ class Unit:
     # -- updates within backward ---------------------------------------------------------------------------------------------
 
     def claim(self, placement: Placement, stepper: Stepper | None) -> None:
-        """``stepper`` updates the parameter within backward; None: nobody does. The last claim counts, while it lives."""
+        """``stepper`` updates the parameter within backward (None: nobody does). The last claim counts, while its object lives.
+        """
         self._steppers.pop(placement, None)
         if stepper is not None:
-            self._steppers[placement] = weakref.ref(stepper)
+            self._steppers[placement] = weakref.WeakMethod(stepper)
 
     def stepper(self, placement: Placement) -> Stepper | None:
         found = self._steppers.get(placement)
@@ -341,7 +364,7 @@ class Unit:
         for placement in placements:
             stepper = self.stepper(placement)
             if stepper is not None:
-                updates[placement] = stepper.update_now(placement)
+                updates[placement] = stepper(placement)
                 self.gradients[placement].spent = True
                 placement.parameter.grad = SpentGradient(placement.parameter, placement.name)
         self.pending = Pending(updates)
@@ -366,12 +389,6 @@ class Unit:
                 placement.parameter.grad = None
 
     # -- updates -----------------------------------------------------------------------------------------------------------
-
-    def backward_keys(self) -> list[str]:
-        """What its backward will lease, in order."""
-        if self._steppers:
-            return [self.key, *(key for _, keys in self.states.chunks(self._steppers) for key in keys)]
-        return [self.key, self.gradient_key] if self.any_gradient else [self.key]
 
     def upcoming_keys(self) -> list[str]:
         """What the next ``hold`` will lease, in order."""
@@ -402,7 +419,7 @@ class Unit:
         """``States.copies``, with the pending update applied."""
         self.settle()
         with self.store.lease(self.key) as unit:
-            param = placement.flat(unit, 0, placement.numel)
+            param = placement.stored_flat(unit, 0, placement.numel)
             copies = self.states.copies(placement, param)
             del unit, param
         return copies
@@ -411,7 +428,7 @@ class Unit:
         """``States.load``, after the pending update."""
         self.settle()
         with self.store.lease(self.key) as unit:
-            param = placement.flat(unit, 0, placement.numel)
+            param = placement.stored_flat(unit, 0, placement.numel)
             self.states.load(placement, param, state)
             del unit, param
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from tiered.zero.policy import Policy
+
 __all__ = ["ALIGNMENT", "Placement", "Plan", "UnitPlan", "divide", "even_chunks", "is_called"]
 
 ALIGNMENT = 64
@@ -24,6 +26,8 @@ ALIGNMENT = 64
 class Placement:
     """One parameter's place. ``offset`` is in bytes in the unit, ``element`` in elements of its optimizer state.
 
+    In the store the parameter is of type ``stored`` and at ``stored_offset``, which is elsewhere where that is another type.
+
     ``stride`` is given as the parameter has it; it is kept where it is dense, and row major otherwise.
     """
 
@@ -31,7 +35,9 @@ class Placement:
     name: str
     index: int  # in model.parameters()
     stride: tuple[int, ...]
+    stored: torch.dtype
     offset: int = 0
+    stored_offset: int = 0
     element: int = 0
     shape: torch.Size = field(init=False)
     dtype: torch.dtype = field(init=False)
@@ -59,25 +65,43 @@ class Placement:
         size = self.dtype.itemsize
         return unit[self.offset + start * size : self.offset + stop * size].view(self.dtype)
 
+    def stored_flat(self, unit: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """The same of a unit as it is in the store."""
+        size = self.stored.itemsize
+        return unit[self.stored_offset + start * size : self.stored_offset + stop * size].view(self.stored)
+
+    def stored_view(self, unit: torch.Tensor) -> torch.Tensor:
+        """This parameter in ``unit``, a uint8 tensor as it is in the store."""
+        return self.stored_flat(unit, 0, self.numel).as_strided(self.shape, self.stride)
+
 
 @dataclass(eq=False)
 class UnitPlan:
-    """Placements, those that need a gradient first, so that gradients and states cover only the beginning of the unit."""
+    """Placements, those that need a gradient first, so that gradients and states cover only the beginning of the unit.
+
+    ``nbytes``: those of the unit in use, ``stored_nbytes``: in the store; ``converted``: these are not the same bytes.
+    """
 
     name: str
     placements: list[Placement]
     nbytes: int = 0
+    stored_nbytes: int = 0
     elements: int = 0  # of each kind of optimizer state
 
     def __post_init__(self) -> None:
         self.placements.sort(key=lambda placement: not placement.parameter.requires_grad)
-        offset = element = 0
+        offset = stored = element = 0
         for placement in self.placements:
-            placement.offset, placement.element = offset, element
+            placement.offset, placement.stored_offset, placement.element = offset, stored, element
             offset += _round_up(placement.nbytes, ALIGNMENT)
+            stored += _round_up(placement.numel * placement.stored.itemsize, ALIGNMENT)
             element += _round_up(placement.numel, ALIGNMENT // 4)
-        self.nbytes = max(ALIGNMENT, offset)
+        self.nbytes, self.stored_nbytes = max(ALIGNMENT, offset), max(ALIGNMENT, stored)
         self.elements = max(ALIGNMENT // 4, element)
+
+    @property
+    def converted(self) -> bool:
+        return any(placement.stored is not placement.dtype for placement in self.placements)
 
 
 @dataclass(eq=False)
@@ -92,7 +116,7 @@ class Plan:
         return max((unit.nbytes for unit in self.units), default=0)
 
 
-def divide(model: nn.Module, limit: int, strides: Mapping[nn.Parameter, tuple[int, ...]]) -> Plan:
+def divide(model: nn.Module, limit: int, strides: Mapping[nn.Parameter, tuple[int, ...]], policy: Policy) -> Plan:
     """Divide ``model``'s parameters into units of at most ``limit`` bytes where a single parameter allows it.
 
     ``strides``: those of parameters that do not show their own, because they were released.
@@ -104,7 +128,8 @@ def divide(model: nn.Module, limit: int, strides: Mapping[nn.Parameter, tuple[in
     def make(name: str, named: list[tuple[str, nn.Parameter]]) -> None:
         for _, parameter in named:
             home[parameter] = len(plan.units)
-        plan.units.append(UnitPlan(name, [Placement(p, n, order[p], strides.get(p, p.stride())) for n, p in named]))
+        placements = [Placement(p, n, order[p], strides.get(p, p.stride()), policy.stored(p.dtype)) for n, p in named]
+        plan.units.append(UnitPlan(name, placements))
 
     def fresh(named: Iterator[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in named if parameter not in home]
