@@ -72,7 +72,7 @@ def run(trace: Trace, budget: int, follow: Following) -> Row:
 
 
 def under_way(trace: Trace, budget: int) -> int:
-    """What fetching ahead has on its way at once and cannot do with less: two tensors, or what keeps the link busy."""
+    """What fetching ahead may have on its way at once: two tensors of mean size, or what keeps the link busy."""
     mean = sum(trace.sizes[key] for key, _ in trace.accesses) // len(trace.accesses)
     return max(2 * mean, min(PIPELINE // SCALE, budget // 16))
 
