@@ -6,7 +6,7 @@
 Every access is a lease (or a put) of the store; what is dead is deleted. Bytes are counted by the disk link, the final commit
 included, and divided by the bound of ``bench/optimum.py``. LRU is the store without ``follow``; "on demand" follows with
 ``prefetch="off"``. The loop computes nothing, so that fetching ahead keeps as much under way as it ever does: what that
-takes of the budget is what it costs in bytes.
+takes of the budget is what it costs in bytes. So it is divided, too, by the bound at the budget less ``under_way``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import torch
 from bench.optimum import budget_of, exact_bound, lower_bound
 from bench.traces import TRACES, Access, Trace, next_positions
 from tiered import TieredStore
+from tiered.ahead import PIPELINE
 from tiered.prefetch import Touch
 
-__all__ = ["Row", "main", "run"]
+__all__ = ["Row", "main", "run", "under_way"]
 
 SCALE = 4096
 """Bytes of the store for each of a trace's, so that slots need no padding."""
@@ -70,6 +71,12 @@ def run(trace: Trace, budget: int, follow: Following) -> Row:
             return flow.up.bytes, flow.down.bytes, found.prefetched, found.prefetched_unused
 
 
+def under_way(trace: Trace, budget: int) -> int:
+    """What fetching ahead may have on its way at once: two tensors of mean size, or what keeps the link busy."""
+    mean = sum(trace.sizes[key] for key, _ in trace.accesses) // len(trace.accesses)
+    return max(2 * mean, min(PIPELINE // SCALE, budget // 16))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.follow",
@@ -79,8 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trace", action="append", choices=TRACES, help="only this one (may be repeated)")
     parser.add_argument("--exact", type=float, metavar="SECONDS", help="search for a bound of whole keys this long in each row")
     args = parser.parse_args(arguments)
-    print("| trace | budget | bound, MB | " + " | ".join(VARIANTS) + " | prefetched, unused |")
-    print("|---|" + "---:|" * (3 + len(VARIANTS)))
+    print("| trace | budget | bound, MB | " + " | ".join(VARIANTS) + " | its working set apart | prefetched, unused |")
+    print("|---|" + "---:|" * (4 + len(VARIANTS)))
     for name in args.trace or TRACES:
         trace = TRACES[name]()
         for share in BUDGETS:
@@ -90,6 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 bound = max(bound, exact_bound(trace, budget, seconds=args.exact)[0])
             rows = [run(trace, budget, follow) for follow in VARIANTS.values()]
             ratios = " | ".join(f"{(up + down) / SCALE / bound:.3f}" for up, down, *_ in rows)
+            apart = lower_bound(trace, max(trace.largest, budget - under_way(trace, budget)))
+            ratios += f" | {sum(rows[-1][:2]) / SCALE / apart:.3f}"
             fetched = f"{sum(row[2] for row in rows):,}, {sum(row[3] for row in rows):,}"
             print(f"| {name} | {share} | {bound * SCALE / 1e6:,.0f} | {ratios} | {fetched} |", flush=True)
     return 0

@@ -37,6 +37,7 @@ __all__ = [
     "InstantBackend",
     "ManualBackend",
     "ManualLink",
+    "MovableTier",
     "fake_checksums",
     "in_child",
     "readable",
@@ -255,6 +256,15 @@ class FakeTier:
     def write(self, slot: Slot, data: bytes) -> None:
         assert len(data) <= slot.nbytes
         ctypes.memmove(self.address + slot.offset, data, len(data))
+
+
+class MovableTier(FakeTier):
+    """One whose slots can be moved."""
+
+    def move(self, slot: Slot, offset: int) -> Slot:
+        self._space.move(slot.offset, slot.nbytes, offset)
+        ctypes.memmove(self.address + offset, self.address + slot.offset, slot.nbytes)
+        return Slot(offset, slot.nbytes)
 
 
 def fake_checksums(transfer: Transfer, data: bytes) -> bytes:

@@ -103,13 +103,21 @@ class Put:
 class Rig:
     """An engine between fakes, and what every copy must hold: ``newest`` by key, ``expected`` by copy on loan.
 
-    ``memories``: how many tiers tensors can lie in; all but the last one, unless there is no disk. The clock goes on by a
-    millisecond whenever it is asked.
+    ``memories``: how many tiers tensors can lie in; all but the last one, unless there is no disk. They are of type ``memory``.
+    The clock goes on by a millisecond whenever it is asked.
     """
 
-    def __init__(self, *capacities: int, limit: int = 1 << 30, reserve: float = 0.5, memories: int | None = None) -> None:
+    def __init__(
+        self,
+        *capacities: int,
+        limit: int = 1 << 30,
+        reserve: float = 0.5,
+        memories: int | None = None,
+        memory: type[FakeTier] = FakeTier,
+    ) -> None:
         self.memories = len(capacities) - 1 if memories is None else memories
-        self.tiers = [FakeTier(f"t{index}", capacity) for index, capacity in enumerate(capacities)]
+        kinds = [memory if index < self.memories else FakeTier for index in range(len(capacities))]
+        self.tiers = [kind(f"t{index}", capacity) for index, (kind, capacity) in enumerate(zip(kinds, capacities, strict=True))]
         self.links = [
             ManualLink(upper, lower, limit, fake_checksums if lower is self.tiers[-1] else None)
             for upper, lower in zip(self.tiers, self.tiers[1:], strict=False)
@@ -125,6 +133,7 @@ class Rig:
         self.held: list[Lease] = []  # granted, and not released
         self.aliases: list[Copy] = []  # one for each view that is still reachable
         self.expected: dict[Copy, bytes] = {}
+        self.lent: dict[Copy, Slot] = {}  # where the views of it are
         self.flushed = 0
 
     # One step each
@@ -191,6 +200,7 @@ class Rig:
         self.aliases.remove(copy)
         if copy not in self.aliases:
             self.expected.pop(copy, None)
+            self.lent.pop(copy, None)
         self.engine.alias_died(copy)
 
     def end(self, lease: Lease) -> None:
@@ -232,11 +242,17 @@ class Rig:
                 link.complete_all()
         raise AssertionError("transfers without end")
 
+    @property
+    def moved(self) -> int:
+        """Bytes that went to another place in their tier."""
+        return sum(row.moved for row in self.admission.tier_statistics())
+
     # Bookkeeping
 
     def on_loan(self, copy: Copy) -> None:
         self.aliases.append(copy)
         self.expected[copy] = self.bytes_of(copy)
+        self.lent[copy] = copy.slot
 
     def bytes_of(self, copy: Copy) -> bytes:
         return self.tiers[copy.tier].read(copy.slot, self.admission.directory.entry(copy.key).nbytes)
@@ -280,6 +296,7 @@ class Rig:
             if copy.valid:
                 assert self.bytes_of(copy) == self.newest[copy.key], f"{copy.key!r} is {copy.state} with old bytes"
         for copy, data in self.expected.items():
+            assert copy.slot == self.lent[copy], f"{copy.key!r} was moved under an alias"
             found = self.tiers[copy.tier].read(copy.slot, len(data))
             assert found == data, f"the memory of {copy.key!r} changed under an alias"
         self.check_traffic()

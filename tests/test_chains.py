@@ -25,7 +25,7 @@ from tiered.types import Use
 
 Backend = Literal["libaio", "posix", "aiofiles"]
 BACKENDS: list[Backend] = ["posix", "aiofiles"] if libaio_unavailable() else ["libaio", "posix", "aiofiles"]
-NAMES = [f"t{number}" for number in range(10)]
+NAMES = [f"t{number}" for number in range(16)]
 LARGE = 120 << 10
 HUGE = 700 << 10  # more than the device has, less than the host
 
@@ -106,7 +106,9 @@ class AgainstADict(RuleBasedStateMachine):
     some = st.lists(keys, min_size=1, max_size=3, unique=True)
     tiers = st.integers(0, 1)
 
-    @rule(key=keys, count=st.sampled_from([0, 1, 1000, 1024, LARGE // 4 - 1, LARGE // 4]), layout=st.integers(0, 2))
+    counts = st.sampled_from([0, 1, 1000, 1024, LARGE // 7, LARGE // 5, LARGE // 4 - 1, LARGE // 4])
+
+    @rule(key=keys, count=counts, layout=st.integers(0, 2))
     def put(self, key: str, count: int, layout: int) -> None:
         tensor = self.fresh(count)
         if layout == 1:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.contracts.link import LinkContract
-from tests.contracts.memory import MemoryContract, OpenMemory
+from tests.contracts.memory import MemoryContract, MovableContract, OpenMemory
 from tests.contracts.tier import OpenTier, TierContract
-from tests.fakes import FakeTier, ManualLink, fake_checksums, readable
+from tests.fakes import FakeTier, ManualLink, MovableTier, fake_checksums, readable
 from tiered.errors import CorruptionError, ReadError
 from tiered.types import Direction, Slot, Transfer, Urgency
 
@@ -24,6 +24,12 @@ class TestFakeMemory(MemoryContract):
     @pytest.fixture
     def open_memory(self) -> OpenMemory:
         return lambda capacity: FakeTier("fake", capacity, alignment=512)
+
+
+class TestFakeMovable(MovableContract):
+    @pytest.fixture
+    def open_memory(self) -> OpenMemory:
+        return lambda capacity: MovableTier("fake", capacity, alignment=512)
 
 
 class Rig:

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from tests.fakes import FakeTier, MovableTier
 from tests.rig import WRITE, Put, Rig, failure
 from tiered.errors import CapacityError, KeyNotFound, LeaseConflict, ReadError, TransferError
 from tiered.prefetch import Touch
@@ -36,10 +37,11 @@ class Histories(RuleBasedStateMachine):
         shape=st.sampled_from((*SHAPES, *WITHOUT_DISK)),
         limit=st.sampled_from([1, 2, 100]),
         reserve=st.sampled_from([0.0, 0.5, 1.0]),
+        memory=st.sampled_from([FakeTier, MovableTier]),
     )
-    def open(self, shape: tuple[int, ...], limit: int, reserve: float) -> None:
+    def open(self, shape: tuple[int, ...], limit: int, reserve: float, memory: type[FakeTier]) -> None:
         self.disk = shape in SHAPES
-        self.rig = Rig(*shape, limit=limit, reserve=reserve, memories=len(shape) - self.disk)
+        self.rig = Rig(*shape, limit=limit, reserve=reserve, memories=len(shape) - self.disk, memory=memory)
         self.numbers = iter(range(1, 1 << 30))
         self.failures = 0
         self.seen: list[Request | Put] = []
@@ -189,7 +191,8 @@ def history(seed: int, steps: int) -> Rig:
     """The same, without hypothesis: longer, and nothing is shrunk."""
     source = random.Random(seed)
     machine = Histories()
-    machine.open(source.choice((*SHAPES, *WITHOUT_DISK)), source.choice([1, 2, 100]), source.choice([0.0, 0.5, 1.0]))
+    shape, memory = source.choice((*SHAPES, *WITHOUT_DISK)), source.choice([FakeTier, MovableTier])
+    machine.open(shape, source.choice([1, 2, 100]), source.choice([0.0, 0.5, 1.0]), memory)
     for _ in range(steps):
         which = source.randrange(8)
         source.choice(
@@ -227,6 +230,10 @@ def history(seed: int, steps: int) -> Rig:
 def test_long_histories(seed: int) -> None:
     rig = history(seed, 400)
     assert not rig.links or any(link.started for link in rig.links)
+
+
+def test_in_some_of_them_tensors_are_moved_out_of_the_way() -> None:
+    assert any(history(seed, 400).moved for seed in (4, 8, 27))
 
 
 @pytest.mark.soak

@@ -41,6 +41,7 @@ LAYERS = {
     "links.*": "parts",
     "eviction": "parts",
     "residency": "decisions",
+    "compaction": "decisions",
     "prefetch": "decisions",
     "keep": "decisions",
     "manifest": "decisions",

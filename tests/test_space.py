@@ -140,6 +140,22 @@ class SpaceAgainstABitmap(RuleBasedStateMachine):
         self.mark(*found, True)
         self.held.append(found)
 
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), unit=st.integers(0, UNITS))
+    def move(self, data: st.DataObject, unit: int) -> None:
+        offset, size = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self.mark(offset, size, False)
+        to = unit * ALIGNMENT
+        possible = to + size <= len(self.used) * ALIGNMENT and not any(self.used[unit : unit + size // ALIGNMENT])
+        if possible:
+            self.space.move(offset, size, to)
+        else:
+            with pytest.raises(AssertionError):
+                self.space.move(offset, size, to)
+            to = offset
+        self.mark(to, size, True)
+        self.held.append((to, size))
+
     @precondition(lambda self: len(self.used) < UNITS)
     @rule(units=st.integers(0, 3))
     def grow(self, units: int) -> None:

@@ -6,13 +6,14 @@ and it stands in its link's queue, from which the engine starts it.
 
 from __future__ import annotations
 
+import math
 import queue
 from collections.abc import Callable, Sequence
 
 from tiered.ahead import Ahead
 from tiered.errors import CapacityError, TieredError
 from tiered.interfaces import EvictionPolicy, Tier
-from tiered.occupancy import Occupancy
+from tiered.occupancy import MOVED, Occupancy
 from tiered.prefetch import Touch
 from tiered.requests import Request
 from tiered.residency import Copy, Directory, Entry, Standing, State
@@ -181,7 +182,7 @@ class Admission:
             return self._beyond_capacity(tier, nbytes)
         if request.urgency is Urgency.PREFETCH and not self._may_prefetch(tier, nbytes, request):
             return None
-        slot = place.allocate(nbytes)
+        slot = place.allocate(nbytes, MOVED if tier < self.bottom else math.inf)
         self._unsettled = True  # there is less room
         if slot is None and tier < self.bottom:
             slot = self._make_room(tier, nbytes, request)
@@ -239,6 +240,7 @@ class Admission:
         chosen = place.victims(nbytes, lambda copy: copy.standing is not Standing.FRESH and acceptable(copy))
         if chosen is None and request.urgency is not Urgency.PREFETCH:
             chosen = place.victims(nbytes, acceptable)
+            chosen = chosen or place.victims(nbytes, acceptable, math.inf)
         if chosen is None:
             chosen = self._packed(tier, nbytes, request)
         if chosen is None:
@@ -261,11 +263,10 @@ class Admission:
         if unsaved:
             return None
         slot = place.allocate(nbytes)
-        for copy in chosen:
-            if slot is not None:
-                break
-            self._evict(copy)
+        while chosen and slot is None:
+            self._evict(chosen.pop(0))
             slot = place.allocate(nbytes)
+        slot = slot or place.allocate(nbytes, math.inf)
         assert slot is not None
         return slot
 

@@ -13,7 +13,7 @@ from tiered.types import Candidate, Completion, Fence, IOCompletion, IORequest, 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["EvictionPolicy", "IOBackend", "Link", "Memory", "Streams", "Tier"]
+__all__ = ["EvictionPolicy", "IOBackend", "Link", "Memory", "Movable", "Streams", "Tier"]
 
 
 @runtime_checkable
@@ -109,6 +109,23 @@ class Memory(Tier, Protocol):
 
     def close(self) -> None:
         """Let go of the memory; what still aliases it stays valid. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class Movable(Memory, Protocol):
+    """A memory in which a slot can be moved, so that holes become one. A part of its own, for not every memory can.
+
+    Only memory without streams: a device moves bytes when its queue comes to it, so fences would have to guard the old place
+    and the new one, and each lease wait for them. Here the bytes are moved when ``move`` returns.
+    """
+
+    def move(self, slot: Slot, offset: int) -> Slot:
+        """The slot's bytes, padding included, in a slot of the same size at ``offset``; ``slot`` is given back.
+
+        The two may overlap. What of the new one is not in ``slot`` must be free, else it is an AssertionError (our bug), and
+        nothing has changed. Nothing may look at ``slot``: its tensors would see other bytes.
+        """
         ...
 
 

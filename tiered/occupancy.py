@@ -6,15 +6,18 @@ Kept up to date change by change, so that asking costs the same with ten copies 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from tiered.interfaces import EvictionPolicy, Tier
+from tiered.compaction import moves
+from tiered.interfaces import EvictionPolicy, Movable, Tier
 from tiered.residency import Copy, Standing, State
 from tiered.stats import TierStatistics
 from tiered.types import Fence, Key, Slot
 
-__all__ = ["Occupancy"]
+__all__ = ["MOVED", "Occupancy"]
+
+MOVED = 8
+"""Times its own bytes that a request may have moved within the tier to make room: no lease is granted meanwhile."""
 
 
 class Occupancy:
@@ -31,7 +34,8 @@ class Occupancy:
         self.condemned: dict[Key, Copy] = {}
         self.bytes_of = [0 for _ in Standing]
         self.orphans: set[Copy] = set()
-        self.used = self.peak = self.largest = 0
+        self.used = self.peak = self.largest = self.moved = 0
+        self._memory = tier if isinstance(tier, Movable) else None
         self._slots: list[Slot] = []  # all that are given, by offset
         self._guards: list[tuple[Slot, Fence]] = []
 
@@ -48,11 +52,35 @@ class Occupancy:
         counts = self.bytes_of
         return self.free + counts[Standing.CLEAN] + counts[Standing.FRESH] + counts[Standing.LEAVING]
 
-    def allocate(self, nbytes: int) -> Slot | None:
+    def allocate(self, nbytes: int, most: float = MOVED) -> Slot | None:
+        """A slot; what is in its way is moved where that is not more than ``most`` times ``nbytes``."""
         slot = self.tier.allocate(nbytes)
+        if slot is None and self._memory is not None and nbytes <= self.free:
+            slot = self._after_moves(self._memory, nbytes, most * nbytes)
         if slot is not None:
             self.account(slot)
         return slot
+
+    def _movable(self) -> dict[int, Copy]:
+        """By offset, the copies whose bytes may be moved: nobody looks at them, and no transfer has their slot."""
+        if self._memory is None:
+            return {}
+        if self.bottom:
+            return {copy.slot.offset: copy for copy in self.copies.values() if copy.idle}
+        return {copy.slot.offset: copy for copy in self.leaves.values() if copy.standing is not Standing.LEAVING}
+
+    def _after_moves(self, memory: Movable, nbytes: int, most: float) -> Slot | None:
+        """A slot of ``nbytes``, which are free but lie apart, once others have been moved; no other part remembers theirs."""
+        movable = self._movable()
+        plan = moves(self._slots, self.tier.capacity, nbytes, movable, most)
+        for old, to in plan or ():
+            copy = movable[old.offset]
+            assert copy.slot == old and copy.idle and not copy.fences
+            copy.slot = memory.move(old, to)
+            del self._slots[bisect_left(self._slots, old.offset, key=_offset)]
+            insort(self._slots, copy.slot, key=_offset)
+            self.moved += old.nbytes
+        return None if plan is None else self.tier.allocate(nbytes)
 
     def account(self, slot: Slot) -> None:
         """``slot`` was taken from the tier."""
@@ -116,8 +144,11 @@ class Occupancy:
         """It was chosen to leave, and stays so until somebody uses it."""
         self.condemned[copy.key] = copy
 
-    def victims(self, nbytes: int, accept: Callable[[Copy], bool]) -> list[Copy] | None:
-        """Copies that free ``nbytes`` in one piece: the condemned, then the policy's first; None when all are too little."""
+    def victims(self, nbytes: int, accept: Callable[[Copy], bool], most: float = MOVED) -> list[Copy] | None:
+        """Copies that free ``nbytes`` in one piece: the condemned, then the policy's first; None when all are too little.
+
+        For that what stays may have to be moved, not more than ``most`` times ``nbytes``.
+        """
         among = _Among(self.leaves, accept)
         chosen = [copy for copy in self.condemned.values() if accept(copy)]
         if chosen:
@@ -130,7 +161,7 @@ class Occupancy:
             if more is None:
                 more = self.policy.victims(sum(copy.slot.nbytes for copy in among.values()), among)
                 assert more is not None
-            found = self._enough(nbytes, [*chosen, *(self.leaves[key] for key in more)])
+            found = self._enough(nbytes, [*chosen, *(self.leaves[key] for key in more)], most)
             if found is not None or every:
                 return found
             wanted = 2 * max(wanted, kept)
@@ -141,48 +172,40 @@ class Occupancy:
         keys = self.policy.victims(nbytes, among)
         return list(among.values()) if keys is None else [self.leaves[key] for key in keys]
 
-    def _enough(self, nbytes: int, copies: list[Copy]) -> list[Copy] | None:
-        """Of the shortest beginning of ``copies`` without which ``nbytes`` fit in one piece, those that lie there."""
+    def _enough(self, nbytes: int, copies: list[Copy], most: float) -> list[Copy] | None:
+        """Of the shortest beginning of ``copies`` without which ``nbytes`` fit in one piece, those that have to go for that."""
         if copies and copies[0].slot.nbytes >= nbytes:
             return copies[:1]
-        low, high = 0, next((at + 1 for at, copy in enumerate(copies) if copy.slot.nbytes >= nbytes), len(copies))
-        found = self._hole(nbytes, copies[:high])
-        while found is not None and low + 1 < high:
-            middle = (low + high) // 2
-            fewer = self._hole(nbytes, copies[:middle])
-            if fewer is None:
-                low = middle
-            else:
-                high, found = middle, fewer
-        if found is None:
+        movable = self._movable()
+
+        def enough(going: list[Copy]) -> bool:
+            if self.free + sum(copy.slot.nbytes for copy in going) < nbytes:
+                return False
+            leaving = {copy.slot.offset for copy in going}
+            staying = [slot for slot in self._slots if slot.offset not in leaving]
+            return moves(staying, self.tier.capacity, nbytes, movable, most * nbytes) is not None
+
+        if not enough(copies):
             return None
-        return [copy for copy in copies[:high] if found[0] <= copy.slot.offset < found[1]]
+        needed: list[Copy] = []
+        least = len(copies)  # so many of them are enough, beside those needed
+        while not enough(needed):
+            low = 0
+            while low + 1 < least:
+                middle = (low + least) // 2
+                if enough([*copies[:middle], *needed]):
+                    least = middle
+                else:
+                    low = middle
+            least -= 1
+            needed.append(copies[least])
+        return needed[::-1]
 
     def would_fit(self, nbytes: int, without: Iterable[Copy]) -> bool:
-        """Whether there were ``nbytes`` in one piece if the copies ``without`` were gone."""
-        return self._hole(nbytes, without) is not None
-
-    def _hole(self, nbytes: int, without: Iterable[Copy]) -> tuple[int, int] | None:
-        """Where ``nbytes`` fit when ``without`` are gone: from, to; the place that costs the fewest bytes of those."""
-        going = {copy.slot.offset for copy in without}
-        best: tuple[int, tuple[int, int]] | None = None
-        window: deque[Slot] = deque()  # going, one after the other, with free space between them
-        start = cost = 0
-        for slot in (*self._slots, Slot(self.tier.capacity, 0)):
-            while slot.offset - start >= nbytes:
-                if best is None or cost < best[0]:
-                    best = cost, (start, slot.offset)
-                if not window:
-                    break
-                first = window.popleft()
-                cost, start = cost - first.nbytes, first.offset + first.nbytes
-            if slot.offset in going:
-                window.append(slot)
-                cost += slot.nbytes
-            else:
-                window.clear()
-                cost, start = 0, slot.offset + slot.nbytes
-        return None if best is None else best[1]
+        """Whether there were ``nbytes`` in one piece if the copies ``without`` were gone, and nothing is moved."""
+        leaving = {copy.slot.offset for copy in without}
+        staying = [slot for slot in self._slots if slot.offset not in leaving]
+        return moves(staying, self.tier.capacity, nbytes, (), 0) is not None
 
     def neighbours(self, without: Iterable[Copy]) -> frozenset[Slot]:
         """The slots that stay when ``without`` go."""
@@ -197,7 +220,7 @@ class Occupancy:
 
     def statistics(self) -> TierStatistics:
         held = sum(bool(copy.aliases) and not copy.leased for copy in self.copies.values()) + len(self.orphans)
-        return TierStatistics(self.tier.name, self.tier.capacity, self.used, self.peak, len(self.copies), held)
+        return TierStatistics(self.tier.name, self.tier.capacity, self.used, self.peak, len(self.copies), held, self.moved)
 
     def check(self) -> None:
         """Assert that what is kept up to date is what counting anew gives (for tests)."""

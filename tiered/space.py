@@ -82,6 +82,14 @@ class FreeSpace:
             raise AssertionError(f"claim of [{offset}, {offset + size}), which is not wholly free")
         self._take(self._starts[bisect_right(self._starts, offset) - 1], offset, size)
 
+    def move(self, offset: int, size: int, to: int) -> None:
+        """``free`` here and ``claim`` there, which may overlap: what is not free stays as it was."""
+        self.free(offset, size)
+        if not self.is_free(to, size):
+            self.claim(offset, size)
+            raise AssertionError(f"move of [{offset}, {offset + size}) to {to}, where it is not wholly free")
+        self.claim(to, size)
+
     def is_free(self, offset: int, size: int) -> bool:
         """Whether ``[offset, offset + size)`` is aligned, not empty, inside the space, and wholly free."""
         if size < 1 or offset < 0 or offset % self.alignment or size % self.alignment:

@@ -37,7 +37,8 @@ class TierStatistics:
     """``name`` is "hbm", "dram" or "nvme". ``capacity``, ``used`` and ``peak`` are bytes of slots, padding included.
 
     ``copies`` counts tensors that have a copy here. ``held`` of them, and of those replaced or deleted since, are pinned by
-    aliases that outlived their lease.
+    aliases that outlived their lease. ``moved`` bytes went to another place within the tier since ``open``, to
+    make one hole of several.
     """
 
     name: str
@@ -46,6 +47,7 @@ class TierStatistics:
     peak: int
     copies: int
     held: int
+    moved: int
 
 
 @dataclass(frozen=True, slots=True)

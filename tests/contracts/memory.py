@@ -1,4 +1,5 @@
-"""What every Memory must do beyond a Tier. Subclass ``MemoryContract`` and provide the fixture ``open_memory``.
+"""What every Memory must do beyond a Tier. Subclass ``MemoryContract`` and provide the fixture ``open_memory``; where slots can
+be moved, ``MovableContract``.
 
 Lifetimes are the point: whoever reuses a slot asks its owner whether anything still looks at it, and nobody else knows.
 """
@@ -6,13 +7,14 @@ Lifetimes are the point: whoever reuses a slot asks its owner whether anything s
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from tiered.interfaces import Memory
+from tiered.interfaces import Memory, Movable
 from tiered.types import Slot
 
 OpenMemory = Callable[[int], Memory]
@@ -161,3 +163,82 @@ class MemoryContract:
         memory.close()
         with pytest.raises(AssertionError):
             memory.tensor(slot, NBYTES)
+
+
+class MovableContract(MemoryContract):
+    """Its ``open_memory`` gives a Movable."""
+
+    def test_is_movable(self, memory: Memory) -> None:
+        assert isinstance(memory, Movable)
+        assert memory.streams is None
+
+    @pytest.mark.parametrize("slots", [1, 3, 8])
+    @pytest.mark.parametrize("way", ["down", "up", "elsewhere"])
+    def test_moved_bytes_are_the_same(self, memory: Movable, way: str, slots: int) -> None:
+        """Eight slots of room, then the slot, then eight of room: the new place overlaps the old one, touches it, or is far."""
+        unit = _unit(memory)
+        padding = [memory.allocate(8 * unit), memory.allocate(slots * unit), memory.allocate(8 * unit)]
+        assert all(padding)
+        low, slot, high = sorted((found for found in padding if found), key=lambda found: found.offset)
+        memory.free(low)
+        memory.free(high)
+        written = _pattern(memory, slot)
+        to = {"down": slot.offset - 3 * unit, "up": slot.offset + 3 * unit, "elsewhere": low.offset}[way]
+        moved = memory.move(slot, to)
+        assert moved == Slot(to, slot.nbytes)
+        assert torch.equal(memory.tensor(moved, moved.nbytes)[0].cpu(), written)
+
+    def test_its_old_room_is_free(self, memory: Movable) -> None:
+        unit = _unit(memory)
+        slot = memory.allocate(4 * unit)
+        assert slot is not None
+        moved = memory.move(slot, slot.offset + unit)
+        low, high = memory.allocate(unit), memory.allocate(CAPACITY - 5 * unit)
+        assert low == Slot(slot.offset, unit)
+        assert high == Slot(moved.offset + moved.nbytes, CAPACITY - 5 * unit)
+        assert memory.allocate(1) is None
+        for found in (moved, low, high):
+            memory.free(found)
+        assert memory.allocate(CAPACITY) is not None
+
+    def test_nowhere_but_to_what_is_free(self, memory: Movable) -> None:
+        unit = _unit(memory)
+        slots = [memory.allocate(2 * unit) for _ in range(3)]
+        one, other, last = sorted((found for found in slots if found), key=lambda found: found.offset)
+        written = [_pattern(memory, slot) for slot in (one, other, last)]
+        taken = (one.offset, one.offset + unit, last.offset - unit)
+        outside = (CAPACITY, CAPACITY - unit, -unit, CAPACITY - 2 * unit + 1)
+        for to in (*taken, *outside):
+            with pytest.raises(AssertionError):
+                memory.move(other, to)
+        memory.free(one)
+        with pytest.raises(AssertionError):
+            memory.move(one, last.offset + 2 * unit)
+        for slot, data in zip((other, last), written[1:], strict=True):
+            assert torch.equal(memory.tensor(slot, slot.nbytes)[0].cpu(), data)
+        memory.free(other)
+        memory.free(last)
+
+    def test_neighbours_of_both_places_are_left_alone(self, memory: Movable) -> None:
+        unit = _unit(memory)
+        slots = sorted((filled(memory, 2 * unit, number) for number in range(5)), key=lambda slot: slot.offset)
+        before = [values(memory.tensor(slot, slot.nbytes)[0]) for slot in slots]
+        memory.free(slots[1])
+        slots[3] = memory.move(slots[3], slots[1].offset)
+        after = [values(memory.tensor(slot, slot.nbytes)[0]) for slot in slots]
+        assert [after[number] for number in (0, 2, 3, 4)] == [before[number] for number in (0, 2, 3, 4)]
+
+
+def _unit(memory: Memory) -> int:
+    """Bytes of its smallest slot."""
+    slot = memory.allocate(1)
+    assert slot is not None
+    memory.free(slot)
+    return slot.nbytes
+
+
+def _pattern(memory: Memory, slot: Slot) -> torch.Tensor:
+    """What was written to all of the slot: nowhere the same."""
+    written = torch.frombuffer(bytearray(random.Random(slot.offset).randbytes(slot.nbytes)), dtype=torch.uint8)
+    memory.tensor(slot, slot.nbytes)[0].copy_(written)
+    return written

@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from tests.contracts.memory import MemoryContract, OpenMemory
+from tests.contracts.memory import MovableContract, OpenMemory
 from tests.contracts.tier import OpenTier, TierContract
 from tests.fakes import in_child
 from tiered.errors import CapacityError
@@ -20,7 +20,7 @@ class TestDramContract(TierContract):
         return lambda capacity: DramTier(DramConfig(capacity))
 
 
-class TestDramMemory(MemoryContract):
+class TestDramMemory(MovableContract):
     @pytest.fixture
     def open_memory(self) -> OpenMemory:
         return lambda capacity: DramTier(DramConfig(capacity))

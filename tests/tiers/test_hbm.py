@@ -11,7 +11,7 @@ from tests.contracts.memory import MemoryContract, OpenMemory
 from tests.contracts.streams import StreamsContract
 from tests.contracts.tier import OpenTier, TierContract
 from tiered.errors import CapacityError, MisuseError, TieredError
-from tiered.interfaces import Streams
+from tiered.interfaces import Movable, Streams
 from tiered.tiers import hbm
 from tiered.tiers.hbm import CudaStreams, HbmConfig, HbmTier
 from tiered.types import Fence
@@ -35,6 +35,11 @@ class TestHbmMemory(MemoryContract):
     @pytest.fixture
     def open_memory(self, device: str) -> OpenMemory:
         return lambda capacity: HbmTier(HbmConfig(capacity, device))
+
+
+def test_its_slots_stay_where_they_are(device: str) -> None:
+    """What moves bytes on a device is queued there, and fences would have to guard both places."""
+    assert not isinstance(HbmTier(HbmConfig(1 << 20, device)), Movable)
 
 
 class CudaDesk:

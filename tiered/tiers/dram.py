@@ -96,6 +96,11 @@ class DramTier:
     def free(self, slot: Slot) -> None:
         self._space.free(slot.offset, slot.nbytes)
 
+    def move(self, slot: Slot, offset: int) -> Slot:
+        self._space.move(slot.offset, slot.nbytes, offset)
+        ctypes.memmove(self.address + offset, self.address + slot.offset, slot.nbytes)
+        return Slot(offset, slot.nbytes)
+
     def tensor(self, slot: Slot, nbytes: int) -> tuple[torch.Tensor, object]:
         """The slot's first bytes as a uint8 tensor of shape (nbytes,), and the owner: a ctypes array that torch holds."""
         assert 1 <= nbytes <= slot.nbytes

@@ -1,0 +1,26 @@
+"""The pool of ``bench/pool.py`` against its bound, and against itself where nothing may be moved."""
+
+from __future__ import annotations
+
+import math
+
+from bench.optimum import lower_bound
+from bench.pool import Run
+from bench.traces import TRACES
+
+
+def test_moving_saves_bytes_of_the_link() -> None:
+    trace = TRACES["zipf_write"]()
+    budget = trace.total // 4
+    fixed, some, free = (Run(trace, budget, most) for most in (0, 8, math.inf))
+    assert fixed.moved == 0 < some.moved <= free.moved
+    assert fixed.linked > 1.05 * free.linked
+    assert fixed.linked > 1.03 * some.linked
+    assert free.linked >= lower_bound(trace, budget)
+
+
+def test_tensors_of_one_size_are_never_moved() -> None:
+    trace = TRACES["training"]()
+    run = Run(trace, trace.total // 64 * 32, math.inf)
+    assert run.moved == 0
+    assert run.linked > 0
