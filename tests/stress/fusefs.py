@@ -184,7 +184,7 @@ class _Server:
         poller.register(self.fd, select.POLLIN)
         poller.register(self.channel, select.POLLIN)
         while True:
-            # A killed test waits at its end for I/O that is stalled here, before it closes anything. Its memory is gone by then.
+            # A killed test waits for I/O that is stalled here before it closes anything. Its memory is gone by then.
             if not Path(f"/proc/{os.getppid()}/cmdline").read_bytes():
                 return
             for fd, events in poller.poll(20 if self.awaited else 1000):
