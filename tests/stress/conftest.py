@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import faulthandler
+import re
 from collections import Counter
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -71,5 +72,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for tally in config.stash.get(TALLIES, []):
         injected[tally.what] += tally.injected
         fired[tally.what] += tally.fired
-    for what in sorted(injected, key=lambda what: (int(what.split()[0]) if what.split()[0].isdigit() else 99, what)):
+    for what in sorted(injected, key=lambda what: (int(re.split(r"\D", what)[0]), what)):
         terminalreporter.write_line(f"faults: promise {what}: {injected[what]:,} injected, {fired[what]:,} fired")

@@ -174,12 +174,15 @@ def test_a_stalled_drive(disk: FaultyDisk, backend: str, count: int, tally: Tall
             threads = [threading.Thread(target=ask, args=(index % 3,)) for index in range(6)]
             for thread in threads:
                 thread.start()
-            for thread in threads:
-                thread.join(120)
-                assert not thread.is_alive(), "it waits for ever"
+            try:
+                for thread in threads:
+                    thread.join(120)
+                assert not any(thread.is_alive() for thread in threads), "it waits for ever"
+            finally:
+                fired = sum(disk.clear())
             assert raised
             assert all("waited 0." in str(error) for error in raised), raised
-            tally.count("a stalled drive", sum(disk.clear()))
+            tally.count("a stalled drive", fired)
             store._engine.config = EngineConfig()
             for index in range(3):
                 store.put(f"t{index}", content("t", index + 10, MIB))
