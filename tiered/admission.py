@@ -194,24 +194,12 @@ class Admission:
         """Raise CapacityError where waiting brings no room: nothing leaves the bottom, unless somebody still looks at it."""
         place = self.places[tier]
         if tier == self.bottom and not place.orphans:
-            raise CapacityError(
-                f"no room for {nbytes:,} bytes: {len(place.copies):,} tensors have {place.used:,} of the "
-                f"{place.tier.capacity:,} bytes in tier {place.tier.name}, and there is no tier below: delete some, "
-                f"or open the store with more room"
-            )
+            raise CapacityError(place.why_full(nbytes))
 
     def _beyond_capacity(self, tier: int, nbytes: int) -> Slot:
-        # A disk's capacity is what it has now: when a neighbour filled it, its own answer says more.
-        space = self.places[tier].tier
         slot = self.places[tier].allocate(nbytes) if tier == self.bottom else None
         if slot is None:
-            why = getattr(space, "refusal", None)
-            raise CapacityError(
-                f"no room for {nbytes:,} bytes: {why}"
-                if why
-                else f"{nbytes:,} bytes can never fit into tier {space.name} ({space.capacity:,} bytes): "
-                f"open the store with at least {nbytes:,} bytes there, or split the tensor"
-            )
+            raise CapacityError(self.places[tier].why_never(nbytes))
         return slot
 
     def _may_prefetch(self, tier: int, nbytes: int, request: Request) -> bool:
@@ -484,14 +472,23 @@ class Admission:
                 for request in self.requests:
                     request.failed(entry.key, completion.error)
         else:
-            self.directory.end_writeback(entry, index, completion.error, completion.checksums, transfer.generation)
-            if transfer.tag in self.traffic.snapshots:
-                self.give_back(*self.traffic.snapshots.pop(transfer.tag))
-            if completion.error is None:
-                self.places[index + 1].policy.touched(entry.key)
-            else:
-                self.disturbances += 1
+            self._end_writeback(index, entry, transfer, completion)
         return transfer
+
+    def _end_writeback(self, index: int, entry: Entry, transfer: Transfer, completion: Completion) -> None:
+        source, snapshot = entry.copies[index], self.traffic.snapshots.pop(transfer.tag, None)
+        assert source is not None
+        if snapshot is not None:
+            self.give_back(*snapshot)
+        elif completion.error is None and source.written:  # the bytes below are of before and after
+            self.directory.repeat_writeback(entry, index)
+            self.disturbances += 1
+            return
+        self.directory.end_writeback(entry, index, completion.error, completion.checksums, transfer.generation)
+        if completion.error is None:
+            self.places[index + 1].policy.touched(entry.key)
+        else:
+            self.disturbances += 1
 
     # -- looking in -------------------------------------------------------------------------------------------------------
 

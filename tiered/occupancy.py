@@ -213,6 +213,23 @@ class Occupancy:
 
     # -- looking in ------------------------------------------------------------------------------------------------------
 
+    def why_full(self, nbytes: int) -> str:
+        """Of a tier that has none below."""
+        return (
+            f"no room for {nbytes:,} bytes: {len(self.copies):,} tensors have {self.used:,} of the "
+            f"{self.tier.capacity:,} bytes in tier {self.tier.name}, and there is no tier below: delete some, or open the store with more room"
+        )
+
+    def why_never(self, nbytes: int) -> str:
+        """A disk's capacity is what it has now: when a neighbour filled it, its own answer says more."""
+        why = getattr(self.tier, "refusal", None)
+        if why:
+            return f"no room for {nbytes:,} bytes: {why}"
+        return (
+            f"{nbytes:,} bytes can never fit into tier {self.tier.name} ({self.tier.capacity:,} bytes): "
+            f"open the store with at least {nbytes:,} bytes there, or split the tensor"
+        )
+
     def holders(self) -> list[Copy]:
         """Copies that are leased, or that somebody still refers to after a lease; the largest first."""
         held = [copy for copy in (*self.copies.values(), *self.orphans) if copy.leased or copy.aliases]

@@ -83,7 +83,8 @@ class Copy:
     ``aliases`` counts views of the slot's memory that are still reachable outside; a slot is given back only when the copy is
     EMPTY *and* none is left. ``reads_from`` counts transfers up that read this slot. ``checksums`` and ``generation`` describe
     the bytes of a bottom copy. ``fences`` guard the slot (the engine's). ``witness`` is
-    the store's (it shares torch's version counter between leases), ``standing`` the occupancy's.
+    the store's (it shares torch's version counter between leases), ``version`` that counter when its write-back began,
+    ``standing`` the occupancy's.
     """
 
     key: Key
@@ -100,6 +101,7 @@ class Copy:
     failure: TieredError | None = None
     fences: tuple[Fence, ...] = ()
     witness: object = None
+    version: int = 0
     standing: Standing = Standing.USED
 
     @property
@@ -143,6 +145,17 @@ class Copy:
     def still(self) -> bool:
         """Its bytes do not change: a lease, if there is one, is for READ, and nobody looks at it from one that ended."""
         return not (self.writers or self.in_flight or (self.aliases and not self.readers))
+
+    @property
+    def written(self) -> bool:
+        """Somebody wrote to it, under whatever lease or none, since its write-back began."""
+        return self._witnessed() != self.version
+
+    def note_version(self) -> None:
+        self.version = self._witnessed()
+
+    def _witnessed(self) -> int:
+        return getattr(self.witness, "_version", 0)
 
     @property
     def stuck(self) -> bool:
@@ -375,6 +388,7 @@ class Directory:
         source = entry.copies[tier]
         assert source is not None and not source.writers and not source.in_flight and entry.copies[tier + 1] is None
         source.become(State.WRITEBACK)
+        source.note_version()
         copy = Copy(entry.key, tier + 1, slot)
         copy.become(State.FILLING)
         entry.copies[tier + 1] = copy
@@ -397,6 +411,14 @@ class Directory:
             source.become(State.DIRTY)
             source.failure = error
             self._vacate(entry, copy)
+        self._changed(source)
+
+    def repeat_writeback(self, entry: Entry, tier: int) -> None:
+        """A transfer down ended well, but what it read was written to meanwhile: some of it is old and some is new."""
+        source, copy = entry.copies[tier], entry.copies[tier + 1]
+        assert source is not None and copy is not None
+        source.become(State.DIRTY)
+        self._vacate(entry, copy)
         self._changed(source)
 
     # -- within ----------------------------------------------------------------------------------------------------------
