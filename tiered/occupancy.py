@@ -217,7 +217,8 @@ class Occupancy:
         """Of a tier that has none below."""
         return (
             f"no room for {nbytes:,} bytes: {len(self.copies):,} tensors have {self.used:,} of the "
-            f"{self.tier.capacity:,} bytes in tier {self.tier.name}, and there is no tier below: delete some, or open the store with more room"
+            f"{self.tier.capacity:,} bytes in tier {self.tier.name}, and there is no tier below: delete some, "
+            f"or open the store with more room"
         )
 
     def why_never(self, nbytes: int) -> str:
