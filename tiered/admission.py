@@ -14,7 +14,7 @@ from tiered.ahead import Ahead
 from tiered.errors import CapacityError, TieredError
 from tiered.interfaces import EvictionPolicy, Tier
 from tiered.occupancy import MOVED, Occupancy
-from tiered.prefetch import Touch
+from tiered.prefetch import Record, Touch
 from tiered.requests import Request
 from tiered.residency import Copy, Directory, Entry, Standing, State
 from tiered.stats import TierStatistics
@@ -47,7 +47,7 @@ class Admission:
         self.ahead: Ahead | None = None  # the order that is followed
         self.traffic = Traffic(self.bottom)
         self.unsaved: dict[Key, Copy] = {}  # copies that no tier below has got yet
-        self.records: list[list[Touch]] = []  # what is leased is written down in each
+        self.records: list[Record] = []  # what is leased is written down in each
         self.left: Callable[[Copy, object], None] | None = None  # called when a view of a copy, used on a stream, has died
         self.evictions = self.prefetched = self.prefetched_unused = 0
         self.disturbances = 0  # write-backs that failed, WRITE leases that began
@@ -443,7 +443,8 @@ class Admission:
             if copy is not None and not place.bottom:
                 place.policy.touched(entry.key)
         for record in self.records:
-            record.append(Touch(entry.key, self.places[tier].tier.name, use, entry.nbytes))
+            if len(record.touches) < record.most:
+                record.touches.append(Touch(entry.key, self.places[tier].tier.name, use, entry.nbytes))
 
     def look_ahead(self) -> None:
         if self.ahead is not None:

@@ -183,7 +183,8 @@ class Link(Protocol):
         ...
 
     def fileno(self) -> int:
-        """An fd that polls readable whenever ``poll(0)`` may get something done."""
+        """An fd that polls readable whenever ``poll(0)`` may get something done that the last call, which returned nothing, did
+        not: poll until it returns nothing, and only then wait."""
         ...
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ Kept up to date change by change, so that asking costs the same with ten copies 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from tiered.compaction import moves
@@ -23,7 +24,7 @@ MOVED = 8
 class Occupancy:
     """``leaves`` are the copies that may leave, now or after a write-back; ``bytes_of[standing]`` the bytes of their slots.
 
-    ``orphans`` are EMPTY copies whose memory somebody still looks at. ``largest`` is the largest slot ever given. Nothing
+    ``orphans`` are EMPTY copies whose memory somebody still looks at. ``largest`` is the largest slot that is given. Nothing
     leaves the ``bottom``, for there is nowhere to go.
     """
 
@@ -34,7 +35,8 @@ class Occupancy:
         self.condemned: dict[Key, Copy] = {}
         self.bytes_of = [0 for _ in Standing]
         self.orphans: set[Copy] = set()
-        self.used = self.peak = self.largest = self.moved = 0
+        self.used = self.peak = self.moved = self.largest = 0
+        self._sizes: Counter[int] = Counter()  # of the slots that are given
         self._memory = tier if isinstance(tier, Movable) else None
         self._slots: list[Slot] = []  # all that are given, by offset
         self._guards: list[tuple[Slot, Fence]] = []
@@ -87,6 +89,7 @@ class Occupancy:
         insort(self._slots, slot, key=_offset)
         self.used += slot.nbytes
         self.peak = max(self.peak, self.used)
+        self._sizes[slot.nbytes] += 1
         self.largest = max(self.largest, slot.nbytes)
 
     def give_back(self, slot: Slot, fences: Iterable[Fence] = ()) -> None:
@@ -95,6 +98,11 @@ class Occupancy:
         self.tier.free(slot)
         del self._slots[bisect_left(self._slots, slot.offset, key=_offset)]
         self.used -= slot.nbytes
+        self._sizes[slot.nbytes] -= 1
+        if not self._sizes[slot.nbytes]:
+            del self._sizes[slot.nbytes]
+            if slot.nbytes == self.largest:
+                self.largest = max(self._sizes, default=0)
 
     def guards(self, slot: Slot) -> tuple[Fence, ...]:
         """Fences of earlier slots in the same memory that have not passed."""
@@ -252,6 +260,7 @@ class Occupancy:
         assert set(self.leaves) <= set(self.copies)
         assert set(self.condemned) <= set(self.leaves)
         assert self.used == sum(slot.nbytes for slot in self._slots)
+        assert self.largest == max((slot.nbytes for slot in self._slots), default=0)
 
 
 def _offset(slot: Slot) -> int:

@@ -57,7 +57,15 @@ def assemble(wishes: Wishes) -> tuple[Parts, Engine, Commits | None]:
     except OSError as error:  # what the parts do not expect of a healthy filesystem
         where = error.filename or wishes.path
         raise TieredError(f"cannot open the store: {where}: {error.strerror} (errno {error.errno})") from error
-    engine = Engine(parts.tiers, parts.links, parts.policies, EngineConfig(deadline=wishes.deadline))
+    try:
+        engine = Engine(parts.tiers, parts.links, parts.policies, EngineConfig(deadline=wishes.deadline))
+    except BaseException as error:
+        for link in parts.links:
+            link.close()
+        parts.close()
+        if isinstance(error, OSError):
+            raise TieredError(f"cannot open the store: {error.strerror} (errno {error.errno})") from error
+        raise
     try:
         commits = None
         if parts.nvme is not None:

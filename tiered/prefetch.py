@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tiered.types import Key, Use
 
-__all__ = ["NEVER", "Plan", "Touch"]
+__all__ = ["NEVER", "Plan", "Record", "Touch"]
 
 NEVER = math.inf
 """The next use of what is not in the order."""
@@ -27,6 +27,13 @@ class Touch(NamedTuple):
     tier: str | None = None
     use: Use = Use.READ
     nbytes: int = 0
+
+
+class Record(NamedTuple):
+    """What is touched is written down here, up to ``most`` touches."""
+
+    touches: list[Touch]
+    most: float
 
 
 class Plan:

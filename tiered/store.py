@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from tiered.interfaces import EvictionPolicy, IOBackend
 from tiered.keep import Decision, decide
 from tiered.lease import LeaseOfMany, LeaseOfOne
 from tiered.opening import Wishes, assemble
-from tiered.prefetch import Plan, Touch
+from tiered.prefetch import Plan, Record, Touch
 from tiered.requests import Delete, Install, Room
 from tiered.stats import StoreStatistics
 from tiered.tensors import (
@@ -255,20 +256,21 @@ class TieredStore:
         self._running().hint(wanted, self._tier_index(tier))
 
     @contextlib.contextmanager
-    def trace(self) -> Iterator[list[Touch]]:
+    def trace(self, *, most: int | None = None) -> Iterator[list[Touch]]:
         """``with store.trace() as order:`` writes down what is leased or put meanwhile, by any thread, as a list of touches.
 
-        Each is a (key, tier, use); ``get`` and ``fetch`` are READ. Traces may overlap. The list is the caller's.
+        Each is a (key, tier, use); ``get`` and ``fetch`` are READ. Traces may overlap. The list is the caller's. ``most``:
+        while it has so many touches, none are added; it is the caller's to take them out.
         """
         engine = self._running()
-        order: list[Touch] = []
+        record = Record([], math.inf if most is None else most)
         with engine.lock:
-            engine.admission.records.append(order)
+            engine.admission.records.append(record)
         try:
-            yield order
+            yield record.touches
         finally:
             records = engine.admission.records
-            engine.later(lambda: records.__setitem__(slice(None), [other for other in records if other is not order]))
+            engine.later(lambda: records.__setitem__(slice(None), [other for other in records if other is not record]))
 
     def follow(
         self,

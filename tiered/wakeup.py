@@ -18,6 +18,8 @@ class Wakeup:
     setting it does nothing: a collection that finds it together with who sets it may end the two in either order.
     """
 
+    _reading = _writing = -1  # also where the system refuses the pipe
+
     def __init__(self) -> None:
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._reading, False)
@@ -45,5 +47,6 @@ class Wakeup:
     def close(self) -> None:
         reading, writing = self._reading, self._writing
         self._reading = self._writing = -1  # their numbers may be another file's soon
-        os.close(reading)
-        os.close(writing)
+        if reading >= 0:
+            os.close(reading)
+            os.close(writing)

@@ -68,13 +68,20 @@ class Loop:
         key = f"t{self.tag}"
         return Transfer(self.tag, key, direction, upper, lower, nbytes, urgency, tensor_id, 3, checksums, after)
 
+    def poll(self) -> list[Completion]:
+        """What has ended; waits as an engine does, only when there is nothing to be had without."""
+        self.rig.advance()
+        ended = self.rig.link.poll(0)
+        if not ended:
+            wait_readable(self.rig.link.fileno())
+            ended = self.rig.link.poll(0)
+        return ended
+
     def finish(self, wanted: set[int]) -> dict[int, Completion]:
         """Poll until all ``wanted`` tags have ended; each must end once."""
         ended: dict[int, Completion] = {}
         while wanted - set(ended):
-            self.rig.advance()
-            wait_readable(self.rig.link.fileno())
-            for completion in self.rig.link.poll(0):
+            for completion in self.poll():
                 assert completion.tag not in ended, "a transfer ended twice"
                 ended[completion.tag] = completion
         assert set(ended) == wanted
@@ -158,9 +165,7 @@ class LinkContract:
                 while waiting and rig.link.start(waiting[0][1]):
                     started.add(waiting.pop(0)[1].tag)
                 assert started, "an idle link must take a transfer"
-                rig.advance()
-                wait_readable(rig.link.fileno())
-                for completion in rig.link.poll(0):
+                for completion in loop.poll():
                     assert completion.error is None
                     started.remove(completion.tag)
                     checksums[owner.pop(completion.tag)] = completion.checksums

@@ -666,3 +666,35 @@ def test_any_order_of_completions_and_faults(sizes: list[int], block: int, depth
     for tag in set(live) - failed:
         _, lower, content = contents[tag]
         assert bytes(fake.file[lower.offset : lower.offset + len(content)]) == content
+
+
+def test_a_demand_of_large_blocks_is_not_kept_from_the_ring_by_small_ones() -> None:
+    """Whatever comes free is less than it needs, and whoever needs less than that would take it."""
+    fake = Fake(ManualBackend(64), DiskConfig(block=4 * MIB, flight=8 * MIB, window=64 * MIB), room=96 * MIB)
+    for _ in range(40):
+        upper, lower = fake.pair(MIB)
+        assert fake.link.start(fake.loop.transfer(Direction.UP, upper, lower, MIB, Urgency.PREFETCH))
+    upper, lower = fake.pair(4 * MIB)
+    assert fake.link.start(fake.loop.transfer(Direction.UP, upper, lower, 4 * MIB))
+    for _ in range(4):
+        assert 4 * MIB not in [nbytes for *_, nbytes in fake.in_flight()]
+        fake.backend.complete(next(iter(fake.backend.pending)))
+        fake.link.poll(0)
+    assert 4 * MIB in [nbytes for *_, nbytes in fake.in_flight()]
+
+
+def test_what_has_ended_is_told_before_all_that_will_be_written_is_hashed() -> None:
+    fake = Fake(ManualBackend(64), DiskConfig(block=MIB, flight=8 * MIB, window=64 * MIB), room=96 * MIB)
+    upper, lower, _, checksums = fake.store(MIB)
+    read = fake.loop.transfer(Direction.UP, upper, lower, MIB, checksums=checksums)
+    assert fake.link.start(read)
+    assert fake.link.start(fake.loop.transfer(Direction.DOWN, *fake.pair(48 * MIB), 48 * MIB, Urgency.WRITEBACK))
+    hashed = []
+    digest = fake.link._digest
+    fake.link._digest = lambda job, piece: hashed.append(piece) or digest(job, piece)  # type: ignore[method-assign,func-returns-value]
+    fake.backend.complete(next(tag for tag, request in fake.backend.pending.items() if request.operation.value == "read"))
+    assert [done.tag for done in fake.link.poll(0)] == [read.tag]
+    assert len(hashed) <= 2, "the piece that was read, and perhaps one more"
+    while fake.link.poll(0):
+        pass
+    assert len(hashed) <= 5, "and of a large one no more ahead of its turn than the ring takes"

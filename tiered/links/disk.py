@@ -181,14 +181,14 @@ class DiskLink:
         deadline = time.monotonic() + timeout if timeout > 0 else 0.0
         while True:
             left = max(0.0, deadline - time.monotonic()) if deadline else 0.0
-            wait = 0.0 if self._arrived or self._unhashed else left
+            wait = 0.0 if self._arrived or self._to_hash() else left
             completions = self._backend.reap(1 if wait else 0, wait)
             for completion in completions:
                 self._account(completion)
             if completions:
                 self._submit()
             worked = self._hash_some()
-            if not worked and (self._ended or not left or not self._blocks):
+            if self._ended or not (worked or (left and self._blocks)):
                 ended, self._ended = self._ended, []
                 return ended
 
@@ -210,7 +210,7 @@ class DiskLink:
     # Handing over
 
     def _submit(self) -> None:
-        """Fill the ring, most urgent first."""
+        """Fill the ring, most urgent first. What is urgent and too large for the room that is left keeps that room."""
         batch: list[IORequest] = []
         for queue, most in self._in_turn():
             while queue and queue[0].cursor == queue[0].length:
@@ -218,8 +218,12 @@ class DiskLink:
             for job in queue:
                 while job.cursor < job.length:
                     size = min(self._block, job.length - job.cursor)
-                    if len(self._blocks) == self._depth or not self._may_fly(size, job.way, most):
-                        break
+                    flying = self._flying[Operation.READ] + self._flying[Operation.WRITE]
+                    if len(self._blocks) == self._depth or (flying and flying + size > self._flight):
+                        self._hand_over(batch)
+                        return
+                    if flying and self._flying[job.way] + size > most:
+                        break  # it has its share: the others' turn
                     if job.unhashed(job.cursor + size):
                         if not self._hand_over(batch):  # hashing takes time: let the drive have these now
                             return
@@ -241,11 +245,6 @@ class DiskLink:
                 yield reads, self._flight
             if writes:
                 yield writes, most
-
-    def _may_fly(self, size: int, way: Operation, most: int) -> bool:
-        """Whether a block of ``size`` may be in flight, too; one that is too large may if it is alone."""
-        flying = self._flying[Operation.READ] + self._flying[Operation.WRITE]
-        return not flying or (flying + size <= self._flight and self._flying[way] + size <= most)
 
     def _take_off(self, job: _Job, size: int) -> IORequest:
         """The next block of ``job``, in flight from here on."""
@@ -279,13 +278,18 @@ class DiskLink:
         left = PIECE_BYTES
         while left > 0 and self._arrived:
             left -= self._check(*self._arrived.popleft())
-        while left > 0 and self._unhashed:
+        while left > 0 and (job := self._to_hash()) is not None:
+            left -= self._hash_next(job)
+        return left < PIECE_BYTES
+
+    def _to_hash(self) -> _Job | None:
+        """Whose pieces to hash ahead of their turn, if any: of a large one no more than the ring takes, for others wait."""
+        while self._unhashed:
             job = self._unhashed[0]
             if job.error is None and job.unhashed(job.length):
-                left -= self._hash_next(job)
-            else:
-                self._unhashed.popleft()
-        return left < PIECE_BYTES
+                return job if job.unhashed(job.cursor + self._flight) else None
+            self._unhashed.popleft()
+        return None
 
     def _check(self, job: _Job, piece: int) -> int:
         expected = job.transfer.checksums[piece * CHECKSUM_BYTES : (piece + 1) * CHECKSUM_BYTES]

@@ -21,7 +21,7 @@ Prefetch = Literal["on", "off"]
 
 ROUNDS = 4
 """A loop repeats after this many rounds at most: two optimizers that take turns make two."""
-LONGEST = 200_000
+LONGEST = 50_000
 """Touches of a round that are written down; what is longer has no end that we would see."""
 
 
@@ -63,7 +63,7 @@ class Rehearsal:
     def __init__(self, store: TieredStore) -> None:
         self._store = store
         self._recording = ExitStack()
-        self._touches: list[Touch] = self._recording.enter_context(store.trace())
+        self._touches: list[Touch] = self._recording.enter_context(store.trace(most=LONGEST))
         self._loops: dict[Kind, _Loop] = {"training": _Loop(), "inference": _Loop()}
         self._kind: Kind = "training"
         self._followed: list[list[Touch]] | None = None
@@ -92,7 +92,7 @@ class Rehearsal:
     def _end_round(self, kind: Kind) -> None:
         touches = self._touches[:]
         del self._touches[: len(touches)]
-        if 0 < len(touches) <= LONGEST:
+        if 0 < len(touches) < LONGEST:
             self._loops[self._kind].happened(touches)
         self._kind = kind
         loop = self._loops[kind]
