@@ -70,7 +70,7 @@ def check(options: Options) -> int:
     stream = sys.stderr if options.json == "-" else sys.stdout
     refuse_unwritable(options.json)
     with ExitStack() as stack:
-        text = open_text(options, stack)
+        text = open_text(options.text, options.context, stack)
         folder = options.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="tiered-check-", dir="."))
         store = stack.enter_context(closing(TieredStore.open(folder, dram=options.dram, backend=options.backend)))
         parameters = shape_of(options).parameters

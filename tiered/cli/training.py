@@ -32,8 +32,11 @@ from tiered.cli.train import Options
 from tiered.sizes import format_size
 
 __all__ = [
+    "GRADIENT_BYTES",
+    "STATE_BYTES",
     "Result",
     "Text",
+    "decayed",
     "describe_model",
     "groups",
     "open_text",
@@ -114,20 +117,24 @@ def shape_of(options: Options) -> Shape:
 
 
 def groups(model: nn.Module, options: Options) -> list[dict[str, Any]]:
+    """Parameter groups, with the decay of the options."""
+    return decayed(model, options.weight_decay)
+
+
+def decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups: decay is for matrices."""
     parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
     ]
 
 
-def open_text(options: Options, stack: ExitStack) -> Text:
-    """The text of the options; closed with ``stack``. Raises MisuseError."""
-    path = options.text
+def open_text(path: str | None, context: int, stack: ExitStack) -> Text:
+    """The text in file ``path``, or that which ships with this; closed with ``stack``. Raises MisuseError."""
     if path is None:
         path = str(stack.enter_context(as_file(files("tiered.data") / "shakespeare.txt")))
-    text = Text(path, options.context)
+    text = Text(path, context)
     stack.callback(text.close)
     return text
 
@@ -252,7 +259,7 @@ def train(options: Options, given: Sequence[str]) -> int:
     refuse_unwritable(options.json)
     recording.refuse_unwritable()
     with ExitStack() as stack:
-        text = open_text(options, stack)
+        text = open_text(options.text, options.context, stack)
         parameters = shape_of(options).parameters
         refuse_endless(options)
         store = stack.enter_context(TieredStore.open(folder, dram=options.dram, backend=options.backend, keep=1))
