@@ -25,6 +25,12 @@ SECTIONS: list[tuple[str, str, list[str] | None, str]] = [
     ("An order to follow", "tiered.prefetch", ["Touch"], ""),
     ("Checking a store", "tiered.verification", None, ""),
     ("Statistics", "tiered.stats", None, ""),
+    (
+        "Timelines",
+        "tiered.timeline",
+        ["Timeline", "TransferEvent", "LeaseEvent", "StallEvent", "SpanEvent", "PoolEvent", "Span"],
+        "",
+    ),
     ("Errors", "tiered.errors", None, ""),
     ("Training: tiered.zero", "tiered.zero", None, "zero."),
     ("Eviction", "tiered.eviction", None, ""),

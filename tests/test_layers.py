@@ -32,6 +32,7 @@ LAYERS = {
     "data": "values",
     "flow": "values",
     "checksum": "values",
+    "timeline": "values",
     "interfaces": "interfaces",
     "io": "parts",
     "io.*": "parts",

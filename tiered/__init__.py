@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tiered.prefetch import Touch
     from tiered.stats import FlowStatistics, LinkStatistics, StoreStatistics, TierStatistics
     from tiered.store import TieredStore
+    from tiered.timeline import LeaseEvent, PoolEvent, Span, SpanEvent, StallEvent, Timeline, TransferEvent
     from tiered.types import Access, TensorSpec, Use
     from tiered.verification import CheckedGeneration, Damage, Verification, verify
 
@@ -52,12 +53,17 @@ __all__ = [
     "IOBackend",
     "KeyNotFound",
     "LeaseConflict",
+    "LeaseEvent",
     "LinkStatistics",
     "ManifestError",
     "MisuseError",
     "NextUse",
+    "PoolEvent",
     "ReadError",
     "ShortTransfer",
+    "Span",
+    "SpanEvent",
+    "StallEvent",
     "StoreClosed",
     "StoreLocked",
     "StoreStatistics",
@@ -65,8 +71,10 @@ __all__ = [
     "TierStatistics",
     "TieredError",
     "TieredStore",
+    "Timeline",
     "Touch",
     "TransferError",
+    "TransferEvent",
     "Use",
     "Verification",
     "WriteError",
@@ -82,6 +90,7 @@ _HOME = {
         "prefetch": ("Touch",),
         "stats": ("FlowStatistics", "LinkStatistics", "StoreStatistics", "TierStatistics"),
         "store": ("TieredStore",),
+        "timeline": ("LeaseEvent", "PoolEvent", "Span", "SpanEvent", "StallEvent", "Timeline", "TransferEvent"),
         "types": ("Access", "TensorSpec", "Use"),
         "verification": ("CheckedGeneration", "Damage", "Verification", "verify"),
     }.items()

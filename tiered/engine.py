@@ -31,6 +31,7 @@ from tiered.prefetch import Plan, Touch
 from tiered.requests import Lease, Prefetch, Request
 from tiered.residency import Copy
 from tiered.stats import LinkStatistics
+from tiered.timeline import Recorder
 from tiered.types import Access, Direction, Fence, Key, Slot, Transfer
 from tiered.wakeup import Wakeup
 
@@ -74,6 +75,7 @@ class Engine:
         self.commits = threading.Lock()  # one commit at a time; taken before ``lock``
         self.hits = self.misses = self.leases = self.wakes = 0
         self.stalled_for_reads = self.stalled_for_room = 0.0
+        self.recorder: Recorder | None = None
         self._policies = list(policies)
         self._views: dict[int, tuple[weakref.ref[object], Copy, object]] = {}
         self._streams: list[Streams | None] = [getattr(tier, "streams", None) for tier in tiers]
@@ -144,7 +146,7 @@ class Engine:
                     self._refuse_stopped()
                     raise CapacityError(why_stuck(self.admission, request, waited))
                 if not at_once:
-                    self._stalled(waited, for_room)
+                    self._stalled(request, waited, for_room)
                 self._count(request, asked, at_once)
         except GeneratorExit:  # the event loop has gone, and the collector runs this, perhaps in a thread that has the lock
             self.later(give_up)
@@ -177,12 +179,16 @@ class Engine:
         self.misses += not at_once
         if self.admission.ahead is not None and request.copies:
             self.admission.ahead.touched(asked, self.config.clock())
+        if self.recorder is not None and request.copies:
+            self.recorder.granted(request.sequence, request.keys, request.tier, request.access, asked)
 
-    def _stalled(self, seconds: float, for_room: bool) -> None:
+    def _stalled(self, request: Request, seconds: float, for_room: bool) -> None:
         if for_room:
             self.stalled_for_room += seconds
         else:
             self.stalled_for_reads += seconds
+        if self.recorder is not None:
+            self.recorder.stalled(request.sequence, str(request), seconds, for_room)
 
     def _wait_for(self, request: Request, began: float, patience: float) -> None:
         left = request.left
@@ -194,7 +200,7 @@ class Engine:
             if before - began >= patience:
                 raise CapacityError(why_stuck(self.admission, request, before - began))
             self._changed.wait(min(began + patience - before, 5.0))
-            self._stalled(self.config.clock() - before, for_room)
+            self._stalled(request, self.config.clock() - before, for_room)
 
     def _give_up(self, request: Request) -> None:
         request.abandon(self.admission)
@@ -398,6 +404,9 @@ class Engine:
             for index, completion in completions:
                 transfer = self.admission.complete(index, completion)
                 self._flows[index][transfer.direction].end(self.config.clock(), transfer.nbytes, completion.error)
+                if self.recorder is not None:
+                    link = self.links[index]
+                    self.recorder.transferred(link.src, link.dst, transfer, completion.error)
             finished = self.admission.advance()
             if not self._stopping:
                 self.admission.clean_ahead()
@@ -425,6 +434,8 @@ class Engine:
                         break
                     transfer.after = self._after(index, transfer)
                     self._flows[index][transfer.direction].begin(self.config.clock())
+                    if self.recorder is not None:
+                        self.recorder.started(transfer.tag)
                 if link.start(transfer):
                     started = True
                     continue
@@ -453,6 +464,19 @@ class Engine:
             LinkStatistics(link.src, link.dst, flows[Direction.UP].snapshot(now), flows[Direction.DOWN].snapshot(now))
             for link, flows in zip(self.links, self._flows, strict=True)
         )
+
+    def record(self, limit: int) -> Recorder | None:
+        """Write down what happens, up to ``limit`` events, until ``stop_recording``; None: somebody does already."""
+        with self.lock:
+            self.admission.bury()
+            if self.recorder is not None:
+                return None
+            self.recorder = self.admission.traffic.recorder = Recorder(self.admission.places, self.config.clock, limit)
+            return self.recorder
+
+    def stop_recording(self) -> None:
+        """Under the lock."""
+        self.recorder = self.admission.traffic.recorder = None
 
     def _close_links(self) -> None:
         for link in self.links:

@@ -29,6 +29,7 @@ class _Held:
         self._engine: Engine | None = None
         self._copies: list[Copy] | None = None
         self._stream: object = None
+        self._number = 0
         self._versions: list[tuple[torch.Tensor, int]] = []
 
     def _enter(self) -> list[torch.Tensor]:
@@ -50,6 +51,7 @@ class _Held:
 
     def _granted(self, engine: Engine, request: Lease) -> list[torch.Tensor]:
         copies = self._copies = request.copies
+        self._number = request.sequence
         tensors: list[torch.Tensor] = []
         try:
             self._stream = engine.enter(copies, self._tier)
@@ -74,6 +76,9 @@ class _Held:
             copy.key for copy, (witness, version) in zip(copies, self._versions, strict=False) if witness._version != version
         ]
         self._versions = []
+        recorder = self._engine.recorder
+        if recorder is not None:
+            recorder.released(self._number)
         if kind is GeneratorExit:  # the collector ends a generator or a coroutine, perhaps in a thread that has the lock
             self._engine.release_later(copies, self._access, self._stream)
         else:

@@ -35,6 +35,7 @@ from tiered.tensors import (
     refuse_unstorable,
     spec_of,
 )
+from tiered.timeline import NO_SPAN, Span, Timeline
 from tiered.types import Access, BackendName, Key, TensorSpec, Use
 
 __all__ = ["TieredStore"]
@@ -397,6 +398,30 @@ class TieredStore:
                 tiers=engine.admission.tier_statistics(),
                 links=engine.link_statistics(),
             )
+
+    @contextlib.contextmanager
+    def timeline(self, *, limit: int = 1_000_000) -> Iterator[Timeline]:
+        """``with store.timeline() as timeline:`` records every transfer, lease and stall meanwhile, and every ``span``.
+
+        At most ``limit`` events, of about 200 bytes each. One timeline at a time: MisuseError. Changes no result.
+        """
+        engine = self._running()
+        recorder = engine.record(limit)
+        if recorder is None:
+            raise MisuseError(f"{self._name} records a timeline already")
+        try:
+            yield recorder.timeline
+        finally:
+            recorder.stop()
+            engine.later(engine.stop_recording)
+
+    def span(self, kind: str, name: str) -> Span:
+        """``with store.span("evaluation", "after epoch 3"):`` a part of the caller's work, to be seen in a timeline.
+
+        Costs next to nothing while none is recorded. Ends with the block, or by ``end()``.
+        """
+        recorder = self._engine.recorder
+        return NO_SPAN if recorder is None else recorder.begin(kind, name)
 
     def free_on_device(self) -> int:
         """Bytes that are free on the filesystems of the store's data files; 0 for a store without a disk."""

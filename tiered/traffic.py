@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from tiered.residency import Entry
+from tiered.timeline import Recorder
 from tiered.types import Direction, Key, Slot, Transfer, Urgency
 
 __all__ = ["Backlog", "Traffic"]
@@ -76,6 +77,7 @@ class Traffic:
         self.promotions: list[dict[int, Urgency]] = [{} for _ in range(links)]
         self.rising = [Rising() for _ in range(links)]
         self.snapshots: dict[int, tuple[int, Slot]] = {}  # tier and slot that a transfer down reads, to be given back after it
+        self.recorder: Recorder | None = None
         self._transfers: dict[int, tuple[Entry, Transfer]] = {}  # all that have not ended
         self._moving: dict[Key, list[tuple[int, Transfer]]] = {}  # the same by tensor, each with its link
 
@@ -88,6 +90,8 @@ class Traffic:
         return False
 
     def add(self, index: int, entry: Entry, transfer: Transfer) -> None:
+        if self.recorder is not None:
+            self.recorder.queued(transfer.tag)
         self._transfers[transfer.tag] = (entry, transfer)
         self._moving.setdefault(entry.key, []).append((index, transfer))
         if transfer.direction is Direction.UP:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tiered import TieredStore, zero
-from tiered.cli.gpt import GPT, build
+from tiered.cli.gpt import GPT, build, in_parts
 from tiered.cli.report import refuse_unwritable, write_report
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.cli.train import Options
@@ -70,7 +70,7 @@ def check(options: Options) -> int:
     stream = sys.stderr if options.json == "-" else sys.stdout
     refuse_unwritable(options.json)
     with ExitStack() as stack:
-        text = open_text(options, stack)
+        text = open_text(options.text, options.context, stack)
         folder = options.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="tiered-check-", dir="."))
         store = stack.enter_context(closing(TieredStore.open(folder, dram=options.dram, backend=options.backend)))
         parameters = shape_of(options).parameters
@@ -89,11 +89,11 @@ def check(options: Options) -> int:
             with StopRequest() as stop:
                 page(model, store, options, options.existing, lambda done: None, stop)
                 start = model.state_dict()
-                optimizer = zero.AdamW(groups(model, options), lr=options.lr, betas=(0.9, 0.95))
+                optimizer = zero.AdamW(groups(model, options), lr=options.lr, betas=(0.9, 0.95), update=options.update)
                 steps = training_steps(model, optimizer, optimizer.clip_grad_norm_, text, options, Schedule(options))
                 stored = _outcome(steps, model, optimizer, stop)
                 evictions = store.statistics().evictions
-                remembered = _in_memory(start, text, options, stop)
+                remembered = _in_memory(start, text, options, zero.statistics(model).split, stop)
         except Stopped as stopped:
             print("tiered: stopped; nothing was committed", file=sys.stderr)
             return stopped.exit_code
@@ -120,9 +120,12 @@ def check(options: Options) -> int:
     return 0 if same else 1
 
 
-def _in_memory(start: dict[str, torch.Tensor], text: Text, options: Options, stop: StopRequest) -> Outcome:
+def _in_memory(
+    start: dict[str, torch.Tensor], text: Text, options: Options, split: Iterable[str], stop: StopRequest
+) -> Outcome:
     model = GPT(shape_of(options))
     model.load_state_dict(start)
+    in_parts(model, split, options.micro_batch)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(groups(model, options), lr=options.lr, betas=(0.9, 0.95), fused=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["GPT", "Block", "Shape", "build", "initialiser"]
+__all__ = ["GPT", "Block", "Shape", "build", "in_parts", "initialiser"]
 
 BYTES = 256
 
@@ -84,6 +84,22 @@ class GPT(nn.Module):
             x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False) if self.recompute else block(x)
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
+
+
+def in_parts(model: nn.Module, names: Iterable[str], parts: int) -> None:
+    """Have the named modules run on one part of the batch after the other, and compute each again in backward: what
+    ``zero.page(..., micro_batch=parts)`` does, in memory."""
+
+    def divided(original: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            pieces = torch.tensor_split(x, min(parts, x.shape[0]))
+            return torch.cat([checkpoint(original, piece, use_reentrant=False) for piece in pieces])
+
+        return forward
+
+    for name in names:
+        module = model.get_submodule(name)
+        module.forward = divided(module.forward)
 
 
 def build(shape: Shape) -> GPT:

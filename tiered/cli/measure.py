@@ -139,8 +139,8 @@ class Meter:
     def _read(self) -> tuple[float | None, ...]:
         moved = (0, 0)
         if self._store is not None:
-            disk = self._store.statistics().links[-1]
-            moved = disk.up.bytes, disk.down.bytes
+            for disk in self._store.statistics().links[-1:]:
+                moved = disk.up.bytes, disk.down.bytes
         kernel: tuple[int | None, int | None] = (None, None)
         try:
             counted = self._process.io_counters()

@@ -15,7 +15,11 @@ __all__ = ["MADE_BY", "refuse_unwritable", "write_report"]
 
 MADE_BY = "tiered"
 """Begins what our files say of who made them."""
-_MARKS = ((b"\x89PNG", f"{MADE_BY} bench".encode()), (b"{", f'"{MADE_BY}": "'.encode()))
+_MARKS = (
+    (b"\x89PNG", f"{MADE_BY} bench".encode()),
+    (b"\x89PNG", f"{MADE_BY} train".encode()),
+    (b"{", f'"{MADE_BY}": "'.encode()),
+)
 """How a file of ours begins, and what stands near its beginning."""
 _SEARCHED = 64 << 10
 

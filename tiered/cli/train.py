@@ -25,6 +25,7 @@ examples:
   tiered train --dir my-store --dram 256MiB            the model that the defaults describe
   tiered train --text book.txt --minutes 10 --checkpoint --layers 32 --dir other-store
   tiered train --check                                 prove it: the same numbers as in memory, bit by bit
+  tiered train --timeline run.json --plot run.png      what happened when, in three of its steps
 """
 
 DEMO: dict[str, Any] = {
@@ -69,6 +70,8 @@ class Options:
     context: int
     batch: int
     accumulate: int
+    micro_batch: int
+    update: Literal["on_fetch", "in_backward"]
     recompute: bool
     steps: int | None
     minutes: float | None
@@ -78,6 +81,9 @@ class Options:
     clip: float
     seed: int
     json: str | None
+    timeline: str | None
+    plot: str | None
+    timeline_steps: int
 
 
 def add_parser(commands: Commands) -> None:
@@ -122,6 +128,19 @@ def add_parser(commands: Commands) -> None:
     training = parser.add_argument_group("training")
     training.add_argument("--batch", metavar="N", type=count, help=f"texts at once {_default('batch')}")
     training.add_argument("--accumulate", metavar="N", type=count, help=f"batches per step {_default('accumulate')}")
+    training.add_argument(
+        "--micro-batch",
+        metavar="K",
+        type=count,
+        default=1,
+        help="parts of a batch inside units: parameters are read once for all of them (default: %(default)s)",
+    )
+    training.add_argument(
+        "--update",
+        choices=("on_fetch", "in_backward"),
+        default="on_fetch",
+        help="when units are updated; in_backward goes without clipping and accumulating (default: %(default)s)",
+    )
     training.add_argument("--steps", metavar="N", type=count, help=f"stop after so many {_default('steps')}")
     training.add_argument(
         "--minutes", metavar="M", type=positive, help="stop after so long, or after --steps where both are given"
@@ -141,8 +160,7 @@ def add_parser(commands: Commands) -> None:
         "--clip",
         metavar="NORM",
         type=fraction,
-        default=1.0,
-        help="largest gradient norm, 0 for any (default: %(default)s)",
+        help="largest gradient norm, 0 for any (default: 1.0; with --update in_backward 0)",
     )
     training.add_argument(
         "--seed", metavar="N", type=seed, default=0, help="of initial values and data order (default: %(default)s)"
@@ -154,6 +172,13 @@ def add_parser(commands: Commands) -> None:
         help="train twice, on the store and in memory, and compare every number bit by bit; small sizes unless given",
     )
     outcome.add_argument("--json", metavar="FILE", help="write the summary there as JSON; '-' is stdout")
+    outcome.add_argument(
+        "--timeline", metavar="FILE", help="write what happened when as a trace for ui.perfetto.dev or chrome://tracing"
+    )
+    outcome.add_argument("--plot", metavar="FILE.png", help="draw the same (pip install 'tiered[plot]')")
+    outcome.add_argument(
+        "--timeline-steps", metavar="N", type=count, help="of so many steps, after the first five or at the end (default: 3)"
+    )
     parser.set_defaults(
         run=lambda parsed, given: _run(parser, parsed, given),
         memory_mend="lower --batch, --context or --dram, or add --checkpoint",
@@ -163,7 +188,21 @@ def add_parser(commands: Commands) -> None:
 def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: list[str]) -> int:
     if parsed.check and parsed.minutes is not None:
         parser.error("--check compares a number of steps: give --steps, not --minutes")
+    if parsed.check and (parsed.timeline or parsed.plot):
+        parser.error("--check compares numbers: without --timeline and --plot")
+    if parsed.timeline_steps and not (parsed.timeline or parsed.plot):
+        parser.error("--timeline-steps is for --timeline and --plot")
+    if parsed.recompute and parsed.micro_batch > 1:
+        parser.error("--micro-batch computes units again in backward: without --checkpoint")
     values = {field.name: getattr(parsed, field.name) for field in fields(Options)}
+    values["timeline_steps"] = parsed.timeline_steps or 3
+    at_once = parsed.update == "in_backward"
+    if at_once and (parsed.clip or (parsed.accumulate or 1) > 1):
+        parser.error("--update in_backward uses gradients up as they come: without --clip and --accumulate")
+    if values["clip"] is None:
+        values["clip"] = 0.0 if at_once else 1.0
+    if at_once:
+        values["accumulate"] = 1
     for name, value in (CHECK if parsed.check else DEMO).items():
         if values[name] is None and not (name == "steps" and values["minutes"] is not None):
             values[name] = value

@@ -24,6 +24,7 @@ from tiered import CapacityError, MisuseError, TieredStore, zero
 from tiered.cli.gpt import GPT, Shape, build, initialiser
 from tiered.cli.progress import Gauge, Progress
 from tiered.cli.rates import measure
+from tiered.cli.recording import Recording
 from tiered.cli.report import refuse_unwritable, write_report
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.cli.summary import Summary, describe
@@ -31,8 +32,11 @@ from tiered.cli.train import Options
 from tiered.sizes import format_size
 
 __all__ = [
+    "GRADIENT_BYTES",
+    "STATE_BYTES",
     "Result",
     "Text",
+    "decayed",
     "describe_model",
     "groups",
     "open_text",
@@ -113,20 +117,24 @@ def shape_of(options: Options) -> Shape:
 
 
 def groups(model: nn.Module, options: Options) -> list[dict[str, Any]]:
+    """Parameter groups, with the decay of the options."""
+    return decayed(model, options.weight_decay)
+
+
+def decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups: decay is for matrices."""
     parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
     ]
 
 
-def open_text(options: Options, stack: ExitStack) -> Text:
-    """The text of the options; closed with ``stack``. Raises MisuseError."""
-    path = options.text
+def open_text(path: str | None, context: int, stack: ExitStack) -> Text:
+    """The text in file ``path``, or that which ships with this; closed with ``stack``. Raises MisuseError."""
     if path is None:
         path = str(stack.enter_context(as_file(files("tiered.data") / "shakespeare.txt")))
-    text = Text(path, options.context)
+    text = Text(path, context)
     stack.callback(text.close)
     return text
 
@@ -200,7 +208,10 @@ def page(
 
     for block in model.blocks:
         block.register_forward_pre_hook(pass_by)
-    zero.page(model, store, name=NAME, existing=existing, prefetch=options.prefetch, param_init_fn=initialise_one)
+    zero.page(
+        model, store, name=NAME, existing=existing, prefetch=options.prefetch, micro_batch=options.micro_batch,
+        param_init_fn=initialise_one,
+    )
 
 
 def describe_model(options: Options, parameters: int) -> str:
@@ -244,9 +255,11 @@ def train(options: Options, given: Sequence[str]) -> int:
     stream = sys.stderr if options.json == "-" else sys.stdout
     folder = options.folder or DEFAULT_FOLDER
     baseline = _peak_memory()
+    recording = Recording(options)
     refuse_unwritable(options.json)
+    recording.refuse_unwritable()
     with ExitStack() as stack:
-        text = open_text(options, stack)
+        text = open_text(options.text, options.context, stack)
         parameters = shape_of(options).parameters
         refuse_endless(options)
         store = stack.enter_context(TieredStore.open(folder, dram=options.dram, backend=options.backend, keep=1))
@@ -263,13 +276,16 @@ def train(options: Options, given: Sequence[str]) -> int:
         results: list[Result] = []
         try:
             with StopRequest() as stop:
-                summary = _train(model, store, text, options, stop, Progress(stream), parameters, baseline, results)
+                summary = _train(model, store, text, options, stop, Progress(stream), parameters, baseline, results, recording)
         except Stopped as stopped:
             store.close()
             last = f"the last commit is generation {store.generation}" if store.generation else "nothing was committed"
             print(f"tiered: stopped at step {len(results)}; {last}; the store in {store.folder} reopens", file=sys.stderr)
             return stopped.exit_code
         print(describe(summary, _other_way(options, given)), file=stream)
+        told = recording.write(describe_model(options, parameters))
+        if told is not None:
+            print(f"\n{told}", file=stream)
         write_report(options.json, summary.as_json())
     return 0
 
@@ -284,15 +300,17 @@ def _train(
     parameters: int,
     baseline: int,
     results: list[Result],
+    recording: Recording,
 ) -> Summary:
     with progress:
         page(model, store, options, options.existing, lambda done: progress.preparing(done, parameters), stop)
-        optimizer = zero.AdamW(groups(model, options), lr=options.lr, betas=(0.9, 0.95))
+        optimizer = zero.AdamW(groups(model, options), lr=options.lr, betas=(0.9, 0.95), update=options.update)
         gauge, schedule = Gauge(store), Schedule(options)
         tokens = options.batch * options.context * options.accumulate
         begin = before = gauge.read()
         progress.begin()
-        for result in training_steps(model, optimizer, optimizer.clip_grad_norm_, text, options, schedule):
+        steps = training_steps(model, optimizer, optimizer.clip_grad_norm_, text, options, schedule)
+        for result in recording.of(steps, store):
             results.append(result)
             now = gauge.read()
             share = schedule.share(result.step)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from tiered import MisuseError, TieredStore
+from tiered import MisuseError, Span, TieredStore
 from tiered.types import Access
 from tiered.zero.backward import BackwardUpdates
 from tiered.zero.heap import Trimmer
@@ -56,13 +56,14 @@ class _Reference:
 class _Frame:
     """What one running forward holds."""
 
-    __slots__ = ("hooks", "module", "recording", "units")
+    __slots__ = ("hooks", "module", "recording", "span", "units")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.recording = torch.is_grad_enabled()
         self.units: list[Unit] = []
         self.hooks: saved_tensors_hooks | None = None
+        self.span: Span | None = None
 
 
 class _Home:
@@ -116,6 +117,8 @@ class Pager:
         self._gradient_unit: Unit | None = None
         self._in_backward = False
         self._backward_task = -1
+        self._passing: Span | None = None  # the whole backward pass, and what one visit computes, for a timeline
+        self._visiting: Span | None = None
         self._updates = BackwardUpdates()
         self._accumulators: dict[Placement, Any] = {}
         self.rehearsal = Rehearsal.of(store)
@@ -160,8 +163,11 @@ class Pager:
         if torch.is_grad_enabled() and not _hooks_active():
             frame.hooks = saved_tensors_hooks(self._pack, self._unpack)
             frame.hooks.__enter__()
-        for unit in self._held.get(module, ()):
+        units = self._held.get(module, ())
+        for unit in units:
             self._hold(frame, unit)
+        kind = "forward" if torch._C._current_graph_task_id() == -1 else "recompute"
+        frame.span = self.store.span(kind, _names(units) or type(module).__name__)
 
     def _hold(self, frame: _Frame, unit: Unit) -> None:
         if not unit.held:
@@ -183,6 +189,8 @@ class Pager:
             self._leave(self._frames.pop())
 
     def _leave(self, frame: _Frame) -> None:
+        if frame.span is not None:
+            frame.span.end()
         if frame.hooks is not None:
             frame.hooks.__exit__()
         for unit in reversed(frame.units):
@@ -279,8 +287,11 @@ class Pager:
             self._backward_units += (unit,)
             assert unit.base is not None
             self._bases[unit.base.untyped_storage().data_ptr()] = unit
+        self._visiting = self.store.span("backward", _names(wanted))
 
     def _leave_backward(self) -> None:
+        if self._visiting is not None:
+            self._visiting.end()
         units, self._backward_units = self._backward_units, ()
         for unit in units:
             self._drop(unit)
@@ -303,6 +314,7 @@ class Pager:
             for unit in self._held[module]:
                 if not unit.held:
                     self._hold(frame, unit)
+            frame.span = self.store.span("recompute", _names(self._held[module]))
             yield self._unpack
         finally:
             while frame in self._frames:
@@ -313,6 +325,7 @@ class Pager:
             self._in_backward = True
             self._backward_task = torch._C._current_graph_task_id()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+            self._passing = self.store.span("backward", type(self.model).__name__)
 
     def _finish_backward(self) -> None:
         self._leave_backward()
@@ -325,6 +338,8 @@ class Pager:
         """Also after an exception."""
         self._in_backward = False
         self._leave_backward()
+        if self._passing is not None:
+            self._passing.end()
         self._updates.abandon()
         if self._gradient_unit is not None:
             self._gradient_unit.close_gradient()
@@ -461,6 +476,10 @@ def _told(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement], None
         what(*found)
 
     return hook
+
+
+def _names(units: Iterable[Unit]) -> str:
+    return ", ".join(unit.plan.name for unit in units)
 
 
 def _refuse_updated(unit: Unit, version: int) -> None:

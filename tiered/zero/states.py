@@ -109,7 +109,11 @@ class States:
         for index, keys in self.chunks(pending.updates)[pending.chunks_done :]:
             self._create(index, keys, pending.updates)
             begin = index * self.chunk_elements
-            with self.store.lease(keys, access=Access.WRITE) as chunk, torch.no_grad():
+            with (
+                self.store.lease(keys, access=Access.WRITE) as chunk,
+                torch.no_grad(),
+                self.store.span("update", f"{self.key}#{index}"),
+            ):
                 began = time.perf_counter()
                 for placement, start, stop in self._pieces(pending.updates, begin)[pending.pieces_done :]:
                     at = slice(placement.element + start - begin, placement.element + stop - begin)

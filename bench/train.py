@@ -1,0 +1,87 @@
+"""Training on disk beside training in memory, and the fewest bytes that its steps could move: a page of results.
+
+    .venv/bin/python -m bench.train --dir /mnt/nvme --layers 24 --dram 400MiB > bench/results/train_<hardware>_<date>.md
+
+Runs ``tiered bench train`` with the same options. Then trains once more and writes down what a step leases, for as long as it
+is leased; ``bench/optimum.py`` says how few bytes that takes in the whole budget for somebody who knows all of it beforehand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import shlex
+import sys
+from contextlib import ExitStack
+from dataclasses import fields
+from typing import Any
+
+from bench.optimum import lower_bound
+from bench.watched import watch
+from tiered.cli import main as tiered
+from tiered.cli.bench_train import WARM_UP, describe
+from tiered.cli.measure import scratch_store
+from tiered.cli.trainer import Options, Trainer
+from tiered.cli.training import open_text
+
+STEPS = 2
+"""That are written down; they are alike."""
+
+
+def report_of(arguments: list[str]) -> dict[str, Any]:
+    """What ``tiered bench train`` found."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = tiered(["bench", "train", *arguments, "--json", "-"])
+    if code:
+        sys.exit(code)
+    found: dict[str, Any] = json.loads(out.getvalue())
+    return found
+
+
+def optimum(options: Options) -> float:
+    """Bytes per parameter and step."""
+    with ExitStack() as stack:
+        text = open_text(options.text, options.context, stack)
+        store = stack.enter_context(scratch_store(options.folder, dram=options.pool, backend=options.backend))
+        trainer = Trainer(options, text, store)
+        for _ in range(WARM_UP):
+            trainer.step()
+        with watch(store) as seen:
+            for _ in range(STEPS):
+                trainer.step()
+                seen.cut()
+        rounds = seen.rounds[:STEPS]
+    two, four = (lower_bound(seen.trace(rounds[:1] * count), options.pool, final_writeback=False) for count in (2, 4))
+    return (four - two) / 2 / options.shape.parameters
+
+
+def options_of(arguments: list[str]) -> Options:
+    """As the command reads them."""
+    from tiered.cli import bench
+
+    parser = argparse.ArgumentParser()
+    bench.add_parser(parser.add_subparsers())
+    parsed = parser.parse_args(["bench", "train", *arguments])
+    return Options(**{field.name: getattr(parsed, field.name) for field in fields(Options)})
+
+
+def main() -> int:
+    arguments = sys.argv[1:]
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+    options = options_of(arguments)
+    report = report_of(arguments)
+    least = optimum(options)
+    moved = report["variants"]["disk"]["bytes_per_parameter"]
+    kernel = [moved[name]["median"] for name in ("kernel_read", "kernel_written") if moved[name] is not None]
+    own = sum(kernel) if kernel else moved["read"]["median"] + moved["written"]["median"]
+    print(f"```\n$ tiered bench train {shlex.join(arguments)}\n{describe(report)}\n```\n")
+    print(f"Bytes per parameter and step: {own:.2f}; the offline optimum {least:.2f}, ours by it {own / least:.3f}.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
