@@ -1,11 +1,13 @@
 """Tensors of unequal size in one pool: how much may be moved within it, and how many bytes over the link that saves.
 
-    .venv/bin/python -m bench.pool                          Markdown, some minutes
+    .venv/bin/python -m bench.pool                          Markdown, half a minute
+    .venv/bin/python -m bench.pool --effort thorough        the same with ``effort="thorough"``
     .venv/bin/python -m bench.pool --trace uniform_read     one of them
 
 The store's own ``Occupancy`` and ``NextUse`` along each trace, over a pool that only pretends to have memory, and no disk: what
-comes out are the numbers of "on demand" in ``bench/follow.py``. In each column a request may have so many times its own bytes
-moved. Ratios to the bound of ``bench/optimum.py``, and behind the stroke the bytes moved for each byte over the link.
+comes out are the numbers of "on demand" in ``bench/follow.py``, with the same traces followed to their end. In each column a
+request may have so many times its own bytes moved. Ratios to the bound of ``bench/optimum.py``, and behind the stroke the bytes
+moved for each byte over the link.
 """
 
 from __future__ import annotations
@@ -19,19 +21,19 @@ import torch
 
 from bench.optimum import budget_of, lower_bound
 from bench.traces import TRACES, Access, Key, Trace, next_positions
-from tiered.eviction import NextUse
 from tiered.interfaces import Streams
-from tiered.keep import decide
+from tiered.keep import Decision, decide
 from tiered.occupancy import Occupancy
 from tiered.prefetch import Plan, Touch
 from tiered.residency import Copy, Directory
 from tiered.space import FreeSpace
+from tiered.store import _next_use
 from tiered.types import Access as Lease
 from tiered.types import Slot, TensorSpec
 
-__all__ = ["Pool", "Run", "main"]
+__all__ = ["Pool", "Run", "decision_for", "main"]
 
-LIMITS = (0, 1, 2, 4, 8, 16, math.inf)
+LIMITS = (0, 2, 4, 8, 16, 32, math.inf)
 UNEQUAL = ("training_unequal", "uniform_read", "uniform_write", "zipf_read", "zipf_write", "experts")
 FEWEST = 256
 """Bytes of the smallest budget, for a store has 1 MiB and ``bench/follow.py`` 4 KiB for each."""
@@ -65,15 +67,20 @@ class Pool:
         pass
 
 
+def decision_for(trace: Trace, budget: int, effort: str) -> Decision:
+    """As ``store.follow`` makes it."""
+    keys, uses = [key for key, _ in trace.accesses], [use for _, use in trace.accesses]
+    sizes = [trace.sizes[key] for key in keys]
+    return decide(keys, uses, sizes, budget, thorough=effort == "thorough", then=trace.then)
+
+
 class Run:
     """``trace`` in ``budget`` bytes; for a request ``most`` times its own may be moved. ``linked`` went over the link."""
 
-    def __init__(self, trace: Trace, budget: int, most: float) -> None:
-        keys, uses = [key for key, _ in trace.accesses], [use for _, use in trace.accesses]
-        price = decide(keys, uses, [trace.sizes[key] for key in keys], budget, thorough=False).price
-        plan = Plan([Touch(key, None, use) for key, use in trace.accesses])
+    def __init__(self, trace: Trace, budget: int, most: float, decision: Decision) -> None:
+        plan = Plan([Touch(key, None, use) for key, use in trace.accesses], trace.then)
         self.linked, self._most, self._sizes = 0, most, trace.sizes
-        self.place = Occupancy(Pool(budget), NextUse(plan.next_use, lambda: plan.cursor, price=price), bottom=False)
+        self.place = Occupancy(Pool(budget), _next_use(plan, decision), bottom=False)
         self._directory = Directory(2, lambda copy: self.place.note(copy) if copy.tier == 0 else None)
         following, end = next_positions(trace), len(trace.accesses)
         for position, (key, access) in enumerate(trace.accesses):
@@ -136,6 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="example: python -m bench.pool --trace uniform_read",
     )
     parser.add_argument("--trace", action="append", choices=TRACES, help="only this one (may be repeated)")
+    parser.add_argument("--effort", choices=("quick", "thorough"), default="quick", help="of follow (default quick)")
     args = parser.parse_args(arguments)
     print("| trace | budget | " + " | ".join("no limit" if math.isinf(most) else str(most) for most in LIMITS) + " |")
     print("|---|" + "---:|" * (1 + len(LIMITS)))
@@ -144,7 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for share in ("5%", "10%", "25%", "50%", "90%"):
             budget = max(budget_of(trace, share), FEWEST)
             bound = lower_bound(trace, budget)
-            runs = [Run(trace, budget, most) for most in LIMITS]
+            decision = decision_for(trace, budget, args.effort)
+            runs = [Run(trace, budget, most, decision) for most in LIMITS]
             cells = " | ".join(f"{run.linked / bound:.3f} / {run.moved / run.linked:.1f}" for run in runs)
             print(f"| {name} | {share} | {cells} |", flush=True)
     return 0

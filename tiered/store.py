@@ -34,7 +34,7 @@ from tiered.tensors import (
     refuse_unstorable,
     spec_of,
 )
-from tiered.types import Access, BackendName, Key, TensorSpec, Use
+from tiered.types import Access, BackendName, Key, TensorSpec, Then, Use
 
 __all__ = ["TieredStore"]
 
@@ -274,19 +274,22 @@ class TieredStore:
         self,
         order: Iterable[Touch | Key],
         *,
+        then: Then = "again",
         prefetch: Literal["on", "off"] = "on",
         effort: Literal["quick", "thorough"] = "quick",
     ) -> int:
         """Expect ``order`` from here on, again and again: evict what it needs last, and fetch ahead what it needs next.
 
+        With ``then="end"`` it is expected once: what the rest of it does not touch leaves first, nothing is fetched beyond it,
+        and after its last touch the store goes on as before ``follow``.
         ``order`` is what ``trace`` wrote down, or keys by hand, all of which are read. A loop may stray from it; that costs
         time, nothing else. Another order keeps what was planned for the beginning that both have in common. An empty one ends
         it. ``prefetch="off"`` only evicts by it. ``effort="thorough"`` searches longer for what is best kept, seconds for an
         order of 2,000 touches. Returns how many touches were planned anew. Raises MisuseError for a tier that is not there.
         Results never depend on the order.
         """
-        if effort not in ("quick", "thorough") or prefetch not in ("on", "off"):
-            raise MisuseError("effort is 'quick' or 'thorough', prefetch is 'on' or 'off'")
+        if effort not in ("quick", "thorough") or prefetch not in ("on", "off") or then not in ("again", "end"):
+            raise MisuseError("effort is 'quick' or 'thorough', prefetch is 'on' or 'off', then is 'again' or 'end'")
         engine = self._running()
         touches = [_touch(touch) for touch in listed(order)]
         keys, uses = [touch.key for touch in touches], [touch.use for touch in touches]
@@ -300,11 +303,11 @@ class TieredStore:
             return [nbytes if 0 < nbytes <= most else 1 for nbytes in wanted]
 
         decisions = [
-            decide(keys, uses, sizes(index), self._parts.tiers[index].capacity, thorough=effort == "thorough")
+            decide(keys, uses, sizes(index), self._parts.tiers[index].capacity, thorough=effort == "thorough", then=then)
             for index in range(len(self._parts.links))
         ]
         hops = len(decisions) if prefetch == "on" else 0
-        return engine.follow(touches, lambda plan: [_next_use(plan, decision) for decision in decisions], hops)
+        return engine.follow(touches, lambda plan: [_next_use(plan, decision) for decision in decisions], hops, then)
 
     def delete(self, key: Key) -> None:
         """Forget ``key``; its room is free once nothing refers to it. Raises KeyNotFound, LeaseConflict while it is leased."""
