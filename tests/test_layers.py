@@ -59,6 +59,7 @@ LAYERS = {
     "lease": "store",
     "opening": "store",
     "verification": "store",
+    "rehearsal": "store",
     "store": "store",
     "": "package",
     "zero": "zero",

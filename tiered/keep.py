@@ -23,11 +23,12 @@ from typing import NamedTuple
 
 from tiered.types import Key, Then, Use
 
-__all__ = ["Decision", "bytes_moved", "decide", "plan"]
+__all__ = ["Decision", "bytes_moved", "decide", "plan", "ranked"]
 
 PRICES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0)  # of a write-back, in mean interval lengths; the best one is kept
 PASSES = 8  # of the local search; most end by themselves after three
 BLOCK = 32  # positions that share one set of the intervals kept across them
+SLACK = 0.97  # of the room, for a plan that may do where holes upset the one for all of it
 SIMULATED = 20_000  # touches of a cycle up to which prices are tried; beyond, what is needed last goes first
 SEARCHED = 2_500  # touches up to which the local search is worth its time
 
@@ -48,16 +49,25 @@ def decide(
     keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], budget: int, *, thorough: bool, then: Then = "again"
 ) -> Decision:
     """Of those tried, the decision that moves the fewest bytes for these touches; ``thorough`` tries ``plan`` too."""
+    return ranked(keys, uses, sizes, budget, thorough=thorough, then=then)[0]
+
+
+def ranked(
+    keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], budget: int, *, thorough: bool, then: Then = "again"
+) -> list[Decision]:
+    """All that are tried, the one that moves the fewest bytes first; one where it makes no difference."""
     if not 0 < len(keys) <= SIMULATED or budget >= sum(dict(zip(keys, sizes, strict=True)).values()):
-        return Decision()
+        return [Decision()]
     sizes = [max(1, size) for size in sizes]
     following = _following(keys, then)
     lengths = [j - i for i, j in enumerate(following) if j is not None]
     mean = sum(lengths) / max(1, len(lengths))
-    decisions = [Decision(price * mean) for price in PRICES]
+    prices = PRICES if any(use is not Use.READ for use in uses) else (0.0,)
+    decisions = [Decision(price * mean) for price in prices]
     if thorough and len(keys) <= SEARCHED:
-        decisions.append(Decision(0.0, tuple(plan(sizes, uses, following, budget))))
-    return min(decisions, key=lambda decision: bytes_moved(keys, uses, sizes, budget, decision, then))
+        rooms = [budget, max(*sizes, int(budget * SLACK))] if len(set(sizes)) > 1 else [budget]
+        decisions += [Decision(0.0, tuple(plan(sizes, uses, following, room))) for room in rooms]
+    return sorted(decisions, key=lambda decision: bytes_moved(keys, uses, sizes, budget, decision, then))
 
 
 def bytes_moved(
