@@ -58,7 +58,8 @@ def run(trace: Trace, budget: int, follow: Following) -> Row:
                     store.put(key, torch.zeros(trace.sizes[key] * SCALE, dtype=torch.uint8))
                 seen.add(key)
         with TieredStore.open(Path(folder, "store"), dram=budget * SCALE, keep=1) as store:
-            follow(store, [Touch(key, None, access) for key, access in trace.accesses], trace.then)
+            order = [Touch(key, None, access, trace.sizes[key] * SCALE) for key, access in trace.accesses]  # as traced
+            follow(store, order, trace.then)
             for position, (key, access) in enumerate(trace.accesses):
                 if access is Access.PUT:
                     store.put(key, torch.zeros(trace.sizes[key] * SCALE, dtype=torch.uint8))
