@@ -433,6 +433,17 @@ def test_nothing_is_fetched_beyond_the_end_of_an_order() -> None:
     assert simulation.round(rest) == (20 * 0.5, 20 * 1.5, 20), "and on demand from there on"
 
 
+def test_after_the_end_of_an_order_room_is_kept_ready_again() -> None:
+    simulation = Simulation(keys=8, room=8, compute=1.0, fetch=0.0)
+    simulation.round(simulation.keys)
+    place = simulation.engine.admission.places[0]
+    simulation.follow(simulation.keys, "end")
+    simulation.round(simulation.keys[:-1], Access.WRITE)
+    assert place.ready == 4, "nothing has to leave, and nothing is written"
+    simulation.touch(simulation.keys[-1], Access.WRITE)
+    assert place.ready >= 4 * 4, "half of the tier"
+
+
 def test_random_loops_stray_and_nothing_is_lost() -> None:
     source = random.Random(3)
     simulation = Simulation(keys=20, room=9, compute=0.3, fetch=0.2)
