@@ -5,8 +5,10 @@
 
 Every access is a lease (or a put) of the store; what is dead is deleted. Bytes are counted by the disk link, the final commit
 included, and divided by the bound of ``bench/optimum.py``. LRU is the store without ``follow``; "on demand" follows with
-``prefetch="off"``. The loop computes nothing, so that fetching ahead keeps as much under way as it ever does: what that
-takes of the budget is what it costs in bytes. So it is divided, too, by the bound at the budget less ``under_way``.
+``prefetch="off"``. Draws at random (uniform, Zipf, experts) are followed with ``then="end"``, for they come once; rounds that
+are the same (cyclic, zigzag, training) as a cycle, for no such program ends with the trace. The loop computes nothing, so
+that fetching ahead keeps as much under way as it ever does: what that takes of the budget is what it costs in bytes. So it is
+divided, too, by the bound at the budget less ``under_way``.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from bench.traces import TRACES, Access, Trace, next_positions
 from tiered import TieredStore
 from tiered.ahead import PIPELINE
 from tiered.prefetch import Touch
+from tiered.types import Then
 
 __all__ = ["Row", "main", "run", "under_way"]
 
@@ -31,13 +34,13 @@ SCALE = 4096
 """Bytes of the store for each of a trace's, so that slots need no padding."""
 BUDGETS = ("5%", "10%", "25%", "50%", "90%")
 
-Following = Callable[[TieredStore, list[Touch]], object]
+Following = Callable[[TieredStore, list[Touch], Then], object]
 
 VARIANTS: dict[str, Following] = {
-    "LRU": lambda store, order: None,
-    "on demand": lambda store, order: store.follow(order, prefetch="off"),
-    "on demand, thorough": lambda store, order: store.follow(order, prefetch="off", effort="thorough"),
-    "fetching ahead": lambda store, order: store.follow(order),
+    "LRU": lambda store, order, then: None,
+    "on demand": lambda store, order, then: store.follow(order, then=then, prefetch="off"),
+    "on demand, thorough": lambda store, order, then: store.follow(order, then=then, prefetch="off", effort="thorough"),
+    "fetching ahead": lambda store, order, then: store.follow(order, then=then),
 }
 
 Row = tuple[int, int, int, int]
@@ -55,7 +58,8 @@ def run(trace: Trace, budget: int, follow: Following) -> Row:
                     store.put(key, torch.zeros(trace.sizes[key] * SCALE, dtype=torch.uint8))
                 seen.add(key)
         with TieredStore.open(Path(folder, "store"), dram=budget * SCALE, keep=1) as store:
-            follow(store, [Touch(key, None, access) for key, access in trace.accesses])
+            order = [Touch(key, None, access, trace.sizes[key] * SCALE) for key, access in trace.accesses]  # as traced
+            follow(store, order, trace.then)
             for position, (key, access) in enumerate(trace.accesses):
                 if access is Access.PUT:
                     store.put(key, torch.zeros(trace.sizes[key] * SCALE, dtype=torch.uint8))

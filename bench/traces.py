@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tiered.types import Then
 from tiered.types import Use as Access
 
 __all__ = ["TRACES", "Access", "Key", "Trace", "next_positions"]
@@ -19,10 +20,14 @@ Key = str
 
 @dataclass(frozen=True)
 class Trace:
-    """``accesses`` in order, and the size in bytes of every key in them."""
+    """``accesses`` in order, and the size in bytes of every key in them.
+
+    ``then`` is what a store that follows it is told: rounds that are the same go on again, draws at random come once.
+    """
 
     sizes: Mapping[Key, int]
     accesses: Sequence[tuple[Key, Access]]
+    then: Then = "again"
 
     @property
     def total(self) -> int:
@@ -101,7 +106,7 @@ def _random(keys: int, length: int, written: float, skew: float, seed: int) -> T
     sizes = {f"t{i}": rng.randint(16, 256) for i in range(keys)}
     weights = [1 / (rank + 1) ** skew for rank in range(keys)]
     drawn = rng.choices(list(sizes), weights, k=length)
-    return Trace(sizes, [(key, Access.WRITE if rng.random() < written else Access.READ) for key in drawn])
+    return Trace(sizes, [(key, Access.WRITE if rng.random() < written else Access.READ) for key in drawn], "end")
 
 
 def uniform_read(seed: int = 1) -> Trace:
@@ -133,7 +138,7 @@ def experts(layers: int = 12, experts: int = 8, steps: int = 60, chosen: int = 2
         for i in range(layers):
             accesses += [(f"dense{i}", Access.READ)]
             accesses += [(f"expert{i}.{e}", Access.READ) for e in rng.sample(range(experts), chosen)]
-    return Trace(sizes, accesses)
+    return Trace(sizes, accesses, "end")
 
 
 TRACES: dict[str, Callable[[], Trace]] = {

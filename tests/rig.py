@@ -13,9 +13,9 @@ from tiered.errors import ReadError, TieredError, TransferError, WriteError
 from tiered.eviction import LRU
 from tiered.keep import decide
 from tiered.prefetch import Touch
+from tiered.rehearsal import policy_of
 from tiered.requests import Delete, Flush, Install, Lease, Prefetch, Request, Room
 from tiered.residency import Copy, State
-from tiered.store import _next_use
 from tiered.types import Access, Direction, Slot, TensorSpec, Transfer, Urgency
 
 READ, WRITE = Access.READ, Access.WRITE
@@ -182,7 +182,7 @@ class Rig:
         keys, uses = [touch.key for touch in order], [touch.use for touch in order]
         sizes = [found.get(key, 0) for key in keys]
         decisions = [decide(keys, uses, sizes, tier.capacity, thorough=True) for tier in self.tiers[: self.bottom]]
-        self.engine.follow(order, lambda plan: [_next_use(plan, decision) for decision in decisions], self.bottom)
+        self.engine.follow(order, lambda plan: [policy_of(plan, decision) for decision in decisions], self.bottom)
 
     def write(self, lease: Lease, data: Callable[[int], bytes]) -> None:
         assert lease.access is WRITE

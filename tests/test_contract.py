@@ -223,6 +223,11 @@ def test_trace_and_follow(store: TieredStore) -> None:
             assert tensor.eq(int(key[1])).all()
     assert store.follow(keys) > 0, "keys by hand"
     assert store.follow([]) == 0
+    store.put("t2", kib(50, 2))
+    for _ in range(2):
+        assert store.follow(order, then="end") == len(order), "once, and then it is over"
+        iteration()
+    iteration()
 
 
 @over(CHAINS)

@@ -60,6 +60,7 @@ LAYERS = {
     "lease": "store",
     "opening": "store",
     "verification": "store",
+    "rehearsal": "store",
     "store": "store",
     "": "package",
     "zero": "zero",

@@ -17,7 +17,7 @@ from tiered.keep import Decision, bytes_moved, decide, plan
 from tiered.prefetch import NEVER, Plan, Touch
 from tiered.requests import Flush, Install, Lease, Room
 from tiered.residency import State
-from tiered.types import Access, Direction, TensorSpec, Transfer, Urgency, Use
+from tiered.types import Access, Direction, TensorSpec, Then, Transfer, Urgency, Use
 
 
 def touches(keys: Sequence[str]) -> list[Touch]:
@@ -105,6 +105,49 @@ def test_a_replaced_plan_is_like_a_new_one(first: list[str], second: list[str], 
         assert replaced.at(position) == fresh.at(position)
 
 
+def test_an_order_may_end() -> None:
+    plan = Plan(touches("abcab"), "end")
+    assert [plan.next_use(key) for key in "abcx"] == [0, 1, 2, NEVER]
+    for key in "abc":
+        plan.happened(key)
+    assert [plan.next_use(key) for key in "abc"] == [3, 4, NEVER]
+    assert (plan.until, plan.over) == (5, False)
+    for key in "abab":
+        plan.happened(key)
+    assert (plan.cursor, plan.until, plan.over) == (5, 5, True)
+    assert [plan.next_use(key) for key in "abc"] == [NEVER] * 3
+    assert plan.seconds_until(plan.until) == 0.0
+    assert plan.replace(touches("abcab")) == 0
+    assert (plan.cursor, plan.next_use("c"), plan.over) == (0, 2, False), "again, and again and again"
+
+
+def test_a_cycle_can_be_told_that_this_round_is_the_last() -> None:
+    plan = planned("abc")
+    for key in "abca":
+        plan.happened(key)
+    assert plan.replace(touches("abc"), "end") == 0
+    assert [plan.next_use(key) for key in "abc"] == [NEVER, 1, 2]
+
+
+@settings(deadline=None)
+@given(
+    order=st.lists(st.sampled_from("abcd"), min_size=1, max_size=12),
+    loop=st.lists(st.sampled_from("abcdx"), max_size=30),
+)
+def test_a_plan_that_ends_is_a_look_at_the_rest(order: list[str], loop: list[str]) -> None:
+    plan = Plan(touches(order), "end")
+    for key in loop:
+        before, due = plan.cursor, order[plan.cursor : plan.cursor + 1] == [key]
+        plan.happened(key)
+        assert before <= plan.cursor <= len(order)
+        assert plan.cursor == before + 1 if due else plan.cursor == before or order[plan.cursor - 1] == key
+        rest = order[plan.cursor :]
+        for other in "abcdx":
+            assert plan.next_use(other) == (plan.cursor + rest.index(other) if other in rest else NEVER)
+        assert plan.over == (not rest)
+        assert plan.until == len(order)
+
+
 # The policy
 
 
@@ -164,14 +207,17 @@ def test_a_dirty_one_counts_as_needed_sooner_by_its_price() -> None:
     order=st.lists(st.tuples(st.sampled_from("abcdef"), st.sampled_from(Use)), min_size=1, max_size=30),
     sizes=st.lists(st.integers(1, 5), min_size=6, max_size=6),
     budget=st.integers(5, 20),
+    then=st.sampled_from(["again", "end"]),
 )
-def test_a_decision_is_no_worse_than_belady(order: list[tuple[str, Use]], sizes: list[int], budget: int) -> None:
+def test_a_decision_is_no_worse_than_belady(
+    order: list[tuple[str, Use]], sizes: list[int], budget: int, then: Then
+) -> None:
     size = dict(zip("abcdef", sizes, strict=True))
     keys, uses, nbytes = [k for k, _ in order], [u for _, u in order], [size[k] for k, _ in order]
-    belady = bytes_moved(keys, uses, nbytes, budget, Decision())
-    quick = decide(keys, uses, nbytes, budget, thorough=False)
-    thorough = decide(keys, uses, nbytes, budget, thorough=True)
-    moved = [bytes_moved(keys, uses, nbytes, budget, decision) for decision in (quick, thorough)]
+    belady = bytes_moved(keys, uses, nbytes, budget, Decision(), then)
+    quick = decide(keys, uses, nbytes, budget, thorough=False, then=then)
+    thorough = decide(keys, uses, nbytes, budget, thorough=True, then=then)
+    moved = [bytes_moved(keys, uses, nbytes, budget, decision, then) for decision in (quick, thorough)]
     assert moved[1] <= moved[0] <= belady
 
 
@@ -238,9 +284,9 @@ class Simulation:
             self.next_end()
         self.now = time
 
-    def follow(self, keys: Sequence[str]) -> None:
+    def follow(self, keys: Sequence[str], then: Then = "again") -> None:
         self.engine.follow(
-            touches(keys), lambda plan: [NextUse(plan.next_use, lambda: plan.cursor)], 1
+            touches(keys), lambda plan: [NextUse(plan.next_use, lambda: plan.cursor)], 1, then
         )
         self.turn()
 
@@ -371,12 +417,39 @@ def test_following_ends() -> None:
     assert all(isinstance(place.policy, LRU) for place in simulation.engine.admission.places)
 
 
+def test_nothing_is_fetched_beyond_the_end_of_an_order() -> None:
+    simulation = Simulation(keys=40, room=12, compute=1.0, fetch=0.5)
+    first, rest = simulation.keys[:20], simulation.keys[20:]
+    simulation.follow(first, "end")
+    simulation.round(first[:-1])
+    assert simulation.engine.admission.ahead is not None
+    simulation.round(first[-1:])
+    admission = simulation.engine.admission
+    assert admission.ahead is None
+    assert all(isinstance(place.policy, LRU) for place in admission.places), "all is as before"
+    ups = [transfer.key for transfer in simulation.link.started if transfer.direction is Direction.UP]
+    assert sorted(ups) == first, "each once"
+    assert (admission.prefetched > 0, admission.prefetched_unused) == (True, 0)
+    assert simulation.round(rest) == (20 * 0.5, 20 * 1.5, 20), "and on demand from there on"
+
+
+def test_after_the_end_of_an_order_room_is_kept_ready_again() -> None:
+    simulation = Simulation(keys=8, room=8, compute=1.0, fetch=0.0)
+    simulation.round(simulation.keys)
+    place = simulation.engine.admission.places[0]
+    simulation.follow(simulation.keys, "end")
+    simulation.round(simulation.keys[:-1], Access.WRITE)
+    assert place.ready == 4, "nothing has to leave, and nothing is written"
+    simulation.touch(simulation.keys[-1], Access.WRITE)
+    assert place.ready >= 4 * 4, "half of the tier"
+
+
 def test_random_loops_stray_and_nothing_is_lost() -> None:
     source = random.Random(3)
     simulation = Simulation(keys=20, room=9, compute=0.3, fetch=0.2)
     for _ in range(6):
         order = source.choices(simulation.keys, k=30)
-        simulation.follow(order)
+        simulation.follow(order, source.choice(["again", "end"]))
         for key in order:
             if source.random() < 0.15:
                 simulation.touch(source.choice(simulation.keys), source.choice(list(Access)))

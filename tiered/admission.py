@@ -37,10 +37,9 @@ class Admission:
     def __init__(self, tiers: Sequence[Tier], policies: Sequence[EvictionPolicy], reserve: float) -> None:
         self.bottom = len(tiers) - 1
         self.reserve = reserve
-        self.places = [
-            Occupancy(tier, policy, bottom=index == self.bottom)
-            for index, (tier, policy) in enumerate(zip(tiers, policies, strict=True))
-        ]
+        pairs = enumerate(zip(tiers, policies, strict=True))
+        self.places = [Occupancy(tier, policy, bottom=index == self.bottom) for index, (tier, policy) in pairs]
+        self.own = list(policies)  # while no order is followed
         self.directory = Directory(len(tiers), self._changed)
         self.generation = 1  # of the commit that is open
         self.requests: list[Request] = []  # those that wait
@@ -447,8 +446,8 @@ class Admission:
                 record.touches.append(Touch(entry.key, self.places[tier].tier.name, use, entry.nbytes))
 
     def look_ahead(self) -> None:
-        if self.ahead is not None:
-            self.ahead.attempt(self)
+        if self.ahead is not None and self.ahead.attempt(self):
+            self.follow(None, self.own)
 
     def follow(self, ahead: Ahead | None, policies: Sequence[EvictionPolicy]) -> None:
         """Fetch along an order from here on, or no longer; new policies learn who is there."""

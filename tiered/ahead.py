@@ -10,7 +10,7 @@ from tiered.errors import TieredError
 from tiered.prefetch import Plan, Touch
 from tiered.requests import Request
 from tiered.residency import Entry, Standing
-from tiered.types import Urgency, Use
+from tiered.types import Then, Urgency, Use
 
 if TYPE_CHECKING:
     from tiered.admission import Admission
@@ -30,7 +30,7 @@ HORIZON = 128
 
 
 class Ahead(Request):
-    """A request that is never done: whenever something changed it brings what the plan needs next.
+    """A request that is done when the order has ended: whenever something changed it brings what the plan needs next.
 
     ``tiers`` are the names of the tiers, from the top; ``costs()`` gives the seconds per byte of each link up and down.
     ``needed`` is the position for which something is being fetched; ``hops`` are the links, from the top, that it fetches over.
@@ -51,11 +51,11 @@ class Ahead(Request):
     def __str__(self) -> str:
         return "fetching ahead"
 
-    def replan(self, order: Sequence[Touch]) -> int:
+    def replan(self, order: Sequence[Touch], then: Then) -> int:
         """Follow another order; how many touches had to be planned anew."""
         self._reached, self._since = [0] * len(self._reached), None
         self._calm = [(0, 0.0)] * len(self._calm)
-        return self.plan.replace(order)
+        return self.plan.replace(order, then)
 
     def touched(self, asked: float, granted: float) -> None:
         """The loop asked for what it was to touch at the time ``asked``, and computes with it since ``granted``."""
@@ -67,12 +67,11 @@ class Ahead(Request):
     def attempt(self, admission: Admission) -> bool:
         for tier in reversed(range(self.hops)):  # the lowest hop feeds those above
             self._fetch(admission, tier)
-        return False
+        return self.plan.over
 
     def _fetch(self, admission: Admission, tier: int) -> None:
         at = max(self._reached[tier], self.plan.cursor)
-        end = self.plan.cursor + len(self.plan)
-        while at < end:
+        while at < self.plan.until:
             entry = self._missing_at(admission, tier, at)
             if entry is not None:
                 if not (self._has_room(admission, tier, entry.nbytes) and self._due(admission, tier, at)):
@@ -117,7 +116,7 @@ class Ahead(Request):
         each = sum(up for up, _ in costs[: tier + 1])
         takes = LATENCY + rising.nbytes * costs[tier][0]
         limit, spare = place.tier.capacity // SHARE, math.inf
-        for at in range(position, min(position + HORIZON, plan.cursor + len(plan))):
+        for at in range(position, min(position + HORIZON, plan.until)):
             entry = self._missing_at(admission, tier, at)
             if entry is None:
                 continue

@@ -32,7 +32,7 @@ from tiered.requests import Lease, Prefetch, Request
 from tiered.residency import Copy
 from tiered.stats import LinkStatistics
 from tiered.timeline import Recorder
-from tiered.types import Access, Direction, Fence, Key, Slot, Transfer
+from tiered.types import Access, Direction, Fence, Key, Slot, Then, Transfer
 from tiered.wakeup import Wakeup
 
 __all__ = ["Engine", "EngineConfig"]
@@ -76,7 +76,6 @@ class Engine:
         self.hits = self.misses = self.leases = self.wakes = 0
         self.stalled_for_reads = self.stalled_for_room = 0.0
         self.recorder: Recorder | None = None
-        self._policies = list(policies)
         self._views: dict[int, tuple[weakref.ref[object], Copy, object]] = {}
         self._streams: list[Streams | None] = [getattr(tier, "streams", None) for tier in tiers]
         if any(streams is not None for streams in self._streams):
@@ -228,9 +227,10 @@ class Engine:
         order: Sequence[Touch],
         policies: Callable[[Plan], Sequence[EvictionPolicy]],
         hops: int,
+        then: Then = "again",
     ) -> int:
-        """Evict, and fetch over the first ``hops`` links, along ``order`` from here on, or, where it is empty, no longer; how
-        many touches it planned anew."""
+        """Evict, and fetch over the first ``hops`` links, along ``order`` from here on until it ends, or, where it is empty,
+        no longer; how many touches it planned anew."""
         with self.lock:
             self._refuse_stopped()
             admission = self.admission
@@ -239,14 +239,14 @@ class Engine:
                 if not order:
                     ahead = None
                 elif ahead is not None:
-                    planned = ahead.replan(order)
+                    planned = ahead.replan(order, then)
                 else:
-                    ahead = Ahead(Plan(order), [place.tier.name for place in admission.places], self._costs)
+                    ahead = Ahead(Plan(order, then), [place.tier.name for place in admission.places], self._costs)
                 if ahead is not None:
                     ahead.hops = hops
-                admission.follow(ahead, self._policies if ahead is None else policies(ahead.plan))
+                admission.follow(ahead, admission.own if ahead is None else policies(ahead.plan))
             except BaseException:  # Ctrl-C in the middle: a plan that is half another one is worse than none
-                admission.follow(None, self._policies)
+                admission.follow(None, admission.own)
                 raise
             admission.look_ahead()
             self._poke()

@@ -17,16 +17,18 @@ minute for 2,400 and 1,600. The sweep alone takes a fiftieth of it.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from tiered.types import Key, Use
+from tiered.types import Key, Then, Use
 
-__all__ = ["Decision", "bytes_moved", "decide", "plan"]
+__all__ = ["Decision", "bytes_moved", "decide", "plan", "ranked"]
 
 PRICES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0)  # of a write-back, in mean interval lengths; the best one is kept
 PASSES = 8  # of the local search; most end by themselves after three
 BLOCK = 32  # positions that share one set of the intervals kept across them
+SLACK = 0.97  # of the room, for a plan that may do where holes upset the one for all of it
 SIMULATED = 20_000  # touches of a cycle up to which prices are tried; beyond, what is needed last goes first
 SEARCHED = 2_500  # touches up to which the local search is worth its time
 
@@ -43,26 +45,46 @@ class Decision(NamedTuple):
         return self.kept is not None and not self.kept[position], next_use - (self.price if dirty else 0.0)
 
 
-def decide(keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], budget: int, *, thorough: bool) -> Decision:
-    """Of those tried, the decision that moves the fewest bytes in a cycle of these touches; ``thorough`` tries ``plan`` too."""
+def decide(
+    keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], budget: int, *, thorough: bool, then: Then = "again"
+) -> Decision:
+    """Of those tried, the decision that moves the fewest bytes for these touches; ``thorough`` tries ``plan`` too."""
+    return ranked(keys, uses, sizes, budget, thorough=thorough, then=then)[0]
+
+
+def ranked(
+    keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], budget: int, *, thorough: bool, then: Then = "again"
+) -> list[Decision]:
+    """All that are tried, the one that moves the fewest bytes first; one where it makes no difference."""
     if not 0 < len(keys) <= SIMULATED or budget >= sum(dict(zip(keys, sizes, strict=True)).values()):
-        return Decision()
+        return [Decision()]
     sizes = [max(1, size) for size in sizes]
-    following = _following(keys)
-    mean = sum(j - i for i, j in enumerate(following)) / len(following)
-    decisions = [Decision(price * mean) for price in PRICES]
+    following = _following(keys, then)
+    lengths = [j - i for i, j in enumerate(following) if j is not None]
+    mean = sum(lengths) / max(1, len(lengths))
+    prices = PRICES if any(use is not Use.READ for use in uses) else (0.0,)
+    decisions = [Decision(price * mean) for price in prices]
     if thorough and len(keys) <= SEARCHED:
-        decisions.append(Decision(0.0, tuple(plan(sizes, uses, following, budget))))
-    return min(decisions, key=lambda decision: bytes_moved(keys, uses, sizes, budget, decision))
+        rooms = [budget, max(*sizes, int(budget * SLACK))] if len(set(sizes)) > 1 else [budget]
+        decisions += [Decision(0.0, tuple(plan(sizes, uses, following, room))) for room in rooms]
+    return sorted(decisions, key=lambda decision: bytes_moved(keys, uses, sizes, budget, decision, then))
 
 
-def bytes_moved(keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], budget: int, decision: Decision) -> int:
-    """Bytes read and written in the second round of a cycle, on demand, in ``budget`` bytes that never lie apart."""
-    following, end = _following(keys), len(keys)
+def bytes_moved(
+    keys: Sequence[Key],
+    uses: Sequence[Use],
+    sizes: Sequence[int],
+    budget: int,
+    decision: Decision,
+    then: Then = "again",
+) -> int:
+    """Bytes read and written on demand, in ``budget`` bytes that never lie apart, in the second round of a cycle; where the
+    order ends, in its only one: from an empty memory, and what is dirty at the end has still to be written."""
+    following, end = _following(keys, then), len(keys)
     resident: dict[Key, tuple[int, bool, int]] = {}  # bytes, dirty, position of the last touch
     order: list[tuple[bool, float, int, Key]] = []  # a heap, the next to leave first; what was touched since is stale
     free, moved = budget, 0
-    for position in range(2 * end):
+    for position in range(2 * end if then == "again" else end):
         into = position % end
         key, size, use = keys[into], sizes[into], uses[into]
         moved = 0 if position == end else moved
@@ -76,18 +98,19 @@ def bytes_moved(keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], 
                     nbytes, dirty, _ = resident.pop(victim)
                     free += nbytes
                     moved += nbytes if dirty else 0
-        if uses[following[into] % end] is Use.PUT and following[into] != into + end:  # its bytes are dead, and deleted
+        after = following[into]
+        if after is not None and uses[after % end] is Use.PUT and after != into + end:  # its bytes are dead, and deleted
             free += size
             continue
         dirty = use is not Use.READ or (held is not None and held[1])
         resident[key] = (size, dirty, position)
-        dropped, needed = decision.rank(into, position + following[into] - into, dirty)
+        dropped, needed = decision.rank(into, math.inf if after is None else position + after - into, dirty)
         heapq.heappush(order, (not dropped, -needed, position, key))
-    return moved
+    return moved + (sum(nbytes for nbytes, dirty, _ in resident.values() if dirty) if then == "end" else 0)
 
 
-def _following(keys: Sequence[Key]) -> list[int]:
-    """For each touch of a cycle the position of the same key's next one, i < following[i] <= i + len(keys)."""
+def _following(keys: Sequence[Key], then: Then) -> list[int | None]:
+    """For each touch the position of the same key's next one, i < following[i] <= i + len(keys); None: there is none."""
     end = len(keys)
     following = [0] * end
     seen: dict[Key, int] = {}
@@ -95,7 +118,7 @@ def _following(keys: Sequence[Key]) -> list[int]:
         if position < end:
             following[position] = seen[keys[position]]
         seen[keys[position % end]] = position
-    return following
+    return [after if then == "again" or after < end else None for after in following]
 
 
 def plan(sizes: Sequence[int], kinds: Sequence[Use], following: Sequence[int | None], budget: int) -> list[bool]:

@@ -17,7 +17,7 @@ from tiered.types import Fence, Key, Slot
 
 __all__ = ["MOVED", "Occupancy"]
 
-MOVED = 8
+MOVED = 16
 """Times its own bytes that a request may have moved within the tier to make room: no lease is granted meanwhile."""
 
 

@@ -1,6 +1,7 @@
 """From a trace to a plan: when is each tensor needed next, and what has to be brought by when. Pure; no clock, no I/O.
 
-The order that is followed is a cycle, as a training step is. Positions count on for ever: position p is touch ``p % len``.
+The order that is followed is a cycle, as a training step is, and positions count on for ever: position p is touch ``p % len``.
+Or it ends after one round, and from there on nothing is needed that is known.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from tiered.types import Key, Use
+from tiered.types import Key, Then, Use
 
 __all__ = ["NEVER", "Plan", "Record", "Touch"]
 
 NEVER = math.inf
-"""The next use of what is not in the order."""
+"""The next use of what is not in the order, or not in the rest of one that ends."""
 
 
 class Touch(NamedTuple):
@@ -41,24 +42,37 @@ class Plan:
 
     A loop may stray: leave touches out, put others in. Where it goes on is told from two touches in a row that fit. How long
     it computes after each touch is learnt from round to round.
+
+    ``end`` is the position from which on nothing is known: infinite in a cycle.
     """
 
-    def __init__(self, order: Iterable[Touch]) -> None:
+    def __init__(self, order: Iterable[Touch], then: Then = "again") -> None:
         self.cursor = 0
+        self.end = math.inf
         self._order: list[Touch] = []
         self._uses: dict[Key, list[int]] = {}
         self._took: list[float] = []  # seconds of computing after each touch of the cycle
         self._before: list[float] = [0.0]  # the same, summed up to each touch, and over all
         self._elsewhere: int | None = None  # where the loop may be instead
-        self.replace(order)
+        self.replace(order, then)
 
     def __len__(self) -> int:
         return len(self._order)
 
+    @property
+    def over(self) -> bool:
+        """Whether all touches have been made."""
+        return self.cursor >= self.end
+
+    @property
+    def until(self) -> int:
+        """Where to stop looking ahead: a round on from the cursor, or at the end."""
+        return int(min(self.cursor + len(self._order), self.end))
+
     def at(self, position: int) -> Touch:
         return self._order[position % len(self._order)]
 
-    def replace(self, order: Iterable[Touch]) -> int:
+    def replace(self, order: Iterable[Touch], then: Then = "again") -> int:
         """Follow another order; how many touches had to be planned anew (the common beginning has not)."""
         fresh = list(order)
         pairs = zip(self._order, fresh, strict=False)
@@ -77,6 +91,7 @@ class Plan:
             into = self.cursor % len(self._order)
             self.cursor = into if into <= common and into < len(fresh) else 0
         self._order, self._elsewhere = fresh, None
+        self.end = len(fresh) if then == "end" else math.inf
         return len(fresh) - common
 
     def last_use(self, key: Key) -> int | None:
@@ -85,7 +100,7 @@ class Plan:
         return into if self._order[into].key == key else None
 
     def next_use(self, key: Key) -> float:
-        """Position at which ``key`` is touched next, the cursor's own included; ``NEVER`` where it is not in the order."""
+        """Position at which ``key`` is touched next, the cursor's own included; ``NEVER`` where there is none."""
         uses = self._uses.get(key)
         return NEVER if not uses else self._following(uses, self.cursor)
 
@@ -109,19 +124,21 @@ class Plan:
     def happened(self, key: Key) -> None:
         """``key`` was touched."""
         uses = self._uses.get(key)
-        if not uses:
+        if not uses or self.over:
             return
         if self.at(self.cursor).key == key:
             self.cursor, self._elsewhere = self.cursor + 1, None
         elif self._elsewhere is not None and self.at(self._elsewhere).key == key:
             self.cursor, self._elsewhere = self._elsewhere + 1, None
         else:
-            self._elsewhere = self._following(uses, self.cursor) + 1
+            after = self._following(uses, self.cursor) + 1
+            self._elsewhere = int(after) if after < self.end else None  # at the end no second touch could tell
 
-    def _following(self, uses: Sequence[int], position: int) -> int:
+    def _following(self, uses: Sequence[int], position: int) -> float:
         cycle, into = divmod(position, len(self._order))
         at = bisect_left(uses, into)
-        return cycle * len(self._order) + (uses[at] if at < len(uses) else uses[0] + len(self._order))
+        found = cycle * len(self._order) + (uses[at] if at < len(uses) else uses[0] + len(self._order))
+        return found if found < self.end else NEVER
 
     def _sum_up(self) -> None:
         self._before = [0.0, *itertools.accumulate(self._took)]

@@ -16,12 +16,12 @@ from tiered.commits import Commits
 from tiered.config import Parts
 from tiered.engine import Engine
 from tiered.errors import ForkedStore, MisuseError, StoreClosed
-from tiered.eviction import LRU, NextUse
+from tiered.eviction import LRU
 from tiered.interfaces import EvictionPolicy, IOBackend
-from tiered.keep import Decision, decide
 from tiered.lease import LeaseOfMany, LeaseOfOne
 from tiered.opening import Wishes, assemble
-from tiered.prefetch import Plan, Record, Touch
+from tiered.prefetch import Record, Touch
+from tiered.rehearsal import choose, policy_of
 from tiered.requests import Delete, Install, Room
 from tiered.stats import StoreStatistics
 from tiered.tensors import (
@@ -40,8 +40,6 @@ from tiered.types import Access, BackendName, Key, TensorSpec, Use
 
 __all__ = ["TieredStore"]
 
-DROPPED = 1 << 60
-"""Touches: as far away as what a plan gives up is taken to be."""
 _ACCESS: dict[str | Access, Access] = {name: access for access in Access for name in (access, access.value)}
 AT_ONCE = 4 << 20
 """Bytes that a coroutine copies itself; more is copied in a thread, so that the event loop goes on."""
@@ -277,19 +275,21 @@ class TieredStore:
         self,
         order: Iterable[Touch | Key],
         *,
+        then: Literal["again", "end"] = "again",
         prefetch: Literal["on", "off"] = "on",
         effort: Literal["quick", "thorough"] = "quick",
     ) -> int:
         """Expect ``order`` from here on, again and again: evict what it needs last, and fetch ahead what it needs next.
 
         ``order`` is what ``trace`` wrote down, or keys by hand, all of which are read. A loop may stray from it; that costs
-        time, nothing else. Another order keeps what was planned for the beginning that both have in common. An empty one ends
-        it. ``prefetch="off"`` only evicts by it. ``effort="thorough"`` searches longer for what is best kept, seconds for an
-        order of 2,000 touches. Returns how many touches were planned anew. Raises MisuseError for a tier that is not there.
-        Results never depend on the order.
+        time, nothing else. With ``then="end"`` it comes once: what its rest does not touch leaves first, nothing is fetched
+        beyond it, and after its last touch nothing is followed. Another order keeps what was planned for the beginning that
+        both have in common. An empty one ends it. ``prefetch="off"`` only evicts by it. ``effort="thorough"``
+        searches longer for what is best kept, some seconds for an order of 2,000 touches. Returns how many touches were planned
+        anew. Raises MisuseError for a tier that is not there. Results never depend on the order.
         """
-        if effort not in ("quick", "thorough") or prefetch not in ("on", "off"):
-            raise MisuseError("effort is 'quick' or 'thorough', prefetch is 'on' or 'off'")
+        if effort not in ("quick", "thorough") or prefetch not in ("on", "off") or then not in ("again", "end"):
+            raise MisuseError("effort is 'quick' or 'thorough', prefetch is 'on' or 'off', then is 'again' or 'end'")
         engine = self._running()
         touches = [_touch(touch) for touch in listed(order)]
         keys, uses = [touch.key for touch in touches], [touch.use for touch in touches]
@@ -303,11 +303,11 @@ class TieredStore:
             return [nbytes if 0 < nbytes <= most else 1 for nbytes in wanted]
 
         decisions = [
-            decide(keys, uses, sizes(index), self._parts.tiers[index].capacity, thorough=effort == "thorough")
-            for index in range(len(self._parts.links))
+            choose(keys, uses, sizes(index), memory, thorough=effort == "thorough", then=then)
+            for index, memory in enumerate(self._parts.memories[: len(self._parts.links)])
         ]
         hops = len(decisions) if prefetch == "on" else 0
-        return engine.follow(touches, lambda plan: [_next_use(plan, decision) for decision in decisions], hops)
+        return engine.follow(touches, lambda plan: [policy_of(plan, decision) for decision in decisions], hops, then)
 
     def delete(self, key: Key) -> None:
         """Forget ``key``; its room is free once nothing refers to it. Raises KeyNotFound, LeaseConflict while it is leased."""
@@ -464,14 +464,3 @@ def _touch(touch: object) -> Touch:
     ):
         raise MisuseError(f"an order is what trace() wrote down, or a list of keys; {touch!r} is neither a touch nor a key")
     return touch
-
-
-def _next_use(plan: Plan, decision: Decision) -> EvictionPolicy:
-    kept = decision.kept
-
-    def next_use(key: Key) -> float:
-        touched = plan.last_use(key)
-        dropped = kept is not None and touched is not None and touched < len(kept) and not kept[touched]
-        return plan.next_use(key) + (DROPPED if dropped else 0)
-
-    return NextUse(next_use, lambda: plan.cursor, price=decision.price)

@@ -32,6 +32,9 @@ __all__ = [
 
 Key = str
 BackendName = Literal["auto", "libaio", "aiofiles", "posix"]
+
+Then = Literal["again", "end"]
+"""What comes after an order of touches: the same once more, and so on; or nothing that is known."""
 """What moves bytes to and from the disk; "auto" is the fastest that works here."""
 
 PIECE_BYTES = 4 << 20

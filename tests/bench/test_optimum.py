@@ -16,7 +16,7 @@ from bench import optimum
 from bench.optimum import exact_bound, lower_bound
 from bench.simulate import belady, lru, plan_trace, planned, priced, simulate
 from bench.traces import TRACES, Access, Trace, next_positions, training
-from tiered.keep import plan
+from tiered.keep import Decision, bytes_moved, plan
 
 READ, WRITE, PUT = Access.READ, Access.WRITE, Access.PUT
 State = frozenset[tuple[str, bool]]  # what is resident, and whether it is dirty
@@ -132,6 +132,16 @@ def test_what_a_plan_keeps_fits_in_every_round(trace: Trace, more: int, rounds: 
         if not kept[position % length]:
             del held[key]
     assert simulate(again, budget, planned(kept)) >= lower_bound(again, budget) - 1e-6
+
+
+@settings(deadline=None, max_examples=50)
+@given(trace=ANY, more=st.integers(0, 8), price=st.sampled_from([0.0, 0.5, 2.5]))
+def test_what_a_decision_moves_up_to_the_end_is_what_its_rule_moves(trace: Trace, more: int, price: float) -> None:
+    budget, kept = trace.largest + more, plan_trace(trace, trace.largest + more)
+    keys, uses = [key for key, _ in trace.accesses], [use for _, use in trace.accesses]
+    sizes = [trace.sizes[key] for key in keys]
+    for decision, rule in ((Decision(price), priced(price)), (Decision(0.0, tuple(kept)), planned(kept))):
+        assert bytes_moved(keys, uses, sizes, budget, decision, "end") == simulate(trace, budget, rule)
 
 
 @pytest.mark.parametrize("name", ["cyclic_write", "training", "training_unequal", "zipf_write"])

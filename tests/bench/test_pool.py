@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 
 from bench.optimum import lower_bound
-from bench.pool import Run
+from bench.pool import Run, decision_for
 from bench.traces import TRACES
 
 
 def test_moving_saves_bytes_of_the_link() -> None:
     trace = TRACES["zipf_write"]()
     budget = trace.total // 4
-    fixed, some, free = (Run(trace, budget, most) for most in (0, 8, math.inf))
+    decision = decision_for(trace, budget, "quick")
+    fixed, some, free = (Run(trace, budget, most, decision) for most in (0, 8, math.inf))
     assert fixed.moved == 0 < some.moved <= free.moved
     assert fixed.linked > 1.05 * free.linked
     assert fixed.linked > 1.03 * some.linked
@@ -21,6 +22,7 @@ def test_moving_saves_bytes_of_the_link() -> None:
 
 def test_tensors_of_one_size_are_never_moved() -> None:
     trace = TRACES["training"]()
-    run = Run(trace, trace.total // 64 * 32, math.inf)
+    budget = trace.total // 64 * 32
+    run = Run(trace, budget, math.inf, decision_for(trace, budget, "quick"))
     assert run.moved == 0
     assert run.linked > 0

@@ -1,0 +1,64 @@
+"""What a rehearsal counts beside the plain count of ``keep.bytes_moved``, and that the choice by it is never a worse one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.traces import zipf_read
+from tiered.keep import Decision, bytes_moved, ranked
+from tiered.rehearsal import MovablePlaces, Places, Rehearsal, choose
+from tiered.types import Key, Then, Use
+
+THEN = st.sampled_from(["again", "end"])
+ORDER = st.lists(st.tuples(st.sampled_from("abcdef"), st.sampled_from(Use)), min_size=1, max_size=30)
+Touched = tuple[Sequence[Key], Sequence[Use], Sequence[int]]
+
+
+def moved(touched: Touched, memory: Places, decision: Decision, then: Then) -> int:
+    rehearsal = Rehearsal(*touched, memory, decision, then)
+    first = rehearsal.round()
+    found = first + rehearsal.rest() if then == "end" else rehearsal.round()
+    rehearsal.place.check()
+    return found
+
+
+@settings(deadline=None)
+@given(order=ORDER, room=st.integers(1, 6), price=st.sampled_from([0.0, 0.5, 2.5]), then=THEN)
+def test_tensors_of_one_size_leave_no_holes(order: list[tuple[str, Use]], room: int, price: float, then: Then) -> None:
+    keys, uses = [key for key, _ in order], [Use.READ if use is Use.PUT else use for _, use in order]
+    touched = (keys, uses, [8] * len(keys))
+    for places in (Places, MovablePlaces):
+        found = moved(touched, places(8 * room), Decision(price), then)
+        assert found == bytes_moved(*touched, 8 * room, Decision(price), then)
+
+
+@settings(deadline=None, max_examples=60)
+@given(order=ORDER, sizes=st.lists(st.integers(1, 9), min_size=6, max_size=6), more=st.integers(0, 20), then=THEN)
+def test_thorough_is_never_worse_than_quick(
+    order: list[tuple[str, Use]], sizes: list[int], more: int, then: Then
+) -> None:
+    size = dict(zip("abcdef", sizes, strict=True))
+    keys = [key for key, _ in order]
+    touched = (keys, [use for _, use in order], [size[key] for key in keys])
+    for places in (Places, MovablePlaces):
+        memory = places(max(sizes) + more)
+        quick = choose(*touched, memory, thorough=False, then=then)
+        thorough = choose(*touched, memory, thorough=True, then=then)
+        assert quick == ranked(*touched, memory.capacity, thorough=False, then=then)[0]
+        assert moved(touched, places(memory.capacity), thorough, then) <= moved(touched, places(memory.capacity), quick, then)
+
+
+def test_a_plan_is_not_taken_where_holes_make_it_worse() -> None:
+    """Counted as if free room never lay apart, the plan is better; where nothing can be moved, it is not."""
+    trace = zipf_read()
+    keys, uses = [key for key, _ in trace.accesses], [use for _, use in trace.accesses]
+    sizes = [trace.sizes[key] for key in keys]
+    budget = trace.total // 4
+    best = ranked(keys, uses, sizes, budget, thorough=True, then="end")[0]
+    assert best.kept is not None
+    found = choose(keys, uses, sizes, Places(budget), thorough=True, then="end")
+    fixed = [moved((keys, uses, sizes), Places(budget), decision, "end") for decision in (found, best)]
+    assert fixed[0] < fixed[1]
