@@ -19,6 +19,7 @@ class Wakeup:
     """
 
     _reading = _writing = -1  # also where the system refuses the pipe
+    _close = staticmethod(os.close)  # a module is empty when the interpreter ends, and what is collected then
 
     def __init__(self) -> None:
         self._reading, self._writing = os.pipe()
@@ -48,5 +49,5 @@ class Wakeup:
         reading, writing = self._reading, self._writing
         self._reading = self._writing = -1  # their numbers may be another file's soon
         if reading >= 0:
-            os.close(reading)
-            os.close(writing)
+            self._close(reading)
+            self._close(writing)
