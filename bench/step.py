@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -89,11 +89,12 @@ class Measured:
 
 def measure(case: Case, layers: int, width: int, folder: str) -> Measured:
     torch.manual_seed(0)
-    model = Model(layers, width).to(case.dtype)
+    model = Model(layers, width)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     dram = max(1 << 20, int(case.budget * 12 * parameters))
     with tempfile.TemporaryDirectory(dir=folder) as place, TieredStore.open(f"{place}/store", dram=dram) as store:
-        zero.page(model, store, prefetch=case.prefetch, micro_batch=PARTS if case.kind == "split" else 1)
+        policy = zero.Policy() if case.dtype is torch.float32 else zero.Policy(storage=case.dtype)
+        zero.page(model, store, prefetch=case.prefetch, micro_batch=PARTS if case.kind == "split" else 1, policy=policy)
         optimizer = zero.AdamW(model.parameters(), lr=1e-4, update=case.update)
         generator = torch.Generator().manual_seed(0)
 
@@ -122,9 +123,9 @@ def measure(case: Case, layers: int, width: int, folder: str) -> Measured:
     return Measured(used.read / per, used.written / per, kernel, (four - two) / 2 / parameters, peak)
 
 
-def cases(budgets: list[float], kinds: list[Kind]) -> Iterator[tuple[Case, Case]]:
+def cases(budgets: list[float], kinds: list[Kind], dtypes: list[str]) -> Iterator[tuple[Case, Case]]:
     """Each with fetching ahead, and without."""
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (getattr(torch, name) for name in dtypes):
         for update in ("on_fetch", "in_backward"):
             for kind in kinds:
                 if update == "in_backward" and kind == "accumulated":
@@ -143,6 +144,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--budget", action="append", help="share of the state, like 50%% (default: 10%%, 50%%, 90%%)")
     parser.add_argument("--kind", action="append", choices=("one", "accumulated", "split"))
+    parser.add_argument("--dtype", action="append", choices=("float32", "bfloat16"), help="in the store, not in modules")
     options = parser.parse_args()
     torch.set_num_threads(1)
     budgets = [float(text.rstrip("%")) / 100 for text in options.budget or ("10%", "50%", "90%")]
@@ -150,7 +152,7 @@ def main() -> int:
     print("| dtype | update | kind | budget | read | written | by the kernel | optimum | ratio | on demand | pool's peak |")
     print("|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     ratios = []
-    for ahead, demand in cases(budgets, options.kind or ["one", "accumulated", "split"]):
+    for ahead, demand in cases(budgets, options.kind or list(get_args(Kind)), options.dtype or ["float32", "bfloat16"]):
         found, plain = (measure(case, options.layers, options.width, options.dir) for case in (ahead, demand))
         ratios.append(found.ratio)
         kernel = "?" if found.kernel is None else f"{found.kernel:.2f}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import gc
+import os
 import pickle
 import threading
 from pathlib import Path
@@ -9,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiered import CapacityError, CommitError, LeaseConflict, MisuseError, ReadError, TieredStore
+from tests.rig import Rig, evicted, fill, where
+from tiered import CapacityError, CommitError, LeaseConflict, MisuseError, ReadError, TieredError, TieredStore
 from tiered.generations import generations
 from tiered.prefetch import Plan
+from tiered.residency import State
 
 MIB = 1 << 20
 
@@ -142,3 +147,45 @@ def test_a_commit_that_failed_is_not_one_that_is_kept(tmp_path: Path, monkeypatc
         assert generations(folder) == [2, newest]
         store.commit(meta={})
         assert generations(folder) == [newest, newest + 1]
+
+
+def test_a_system_without_descriptors_refuses_an_engine_and_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left() -> tuple[int, int]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    before = set(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pipe", none_left)
+        with pytest.raises(TieredError, match="Too many open files"):
+            TieredStore.open(tmp_path / "state", dram=MIB, backend="libaio")
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) <= before
+    TieredStore.open(tmp_path / "state", dram=MIB).close()
+
+
+def test_one_large_tensor_that_is_gone_keeps_no_room_from_hints() -> None:
+    rig = Rig(40, 400, reserve=0.0)
+    fill(rig, "a", "b", "c", "d", nbytes=4)
+    evicted(rig, *[key for key in "abcd" if where(rig, key)[0]])
+    rig.put("large", bytes(38))
+    rig.settle()
+    rig.delete("large")
+    rig.settle()
+    for key in "abcd":
+        rig.hint(key)
+        rig.settle()
+    assert [where(rig, key)[0] for key in "abcd"] == [State.CLEAN] * 4
+    rig.wind_down()
+
+
+def test_a_trace_of_at_most_so_many_touches(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "state", dram=MIB) as store, store.trace(most=3) as order:
+        store.put("w", filled("w", 4096))
+        for _ in range(9):
+            store.get("w")
+        assert len(order) == 3
+        order.clear()
+        store.get("w")
+        assert [touch.key for touch in order] == ["w"]
