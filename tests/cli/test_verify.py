@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -104,6 +105,23 @@ def test_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "a store's folder has a name" in failure(capsys, "verify", "")
     assert "there are: 1, 2" in failure(capsys, "verify", folder, "--generation", 3)
     assert "No such file" in failure(capsys, "verify", folder, "--json", tmp_path / "no" / "it.json")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict", "utf-8:surrogateescape"])
+def test_names_that_cannot_be_printed(original: Path, tmp_path: Path, encoding: str) -> None:
+    """Whatever bytes a folder's name is made of, sound or damaged."""
+    folder = Path(shutil.copytree(original, tmp_path / "bad\udcff"))
+    report = tmp_path / "it\udcff.json"
+    words = [os.fsencode(word) for word in command("verify", folder, "--json", report)]
+    name = rb"bad\udcff" if "strict" in encoding else b"bad\xff"
+    for damage in False, True:
+        if damage:
+            flip(folder / "data.0", 20)
+        done = subprocess.run(words, capture_output=True, env=ONE_THREAD | {"PYTHONIOENCODING": encoding})
+        assert done.returncode == damage, done.stderr
+        assert b"Traceback" not in done.stderr
+        assert done.stdout.count(name) == (4 if damage else 1)
+        assert json.loads(report.read_text())["sound"] is not damage
 
 
 @pytest.mark.parametrize("arguments", [["verify"], ["verify", "x", "--generation", "0"], ["verify", "x", "--quickly"]])
