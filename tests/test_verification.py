@@ -15,7 +15,7 @@ import torch
 
 from tests.filesystems import root
 from tests.test_store import numbers
-from tiered import Damage, MisuseError, StoreLocked, TieredStore, Verification, verify
+from tiered import Damage, ManifestError, MisuseError, StoreLocked, TieredStore, Verification, verify
 from tiered.generations import load
 from tiered.io.probe import libaio_unavailable
 from tiered.manifest import TensorRecord
@@ -306,7 +306,24 @@ class TestDamagedFiles:
         damage = only(found)
         assert (damage.key, damage.offset) == (None, 0)
         assert damage.what == "the header is damaged (its checksum does not match)"
-        assert [one.sound for one in found.generations] == [True, True]
+        assert [(one.sound, one.damaged, one.obstacle) for one in found.generations] == [
+            (False, 0, f"{folder / 'data.0'}: the header is damaged (its checksum does not match)")
+        ] * 2
+
+    def test_only_spare_room_is_cut_off(self, folder: Path) -> None:
+        """That is damage, but in nobody's way; a page less is."""
+        manifest = load(folder)
+        assert manifest is not None
+        end = max(one.extent.offset + one.extent.nbytes for one in manifest.tensors if one.extent)
+        os.truncate(folder / "data.0", end)
+        found = verify(folder)
+        assert only(found).offset == end
+        assert found.generations[0].sound
+        TieredStore.open(folder, dram="32MiB").close()
+        os.truncate(folder / "data.0", end - 4096)
+        assert not verify(folder).generations[0].sound
+        with pytest.raises(ManifestError, match="beyond its end"):
+            TieredStore.open(folder, dram="32MiB")
 
     def test_of_another_store(self, folder: Path, tmp_path: Path) -> None:
         other = made(tmp_path / "other")
@@ -391,6 +408,38 @@ class TestDrives:
         (folder / "drives").unlink()
         assert only(verify(folder, paths=paths)).what == "is missing"
 
+    def test_the_list_is_empty(self, tmp_path: Path, paths: list[Path]) -> None:
+        folder = made(tmp_path / "store", paths)
+        os.truncate(folder / "drives", 0)
+        with pytest.raises(ManifestError, match="missing or empty"):
+            TieredStore.open(folder, dram="32MiB", paths=paths)
+        found = verify(folder, paths=paths)
+        assert only(found) == Damage("is empty", str(folder / "drives"))
+        assert not any(one.sound for one in found.generations)
+
+    def test_two_in_one_folder(self, tmp_path: Path) -> None:
+        paths = [tmp_path / name for name in "ab"]
+        folder = made(tmp_path / "store", paths)
+        (paths[1] / "drive.1").rename(paths[0] / "drive.1")
+        with pytest.raises(ManifestError, match="data files of several drives"):
+            TieredStore.open(folder, dram="32MiB", paths=paths)
+        damage = only(verify(folder, paths=paths))
+        assert (damage.path, damage.what[:32]) == (str(paths[0]), "has data files of several drives")
+
+    def test_more_folders_than_drives(self, tmp_path: Path, paths: list[Path]) -> None:
+        folder = made(tmp_path / "store", paths[:2])
+        with pytest.raises(MisuseError, match="on 2 drives, not 3"):
+            TieredStore.open(folder, dram="32MiB", paths=paths)
+        with pytest.raises(MisuseError, match="on 2 drives, not 3"):
+            verify(folder, paths=paths)
+
+    def test_a_link_to_one(self, tmp_path: Path, paths: list[Path]) -> None:
+        folder = made(tmp_path / "store", paths[:2])
+        paths[2].symlink_to(paths[1])
+        for check in (verify, TieredStore.open):
+            with pytest.raises(MisuseError, match="is a symbolic link; name the folder"):
+                check(folder, paths=[paths[0], paths[2]])
+
     def test_they_have_to_be_named(self, tmp_path: Path, paths: list[Path]) -> None:
         folder = made(tmp_path / "store", paths)
         with pytest.raises(MisuseError, match=f"have to be named: paths=.*{paths[0]}"):
@@ -430,6 +479,19 @@ class TestRefused:
             with pytest.raises(MisuseError, match=f"{where} is not a tiered store"):
                 verify(where)
         assert os.listdir(tmp_path) == ["thesis.txt"]
+
+    def test_a_link_to_a_store(self, folder: Path, tmp_path: Path) -> None:
+        (tmp_path / "link").symlink_to(folder)
+        for check in (verify, TieredStore.open):
+            for name in "link", "link/":
+                with pytest.raises(MisuseError, match="link is a symbolic link; name the folder that it points to"):
+                    check(f"{tmp_path}/{name}")
+
+    def test_no_name(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(folder)
+        with pytest.raises(MisuseError, match=r"has a name; '\.' is the current one"):
+            verify("")
+        assert verify(".").sound
 
     def test_no_such_generation(self, folder: Path) -> None:
         with pytest.raises(MisuseError, match=r"has no generation 7; there are: 1, 2"):

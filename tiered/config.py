@@ -204,7 +204,8 @@ def _cgroup_room() -> _CgroupRoom | None:
 
 
 def _page_cache(statistics: Path) -> int:
-    """Bytes of file pages that the kernel takes back when a cgroup is full: without those of tmpfs."""
+    """Bytes of file pages that the kernel takes back when a cgroup is full: without those of tmpfs. 0 where it does not
+    say: the limit holds all the same."""
     values = dict(line.split(maxsplit=1) for line in statistics.read_text().splitlines())
     total = "total_" if "total_inactive_file" in values else ""  # v1 counts those of the cgroups below apart
-    return int(values[f"{total}inactive_file"]) + int(values[f"{total}active_file"])
+    return sum(int(values.get(f"{total}{name}", 0)) for name in ("inactive_file", "active_file"))

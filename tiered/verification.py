@@ -63,16 +63,17 @@ class Damage:
 @dataclass(frozen=True)
 class CheckedGeneration:
     """One commit: how many ``tensors`` it has, of ``nbytes`` together, and how many of them are ``damaged``; None where its
-    manifest cannot be read."""
+    manifest cannot be read. ``obstacle``: the damaged file for which it cannot be opened, whatever its tensors are like."""
 
     number: int
     tensors: int | None
     nbytes: int | None
     damaged: int | None
+    obstacle: str | None = None
 
     @property
     def sound(self) -> bool:
-        return self.damaged == 0
+        return self.damaged == 0 and self.obstacle is None
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def verify(
     What is damaged is no error but part of the answer, a manifest too. Raises MisuseError (no store there, no such generation,
     other paths than the store's) and StoreLocked.
     """
-    folder = Path(os.path.expanduser(path)).absolute()
+    folder = _named(path)
     with contextlib.ExitStack() as stack:
         files, listed, damages = _open_files(folder, paths, stack)
         manifests, checked, more = _load(folder, generation)
@@ -119,11 +120,34 @@ def verify(
         reader = _Reader(files, claims, progress or (lambda done, total: None))
         found = _joined(reader.damages(backend))
     broken = Counter(number for _, number in {(damage.key, number) for damage in found for number in damage.generations})
-    counted = [one if one.tensors is None else replace(one, damaged=broken[one.number]) for one in checked]
+    ends = _ends(files, claims)
+    counted = [
+        one if one.tensors is None else replace(one, damaged=broken[one.number], obstacle=_obstacle(one.number, damages, ends))
+        for one in checked
+    ]
     return Verification(str(folder), tuple(counted), (*damages, *found), len(claims), reader.read)
 
 
+def _obstacle(number: int, damages: Sequence[Damage], ends: Mapping[tuple[str, int], int]) -> str | None:
+    """The first damage to a file that generation ``number`` needs; one of no generation is in the way of all."""
+    for one in damages:
+        needed = not one.generations or number in one.generations
+        if needed and (not one.offset or one.offset < ends.get((one.path, number), 0)):  # spare room at the end may be gone
+            return f"{one.path}: {one.what}"
+    return None
+
+
 # The files
+
+
+def _named(path: str | os.PathLike[str]) -> Path:
+    """The folder that a store would open by this name. Raises MisuseError where it would not."""
+    if not os.fspath(path):
+        raise MisuseError("a store's folder has a name; '.' is the current one")
+    folder = Path(os.path.expanduser(path)).absolute()
+    if folder.is_symlink():
+        raise MisuseError(f"{folder} is a symbolic link; name the folder that it points to")
+    return folder
 
 
 @dataclass(frozen=True)
@@ -161,18 +185,25 @@ def _open_files(
         try:
             stack.callback(os.close, open_to_read(folder, LIST_FILE))
             record = read_record(folder)
+            if record is None:
+                damages.append(Damage("is empty", str(folder / LIST_FILE)))
         except ManifestError as error:
             damages.append(Damage(_without(str(error), folder / LIST_FILE), str(folder / LIST_FILE)))
         except OSError as error:
             damages.append(Damage(_cannot("open", error), str(folder / LIST_FILE)))
     else:
         damages.append(Damage("is missing", str(folder / LIST_FILE)))
-    for place in (Path(os.path.expanduser(one)).absolute() for one in paths):
-        for index in _indices(place):
+    for place in map(_named, paths):
+        indices = _indices(place)
+        if len(indices) > 1:
+            damages.append(Damage("has data files of several drives; each drive needs a folder of its own", str(place)))
+        for index in indices:
             if index in found:
                 raise MisuseError(f"{place} and {os.path.dirname(found[index].path)} both have a drive.{index}")
             found[index], more = _open_file(place, f"drive.{index}", index, stack)
             damages += more
+    if record is not None and len(paths) > len(record.folders):
+        raise MisuseError(f"{folder} keeps its tensors on {len(record.folders)} drives, not {len(paths)}: {folders_of(folder)}")
     return found, record, damages
 
 
@@ -298,6 +329,11 @@ class _Claim:
         assert self.record.extent is not None
         return self.record.extent.offset
 
+    @property
+    def end(self) -> int:
+        assert self.record.extent is not None
+        return self.record.extent.offset + self.record.extent.nbytes
+
 
 def _claims(manifests: Sequence[Manifest]) -> list[_Claim]:
     """Each once, whichever generations share it."""
@@ -308,6 +344,16 @@ def _claims(manifests: Sequence[Manifest]) -> list[_Claim]:
                 claim = _Claim(bytes.fromhex(manifest.store), record, [])
                 found.setdefault((manifest.store, record), claim).numbers.append(manifest.generation)
     return list(found.values())
+
+
+def _ends(files: Mapping[int, _File], claims: Sequence[_Claim]) -> dict[tuple[str, int], int]:
+    """Where the last extent of each generation ends in each data file, by its path and the generation's number."""
+    ends: dict[tuple[str, int], int] = {}
+    for claim in claims:
+        for number in claim.numbers if claim.file in files else ():
+            where = files[claim.file].path, number
+            ends[where] = max(ends.get(where, 0), claim.end)
+    return ends
 
 
 # Reading

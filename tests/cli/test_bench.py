@@ -321,6 +321,9 @@ class TestNumbers:
             assert nbytes == 1 or value[:4096].unique().numel() > 200
 
 
+PACKAGE = b'{\n  "name": "mine",\n  "dependencies": {\n    "tiered": "^1.0"\n  }\n}\n'
+
+
 class TestReports:
     def test_ours_is_replaced(self, tmp_path: Path) -> None:
         path = str(tmp_path / "it.json")
@@ -329,12 +332,34 @@ class TestReports:
             write_report(path, {"number": number})
         assert json.loads((tmp_path / "it.json").read_text())["number"] == 2
 
-    @pytest.mark.parametrize("contents", [b"years of work", b"{}", b'{"a": 1}', b"\x89PNG of a cat"])
+    @pytest.mark.parametrize("contents", [b"years of work", b"{}", b'{"a": 1}', b"\x89PNG of a cat", PACKAGE])
     def test_anything_else_stays(self, tmp_path: Path, contents: bytes) -> None:
         (tmp_path / "thesis").write_bytes(contents)
         with pytest.raises(MisuseError, match=r"thesis is there already and is none of our reports, .* with --plot"):
             refuse_unwritable(str(tmp_path / "thesis"), "--plot")
         assert (tmp_path / "thesis").read_bytes() == contents
+
+    def test_nothing_is_left_by_the_check(self, tmp_path: Path) -> None:
+        """As the command may fail, or be stopped; also where a link points to what is not there yet."""
+        (tmp_path / "link").symlink_to("target")
+        for name in "new", "link":
+            refuse_unwritable(str(tmp_path / name))
+        assert os.listdir(tmp_path) == ["link"]
+        assert main(["verify", str(tmp_path / "none"), "--json", str(tmp_path / "new")]) == 1
+        assert os.listdir(tmp_path) == ["link"]
+
+    def test_a_fifo_without_a_reader(self, tmp_path: Path) -> None:
+        """It is not waited for; a reader that comes finds the report, not the end that a check left."""
+        os.mkfifo(tmp_path / "fifo")
+        refuse_unwritable(str(tmp_path / "fifo"))
+        with subprocess.Popen(["cat", str(tmp_path / "fifo")], stdout=subprocess.PIPE) as reader:
+            refuse_unwritable(str(tmp_path / "fifo"))
+            write_report(str(tmp_path / "fifo"), {"number": 1})
+            assert json.loads(reader.communicate(timeout=60)[0])["number"] == 1
+
+    def test_a_folder(self, tmp_path: Path) -> None:
+        with pytest.raises(MisuseError, match="Is a directory"):
+            refuse_unwritable(str(tmp_path))
 
     def test_what_is_no_file_is_written_to(self, tmp_path: Path) -> None:
         (tmp_path / "empty").touch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import itertools
 import json
@@ -276,9 +277,14 @@ class TestSustained:
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines[-5:]] == ["GB/s", "whole", "first", "last", "least"]
 
-    @pytest.mark.parametrize(("text", "value"), [("90", 90.0), ("1.5s", 1.5), ("2min", 120.0), ("1h", 3600.0)])
+    @pytest.mark.parametrize(("text", "value"), [("90", 90.0), ("1.5s", 1.5), ("2min", 120.0), ("1h", 3600.0), ("\n5s", 5.0)])
     def test_times(self, text: str, value: float) -> None:
         assert seconds(text) == value
+
+    @pytest.mark.parametrize("text", ["", "s", "5\ns\n", "\n", "1e308h", "1e400", "nan", "-1s", "0"])
+    def test_no_times(self, text: str) -> None:
+        with pytest.raises(argparse.ArgumentTypeError, match="is not a time; write one like"):
+            seconds(text)
 
 
 class TestPlot:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -66,8 +67,20 @@ def test_damaged(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         "written": 1,
     }
     assert report["generations"] == [
-        {"number": 2, "tensors": 5, "bytes": LARGE + 60_000, "damaged": 1},
-        {"number": 1, "tensors": None, "bytes": None, "damaged": None},
+        {"number": 2, "tensors": 5, "bytes": LARGE + 60_000, "damaged": 1, "obstacle": None},
+        {"number": 1, "tensors": None, "bytes": None, "damaged": None, "obstacle": None},
+    ]
+
+
+def test_a_damaged_header(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The tensors are there, and nothing opens."""
+    flip(folder / "data.0", 20)
+    assert main(["verify", str(folder)]) == 1
+    why = f"cannot be opened ({folder}/data.0: the header is damaged (its checksum does not match))"
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        f"generation 2: {why}; 5 tensors sound, 8.1 MiB",
+        f"generation 1: {why}; 4 tensors sound, 8.0 MiB",
+        f"{folder}: DAMAGED; 8.1 MiB read, 5 different tensors in 2 generations",
     ]
 
 
@@ -89,8 +102,26 @@ def test_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     with TieredStore.open(folder, dram="32MiB"):
         assert f"tiered: {folder} is in use by process" in failure(capsys, "verify", folder)
     assert "is not a tiered store" in failure(capsys, "verify", tmp_path / "none")
+    assert "a store's folder has a name" in failure(capsys, "verify", "")
     assert "there are: 1, 2" in failure(capsys, "verify", folder, "--generation", 3)
     assert "No such file" in failure(capsys, "verify", folder, "--json", tmp_path / "no" / "it.json")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict", "utf-8:surrogateescape"])
+def test_names_that_cannot_be_printed(original: Path, tmp_path: Path, encoding: str) -> None:
+    """Whatever bytes a folder's name is made of, sound or damaged."""
+    folder = Path(shutil.copytree(original, tmp_path / "bad\udcff"))
+    report = tmp_path / "it\udcff.json"
+    words = [os.fsencode(word) for word in command("verify", folder, "--json", report)]
+    name = rb"bad\udcff" if "strict" in encoding else b"bad\xff"
+    for damage in False, True:
+        if damage:
+            flip(folder / "data.0", 20)
+        done = subprocess.run(words, capture_output=True, env=ONE_THREAD | {"PYTHONIOENCODING": encoding})
+        assert done.returncode == damage, done.stderr
+        assert b"Traceback" not in done.stderr
+        assert done.stdout.count(name) == (4 if damage else 1)
+        assert json.loads(report.read_text())["sound"] is not damage
 
 
 @pytest.mark.parametrize("arguments", [["verify"], ["verify", "x", "--generation", "0"], ["verify", "x", "--quickly"]])

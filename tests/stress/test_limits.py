@@ -16,7 +16,7 @@ from tests.stress.children import forked
 from tests.stress.syscalls import Child
 from tests.stress.tally import Tally, counts
 from tiered import CapacityError, TieredStore
-from tiered.config import _cgroup_room
+from tiered.config import _cgroup_room, _page_cache
 
 PROMISE = "17 (limits)"
 MIB = 1 << 20
@@ -128,3 +128,19 @@ def test_what_the_page_cache_has_is_free(tmp_path: Path, tally: Tally) -> None:
             assert running.wait_end() == 0, running.said
         assert running.said == ["used"]
         tally.count("a cgroup full of page cache", 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("anon 5\ninactive_file 30\nactive_file 4\n", 34),
+        ("inactive_file 30\nactive_file 4\ntotal_inactive_file 300\ntotal_active_file 40\n", 340),
+        ("anon 5\nactive_file 4\n", 4),
+        ("total_inactive_file 30\n", 30),
+        ("", 0),
+    ],
+)
+def test_what_memory_stat_says(tmp_path: Path, text: str, nbytes: int) -> None:
+    """Not every kernel and container says all of it."""
+    (tmp_path / "memory.stat").write_text(text)
+    assert _page_cache(tmp_path / "memory.stat") == nbytes

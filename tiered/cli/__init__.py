@@ -7,6 +7,7 @@ stderr that names the thing and the mend.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -35,6 +36,7 @@ Each command has its own help: tiered train --help
 def run() -> None:
     """The console script. Ctrl-C counts from the first moment, and a stopped run does not wait for torch to be taken down."""
     before = signal.signal(signal.SIGINT, _stop_early)
+    _print_any_name(sys.stdout)
     code = main()
     signal.signal(signal.SIGINT, before)
     sys.stdout.flush()
@@ -42,6 +44,12 @@ def run() -> None:
     if code > 128:
         os._exit(code)
     sys.exit(code)
+
+
+def _print_any_name(stream: TextIO) -> None:
+    """Names of files may hold bytes that are no text in the terminal's encoding: shown escaped, as stderr does, not fatal."""
+    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors="backslashreplace")
 
 
 def _stop_early(signum: int, frame: FrameType | None) -> None:

@@ -110,10 +110,10 @@ def names(*known: str) -> Callable[[str], tuple[str, ...]]:
 
 def seconds(text: str) -> float:
     """Of "90", "90s", "2min" or "1h"."""
-    found = re.fullmatch(r"(.*?)\s*(s|min|h|)", text)
-    assert found is not None
+    found = re.fullmatch(r"(.*?)\s*(s|min|h|)", text, re.DOTALL)
+    assert found is not None, "the last group may be empty"
     try:
-        return positive(found[1]) * {"": 1, "s": 1, "min": 60, "h": 3600}[found[2]]
+        return positive(str(positive(found[1]) * {"": 1, "s": 1, "min": 60, "h": 3600}[found[2]]))  # the product may be inf
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time; write one like '60s' or '5min'") from None
 

@@ -79,7 +79,8 @@ def _described(found: Verification) -> str:
             lines.append(f"generation {one.number}: its manifest cannot be read")
         else:
             told = f"{one.damaged} of {one.tensors} tensors damaged" if one.damaged else f"{one.tensors} tensors sound"
-            lines.append(f"generation {one.number}: {told}, {format_size(one.nbytes)}")
+            closed = f"cannot be opened ({one.obstacle}); " if one.obstacle else ""
+            lines.append(f"generation {one.number}: {closed}{told}, {format_size(one.nbytes)}")
     if not found.generations:
         lines.append("nothing was ever committed")
     read = f"{format_size(found.read)} read, {found.tensors} different tensors in {len(found.generations)} generations"
