@@ -69,8 +69,13 @@ def sync_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyDisk]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     injected: Counter[str] = Counter()
     fired: Counter[str] = Counter()
+    runs: Counter[str] = Counter()
     for tally in config.stash.get(TALLIES, []):
+        runs[tally.what] += tally.runs
         injected[tally.what] += tally.injected
         fired[tally.what] += tally.fired
     for what in sorted(injected, key=lambda what: (int(re.split(r"\D", what)[0]), what)):
-        terminalreporter.write_line(f"faults: promise {what}: {injected[what]:,} injected, {fired[what]:,} fired")
+        if injected[what]:
+            terminalreporter.write_line(f"faults: promise {what}: {injected[what]:,} injected, {fired[what]:,} fired")
+        if runs[what]:
+            terminalreporter.write_line(f"runs: promise {what}: {runs[what]:,} passed")

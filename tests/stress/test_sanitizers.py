@@ -18,7 +18,7 @@ from libaio_ext import build
 from tests.stress.tally import Tally
 from tiered.io.probe import libaio_unavailable
 
-PROMISE = "19 (sanitizers; injected: tests run under one)"
+PROMISE = "19 (tests under sanitizers)"
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = {
     "address": ("libasan.so", {"ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1:abort_on_error=0:exitcode=99"}),
@@ -101,4 +101,4 @@ def test_the_native_suite(tmp_path: Path, kind: str, suite: str, tally: Tally) -
     passed = re.search(r"(\d+) passed", output)
     assert passed, output[-5000:]
     for _ in range(int(passed[1])):
-        tally.count(f"a test under {kind}", 1)
+        tally.ran()
