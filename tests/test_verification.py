@@ -413,9 +413,8 @@ class TestDrives:
         os.truncate(folder / "drives", 0)
         with pytest.raises(ManifestError, match="missing or empty"):
             TieredStore.open(folder, dram="32MiB", paths=paths)
-        found = verify(folder, paths=paths)
-        assert only(found) == Damage("is empty", str(folder / "drives"))
-        assert not any(one.sound for one in found.generations)
+        assert only(verify(folder, paths=paths)) == Damage("is empty", str(folder / "drives"))
+        assert not any(one.sound for one in verify(folder, paths=paths).generations)
 
     def test_two_in_one_folder(self, tmp_path: Path) -> None:
         paths = [tmp_path / name for name in "ab"]
@@ -428,10 +427,9 @@ class TestDrives:
 
     def test_more_folders_than_drives(self, tmp_path: Path, paths: list[Path]) -> None:
         folder = made(tmp_path / "store", paths[:2])
-        with pytest.raises(MisuseError, match="on 2 drives, not 3"):
-            TieredStore.open(folder, dram="32MiB", paths=paths)
-        with pytest.raises(MisuseError, match="on 2 drives, not 3"):
-            verify(folder, paths=paths)
+        for check in (verify, TieredStore.open):
+            with pytest.raises(MisuseError, match="on 2 drives, not 3"):
+                check(folder, paths=paths)
 
     def test_a_link_to_one(self, tmp_path: Path, paths: list[Path]) -> None:
         folder = made(tmp_path / "store", paths[:2])
