@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tests.fakes import FakeTier, ManualLink, fake_checksums
 from tiered.admission import Admission
+from tiered.ahead import room_for
 from tiered.engine import Engine, EngineConfig
 from tiered.errors import ReadError, TieredError, TransferError, WriteError
 from tiered.eviction import LRU
-from tiered.keep import decide
 from tiered.prefetch import Touch
-from tiered.rehearsal import policy_of
+from tiered.rehearsal import Places, choose, policy_of
 from tiered.requests import Delete, Flush, Install, Lease, Prefetch, Request, Room
 from tiered.residency import Copy, State
 from tiered.types import Access, Direction, Slot, TensorSpec, Transfer, Urgency
@@ -180,9 +180,13 @@ class Rig:
         """As the store does it."""
         found = self.engine.sizes({touch.key for touch in order})
         keys, uses = [touch.key for touch in order], [touch.use for touch in order]
-        sizes = [found.get(key, 0) for key in keys]
-        decisions = [decide(keys, uses, sizes, tier.capacity, thorough=True) for tier in self.tiers[: self.bottom]]
-        self.engine.follow(order, lambda plan: [policy_of(plan, decision) for decision in decisions], self.bottom)
+        sizes = [max(1, found.get(key, 1)) for key in keys]
+        rooms = [room_for(tier.capacity, tier.capacity, max(sizes, default=0)) for tier in self.tiers[: self.bottom]]
+        decisions = [
+            choose(keys, uses, sizes, Places(tier.capacity), thorough=True, then="again", spare=room)
+            for tier, room in zip(self.tiers[: self.bottom], rooms, strict=True)
+        ]
+        self.engine.follow(order, lambda plan: [policy_of(plan, decision) for decision in decisions], rooms)
 
     def write(self, lease: Lease, data: Callable[[int], bytes]) -> None:
         assert lease.access is WRITE

@@ -54,6 +54,7 @@ LAYERS = {
     "explain": "admission",
     "occupancy": "admission",
     "admission": "admission",
+    "background": "admission",
     "engine": "engine",
     "tensors": "store",
     "commits": "store",

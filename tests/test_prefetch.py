@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from tests.contracts.eviction import Copied, EvictionContract, NewPolicy
 from tests.fakes import FakeTier, ManualLink, fake_checksums
+from tiered.ahead import room_for
 from tiered.engine import Engine, EngineConfig
 from tiered.eviction import LRU, NextUse
 from tiered.keep import Decision, bytes_moved, decide, plan
 from tiered.prefetch import NEVER, Plan, Touch
+from tiered.rehearsal import Places, choose, policy_of
 from tiered.requests import Flush, Install, Lease, Room
 from tiered.residency import State
 from tiered.types import Access, Direction, TensorSpec, Then, Transfer, Urgency, Use
@@ -209,9 +211,7 @@ def test_a_dirty_one_counts_as_needed_sooner_by_its_price() -> None:
     budget=st.integers(5, 20),
     then=st.sampled_from(["again", "end"]),
 )
-def test_a_decision_is_no_worse_than_belady(
-    order: list[tuple[str, Use]], sizes: list[int], budget: int, then: Then
-) -> None:
+def test_a_decision_is_no_worse_than_belady(order: list[tuple[str, Use]], sizes: list[int], budget: int, then: Then) -> None:
     size = dict(zip("abcdef", sizes, strict=True))
     keys, uses, nbytes = [k for k, _ in order], [u for _, u in order], [size[k] for k, _ in order]
     belady = bytes_moved(keys, uses, nbytes, budget, Decision(), then)
@@ -235,7 +235,7 @@ class Simulation:
 
     def __init__(self, *, keys: int, room: int, compute: float, fetch: float, nbytes: int = 4) -> None:
         self.now, self.free_at = 0.0, 0.0
-        self.compute, self.per_byte = compute, fetch / nbytes
+        self.compute, self.per_byte, self.nbytes = compute, fetch / nbytes, nbytes
         self.tiers = [FakeTier("dram", room * nbytes), FakeTier("nvme", 2 * keys * nbytes)]
         self.link = ManualLink(self.tiers[0], self.tiers[1], checksums=fake_checksums)
         self.engine = Engine(self.tiers, [self.link], [LRU(), LRU()], EngineConfig(0.0, 0.5, clock=lambda: self.now))
@@ -284,10 +284,14 @@ class Simulation:
             self.next_end()
         self.now = time
 
-    def follow(self, keys: Sequence[str], then: Then = "again") -> None:
-        self.engine.follow(
-            touches(keys), lambda plan: [NextUse(plan.next_use, lambda: plan.cursor)], 1, then
-        )
+    def follow(self, keys: Sequence[str], then: Then = "again", use: Use = Use.READ) -> None:
+        """As the store does it; ``use`` is what it expects of each."""
+        order = [Touch(key, None, use, self.nbytes) for key in keys]
+        capacity = self.tiers[0].capacity
+        room = room_for(capacity, len(set(keys)) * self.nbytes - capacity, self.nbytes)
+        sizes = [self.nbytes] * len(order)
+        decision = choose(keys, [use] * len(order), sizes, Places(capacity), thorough=False, then=then, spare=room)
+        self.engine.follow(order, lambda plan: [policy_of(plan, decision)], [room], then)
         self.turn()
 
     def touch(self, key: str, access: Access = Access.READ) -> None:
@@ -382,7 +386,7 @@ def test_a_burst_is_prepared_for() -> None:
 def test_write_backs_are_made_in_time_for_what_comes() -> None:
     simulation = Simulation(keys=40, room=20, compute=1.0, fetch=0.3)
     order = simulation.keys
-    simulation.follow(order)
+    simulation.follow(order, use=Use.WRITE)
     for _ in range(5):
         stalled, _, _ = simulation.round(order, Access.WRITE)
     assert stalled == pytest.approx(0.0, abs=1e-9)
@@ -409,7 +413,7 @@ def test_following_ends() -> None:
     simulation = Simulation(keys=8, room=4, compute=1.0, fetch=1.0)
     simulation.follow(simulation.keys)
     simulation.round(simulation.keys)
-    assert simulation.engine.follow([], lambda plan: [], 1) == 0
+    assert simulation.engine.follow([], lambda plan: [], [0]) == 0
     assert simulation.engine.admission.ahead is None
     before = len(simulation.link.started)
     simulation.turn()
@@ -455,6 +459,7 @@ def test_random_loops_stray_and_nothing_is_lost() -> None:
                 simulation.touch(source.choice(simulation.keys), source.choice(list(Access)))
             if source.random() < 0.9:
                 simulation.touch(key, source.choice(list(Access)))
+    simulation._run(Flush(lambda: None, lambda *_: None))
     for entry in simulation.engine.admission.directory.entries():
         assert any(copy is not None and copy.state in (State.CLEAN, State.DIRTY) for copy in entry.copies)
     assert {t.urgency for t in simulation.link.started if isinstance(t, Transfer)} >= {Urgency.PREFETCH}

@@ -11,8 +11,9 @@ import queue
 from collections.abc import Callable, Sequence
 
 from tiered.ahead import Ahead
+from tiered.background import Background
 from tiered.errors import CapacityError, TieredError
-from tiered.interfaces import EvictionPolicy, Tier
+from tiered.interfaces import EvictionPolicy, Planned, Tier
 from tiered.occupancy import MOVED, Occupancy
 from tiered.prefetch import Record, Touch
 from tiered.requests import Request
@@ -36,7 +37,7 @@ class Admission:
 
     def __init__(self, tiers: Sequence[Tier], policies: Sequence[EvictionPolicy], reserve: float) -> None:
         self.bottom = len(tiers) - 1
-        self.reserve = reserve
+        self.background = Background(reserve)
         pairs = enumerate(zip(tiers, policies, strict=True))
         self.places = [Occupancy(tier, policy, bottom=index == self.bottom) for index, (tier, policy) in pairs]
         self.own = list(policies)  # while no order is followed
@@ -52,7 +53,6 @@ class Admission:
         self.disturbances = 0  # write-backs that failed, WRITE leases that began
         self._sequence = 0
         self._dead: queue.SimpleQueue[tuple[Copy, object] | Callable[[], None]] = queue.SimpleQueue()
-        self._unsettled = False  # something became DIRTY, or room shrank, since background write-backs were last considered
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class Admission:
     @property
     def anything_to_do(self) -> bool:
         """Whether the engine's thread would find something to decide or to start."""
-        return bool(self.requests) or self.traffic.waits or (self._unsettled and self._due())
+        return bool(self.requests) or self.traffic.waits or (self.background.unsettled and self.background.due(self))
 
     # -- admission (called by requests) ------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class Admission:
         if request.urgency is Urgency.PREFETCH and not self._may_prefetch(tier, nbytes, request):
             return None
         slot = place.allocate(nbytes, MOVED if tier < self.bottom else math.inf)
-        self._unsettled = True  # there is less room
+        self.background.unsettled = True  # there is less room
         if slot is None and tier < self.bottom:
             slot = self._make_room(tier, nbytes, request)
         if slot is None:
@@ -224,15 +224,18 @@ class Admission:
         waste, two requests could take turns at it for ever."""
         place = self.places[tier]
         acceptable = self._acceptable(tier, request)
-        chosen = place.victims(nbytes, lambda copy: copy.standing is not Standing.FRESH and acceptable(copy))
+        chosen = self._spent(tier, nbytes, acceptable)
+        chosen = chosen or place.victims(nbytes, lambda copy: copy.standing is not Standing.FRESH and acceptable(copy))
         if chosen is None and request.urgency is not Urgency.PREFETCH:
             chosen = place.victims(nbytes, acceptable)
             chosen = chosen or place.victims(nbytes, acceptable, math.inf)
         if chosen is None:
             chosen = self._packed(tier, nbytes, request)
         if chosen is None:
-            self._push_out(tier, request)
-            return None
+            if not self._exchanged(tier, nbytes, request):
+                self._push_out(tier, request)
+                return None
+            chosen = self._spent(tier, nbytes, acceptable) or []
         if self.ahead is not None:
             for copy in chosen:
                 place.condemn(copy)
@@ -256,6 +259,26 @@ class Admission:
         slot = slot or place.allocate(nbytes, math.inf)
         assert slot is not None
         return slot
+
+    def _spent(self, tier: int, nbytes: int, acceptable: Callable[[Copy], bool]) -> list[Copy] | None:
+        """Victims that a plan gave up and that are clean already: they cost nothing, and no wait."""
+        ahead = self.ahead
+        if ahead is None or tier >= len(ahead.planned) or ahead.planned[tier] is None:
+            return None
+        return self.places[tier].victims(
+            nbytes, lambda copy: copy.standing is Standing.CLEAN and ahead.may_go(copy.key, tier) and acceptable(copy)
+        )
+
+    def _exchanged(self, tier: int, nbytes: int, request: Request) -> bool:
+        """What is fetched ahead would come too late, with all that a plan gave up gone: then something like it that was to be
+        kept goes, and this stays instead when it has been used."""
+        if self.ahead is None or request.needed is None or (policy := self.ahead.planned[tier]) is None:
+            return False
+        place, needed, ahead = self.places[tier], request.needed, self.ahead
+        found = place.first(nbytes, lambda copy: (
+            copy.standing is Standing.CLEAN and copy.nbytes == nbytes and ahead.plan.next_use(copy.key) > needed
+        ))  # fmt: skip
+        return bool(found) and policy.exchange(found[0].key, needed)
 
     def _write_out(self, copy: Copy, request: Request) -> None:
         """Have ``copy`` written back, so that it can leave for ``request``."""
@@ -293,7 +316,7 @@ class Admission:
             if copy.key in wanted or copy.stuck:
                 return False
             if request.needed is not None and self.ahead is not None:
-                return self.ahead.plan.next_use(copy.key) > request.needed
+                return self.ahead.plan.next_use(copy.key) > request.needed and self.ahead.may_go(copy.key, tier)
             return not (hint and copy.dirty)
 
         return acceptable
@@ -343,46 +366,6 @@ class Admission:
             self.prefetched_unused += 1
         self.directory.evict(copy)
 
-    # -- background write-backs -------------------------------------------------------------------------------------------
-
-    def _shortage(self, tier: int) -> int:
-        """Bytes missing to the reserve of free or clean room in ``tier``, counting what write-backs will bring."""
-        place = self.places[tier]
-        if self.ahead is not None:
-            return 0  # it knows what will have to leave
-        return int(place.tier.capacity * self.reserve) - place.ready
-
-    def _due(self) -> bool:
-        """Whether background write-backs have something to do; where not, only another change can bring it."""
-        self._unsettled = any(
-            self.places[tier].bytes_of[Standing.DIRTY] and self._shortage(tier) > 0 for tier in range(self.bottom)
-        )
-        return self._unsettled
-
-    def clean_ahead(self) -> None:
-        """Start background write-backs where a tier's reserve is short; nothing to do when nothing changed."""
-        if not self._unsettled:
-            return
-        self._unsettled = False
-        for tier in range(self.bottom):
-            place = self.places[tier]
-            shortage = self._shortage(tier)
-            if shortage <= 0 or not place.bytes_of[Standing.DIRTY]:
-                continue
-            background = Request(Urgency.WRITEBACK)
-            self.number(background)
-            for copy in self._next_to_clean(place, shortage):
-                try:
-                    if not self.admit_writeback(self.directory.entry(copy.key), tier, background):
-                        break
-                except TieredError as error:  # a request that needs the room will meet it
-                    copy.failure = error
-
-    def _next_to_clean(self, place: Occupancy, nbytes: int) -> list[Copy]:
-        """The dirty ones among the policy's first victims that free ``nbytes`` together, and some more for the next time."""
-        batch = max(nbytes, int(place.tier.capacity * self.reserve) // 16)
-        return place.first(batch, lambda copy: copy.failure is None and copy.standing is Standing.DIRTY)
-
     # -- slots -----------------------------------------------------------------------------------------------------------
 
     def install(self, copy: Copy) -> None:
@@ -398,7 +381,7 @@ class Admission:
         self.places[copy.tier].note(copy)
         if copy.dirty:
             self.unsaved[copy.key] = copy
-            self._unsettled = True
+            self.background.changed(self, copy)
         elif self.unsaved.get(copy.key) is copy:
             del self.unsaved[copy.key]
 
@@ -452,6 +435,8 @@ class Admission:
     def follow(self, ahead: Ahead | None, policies: Sequence[EvictionPolicy]) -> None:
         """Fetch along an order from here on, or no longer; new policies learn who is there."""
         self.ahead = ahead
+        if ahead is not None:
+            ahead.planned = [policy if isinstance(policy, Planned) and policy.plans else None for policy in policies]
         for place, policy in zip(self.places[: self.bottom], policies, strict=False):
             for key in place.copies:  # or it would remember for ever what leaves meanwhile
                 place.policy.forgotten(key)
@@ -463,7 +448,7 @@ class Admission:
     def complete(self, index: int, completion: Completion) -> Transfer:
         """Apply what link ``index`` reported."""
         entry, transfer = self.traffic.end(index, completion.tag)
-        self._unsettled = True
+        self.background.unsettled = True
         if transfer.direction is Direction.UP:
             self.directory.end_fill(entry, index, completion.error)
             if completion.error is None:

@@ -7,42 +7,53 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from tiered.errors import TieredError
-from tiered.prefetch import Plan, Touch
+from tiered.interfaces import Planned
+from tiered.prefetch import NEVER, Plan, Touch
 from tiered.requests import Request
 from tiered.residency import Entry, Standing
-from tiered.types import Then, Urgency, Use
+from tiered.types import Key, Then, Urgency, Use
 
 if TYPE_CHECKING:
     from tiered.admission import Admission
 
-__all__ = ["Ahead"]
+__all__ = ["Ahead", "room_for"]
 
 MARGIN = 1.5
 """A fetch begins when this many times the seconds that it takes are left."""
 LATENCY = 0.005
 """Seconds that a fetch takes at least, however small."""
-PIPELINE = 4 << 20
-"""Bytes under way at once that keep a link busy; less where the tier has less than 16 times as much, but always two tensors."""
-SHARE = 4
-"""What was fetched ahead and is not used yet takes at most one in this many bytes of a tier."""
+ROOM = 64 << 20
+"""Bytes that keep a link busy both ways: what arrives, what waits for its use, what is written behind."""
+SHARE_OF_TIER, SHARE_OF_MISSING = 8, 64
+"""That room is at most one in so many bytes of the tier, for so much less is kept; and one in so many of what does not fit, for
+where little has to move there is little to hide."""
+MOST = 4
+"""What was fetched ahead and is not used yet takes at most one in this many bytes of a tier. What is larger comes on demand: it
+would lie where nothing else as large has room beside it."""
 HORIZON = 128
 """Touches to look ahead for a burst that has to be prepared for."""
+
+
+def room_for(capacity: int, missing: int, largest: int) -> int:
+    """Bytes of a tier that a plan should leave to what comes and goes, where ``missing`` do not fit and the largest tensor has
+    ``largest``."""
+    return min(max(min(ROOM, capacity // SHARE_OF_TIER, missing // SHARE_OF_MISSING), largest), capacity // MOST)
 
 
 class Ahead(Request):
     """A request that is done when the order has ended: whenever something changed it brings what the plan needs next.
 
     ``tiers`` are the names of the tiers, from the top; ``costs()`` gives the seconds per byte of each link up and down.
-    ``needed`` is the position for which something is being fetched; ``hops`` are the links, from the top, that it fetches over.
+    ``needed`` is the position for which something is being fetched. ``rooms`` are the bytes that it may take of each tier, from
+    the top, and so the tiers that it fetches to; ``planned`` are the policies there that know who will be gone.
     """
 
-    def __init__(
-        self, plan: Plan, tiers: Sequence[str], costs: Callable[[], Sequence[tuple[float, float]]]
-    ) -> None:
+    def __init__(self, plan: Plan, tiers: Sequence[str], costs: Callable[[], Sequence[tuple[float, float]]]) -> None:
         super().__init__(Urgency.PREFETCH)
         self.plan = plan
         self._since: tuple[int, float] | None = None  # where the loop computes, and since when
-        self.hops = len(tiers) - 1
+        self.rooms: Sequence[int] = ()
+        self.planned: Sequence[Planned | None] = ()
         self._index: dict[str | None, int] = {name: index for index, name in enumerate(tiers)} | {None: 0}
         self._reached = [0] * (len(tiers) - 1)  # by tier: all before is there, or on its way
         self._calm = [(0, 0.0)] * (len(tiers) - 1)  # by tier: up to which position, and seconds of computing, nothing is due
@@ -65,7 +76,7 @@ class Ahead(Request):
         self._since = (self.plan.cursor - 1, granted)
 
     def attempt(self, admission: Admission) -> bool:
-        for tier in reversed(range(self.hops)):  # the lowest hop feeds those above
+        for tier in reversed(range(len(self.rooms))):  # the lowest hop feeds those above
             self._fetch(admission, tier)
         return self.plan.over
 
@@ -95,13 +106,24 @@ class Ahead(Request):
             return None
         return entry if all(copy is None for copy in entry.copies[: tier + 1]) else None
 
+    def may_go(self, key: Key, tier: int) -> bool:
+        """Whether fetching ahead may take the room of ``key`` in ``tier``, as far as the plan there tells."""
+        policy = self.planned[tier] if tier < len(self.planned) else None
+        return policy is None or policy.gives_up(key) or self.plan.next_use(key) == NEVER
+
+    def is_spent(self, key: Key, tier: int) -> bool:
+        """Whether ``key`` leaves ``tier`` before it is needed again, by a plan, and with bytes that are needed then."""
+        if tier >= len(self.rooms) or (policy := self.planned[tier]) is None or not policy.gives_up(key):
+            return False
+        needed = self.plan.next_use(key)
+        return needed == NEVER or self.plan.at(int(needed)).use is not Use.PUT
+
     def _has_room(self, admission: Admission, tier: int, nbytes: int) -> bool:
         """More under way than keeps the link busy brings nothing, and what waits for its use takes room from what was kept."""
-        place, rising = admission.places[tier], admission.traffic.rising[tier]
-        if rising.transfers >= 2 and rising.nbytes + nbytes > min(PIPELINE, place.tier.capacity // 16):
+        place, rising, room = admission.places[tier], admission.traffic.rising[tier], self.rooms[tier]
+        if rising.transfers >= 2 and rising.nbytes + nbytes > room // 2:
             return False
-        waiting = place.bytes_of[Standing.FRESH] + rising.nbytes
-        return waiting == 0 or waiting + nbytes <= place.tier.capacity // SHARE
+        return place.bytes_of[Standing.FRESH] + rising.nbytes + nbytes <= max(room, place.tier.capacity // MOST)
 
     def _due(self, admission: Admission, tier: int, position: int) -> bool:
         """Whether the next occasion, the next touch, could be too late for this, or for something after it: one link brings it
@@ -115,7 +137,7 @@ class Ahead(Request):
         place, rising = admission.places[tier], admission.traffic.rising[tier]
         each = sum(up for up, _ in costs[: tier + 1])
         takes = LATENCY + rising.nbytes * costs[tier][0]
-        limit, spare = place.tier.capacity // SHARE, math.inf
+        limit, spare = place.tier.capacity // MOST, math.inf
         for at in range(position, min(position + HORIZON, plan.until)):
             entry = self._missing_at(admission, tier, at)
             if entry is None:

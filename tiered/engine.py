@@ -226,11 +226,11 @@ class Engine:
         self,
         order: Sequence[Touch],
         policies: Callable[[Plan], Sequence[EvictionPolicy]],
-        hops: int,
+        rooms: Sequence[int],
         then: Then = "again",
     ) -> int:
-        """Evict, and fetch over the first ``hops`` links, along ``order`` from here on until it ends, or, where it is empty,
-        no longer; how many touches it planned anew."""
+        """Evict, and fetch into ``rooms[i]`` bytes of tier i, along ``order`` from here on until it ends, or, where it is
+        empty, no longer; how many touches it planned anew."""
         with self.lock:
             self._refuse_stopped()
             admission = self.admission
@@ -243,7 +243,7 @@ class Engine:
                 else:
                     ahead = Ahead(Plan(order, then), [place.tier.name for place in admission.places], self._costs)
                 if ahead is not None:
-                    ahead.hops = hops
+                    ahead.rooms = rooms
                 admission.follow(ahead, admission.own if ahead is None else policies(ahead.plan))
             except BaseException:  # Ctrl-C in the middle: a plan that is half another one is worse than none
                 admission.follow(None, admission.own)
@@ -409,7 +409,7 @@ class Engine:
                     self.recorder.transferred(link.src, link.dst, transfer, completion.error)
             finished = self.admission.advance()
             if not self._stopping:
-                self.admission.clean_ahead()
+                self.admission.background.start(self.admission)
             if completions or finished:
                 self._changed.notify_all()
         started = self._pump()

@@ -11,6 +11,9 @@ from tiered.types import Candidate, Key
 
 __all__ = ["LRU", "NextUse"]
 
+_Rank = tuple[bool, float]
+"""Given up or not, and the position of the next use; the largest leaves first."""
+
 
 class LRU:
     """Least recently used first; but all that is clean before anything that is dirty, since that costs nothing and no wait.
@@ -49,29 +52,52 @@ class NextUse:
     ``next_use(key)`` is the position in a known order at which a tensor is needed next, infinite for never, and is asked
     whenever the tensor is touched; ``now()`` is the position that is reached. A dirty candidate counts as needed sooner by
     ``price`` positions, for it costs a write. A candidate that was never touched comes last.
+
+    ``given_up(key)``, asked at the same time, is whether a plan does without it until then: such candidates leave before all
+    others. ``swap(key, position)`` changes that plan, see ``Planned.exchange``.
     """
 
-    def __init__(self, next_use: Callable[[Key], float], now: Callable[[], float], *, price: float = 0.0) -> None:
-        self._next_use, self._now, self._price = next_use, now, price
-        self._known: dict[Key, float] = {}
-        self._order: list[tuple[float, Key]] = []  # the soonest first
+    def __init__(
+        self,
+        next_use: Callable[[Key], float],
+        now: Callable[[], float],
+        *,
+        price: float = 0.0,
+        given_up: Callable[[Key], bool] | None = None,
+        swap: Callable[[Key, int], bool] = lambda key, position: False,
+    ) -> None:
+        self._next_use, self._now, self._price, self._given_up, self._swap = next_use, now, price, given_up, swap
+        self.plans = given_up is not None
+        self._known: dict[Key, _Rank] = {}
+        self._order: list[tuple[_Rank, Key]] = []  # who leaves last first
 
     def touched(self, key: Key) -> None:
         self.forgotten(key)
-        self._known[key] = self._next_use(key)
+        self._known[key] = self._given_up is not None and self._given_up(key), self._next_use(key)
         insort(self._order, (self._known[key], key))
 
     def forgotten(self, key: Key) -> None:
         if key in self._known:
             del self._order[bisect_left(self._order, (self._known.pop(key), key))]
 
+    def gives_up(self, key: Key) -> bool:
+        """Whether it was given up when it was touched last."""
+        return key in self._known and self._known[key][0]
+
+    def exchange(self, key: Key, position: int) -> bool:
+        """See ``Planned``."""
+        if not self._swap(key, position):
+            return False
+        self.touched(key)
+        return True
+
     def victims(self, nbytes: int, among: Mapping[Key, Candidate]) -> list[Key] | None:
         """The first of ``among`` that together have ``nbytes``; None when all of them are too little."""
-        while self._order and self._order[0][0] < self._now():  # they were not used when they should have been
+        while self._order and self._order[0][0] < (False, self._now()):  # they were not used when they should have been
             self.touched(self._order[0][1])
         if self._price:
             kinds = (self._ranked(among, False, 0.0), self._ranked(among, True, self._price))
-            known: Iterable[tuple[float, Key]] = heapq.merge(*kinds, reverse=True)
+            known: Iterable[tuple[_Rank, Key]] = heapq.merge(*kinds, reverse=True)
         else:
             known = self._ranked(among, None, 0.0)
         chosen: list[Key] = []
@@ -83,9 +109,9 @@ class NextUse:
                 nbytes -= among[key].nbytes
         return chosen if nbytes <= 0 else None
 
-    def _ranked(self, among: Mapping[Key, Candidate], dirty: bool | None, price: float) -> Iterator[tuple[float, Key]]:
+    def _ranked(self, among: Mapping[Key, Candidate], dirty: bool | None, price: float) -> Iterator[tuple[_Rank, Key]]:
         """Candidates of one kind, or of both, the furthest first."""
-        for position, key in reversed(self._order):
+        for (given_up, position), key in reversed(self._order):
             candidate = among.get(key)
             if candidate is not None and (dirty is None or candidate.dirty is dirty):
-                yield position - price, key
+                yield (given_up, position - price), key

@@ -13,7 +13,7 @@ from tiered.types import Candidate, Completion, Fence, IOCompletion, IORequest, 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["EvictionPolicy", "IOBackend", "Link", "Memory", "Movable", "Streams", "Tier"]
+__all__ = ["EvictionPolicy", "IOBackend", "Link", "Memory", "Movable", "Planned", "Streams", "Tier"]
 
 
 @runtime_checkable
@@ -210,4 +210,23 @@ class EvictionPolicy(Protocol):
         All or nothing. The list is a prefix of the policy's own order: no victim could be left out at its end. ``among`` may be
         large: look keys up in it rather than going through it.
         """
+        ...
+
+
+@runtime_checkable
+class Planned(EvictionPolicy, Protocol):
+    """An eviction policy that may know who will be gone before it is needed again. A part of its own, for few policies can."""
+
+    @property
+    def plans(self) -> bool:
+        """Whether ``gives_up`` means anything."""
+        ...
+
+    def gives_up(self, key: Key) -> bool:
+        """Whether ``key``, as it was touched last, leaves before it is needed again. Those leave before all others."""
+        ...
+
+    def exchange(self, key: Key, position: int) -> bool:
+        """Give up ``key``, and keep what is touched at ``position`` from then on instead; whether that is as good. If not,
+        nothing has changed."""
         ...

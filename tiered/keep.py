@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from tiered.types import Key, Then, Use
 
-__all__ = ["Decision", "bytes_moved", "decide", "plan", "ranked"]
+__all__ = ["Decision", "bytes_moved", "decide", "plan", "ranked", "settled"]
 
 PRICES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0)  # of a write-back, in mean interval lengths; the best one is kept
 PASSES = 8  # of the local search; most end by themselves after three
@@ -80,11 +80,62 @@ def bytes_moved(
 ) -> int:
     """Bytes read and written on demand, in ``budget`` bytes that never lie apart, in the second round of a cycle; where the
     order ends, in its only one: from an empty memory, and what is dirty at the end has still to be written."""
+    return _on_demand(keys, uses, sizes, budget, decision, then, rounds=2 if then == "again" else 1)[0]
+
+
+def settled(
+    keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], budget: int, decision: Decision, then: Then = "again"
+) -> Decision:
+    """``decision``, with all that it keeps written out as it comes about on demand in ``budget`` bytes that never lie apart;
+    and spread over time: a stretch of what is kept is one in which a disk has nothing to do."""
+    if budget >= sum(dict(zip(keys, sizes, strict=True)).values()):
+        return decision
+    rounds, begin = (3, len(keys)) if then == "again" else (1, 0)
+
+    def staying(decision: Decision) -> tuple[bool, ...]:
+        left = _on_demand(keys, uses, sizes, budget, decision, then, rounds)[1]
+        return tuple(position + begin not in left for position in range(len(keys)))
+
+    kept = decision.kept or staying(decision)
+    if then == "again":
+        kept = _spread(kept, uses, sizes, _following(keys, then))
+    fits = staying(Decision(decision.price, kept))  # a round is not quite like the next one
+    return Decision(decision.price, tuple(wanted and stays for wanted, stays in zip(kept, fits, strict=True)))
+
+
+def _spread(
+    kept: Sequence[bool], uses: Sequence[Use], sizes: Sequence[int], following: Sequence[int | None]
+) -> tuple[bool, ...]:
+    """As many of each kind kept, evenly far apart. Of a kind are intervals that take a whole round: whichever of them are kept,
+    they take the same room at all times, and moving the others costs the same."""
+    spread, end = list(kept), len(kept)
+    kinds: dict[tuple[int, Use], list[int]] = {}
+    for i, j in enumerate(following):
+        if j == i + end and uses[i] is not Use.PUT:
+            kinds.setdefault((sizes[i], uses[i]), []).append(i)
+    for positions in kinds.values():
+        count, among = sum(kept[i] for i in positions), len(positions)
+        for number, i in enumerate(positions):
+            spread[i] = (number + 1) * count // among > number * count // among
+    return tuple(spread)
+
+
+def _on_demand(
+    keys: Sequence[Key],
+    uses: Sequence[Use],
+    sizes: Sequence[int],
+    budget: int,
+    decision: Decision,
+    then: Then,
+    rounds: int,
+) -> tuple[int, set[int]]:
+    """The bytes moved in the second round, or in the only one, and the positions after which a copy left before its next
+    use."""
     following, end = _following(keys, then), len(keys)
     resident: dict[Key, tuple[int, bool, int]] = {}  # bytes, dirty, position of the last touch
     order: list[tuple[bool, float, int, Key]] = []  # a heap, the next to leave first; what was touched since is stale
-    free, moved = budget, 0
-    for position in range(2 * end if then == "again" else end):
+    free, moved, left = budget, 0, set[int]()
+    for position in range(rounds * end):
         into = position % end
         key, size, use = keys[into], sizes[into], uses[into]
         moved = 0 if position == end else moved
@@ -96,6 +147,7 @@ def bytes_moved(
                 *_, touched, victim = heapq.heappop(order)
                 if victim in resident and resident[victim][2] == touched:
                     nbytes, dirty, _ = resident.pop(victim)
+                    left.add(touched)
                     free += nbytes
                     moved += nbytes if dirty else 0
         after = following[into]
@@ -106,7 +158,7 @@ def bytes_moved(
         resident[key] = (size, dirty, position)
         dropped, needed = decision.rank(into, math.inf if after is None else position + after - into, dirty)
         heapq.heappush(order, (not dropped, -needed, position, key))
-    return moved + (sum(nbytes for nbytes, dirty, _ in resident.values() if dirty) if then == "end" else 0)
+    return moved + (sum(nbytes for nbytes, dirty, _ in resident.values() if dirty) if then == "end" else 0), left
 
 
 def _following(keys: Sequence[Key], then: Then) -> list[int | None]:

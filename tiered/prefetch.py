@@ -95,9 +95,12 @@ class Plan:
         return len(fresh) - common
 
     def last_use(self, key: Key) -> int | None:
-        """Where in the cycle ``key`` was touched last, if that was the very last touch of all."""
-        into = (self.cursor - 1) % len(self._order)
-        return into if self._order[into].key == key else None
+        """Where in the cycle ``key`` was touched last; None: not in the order, or not yet in one that ends."""
+        uses = self._uses.get(key)
+        if not uses:
+            return None
+        before = bisect_left(uses, self.cursor if self.end < math.inf else self.cursor % len(self._order)) - 1
+        return uses[before] if before >= 0 or self.end == math.inf else None
 
     def next_use(self, key: Key) -> float:
         """Position at which ``key`` is touched next, the cursor's own included; ``NEVER`` where there is none."""

@@ -7,11 +7,12 @@ victims and of what is moved, over a memory that has places and no bytes. A tent
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from tiered.eviction import NextUse
 from tiered.interfaces import Memory, Movable, Streams
-from tiered.keep import SEARCHED, Decision, ranked
+from tiered.keep import SEARCHED, Decision, ranked, settled
 from tiered.occupancy import MOVED, Occupancy
 from tiered.prefetch import Plan, Touch
 from tiered.residency import Copy, Directory
@@ -23,39 +24,71 @@ if TYPE_CHECKING:
 
 __all__ = ["MovablePlaces", "Places", "Rehearsal", "choose", "policy_of"]
 
-DROPPED = 1 << 60
-"""Touches: as far away as what a plan gives up is taken to be."""
 REHEARSED = 4
 """Decisions, the most promising ones."""
 
 
 def choose(
-    keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], memory: Memory, *, thorough: bool, then: Then
+    keys: Sequence[Key],
+    uses: Sequence[Use],
+    sizes: Sequence[int],
+    memory: Memory,
+    *,
+    thorough: bool,
+    then: Then,
+    spare: int = 0,
 ) -> Decision:
-    """What to keep in ``memory`` while it is touched in this order; ``thorough`` plans, and rehearses."""
-    found = ranked(keys, uses, sizes, memory.capacity, thorough=thorough, then=then)
-    if not thorough or len(found) == 1 or len(keys) > SEARCHED:
-        return found[0]
+    """What to keep in ``memory`` while it is touched in this order; ``thorough`` plans, and rehearses.
+
+    ``spare`` bytes of it are left to what is fetched ahead and written behind. With some, the decision says of each touch
+    whether what was touched stays.
+    """
+    touches = tuple(zip(keys, uses, sizes, strict=True))
+    return _choice(touches, memory.capacity, spare, isinstance(memory, Movable), thorough, then)
+
+
+@lru_cache(maxsize=8)  # training and evaluation take turns, and a search takes seconds
+def _choice(
+    touches: tuple[tuple[Key, Use, int], ...], capacity: int, spare: int, movable: bool, thorough: bool, then: Then
+) -> Decision:
+    if sum({key: nbytes for key, _, nbytes in touches}.values()) <= capacity:
+        return Decision()
+    keys, uses, sizes = zip(*touches, strict=True)
+    budget = max(capacity - spare, *sizes)
+    found = ranked(keys, uses, sizes, budget, thorough=thorough, then=then)
+    best = found[0]
 
     def moved(decision: Decision) -> int:
-        pretended = (MovablePlaces if isinstance(memory, Movable) else Places)(memory.capacity)
+        pretended = (MovablePlaces if movable else Places)(budget)
         rehearsal = Rehearsal(keys, uses, sizes, pretended, decision, then)
         first = rehearsal.round()
         return first + rehearsal.rest() if then == "end" else rehearsal.round()  # in the first round all is new
 
-    return min(found[:REHEARSED], key=moved)
+    if thorough and len(found) > 1 and len(keys) <= SEARCHED:
+        best = min(found[:REHEARSED], key=moved)
+    return settled(keys, uses, sizes, budget, best, then) if spare else best
 
 
 def policy_of(plan: Plan, decision: Decision) -> NextUse:
     """Who leaves first, by ``decision``, while a loop follows ``plan``."""
-    kept = decision.kept
+    if decision.kept is None:
+        return NextUse(plan.next_use, lambda: plan.cursor, price=decision.price)
+    kept = list(decision.kept)
 
-    def next_use(key: Key) -> float:
+    def given_up(key: Key) -> bool:
         touched = plan.last_use(key)
-        dropped = kept is not None and touched is not None and touched < len(kept) and not kept[touched]
-        return plan.next_use(key) + (DROPPED if dropped else 0)
+        return touched is not None and touched < len(kept) and not kept[touched]
 
-    return NextUse(next_use, lambda: plan.cursor, price=decision.price)
+    def swap(key: Key, position: int) -> bool:
+        touched, into = plan.last_use(key), position % len(plan)
+        if touched is None or max(touched, into) >= len(kept) or not kept[touched] or kept[into]:
+            return False
+        if plan.at(touched).use is not plan.at(into).use:
+            return False
+        kept[touched], kept[into] = False, True
+        return True
+
+    return NextUse(plan.next_use, lambda: plan.cursor, price=decision.price, given_up=given_up, swap=swap)
 
 
 class Places:

@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn, overload
 
 import torch
 
+from tiered.ahead import room_for
 from tiered.commits import Commits
 from tiered.config import Parts
 from tiered.engine import Engine
@@ -117,9 +118,7 @@ class TieredStore:
         self._running()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             if kind is None and not self._closed and self._commits is not None:
                 self._running()
@@ -302,12 +301,15 @@ class TieredStore:
             wanted = [found[key] if goal <= index else 1 for key, goal in zip(keys, goals, strict=True)]
             return [nbytes if 0 < nbytes <= most else 1 for nbytes in wanted]
 
-        decisions = [
-            choose(keys, uses, sizes(index), memory, thorough=effort == "thorough", then=then)
-            for index, memory in enumerate(self._parts.memories[: len(self._parts.links)])
-        ]
-        hops = len(decisions) if prefetch == "on" else 0
-        return engine.follow(touches, lambda plan: [policy_of(plan, decision) for decision in decisions], hops, then)
+        rooms, decisions = [], []
+        for index, memory in enumerate(self._parts.memories[: len(self._parts.links)]):
+            needed = sizes(index)
+            if prefetch == "on":
+                missing = sum(dict(zip(keys, needed, strict=True)).values()) - memory.capacity
+                rooms.append(room_for(memory.capacity, missing, max(needed, default=0)))
+            spare = rooms[index] if rooms else 0
+            decisions.append(choose(keys, uses, needed, memory, thorough=effort == "thorough", then=then, spare=spare))
+        return engine.follow(touches, lambda plan: [policy_of(plan, decision) for decision in decisions], rooms, then)
 
     def delete(self, key: Key) -> None:
         """Forget ``key``; its room is free once nothing refers to it. Raises KeyNotFound, LeaseConflict while it is leased."""

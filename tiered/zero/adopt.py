@@ -132,8 +132,8 @@ def _staged(model: nn.Module, window: Window) -> dict[nn.Parameter, Staged]:
 
 
 def _refuse_small_pool(plan: Plan, model: nn.Module, pool: int, micro_batch: int) -> None:
-    """A unit, its gradient, and what the modules around it hold must fit at the same time, wherever they happen to lie; beside
-    them a piece of what is kept for backward, where units divide the batch."""
+    """A unit, its gradient, and what the modules around it hold must fit at the same time, wherever they happen to lie: once the
+    largest is in the middle, as much again; beside them a piece of what is kept for backward, where units divide the batch."""
     sizes = [-(-unit.nbytes // 4096) * 4096 for unit in plan.units]
 
     def deepest(module: nn.Module, above: frozenset[int]) -> int:
@@ -142,10 +142,10 @@ def _refuse_small_pool(plan: Plan, model: nn.Module, pool: int, micro_batch: int
 
     together = deepest(model, frozenset()) if sizes else 0
     converted = max((unit.stored_nbytes for unit in plan.units if unit.converted), default=0)  # it is there twice meanwhile
-    together += max(sizes, default=0) + converted
+    together += 2 * max(sizes, default=0) + converted
     if micro_batch > 1:
         together = -(-together * KEPT_SHARE // (KEPT_SHARE - 1) // 4096) * 4096
-    needed = max(3 * max(sizes, default=0) + converted, together, 1 << 20)
+    needed = max(together, 1 << 20)
     if pool < needed:
         largest = max(plan.units, key=lambda unit: unit.nbytes)
         raise CapacityError(
