@@ -36,6 +36,9 @@ Each command has its own help: tiered train --help
 def run() -> None:
     """The console script. Ctrl-C counts from the first moment, and a stopped run does not wait for torch to be taken down."""
     before = signal.signal(signal.SIGINT, _stop_early)
+    # torch's idle threads would spin for a while after each operation, on the core that a store's own thread could use. It is
+    # read when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _print_any_name(sys.stdout)
     code = main()
     signal.signal(signal.SIGINT, before)

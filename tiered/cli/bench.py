@@ -144,6 +144,7 @@ def add_parser(commands: Commands) -> None:
     step.add_argument("--update", choices=updates, default="on_fetch", help="when units are updated (default: on_fetch)")
     step.add_argument("--passes", metavar="N", type=count, default=1, help="forward and backward per step (default: 1)")
     step.add_argument("--micro-batch", metavar="K", type=count, default=1, help="parts of a batch inside units (default: 1)")
+    step.add_argument("--threads", metavar="N", type=count, help="that torch computes with (default: all but one)")
     step.add_argument("--rounds", metavar="N", type=count, default=5, help="(default: 5)")
     step.add_argument("--fio", action="store_true", help="let fio say what the disk gives (Debian: apt-get install fio)")
     step.set_defaults(run=_run_step)
@@ -254,6 +255,7 @@ def _run_step(parsed: argparse.Namespace, given: list[str]) -> int:
             parsed.backend,
             parsed.rounds,
             "fio" if parsed.fio else "nothing",
+            parsed.threads,
         ),
         parsed.json,
     )

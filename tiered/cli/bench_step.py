@@ -38,7 +38,8 @@ LAYERS = 16
 
 @dataclass(frozen=True)
 class Options:
-    """``dram``: bytes, or None for a tenth of the state. ``passes``: micro-batches per step, one after the other;
+    """``dram``: bytes, or None for a tenth of the state. ``threads``: None for one less than torch takes by itself, for a core
+    is the store's own thread's. ``passes``: micro-batches per step, one after the other;
     ``micro_batch``: parts of each inside units."""
 
     folder: str
@@ -51,6 +52,7 @@ class Options:
     backend: BackendName
     rounds: int
     beside: Literal["fio", "nothing"]
+    threads: int | None = None
 
     @property
     def state(self) -> int:
@@ -139,7 +141,9 @@ def bench(options: Options, json: str | None) -> int:
         "parameters": options.parameters, "dtype": options.dtype, "update": options.update, "passes": options.passes,
         "micro_batch": options.micro_batch, "pool_bytes": options.pool, "rounds": options.rounds,
     }  # fmt: skip
-    noise = Noise()
+    noise, threads = Noise(), torch.get_num_threads()
+    report["threads"] = options.threads or max(1, threads - 1)
+    torch.set_num_threads(report["threads"])
     try:
         with StopRequest() as stop, ExitStack() as stack:
             progress = stack.enter_context(Progress(sys.stderr))
@@ -156,6 +160,8 @@ def bench(options: Options, json: str | None) -> int:
     except Stopped as stopped:
         print("tiered: stopped; the scratch store is removed", file=sys.stderr)
         return stopped.exit_code
+    finally:
+        torch.set_num_threads(threads)
     report["noise"] = noise.seen()
     report |= _numbers(stepper.parameters, steps, disks)
     if json != "-":
@@ -255,8 +261,8 @@ def _describe(report: dict[str, Any]) -> str:
             told_environment(report),
             told_io(report),
             f"{report['parameters']:,} parameters, {report['dtype']}, in {report['units']} units; {report['update']}, "
-            f"{report['passes']} passes of {report['micro_batch']} parts; {format_size(report['pool_bytes'])} of memory, "
-            f"{format_size(report['peak_bytes'])} used at most",
+            f"{report['passes']} passes of {report['micro_batch']} parts, threads of torch: {report['threads']}; "
+            f"{format_size(report['pool_bytes'])} of memory, {format_size(report['peak_bytes'])} used at most",
             f"{report['rounds']} rounds: median [least - most]; {told_noise(report['noise'])}",
             "",
             table(rows),

@@ -132,8 +132,8 @@ def _staged(model: nn.Module, window: Window) -> dict[nn.Parameter, Staged]:
 
 
 def _refuse_small_pool(plan: Plan, model: nn.Module, pool: int, micro_batch: int) -> None:
-    """A unit, its gradient, and what the modules around it hold must fit at the same time, and once the
-    largest again, for it may lie in the middle; beside them a piece of what is kept for backward, where units divide the batch."""
+    """A unit, its gradient, and what the modules around it hold must fit at the same time, and the largest twice, for it may lie
+    in the middle; beside them a piece of what is kept for backward, where units divide the batch."""
     sizes = [-(-unit.nbytes // 4096) * 4096 for unit in plan.units]
 
     def deepest(module: nn.Module, above: frozenset[int]) -> int:
