@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -258,19 +259,31 @@ def test_packed_sequences_and_wrong_numbers_are_refused(store: TieredStore) -> N
             zero.page(nn.Linear(2, 2), store, name="other", micro_batch=wrong)  # type: ignore[arg-type]
 
 
-def test_the_smallest_budget_that_is_named_works(tmp_path: Path) -> None:
-    def wide() -> nn.Module:
-        return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 8))
+@pytest.mark.parametrize(
+    ("widths", "batch"),
+    [
+        ((512, 1024, 8), 2000),
+        ((512, 512, 300, 700, 100, 100), 64),
+        ((700, 256, 256, 700, 300, 256), 64),
+        ((64, 256, 512, 100, 700), 64),
+    ],
+)
+def test_the_smallest_budget_that_is_named_works(tmp_path: Path, widths: tuple[int, ...], batch: int) -> None:
+    """Where each lies in memory is chance: these once had no room in one piece beside the unit in use."""
 
-    with TieredStore.open(tmp_path / "small", dram="2MiB") as small, pytest.raises(Exception, match="smallest") as caught:
+    def wide() -> nn.Module:
+        layers = [(nn.Linear(before, after), nn.ReLU()) for before, after in itertools.pairwise(widths)]
+        return nn.Sequential(*(module for pair in layers for module in pair))
+
+    with TieredStore.open(tmp_path / "small", dram="1MiB") as small, pytest.raises(Exception, match="smallest") as caught:
         zero.page(wide(), small, micro_batch=4)
     number = int(str(caught.value).split("smallest that works is ")[1].split(" ")[0].replace(",", ""))
     with TieredStore.open(tmp_path / "enough", dram=number, deadline=20) as enough:
         model = zero.page(wide(), enough, micro_batch=4)
         optimizer = zero.AdamW(model.parameters())
-        for _ in range(3):
+        for _ in range(6):
             optimizer.zero_grad()
-            model(torch.randn(2000, 512)).sum().backward()
+            model(torch.randn(batch, widths[0])).sum().backward()
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()
         assert not torch.isnan(model.state_dict()["0.weight"]).any()

@@ -13,7 +13,7 @@ from tiered.cli.stop import StopRequest
 from tiered.cli.table import exact_size
 from tiered.config import SMALLEST_DRAM
 from tiered.sizes import format_size
-from tiered.types import BackendName, TensorSpec
+from tiered.types import PIECE_BYTES, BackendName, TensorSpec
 
 __all__ = ["Order", "Pass", "Setup", "Walk", "refuse_full_disk"]
 
@@ -149,11 +149,12 @@ class Walk:
         return self._end(2 * self._setup.moved)
 
     def replace(self, key: str) -> None:
-        """New contents as a WRITE lease leaves them, made in place: what is measured is their way to the disk."""
+        """New contents as a WRITE lease leaves them, made in place, a byte of each piece that has a checksum: what
+        is measured is their way to the disk."""
         self._stop.check()
         self._store.create(key, self._spec)
         with self._store.lease(key, access="write") as tensor:
-            tensor[::4096].add_(1)
+            tensor[::PIECE_BYTES].add_(1)
 
     def _begin(self) -> None:
         if self._setup.order == "random":

@@ -132,8 +132,9 @@ def _staged(model: nn.Module, window: Window) -> dict[nn.Parameter, Staged]:
 
 
 def _refuse_small_pool(plan: Plan, model: nn.Module, pool: int, micro_batch: int) -> None:
-    """A unit, its gradient, and what the modules around it hold must fit at the same time, and the largest twice, for it may lie
-    in the middle; beside them a piece of what is kept for backward, where units divide the batch."""
+    """A unit, its gradient, and what the modules around it hold must fit at the same time, wherever they happen to lie. Where
+    units divide the batch, a piece of what is kept for backward, too; and the largest unit twice more, for it may lie in the
+    middle."""
     sizes = [-(-unit.nbytes // 4096) * 4096 for unit in plan.units]
 
     def deepest(module: nn.Module, above: frozenset[int]) -> int:
@@ -142,10 +143,11 @@ def _refuse_small_pool(plan: Plan, model: nn.Module, pool: int, micro_batch: int
 
     together = deepest(model, frozenset()) if sizes else 0
     converted = max((unit.stored_nbytes for unit in plan.units if unit.converted), default=0)  # it is there twice meanwhile
-    together += 2 * max(sizes, default=0) + converted
+    together += max(sizes, default=0) + converted
     if micro_batch > 1:
+        together += 2 * max(sizes, default=0)
         together = -(-together * KEPT_SHARE // (KEPT_SHARE - 1) // 4096) * 4096
-    needed = max(together, 1 << 20)
+    needed = max(3 * max(sizes, default=0) + converted, together, 1 << 20)
     if pool < needed:
         largest = max(plan.units, key=lambda unit: unit.nbytes)
         raise CapacityError(
