@@ -17,8 +17,9 @@ help: ## this list
 
 setup: $(STAMP) ## make .venv/ with the package installed in it; quick when that is done
 
+# A process for each core, four at most; each runs whole files. Idle threads of torch's would spin where another test computes.
 test: setup ## every test but the long ones
-	@$(BIN)/python -m pytest -q
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
 check: setup ## ruff and mypy --strict
 	$(BIN)/ruff check .

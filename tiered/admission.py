@@ -231,11 +231,11 @@ class Admission:
             chosen = chosen or place.victims(nbytes, acceptable, math.inf)
         if chosen is None:
             chosen = self._packed(tier, nbytes, request)
+        if chosen is None and self._exchanged(tier, nbytes, request):
+            chosen = self._spent(tier, nbytes, acceptable)
         if chosen is None:
-            if not self._exchanged(tier, nbytes, request):
-                self._push_out(tier, request)
-                return None
-            chosen = self._spent(tier, nbytes, acceptable) or []
+            self._push_out(tier, request)
+            return None
         if self.ahead is not None:
             for copy in chosen:
                 place.condemn(copy)
@@ -274,10 +274,14 @@ class Admission:
         kept goes, and this stays instead when it has been used."""
         if self.ahead is None or request.needed is None or (policy := self.ahead.planned[tier]) is None:
             return False
-        place, needed, ahead = self.places[tier], request.needed, self.ahead
-        found = place.first(nbytes, lambda copy: (
-            copy.standing is Standing.CLEAN and copy.nbytes == nbytes and ahead.plan.next_use(copy.key) > needed
-        ))  # fmt: skip
+        needed, plan = request.needed, self.ahead.plan
+        wanted = self._wanted(tier, [request, *self._before(request)])
+
+        def alike(copy: Copy) -> bool:
+            kept = copy.standing is Standing.CLEAN and copy.nbytes == nbytes and copy.key not in wanted
+            return kept and plan.next_use(copy.key) > needed
+
+        found = self.places[tier].first(nbytes, alike)
         return bool(found) and policy.exchange(found[0].key, needed)
 
     def _write_out(self, copy: Copy, request: Request) -> None:

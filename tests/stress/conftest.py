@@ -1,15 +1,13 @@
 from __future__ import annotations
 
 import faulthandler
-import re
-from collections import Counter
 from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
 
 from tests.stress.fusefs import FaultyDisk, faulty_disk, why_not
-from tests.stress.tally import TALLIES, Tally
+from tests.stress.tally import TALLY, Tally
 from tiered.io.probe import libaio_unavailable
 
 OUTCOME = pytest.StashKey[str]()
@@ -34,8 +32,8 @@ def backend(request: pytest.FixtureRequest) -> str:
 def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
     """Counts under the promise that the test's module names in ``PROMISE``; fails where a fault did not fire."""
     found = Tally(request.module.PROMISE)
-    request.config.stash.setdefault(TALLIES, []).append(found)
     yield found
+    request.node.user_properties.append((TALLY, found.as_property()))
     if request.node.stash.get(OUTCOME, "") == "passed":
         found.refuse_silence()
 
@@ -64,18 +62,3 @@ def sync_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyDisk]:
         pytest.skip(why_not())
     with faulty_disk(tmp_path_factory.mktemp("fuse") / "disk", "sync") as found:
         yield found
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    injected: Counter[str] = Counter()
-    fired: Counter[str] = Counter()
-    runs: Counter[str] = Counter()
-    for tally in config.stash.get(TALLIES, []):
-        runs[tally.what] += tally.runs
-        injected[tally.what] += tally.injected
-        fired[tally.what] += tally.fired
-    for what in sorted(injected, key=lambda what: (int(re.split(r"\D", what)[0]), what)):
-        if injected[what]:
-            terminalreporter.write_line(f"faults: promise {what}: {injected[what]:,} injected, {fired[what]:,} fired")
-        if runs[what]:
-            terminalreporter.write_line(f"runs: promise {what}: {runs[what]:,} passed")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-__all__ = ["TALLIES", "Tally", "counts"]
+__all__ = ["TALLY", "Tally", "counts"]
 
 
 @dataclass
@@ -30,13 +30,17 @@ class Tally:
         """Once more something went as it should without a fault: an open, a refusal, a test under a sanitizer."""
         self.runs += 1
 
+    def as_property(self) -> dict[str, str | int]:
+        return {"what": self.what, "injected": self.injected, "fired": self.fired, "runs": self.runs}
+
     def refuse_silence(self) -> None:
         assert self.injected or self.runs, "no fault was injected, and nothing counted"
         idle = sorted(kind for kind, fired in self.kinds.items() if not fired)
         assert self.fired == self.injected, f"{self.injected} faults were injected, {self.fired} fired; never: {idle}"
 
 
-TALLIES = pytest.StashKey[list[Tally]]()
+TALLY = "tally"
+"""The name under which a test's report has its tally: reports reach the run that sums up, whichever process the test was in."""
 
 
 def counts(quick: int, full: int) -> pytest.MarkDecorator:
