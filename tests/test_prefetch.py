@@ -463,3 +463,28 @@ def test_random_loops_stray_and_nothing_is_lost() -> None:
     for entry in simulation.engine.admission.directory.entries():
         assert any(copy is not None and copy.state in (State.CLEAN, State.DIRTY) for copy in entry.copies)
     assert {t.urgency for t in simulation.link.started if isinstance(t, Transfer)} >= {Urgency.PREFETCH}
+
+
+def test_what_is_fetched_takes_the_place_of_nothing_that_a_lease_waits_for() -> None:
+    """Where all that a plan gave up is gone, something alike makes room; a lease of several may want just that."""
+    source = random.Random(0)
+    for _ in range(60):
+        keys = source.randint(8, 20)
+        room = source.randint(keys // 2 + 2, keys - 1)
+        simulation = Simulation(keys=keys, room=room, compute=source.choice([0.0, 0.1]), fetch=1.0)
+        order = source.sample(simulation.keys, keys)
+        simulation.follow(order)
+        for _ in range(4):
+            for key, other in zip(order, [*order[1:], order[0]], strict=True):
+                if source.random() < 0.5:
+                    simulation.touch(key)
+                    continue
+                lease = Lease([source.choice(simulation.keys), key, other][source.randint(0, 1) :], 0, Access.READ)
+                if len(set(lease.keys)) == len(lease.keys):
+                    simulation._run(lease)
+                    simulation.engine.release(lease.copies, Access.READ)
+                    for copy in lease.copies:
+                        simulation.engine.alias_died(copy)
+                    simulation.turn()
+        for place in simulation.engine.admission.places:
+            place.check()
