@@ -181,7 +181,8 @@ class Admission:
             return self._beyond_capacity(tier, nbytes)
         if request.urgency is Urgency.PREFETCH and not self._may_prefetch(tier, nbytes, request):
             return None
-        slot = place.allocate(nbytes, MOVED if tier < self.bottom else math.inf)
+        slot = place.allocate(nbytes, 0) or self._in_its_place(tier, nbytes, request)
+        slot = slot or place.allocate(nbytes, MOVED if tier < self.bottom else math.inf)
         self.background.unsettled = True  # there is less room
         if slot is None and tier < self.bottom:
             slot = self._make_room(tier, nbytes, request)
@@ -224,15 +225,16 @@ class Admission:
         waste, two requests could take turns at it for ever."""
         place = self.places[tier]
         acceptable = self._acceptable(tier, request)
-        chosen = self._spent(tier, nbytes, acceptable)
+        spent = self._spent(tier, request)
+        chosen = None if spent is None else place.victims(nbytes, spent)
         chosen = chosen or place.victims(nbytes, lambda copy: copy.standing is not Standing.FRESH and acceptable(copy))
         if chosen is None and request.urgency is not Urgency.PREFETCH:
             chosen = place.victims(nbytes, acceptable)
             chosen = chosen or place.victims(nbytes, acceptable, math.inf)
         if chosen is None:
             chosen = self._packed(tier, nbytes, request)
-        if chosen is None and self._exchanged(tier, nbytes, request):
-            chosen = self._spent(tier, nbytes, acceptable)
+        if chosen is None and spent is not None and self._exchanged(tier, nbytes, request):
+            chosen = place.victims(nbytes, spent)
         if chosen is None:
             self._push_out(tier, request)
             return None
@@ -260,14 +262,23 @@ class Admission:
         assert slot is not None
         return slot
 
-    def _spent(self, tier: int, nbytes: int, acceptable: Callable[[Copy], bool]) -> list[Copy] | None:
-        """Victims that a plan gave up and that are clean already: they cost nothing, and no wait."""
+    def _spent(self, tier: int, request: Request) -> Callable[[Copy], bool] | None:
+        """Which copies a plan gave up and are clean already: they cost nothing, and no wait. None: nothing is planned."""
         ahead = self.ahead
         if ahead is None or tier >= len(ahead.planned) or ahead.planned[tier] is None:
             return None
-        return self.places[tier].victims(
-            nbytes, lambda copy: copy.standing is Standing.CLEAN and ahead.may_go(copy.key, tier) and acceptable(copy)
-        )
+        acceptable = self._acceptable(tier, request)
+        return lambda copy: copy.standing is Standing.CLEAN and ahead.may_go(copy.key, tier) and acceptable(copy)
+
+    def _in_its_place(self, tier: int, nbytes: int, request: Request) -> Slot | None:
+        """The slot of one of just the size that a plan gave up: nothing is searched, and nothing is moved."""
+        spent, place = self._spent(tier, request), self.places[tier]
+        if spent is None:
+            return None
+        found = next((copy for copy in reversed(place.leaves.values()) if copy.nbytes == nbytes and spent(copy)), None)
+        if found is not None:
+            self._evict(found)
+        return place.allocate(nbytes, 0) if found is not None else None
 
     def _exchanged(self, tier: int, nbytes: int, request: Request) -> bool:
         """What is fetched ahead would come too late, with all that a plan gave up gone: then something like it that was to be
