@@ -37,7 +37,7 @@ class Admission:
 
     def __init__(self, tiers: Sequence[Tier], policies: Sequence[EvictionPolicy], reserve: float) -> None:
         self.bottom = len(tiers) - 1
-        self.background = Background(reserve)
+        self.background = Background(reserve, len(tiers))
         pairs = enumerate(zip(tiers, policies, strict=True))
         self.places = [Occupancy(tier, policy, bottom=index == self.bottom) for index, (tier, policy) in pairs]
         self.own = list(policies)  # while no order is followed
@@ -225,16 +225,18 @@ class Admission:
         waste, two requests could take turns at it for ever."""
         place = self.places[tier]
         acceptable = self._acceptable(tier, request)
-        spent = self._spent(tier, request)
-        chosen = None if spent is None else place.victims(nbytes, spent)
-        chosen = chosen or place.victims(nbytes, lambda copy: copy.standing is not Standing.FRESH and acceptable(copy))
+        planned = self.ahead is not None and self.ahead.plans(tier)
+        chosen = place.enough(nbytes, self.background.gone(tier, acceptable)) if planned else None
+        if planned and chosen is None and request.needed is not None:
+            self._exchange(tier, nbytes, request)
+            chosen = place.enough(nbytes, self.background.gone(tier, acceptable))
+        elif chosen is None:
+            chosen = place.victims(nbytes, lambda copy: copy.standing is not Standing.FRESH and acceptable(copy))
         if chosen is None and request.urgency is not Urgency.PREFETCH:
             chosen = place.victims(nbytes, acceptable)
             chosen = chosen or place.victims(nbytes, acceptable, math.inf)
         if chosen is None:
             chosen = self._packed(tier, nbytes, request)
-        if chosen is None and spent is not None and self._exchanged(tier, nbytes, request):
-            chosen = place.victims(nbytes, spent)
         if chosen is None:
             self._push_out(tier, request)
             return None
@@ -262,38 +264,34 @@ class Admission:
         assert slot is not None
         return slot
 
-    def _spent(self, tier: int, request: Request) -> Callable[[Copy], bool] | None:
-        """Which copies a plan gave up and are clean already: they cost nothing, and no wait. None: nothing is planned."""
-        ahead = self.ahead
-        if ahead is None or tier >= len(ahead.planned) or ahead.planned[tier] is None:
-            return None
-        acceptable = self._acceptable(tier, request)
-        return lambda copy: copy.standing is Standing.CLEAN and ahead.may_go(copy.key, tier) and acceptable(copy)
-
     def _in_its_place(self, tier: int, nbytes: int, request: Request) -> Slot | None:
         """The slot of one of just the size that a plan gave up: nothing is searched, and nothing is moved."""
-        spent, place = self._spent(tier, request), self.places[tier]
-        if spent is None:
+        if self.ahead is None or not self.ahead.plans(tier):
             return None
-        found = next((copy for copy in reversed(place.leaves.values()) if copy.nbytes == nbytes and spent(copy)), None)
-        if found is not None:
-            self._evict(found)
-        return place.allocate(nbytes, 0) if found is not None else None
+        place, acceptable = self.places[tier], self._acceptable(tier, request)
+        size = place.rounded(nbytes)
+        found = self.background.gone(tier, lambda copy: copy.nbytes == size and acceptable(copy))
+        if found:
+            self._evict(found[0])
+        return place.allocate(nbytes, 0) if found else None
 
-    def _exchanged(self, tier: int, nbytes: int, request: Request) -> bool:
+    def _exchange(self, tier: int, nbytes: int, request: Request) -> None:
         """What is fetched ahead would come too late, with all that a plan gave up gone: then something like it that was to be
         kept goes, and this stays instead when it has been used."""
-        if self.ahead is None or request.needed is None or (policy := self.ahead.planned[tier]) is None:
-            return False
-        needed, plan = request.needed, self.ahead.plan
+        assert request.needed is not None
+        assert self.ahead is not None
+        policy, plan, needed = self.ahead.planned[tier], self.ahead.plan, request.needed
         wanted = self._wanted(tier, [request, *self._before(request)])
+        size = self.places[tier].rounded(nbytes)
 
         def alike(copy: Copy) -> bool:
-            kept = copy.standing is Standing.CLEAN and copy.nbytes == nbytes and copy.key not in wanted
+            kept = copy.standing in (Standing.CLEAN, Standing.DIRTY) and copy.nbytes == size and copy.key not in wanted
             return kept and plan.next_use(copy.key) > needed
 
-        found = self.places[tier].first(nbytes, alike)
-        return bool(found) and policy.exchange(found[0].key, needed)
+        for copy in self.places[tier].first(4 * size, alike):
+            if policy is not None and policy.exchange(copy.key, needed):
+                self.background.changed(self, copy)
+                return
 
     def _write_out(self, copy: Copy, request: Request) -> None:
         """Have ``copy`` written back, so that it can leave for ``request``."""
@@ -396,9 +394,9 @@ class Admission:
         self.places[copy.tier].note(copy)
         if copy.dirty:
             self.unsaved[copy.key] = copy
-            self.background.changed(self, copy)
         elif self.unsaved.get(copy.key) is copy:
             del self.unsaved[copy.key]
+        self.background.changed(self, copy)
 
     def alias_died(self, copy: Copy, stream: object) -> None:
         """A view of ``copy``'s memory, used on ``stream``, was collected. Runs inside the garbage collector: it only puts on
@@ -459,6 +457,7 @@ class Admission:
             place.condemned.clear()
             for key in place.copies:
                 place.policy.touched(key)
+        self.background.follow(self)
 
     def complete(self, index: int, completion: Completion) -> Transfer:
         """Apply what link ``index`` reported."""
@@ -487,6 +486,9 @@ class Admission:
         self.directory.end_writeback(entry, index, completion.error, completion.checksums, transfer.generation)
         if completion.error is None:
             self.places[index + 1].policy.touched(entry.key)
+            below = entry.copies[index + 1]
+            if below is not None:
+                self.background.changed(self, below)
         else:
             self.disturbances += 1
 

@@ -85,6 +85,9 @@ class Ahead(Request):
         while at < self.plan.until:
             entry = self._missing_at(admission, tier, at)
             if entry is not None:
+                if entry.nbytes > admission.places[tier].tier.capacity // MOST:
+                    at += 1  # on demand
+                    continue
                 if not (self._has_room(admission, tier, entry.nbytes) and self._due(admission, tier, at)):
                     break
                 self.needed, self.tier = at, tier
@@ -105,6 +108,10 @@ class Ahead(Request):
         if entry is None or touch.use is Use.PUT or tier < self._index[touch.tier] or entry.written:
             return None
         return entry if all(copy is None for copy in entry.copies[: tier + 1]) else None
+
+    def plans(self, tier: int) -> bool:
+        """Whether it is known who will be gone from ``tier``."""
+        return tier < len(self.planned) and self.planned[tier] is not None
 
     def may_go(self, key: Key, tier: int) -> bool:
         """Whether fetching ahead may take the room of ``key`` in ``tier``, as far as the plan there tells."""

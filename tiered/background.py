@@ -1,7 +1,10 @@
-"""Write-backs that nobody waits for yet, so that what comes finds room that is free or CLEAN."""
+"""What is done so that what comes finds room that is free or CLEAN: write-backs that nobody waits for yet, and a list of what a
+plan gave up."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from tiered.errors import TieredError
@@ -15,6 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Background"]
 
+LOOKED_AT = 256
+"""Of those that a plan gave up; with more of them, small ones, looking at all would take longer than a lease."""
+
 
 class Background:
     """``reserve``: the share of each tier that is kept free or CLEAN while nothing is known of what comes. Along a known order
@@ -23,15 +29,36 @@ class Background:
     ``unsettled``: something became DIRTY, or room shrank, since it last looked.
     """
 
-    def __init__(self, reserve: float) -> None:
+    def __init__(self, reserve: float, tiers: int) -> None:
         self.reserve, self.unsettled = reserve, False
-        self._spent: dict[Key, Copy] = {}
+        self._spent: dict[tuple[int, Key], Copy] = {}  # DIRTY ones that a plan gave up, by tier
+        self._gone: list[dict[Key, Copy]] = [{} for _ in range(tiers)]  # and CLEAN ones, the last that came to it last
 
     def changed(self, admission: Admission, copy: Copy) -> None:
-        """Something about a dirty copy changed."""
-        self.unsettled = True
-        if admission.ahead is not None and self._is_spent(admission, copy):
-            self._spent[copy.key] = copy
+        """Something about ``copy`` changed, or about what is planned with it."""
+        self.unsettled |= copy.dirty
+        ahead = admission.ahead
+        if ahead is None or not ahead.plans(copy.tier):
+            return
+        if self._is_spent(admission, copy):
+            self._spent[copy.tier, copy.key] = copy
+        if copy.standing is Standing.CLEAN and copy.state is not State.EMPTY and ahead.may_go(copy.key, copy.tier):
+            self._gone[copy.tier][copy.key] = copy
+        else:
+            self._gone[copy.tier].pop(copy.key, None)
+
+    def follow(self, admission: Admission) -> None:
+        """Another plan, or none."""
+        self._spent.clear()
+        for place, gone in zip(admission.places, self._gone, strict=True):
+            gone.clear()
+            for copy in place.copies.values() if not place.bottom else ():
+                self.changed(admission, copy)
+
+    def gone(self, tier: int, accept: Callable[[Copy], bool]) -> list[Copy]:
+        """CLEAN copies that a plan gave up: they cost nothing, and no wait. The last that came to it first, ``LOOKED_AT`` at
+        most."""
+        return [copy for copy in islice(reversed(self._gone[tier].values()), LOOKED_AT) if accept(copy)]
 
     def due(self, admission: Admission) -> bool:
         """Whether there is something to do; where not, only another change can bring it."""
@@ -49,9 +76,9 @@ class Background:
         background = Request(Urgency.WRITEBACK)
         admission.number(background)
         spent, self._spent = self._spent, {}
-        for copy in spent.values():
-            if admission.ahead is not None and self._is_spent(admission, copy):
-                self._admit(admission, copy, background)
+        for found, copy in spent.items():
+            if self._is_spent(admission, copy) and not self._admit(admission, copy, background):
+                self._spent[found] = copy  # no room below yet
         for tier in range(admission.bottom):
             place = admission.places[tier]
             shortage = self._shortage(admission, tier)
@@ -81,6 +108,10 @@ class Background:
         return place.first(batch, lambda copy: copy.failure is None and copy.standing is Standing.DIRTY)
 
     def _is_spent(self, admission: Admission, copy: Copy) -> bool:
+        """Whether it should be written behind; not while a fill from it is under way, or was made for the next use."""
         ahead = admission.ahead
         dirty = copy.state is State.DIRTY and copy.standing is Standing.DIRTY and copy.failure is None
-        return dirty and ahead is not None and ahead.is_spent(copy.key, copy.tier)
+        if not dirty or ahead is None or not ahead.is_spent(copy.key, copy.tier):
+            return False
+        entry = admission.directory.find(copy.key)
+        return entry is not None and all(upper is None for upper in entry.copies[: copy.tier])

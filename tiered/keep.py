@@ -100,7 +100,11 @@ def settled(
     if then == "again":
         kept = _spread(kept, uses, sizes, _following(keys, then))
     fits = staying(Decision(decision.price, kept))  # a round is not quite like the next one
-    return Decision(decision.price, tuple(wanted and stays for wanted, stays in zip(kept, fits, strict=True)))
+    dead = [
+        after is not None and uses[after % len(keys)] is Use.PUT and after != i + len(keys)
+        for i, after in enumerate(_following(keys, then))
+    ]
+    return Decision(decision.price, tuple(a and b and not c for a, b, c in zip(kept, fits, dead, strict=True)))
 
 
 def _spread(

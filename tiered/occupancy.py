@@ -63,6 +63,11 @@ class Occupancy:
             self.account(slot)
         return slot
 
+    def rounded(self, nbytes: int) -> int:
+        """Bytes of a slot of ``nbytes``."""
+        alignment: int = getattr(self.tier, "alignment", 1)
+        return -(-nbytes // alignment) * alignment
+
     def _movable(self) -> dict[int, Copy]:
         """By offset, the copies whose bytes may be moved: nobody looks at them, and no transfer has their slot."""
         if self._memory is None:
@@ -169,7 +174,7 @@ class Occupancy:
             if more is None:
                 more = self.policy.victims(sum(copy.slot.nbytes for copy in among.values()), among)
                 assert more is not None
-            found = self._enough(nbytes, [*chosen, *(self.leaves[key] for key in more)], most)
+            found = self.enough(nbytes, [*chosen, *(self.leaves[key] for key in more)], most)
             if found is not None or every:
                 return found
             wanted = 2 * max(wanted, kept)
@@ -180,7 +185,7 @@ class Occupancy:
         keys = self.policy.victims(nbytes, among)
         return list(among.values()) if keys is None else [self.leaves[key] for key in keys]
 
-    def _enough(self, nbytes: int, copies: list[Copy], most: float) -> list[Copy] | None:
+    def enough(self, nbytes: int, copies: list[Copy], most: float = MOVED) -> list[Copy] | None:
         """Of the shortest beginning of ``copies`` without which ``nbytes`` fit in one piece, those that have to go for that."""
         if copies and copies[0].slot.nbytes >= nbytes:
             return copies[:1]

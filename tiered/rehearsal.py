@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MovablePlaces", "Places", "Rehearsal", "choose", "policy_of"]
 
+SETTLED = 50_000
+"""Touches of an order up to which it is worth a second to know what stays; beyond, what is needed last leaves first."""
 REHEARSED = 4
 """Decisions, the most promising ones."""
 
@@ -66,7 +68,7 @@ def _choice(
 
     if thorough and len(found) > 1 and len(keys) <= SEARCHED:
         best = min(found[:REHEARSED], key=moved)
-    return settled(keys, uses, sizes, budget, best, then) if spare else best
+    return settled(keys, uses, sizes, budget, best, then) if spare and len(keys) <= SETTLED else best
 
 
 def policy_of(plan: Plan, decision: Decision) -> NextUse:

@@ -173,6 +173,7 @@ class Install(Request):
         copy.fences = self.fences
         admission.install(copy)
         admission.used(entry, self.tier, Use.PUT)
+        admission.background.changed(admission, copy)  # a plan says more of it from now on
         return True
 
     def abandon(self, admission: Admission) -> None:

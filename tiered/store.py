@@ -296,10 +296,11 @@ class TieredStore:
         goals = [self._tier_index(touch.tier) for touch in touches]
 
         def sizes(index: int) -> list[int]:
-            """What each touch takes of tier ``index``; a byte where it is for a tier below, or more than there could be."""
-            most = self._parts.tiers[index].capacity
-            wanted = [found[key] if goal <= index else 1 for key, goal in zip(keys, goals, strict=True)]
-            return [nbytes if 0 < nbytes <= most else 1 for nbytes in wanted]
+            """What each touch takes of tier ``index``, in whole slots; a byte where it is for a tier below, or more than there
+            could be."""
+            most, alignment = self._parts.tiers[index].capacity, getattr(self._parts.tiers[index], "alignment", 1)
+            wanted = [found[key] if goal <= index else 0 for key, goal in zip(keys, goals, strict=True)]
+            return [-(-nbytes // alignment) * alignment if 0 < nbytes <= most else 1 for nbytes in wanted]
 
         rooms, decisions = [], []
         for index, memory in enumerate(self._parts.memories[: len(self._parts.links)]):
