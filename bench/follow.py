@@ -24,7 +24,7 @@ import torch
 from bench.optimum import budget_of, exact_bound, lower_bound
 from bench.traces import TRACES, Access, Trace, next_positions
 from tiered import TieredStore
-from tiered.ahead import PIPELINE
+from tiered.ahead import room_for
 from tiered.prefetch import Touch
 from tiered.types import Then
 
@@ -76,9 +76,9 @@ def run(trace: Trace, budget: int, follow: Following) -> Row:
 
 
 def under_way(trace: Trace, budget: int) -> int:
-    """What fetching ahead may have on its way at once: two tensors of mean size, or what keeps the link busy."""
-    mean = sum(trace.sizes[key] for key, _ in trace.accesses) // len(trace.accesses)
-    return max(2 * mean, min(PIPELINE // SCALE, budget // 16))
+    """The room that a plan leaves to what is fetched ahead and written behind."""
+    missing = sum(trace.sizes.values()) - budget
+    return room_for(budget * SCALE, missing * SCALE, trace.largest * SCALE) // SCALE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
