@@ -386,9 +386,8 @@ class Engine:
                     finished = self._stopping and not any(self._started(i) for i in range(len(self.links)))
                 if finished:
                     break
-                if not moved:
-                    poller.poll(1000)
-                self._wake.clear()
+                if not moved and any(fd == self._wake.fileno() for fd, _ in poller.poll(1000)):
+                    self._wake.clear()
         except BaseException as error:
             with self.lock:
                 self._broken = error

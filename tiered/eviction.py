@@ -6,6 +6,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 
 from tiered.types import Candidate, Key
 
@@ -33,17 +34,27 @@ class LRU:
 
     def victims(self, nbytes: int, among: Mapping[Key, Candidate]) -> list[Key] | None:
         """The first of ``among`` that together have ``nbytes``; None when all of them are too little."""
+        if nbytes <= 0:
+            return []
         chosen: list[Key] = []
-        for dirty in (False, True):
-            for keys in (self._order, (key for key in among if key not in self._order)):
-                for key in keys:
-                    if nbytes <= 0:
-                        return chosen
-                    candidate = among.get(key)
-                    if candidate is not None and candidate.dirty is dirty:
-                        chosen.append(key)
-                        nbytes -= candidate.nbytes
-        return chosen if nbytes <= 0 else None
+        dirty: list[tuple[Key, int]] = []
+        for key in chain(self._order, (key for key in among if key not in self._order)):
+            candidate = among.get(key)
+            if candidate is None:
+                continue
+            if candidate.dirty:
+                dirty.append((key, candidate.nbytes))
+                continue
+            chosen.append(key)
+            nbytes -= candidate.nbytes
+            if nbytes <= 0:
+                return chosen
+        for key, size in dirty:
+            chosen.append(key)
+            nbytes -= size
+            if nbytes <= 0:
+                return chosen
+        return None
 
 
 class NextUse:

@@ -32,10 +32,10 @@ __all__ = [
 
 Key = str
 BackendName = Literal["auto", "libaio", "aiofiles", "posix"]
+"""What moves bytes to and from the disk; "auto" is the fastest that works here."""
 
 Then = Literal["again", "end"]
 """What comes after an order of touches: the same once more, and so on; or nothing that is known."""
-"""What moves bytes to and from the disk; "auto" is the fastest that works here."""
 
 PIECE_BYTES = 4 << 20
 """An extent is checksummed in pieces of this many bytes (the last one may be shorter)."""
@@ -43,14 +43,20 @@ CHECKSUM_BYTES = 16
 """Bytes of one piece's checksum (xxh3-128)."""
 
 
-class Access(enum.Enum):
+class _Name(enum.Enum):
+    """Members are keys in dictionaries on the way of every transfer, and what ``Enum`` hashes them with is slow."""
+
+    __hash__ = object.__hash__
+
+
+class Access(_Name):
     """What a lease allows. WRITE excludes every other lease of the tensor and supersedes its other copies."""
 
     READ = "read"
     WRITE = "write"
 
 
-class Use(enum.Enum):
+class Use(_Name):
     """What is done with a tensor: READ and WRITE need its bytes, PUT replaces them; WRITE and PUT leave it dirty."""
 
     READ = "read"
@@ -66,14 +72,14 @@ class Urgency(enum.IntEnum):
     WRITEBACK = 2
 
 
-class Direction(enum.Enum):
+class Direction(_Name):
     """UP is towards the compute (NVMe -> DRAM -> HBM), DOWN is away from it."""
 
     UP = "up"
     DOWN = "down"
 
 
-class Operation(enum.Enum):
+class Operation(_Name):
     READ = "read"
     WRITE = "write"
 
@@ -168,8 +174,7 @@ class Completion:
     error: TieredError | None = field(default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class IORequest:
+class IORequest(NamedTuple):
     """Move ``nbytes`` between memory at ``address`` and ``fd`` at ``offset``; ``tag`` comes back with the completion."""
 
     operation: Operation
@@ -180,8 +185,7 @@ class IORequest:
     tag: int
 
 
-@dataclass(frozen=True, slots=True)
-class IOCompletion:
+class IOCompletion(NamedTuple):
     """``result`` is the number of bytes moved (short only at the end of a file), or a negative errno."""
 
     tag: int

@@ -8,6 +8,7 @@ import select
 
 __all__ = ["Wakeup"]
 
+_AT_ONCE = 4096  # bytes
 _LONGEST_WAIT = 1e6  # seconds; poll(2) counts milliseconds in an int
 
 
@@ -36,7 +37,7 @@ class Wakeup:
 
     def clear(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while os.read(self._reading, 4096):
+            while len(os.read(self._reading, _AT_ONCE)) == _AT_ONCE:
                 pass
 
     def wait(self, timeout: float) -> bool:

@@ -16,7 +16,6 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -49,7 +48,7 @@ class OneByOne(GatedBackend):
                 self.complete(tag)
 
     def _move(self, request: IORequest, nbytes: int) -> int:
-        return super()._move(replace(request, fd=0), nbytes)  # a store that is opened again has another descriptor
+        return super()._move(request._replace(fd=0), nbytes)  # a store that is opened again has another descriptor
 
 
 class Interleaving:

@@ -77,8 +77,8 @@ class LibaioBackend:
 
     def reap(self, min_events: int, timeout: float) -> list[IOCompletion]:
         ring = self._ring()
-        deadline = time.monotonic() + min(timeout, _LONGEST_WAIT)
         left = min(timeout, _LONGEST_WAIT)
+        deadline = time.monotonic() + left if left > 0 else 0.0
         failures = 0
         while True:
             nanoseconds = int(max(left, 0.0) * 1e9)

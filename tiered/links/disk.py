@@ -151,7 +151,8 @@ class DiskLink:
         assert 0 < length <= min(transfer.upper.nbytes, transfer.lower.nbytes)
         job = _Job(transfer, self._locate(transfer.lower), way, self._address + transfer.upper.offset, length)
         if way is Operation.WRITE:
-            ctypes.memset(job.memory + transfer.nbytes, 0, length - transfer.nbytes)
+            if length > transfer.nbytes:
+                ctypes.memset(job.memory + transfer.nbytes, 0, length - transfer.nbytes)
             self._unhashed.append(job)
         elif transfer.checksums:
             whole, rest = divmod(transfer.nbytes, PIECE_BYTES)
