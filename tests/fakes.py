@@ -11,13 +11,14 @@ import os
 import select
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import xxhash
 
 from tiered.errors import CorruptionError, TieredError
 from tiered.interfaces import Streams
+from tiered.residency import Entry
 from tiered.space import FreeSpace
 from tiered.types import (
     CHECKSUM_BYTES,
@@ -26,6 +27,7 @@ from tiered.types import (
     Direction,
     IOCompletion,
     IORequest,
+    Key,
     Operation,
     Slot,
     Transfer,
@@ -38,6 +40,7 @@ __all__ = [
     "ManualBackend",
     "ManualLink",
     "MovableTier",
+    "NoDraft",
     "fake_checksums",
     "in_child",
     "readable",
@@ -382,3 +385,15 @@ class ManualLink:
                 )
         self.upper.write(transfer.upper, data)
         return b"", None
+
+
+class NoDraft:
+    """A flush's ``Draft`` that nobody reads."""
+
+    def begin(self, entries: Iterator[Entry], frozen: dict[Key, None]) -> None: ...
+
+    def add(self, entry: Entry) -> None: ...
+
+    def end(self) -> None: ...
+
+    def drop(self) -> None: ...

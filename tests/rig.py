@@ -12,10 +12,11 @@ from tiered.ahead import room_for
 from tiered.engine import Engine, EngineConfig
 from tiered.errors import ReadError, TieredError, TransferError, WriteError
 from tiered.eviction import LRU
+from tiered.flush import Flush
 from tiered.prefetch import Touch
 from tiered.rehearsal import Places, choose, policy_of
-from tiered.requests import Delete, Flush, Install, Lease, Prefetch, Request, Room
-from tiered.residency import Copy, State
+from tiered.requests import Delete, Install, Lease, Prefetch, Request, Room
+from tiered.residency import Copy, Entry, State
 from tiered.types import Access, Direction, Slot, TensorSpec, Transfer, Urgency
 
 READ, WRITE = Access.READ, Access.WRITE
@@ -58,6 +59,37 @@ class CheckedInstall(Install):
         if done:
             self.rig.newest[self.key] = self.data
         return done
+
+
+class CheckedDraft:
+    """Everything has to come to the bottom with the bytes that it had when the flush began."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.missing: dict[str, bytes] = {}
+
+    def begin(self, entries: Iterator[Entry], frozen: dict[str, None]) -> None:
+        assert set(self.rig.admission.directory) == set(self.rig.newest)
+        self.missing = {key: self.rig.newest[key] for key in frozen}
+        for entry in entries:
+            if entry.key not in frozen:
+                self.see(entry, self.rig.newest[entry.key])
+
+    def see(self, entry: Entry, wanted: bytes) -> None:
+        copy = entry.copies[-1]
+        assert copy is not None
+        assert copy.state is State.CLEAN
+        assert self.rig.bytes_of(copy) == wanted, f"{entry.key!r} was flushed with other bytes"
+
+    def add(self, entry: Entry) -> None:
+        self.see(entry, self.missing.pop(entry.key))
+
+    def end(self) -> None:
+        assert not self.missing
+        self.rig.flushed += 1
+
+    def drop(self) -> None:
+        pass
 
 
 class CheckedDelete(Delete):
@@ -166,8 +198,8 @@ class Rig:
         self.look()
         return request
 
-    def flush(self) -> Flush:
-        request = Flush(self._at_the_bottom, self._duplicate)
+    def flush(self, urgency: Urgency = Urgency.DEMAND) -> Flush:
+        request = Flush(CheckedDraft(self), self._duplicate, urgency)
         self.submit(request)
         self.waiting.append(request)
         self.look()
@@ -274,15 +306,6 @@ class Rig:
                 assert request.error is None or not request.copies
                 if request.error is None:
                     self.held.append(request)
-
-    def _at_the_bottom(self) -> None:
-        self.flushed += 1
-        assert set(self.admission.directory) == set(self.newest)
-        for entry in self.admission.directory.entries():
-            copy = entry.copies[-1]
-            assert copy is not None
-            assert copy.state is State.CLEAN
-            assert self.bytes_of(copy) == self.newest[entry.key], f"{entry.key!r} was flushed with old bytes"
 
     def _duplicate(self, copy: Copy, target: Slot, nbytes: int) -> None:
         self.tiers[copy.tier].write(target, self.tiers[copy.tier].read(copy.slot, nbytes))

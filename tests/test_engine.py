@@ -491,19 +491,59 @@ def test_a_flush_under_a_write_lease_raises() -> None:
     rig.wind_down()
 
 
-def test_a_write_lease_that_begins_during_a_flush_ends_it() -> None:
+def test_a_write_lease_during_a_flush_waits_for_its_tensor_alone() -> None:
+    rig = Rig(16, 400, reserve=0.0, limit=1)
+    for key in "abc":
+        rig.put(key, key.encode() * 4)
+    flush = rig.flush(Urgency.WRITEBACK)
+    rig.run()
+    lease = rig.lease("c", access=WRITE)
+    other = rig.lease("b")
+    rig.run()
+    assert other.done, "reading waits for nothing"
+    assert not lease.done
+    rig.links[0].complete_all()  # of a
+    rig.run()
+    assert not lease.done
+    rig.links[0].complete_all()  # of c, which was hurried
+    rig.run()
+    assert lease.done
+    assert not flush.done
+    rig.write(lease, lambda nbytes: b"2" * nbytes)
+    rig.end(lease)
+    rig.end(other)
+    rig.settle()
+    assert flush.error is None
+    assert rig.flushed == 1
+    rig.wind_down()
+
+
+@pytest.mark.parametrize("what", ["put", "delete"])
+def test_what_a_flush_has_still_to_write_is_replaced_or_deleted_after_that(what: str) -> None:
     rig = Rig(12, 400, reserve=0.0, limit=1)
     rig.put("a", b"aaaa")
     rig.put("b", b"bbbb")
-    flush = rig.flush()
+    flush = rig.flush(Urgency.WRITEBACK)
     rig.run()
-    rig.links[0].complete_all()
+    change = rig.put("b", b"BBBB") if what == "put" else rig.delete("b")
+    rig.settle()
+    assert change.error is None
+    assert flush.error is None
+    assert rig.flushed == 1
+    rig.wind_down()
+
+
+def test_a_flush_waits_for_the_one_before() -> None:
+    rig = Rig(12, 400, reserve=0.0, limit=1)
+    rig.put("a", b"aaaa")
+    first = rig.flush()
+    second = rig.flush()
     rig.run()
-    assert not flush.done
-    lease = rig.lease("a", access=WRITE)
-    rig.run()
-    assert isinstance(flush.error, LeaseConflict)
-    rig.end(lease)
+    assert rig.flushed == 0
+    rig.settle()
+    assert first.done
+    assert second.done
+    assert rig.flushed == 2
     rig.wind_down()
 
 

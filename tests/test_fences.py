@@ -19,17 +19,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.device import Device
-from tests.fakes import FakeTier, ManualLink, fake_checksums
+from tests.fakes import FakeTier, ManualLink, NoDraft, fake_checksums
 from tiered.admission import Admission
 from tiered.config import Parts
 from tiered.engine import Engine, EngineConfig
 from tiered.errors import CapacityError, KeyNotFound, LeaseConflict
 from tiered.eviction import LRU
+from tiered.flush import Flush
 from tiered.lease import LeaseOfMany
 from tiered.links.memory import MemoryLink
 from tiered.occupancy import Occupancy
 from tiered.opening import _duplicator
-from tiered.requests import Flush, Install
+from tiered.requests import Install
 from tiered.residency import Copy, Directory
 from tiered.store import TieredStore
 from tiered.types import Access, Fence, Slot, TensorSpec, Transfer
@@ -298,7 +299,7 @@ class World:
     def commit(self) -> None:
         """As a commit does it; a manifest is of no interest here."""
         with self.refusals(), self.device.use(self.source.choice(STREAMS)):
-            self.engine.wait(Flush(lambda: None, _duplicator(self.parts, self.engine)))
+            self.engine.wait(Flush(NoDraft(), _duplicator(self.parts, self.engine)))
 
     def commit_under_an_alias(self) -> None:
         """What was written to is still referenced, and the room for its duplicate is still read by a kernel."""

@@ -49,6 +49,7 @@ LAYERS = {
     "generations": "protocol",
     "config": "config",
     "requests": "requests",
+    "flush": "requests",
     "ahead": "requests",
     "traffic": "admission",
     "explain": "admission",

@@ -10,14 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.contracts.eviction import Copied, EvictionContract, NewPolicy
-from tests.fakes import FakeTier, ManualLink, fake_checksums
+from tests.fakes import FakeTier, ManualLink, NoDraft, fake_checksums
 from tiered.ahead import room_for
 from tiered.engine import Engine, EngineConfig
 from tiered.eviction import LRU, NextUse
+from tiered.flush import Flush
 from tiered.keep import Decision, bytes_moved, decide, plan
 from tiered.prefetch import NEVER, Plan, Touch
 from tiered.rehearsal import Places, choose, policy_of
-from tiered.requests import Flush, Install, Lease, Room
+from tiered.requests import Install, Lease, Room
 from tiered.residency import State
 from tiered.types import Access, Direction, TensorSpec, Then, Transfer, Urgency, Use
 
@@ -244,7 +245,7 @@ class Simulation:
         self.keys = [f"k{index:02}" for index in range(keys)]
         for key in self.keys:
             self._put(key, nbytes)
-        self._run(Flush(lambda: None, lambda *_: None))
+        self._run(Flush(NoDraft(), lambda *_: None))
         self.per_key = fetch
 
     def _submit(self, request: Room | Install | Lease | Flush) -> bool:
@@ -459,7 +460,7 @@ def test_random_loops_stray_and_nothing_is_lost() -> None:
                 simulation.touch(source.choice(simulation.keys), source.choice(list(Access)))
             if source.random() < 0.9:
                 simulation.touch(key, source.choice(list(Access)))
-    simulation._run(Flush(lambda: None, lambda *_: None))
+    simulation._run(Flush(NoDraft(), lambda *_: None))
     for entry in simulation.engine.admission.directory.entries():
         assert any(copy is not None and copy.state in (State.CLEAN, State.DIRTY) for copy in entry.copies)
     assert {t.urgency for t in simulation.link.started if isinstance(t, Transfer)} >= {Urgency.PREFETCH}

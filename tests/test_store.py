@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
@@ -361,10 +362,14 @@ class AgainstADict(RuleBasedStateMachine):
         self.committed: dict[str, torch.Tensor] = {}
         self.generation, self.meta = 0, {}
         self.seed = 0
+        self.futures: list[tuple[Future[int], int]] = []
         self.aliases: list[tuple[torch.Tensor, bytes]] = []
         self.reopen()
 
     def reopen(self) -> None:
+        for future, generation in self.futures:
+            assert future.result(0) == generation, "close waits for it"
+        self.futures.clear()
         self.store = TieredStore.open(Path(self.home.name) / "state", **self.options)
         self.now = dict(self.committed)
         assert (self.store.generation, self.store.meta) == (self.generation, self.meta)
@@ -437,6 +442,25 @@ class AgainstADict(RuleBasedStateMachine):
         self.generation += 1
         self.meta = self.meta if meta is None else meta
         self.committed = dict(self.now)
+
+    @rule(meta=st.none() | st.dictionaries(st.text(max_size=3), st.integers(-5, 5), max_size=2))
+    def commit_async(self, meta: dict[str, int] | None) -> None:
+        self.futures.append((self.store.commit_async(meta), self.generation + 1))
+        self.generation += 1
+        self.meta = self.meta if meta is None else meta
+        self.committed = dict(self.now)
+
+    @rule()
+    def rollback(self) -> None:
+        if self.generation == 0:
+            with pytest.raises(MisuseError, match="no commit"):
+                self.store.rollback()
+        else:
+            self.drop()  # what comes back may be written to under older aliases of it
+            assert self.store.rollback() == self.generation
+            self.now = dict(self.committed)
+            assert sorted(self.store) == sorted(self.now)
+            assert self.store.meta == self.meta
 
     @rule()
     def leave_well(self) -> None:

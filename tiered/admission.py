@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from tiered.ahead import Ahead
 from tiered.background import Background
 from tiered.errors import CapacityError, TieredError
+from tiered.flush import Flush
 from tiered.interfaces import EvictionPolicy, Planned, Tier
 from tiered.occupancy import MOVED, Occupancy
 from tiered.prefetch import Record, Touch
@@ -44,6 +45,7 @@ class Admission:
         self.directory = Directory(len(tiers), self._changed)
         self.generation = 1  # of the commit that is open
         self.requests: list[Request] = []  # those that wait
+        self.flush: Flush | None = None  # the one that is under way
         self.ahead: Ahead | None = None  # the order that is followed
         self.traffic = Traffic(self.bottom)
         self.unsaved: dict[Key, Copy] = {}  # copies that no tier below has got yet
@@ -166,7 +168,9 @@ class Admission:
         return transfer.tag
 
     def busy(self, entry: Entry, request: Request) -> bool:
-        """Whether transfers of ``entry`` are under way, which ``request`` has to wait for."""
+        """Whether transfers of ``entry`` are under way, or have to be, which ``request`` has to wait for."""
+        if self.flush is not None and self.flush.keeps(self, entry.key, request):
+            return True
         if entry.in_flight:
             self.traffic.hurry(entry.key, request.urgency)
         return entry.in_flight
@@ -451,12 +455,7 @@ class Admission:
         if ahead is not None:
             ahead.planned = [policy if isinstance(policy, Planned) and policy.plans else None for policy in policies]
         for place, policy in zip(self.places[: self.bottom], policies, strict=False):
-            for key in place.copies:  # or it would remember for ever what leaves meanwhile
-                place.policy.forgotten(key)
-            place.policy = policy
-            place.condemned.clear()
-            for key in place.copies:
-                place.policy.touched(key)
+            place.adopt(policy)
         self.background.follow(self)
 
     def complete(self, index: int, completion: Completion) -> Transfer:
@@ -486,6 +485,8 @@ class Admission:
         self.directory.end_writeback(entry, index, completion.error, completion.checksums, transfer.generation)
         if completion.error is None:
             self.places[index + 1].policy.touched(entry.key)
+            if self.flush is not None:
+                self.flush.came_down(entry)
             below = entry.copies[index + 1]
             if below is not None:
                 self.background.changed(self, below)

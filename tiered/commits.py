@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tiered import generations
 from tiered import manifest as manifests
+from tiered.admission import Admission
 from tiered.engine import Engine
-from tiered.errors import CapacityError, CommitError, ManifestError
-from tiered.requests import Flush
-from tiered.residency import Copy, State
+from tiered.errors import CapacityError, CommitError, LeaseConflict, ManifestError, MisuseError
+from tiered.flush import Flush
+from tiered.requests import Request
+from tiered.residency import Copy, Entry, State
 from tiered.tiers.nvme import NvmeTier
-from tiered.types import Slot
+from tiered.types import Key, Slot, Urgency
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 __all__ = ["Commits"]
 
@@ -73,13 +78,13 @@ class Commits:
                 for slot in slots:
                     nvme.free(slot)
         for record in chosen.tensors:
-            self._restore_tensor(record)
+            self._restore_tensor(record, claim=False)
         admission = self._engine.admission
         admission.directory.next_id = max(admission.directory.next_id, chosen.next_tensor_id)
         admission.generation = there[-1] + 1
         self._kept, self.newest = there, chosen
 
-    def _restore_tensor(self, record: manifests.TensorRecord) -> None:
+    def _restore_tensor(self, record: manifests.TensorRecord, *, claim: bool = True) -> None:
         admission = self._engine.admission
         if record.extent is None:
             found = self._nvme.allocate(1)  # an empty tensor has no extent in the manifest, but a slot like any other here
@@ -88,6 +93,8 @@ class Commits:
             slot = found
         else:
             slot = self._slot(record.extent)
+            if claim:
+                self._nvme.claim(slot)
         admission.places[-1].account(slot)
         entry = admission.directory.restore(
             record.key, record.spec, record.tensor_id, slot, record.checksums, record.generation
@@ -96,77 +103,101 @@ class Commits:
         assert copy is not None
         admission.install(copy)
 
+    def rollback(self, generation: int | None) -> int:
+        """All as it was in ``generation`` (None: the newest). What did not change since stays where it is."""
+        folder, nvme = self._nvme.folder, self._nvme
+        with self._engine.commits:
+            chosen = self.newest if generation is None else generations.load(folder, generation)
+            if chosen is None:
+                raise MisuseError(f"{folder} has no commit to go back to")
+            if chosen.store != nvme.uuid.hex() or chosen.generation not in self._kept:
+                raise ManifestError(f"{folder}: manifest.{chosen.generation} is not one of this store's generations")
+            self._engine.wait(_Return({record.key: record for record in chosen.tensors}, self._is, self._restore_tensor))
+            self.newest = chosen
+            return chosen.generation
+
+    def _is(self, entry: Entry, record: manifests.TensorRecord) -> bool:
+        """Whether a tensor is what ``record`` says."""
+        copy = entry.copies[-1]
+        if copy is None or entry.unsaved is not None or entry.tensor_id != record.tensor_id:
+            return False
+        there = copy.slot if record.extent is None else self._slot(record.extent)
+        return copy.slot == there and (copy.generation, copy.checksums) == (record.generation, record.checksums)
+
     # -- committing ------------------------------------------------------------------------------------------------------
 
-    def commit(self, meta: Mapping[str, object] | None) -> int:
-        """``meta`` None: with that of before, and only when something changed since."""
-        engine, nvme = self._engine, self._nvme
-        plain = None if meta is None else self._as_it_comes_back(meta)
-        with engine.commits:
-            if self._condemned:
-                raise CommitError(self._condemned)
-            drafts: list[manifests.Manifest] = []
+    def commit(self, meta: Mapping[str, object] | None, *, always: bool = True) -> int:
+        """``meta`` None: with that of before. ``always``: also when nothing changed since."""
+        with self._engine.commits:
+            draft = self._draft(meta, None if always else self.newest)
+            return self._complete(Flush(draft, self._duplicate), draft)
 
-            def snapshot() -> None:
-                draft = self._draft(self.meta if plain is None else plain)
-                if meta is None and self.newest is not None and draft.tensors == self.newest.tensors:
-                    return
-                manifests.encode(draft)  # what cannot be written down is refused before anything is pinned
-                nvme.retain(draft.generation, [self._slot(r.extent) for r in draft.tensors if r.extent])
-                engine.admission.generation += 1
-                drafts.append(draft)
+    def commit_behind(self, meta: Mapping[str, object] | None, owner: object) -> Future[int]:
+        """All as it is now, made durable while the caller goes on; ``owner`` lives until then. Waits for one that is open."""
+        self._engine.commits.acquire()
+        try:
+            draft = self._draft(meta, None)
+            flush = Flush(draft, self._duplicate, Urgency.WRITEBACK)
+            self._engine.begin(flush)
+            return self._engine.behind("tiered-commit", lambda: self._finish(flush, draft, owner))
+        except BaseException:
+            self._engine.commits.release()
+            raise
 
-            engine.wait(Flush(snapshot, self._duplicate))
-            if not drafts:
-                return self.generation
-            draft = drafts[0]
-            try:
-                nvme.sync()
-            except OSError as error:
-                self._condemned = (
-                    f"{error.filename or nvme.folder}: the disk did not take a commit ({error.strerror}); what was written "
-                    f"since generation {self.generation} cannot be trusted: close the store and reopen that generation"
-                )
-                raise CommitError(self._condemned) from error
-            self._kept.append(draft.generation)  # also when the next line fails: a power loss may still show it
-            generations.write(nvme.folder, draft)
-            self.newest = draft
-            self._drop_old()
-            return draft.generation
+    def _finish(self, flush: Flush, draft: _Draft, owner: object) -> int:
+        """Runs in a thread of its own, which ``owner`` may not outlive."""
+        try:
+            return self._complete(flush, draft)
+        finally:
+            self._engine.commits.release()
+
+    def _complete(self, flush: Flush, draft: _Draft) -> int:
+        try:
+            self._engine.wait(flush)
+            return self._publish(draft)
+        except BaseException:
+            with self._engine.lock:
+                draft.drop()
+            raise
+
+    def settle(self) -> None:
+        """Wait until no commit is open."""
+        with self._engine.commits:
+            pass
+
+    def _draft(self, meta: Mapping[str, object] | None, since: manifests.Manifest | None) -> _Draft:
+        if self._condemned:
+            raise CommitError(self._condemned)
+        plain = self.meta if meta is None else self._as_it_comes_back(dict(meta))
+        return _Draft(self._engine, self._nvme, plain, since)
+
+    def _publish(self, draft: _Draft) -> int:
+        """Make a draft that has everything durable."""
+        nvme = self._nvme
+        if draft.manifest is None:
+            return self.generation
+        try:
+            nvme.sync()
+        except OSError as error:
+            self._condemned = (
+                f"{error.filename or nvme.folder}: the disk did not take a commit ({error.strerror}); what was written "
+                f"since generation {self.generation} cannot be trusted: close the store and reopen that generation"
+            )
+            raise CommitError(self._condemned) from error
+        draft.keep()
+        self._kept.append(draft.manifest.generation)  # also when the next line fails: a power loss may still show it
+        generations.write(nvme.folder, draft.manifest, draft.encoded)
+        self.newest = draft.manifest
+        self._drop_old()
+        return draft.manifest.generation
 
     def _as_it_comes_back(self, meta: Mapping[str, object]) -> Mapping[str, object]:
         """A copy of its own: the caller may change what it gave. Raises MisuseError for what JSON cannot hold."""
-        empty = manifests.Manifest(self._nvme.uuid.hex(), 1, meta, self._files(), 1, ())
+        empty = manifests.Manifest(self._nvme.uuid.hex(), 1, meta, _files(self._nvme), 1, ())
         return manifests.decode(manifests.encode(empty)).meta
-
-    def _files(self) -> tuple[manifests.DataFile, ...]:
-        return tuple(manifests.DataFile(f.name, f.uuid.hex(), f.index, f.nbytes) for f in self._nvme.files)
 
     def _slot(self, extent: manifests.Extent) -> Slot:
         return self._nvme.slot(extent.file, extent.offset, extent.nbytes)
-
-    def _draft(self, meta: Mapping[str, object]) -> manifests.Manifest:
-        admission = self._engine.admission
-        records = []
-        for entry in admission.directory.entries():
-            copy = entry.copies[-1]
-            assert copy is not None
-            assert copy.state is State.CLEAN
-            extent = manifests.Extent(*self._nvme.extent(copy.slot), copy.slot.nbytes) if entry.spec.nbytes else None
-            records.append(
-                manifests.TensorRecord(
-                    entry.key,
-                    entry.tensor_id,
-                    entry.spec.dtype,
-                    entry.spec.shape,
-                    entry.spec.itemsize,
-                    copy.generation,
-                    extent,
-                    copy.checksums if extent else b"",
-                )
-            )
-        next_id = admission.directory.next_id
-        return manifests.Manifest(self._nvme.uuid.hex(), admission.generation, meta, self._files(), next_id, tuple(records))
 
     def _drop_old(self) -> None:
         """Older generations than are kept: their manifests go first, durably; only then their extents may be written over."""
@@ -190,3 +221,109 @@ class Commits:
             for generation in old:
                 self._nvme.release(generation)
         self._kept = [generation for generation in self._kept if generation >= retained[0]]
+
+
+class _Draft:
+    """A generation that is being made. Where nothing changed since ``since``, none is: then ``manifest`` is None at the end."""
+
+    def __init__(
+        self, engine: Engine, nvme: NvmeTier, meta: Mapping[str, object], since: manifests.Manifest | None
+    ) -> None:
+        self.manifest: manifests.Manifest | None = None
+        self.encoded = b""
+        self._engine, self._nvme, self._meta, self._since = engine, nvme, meta, since
+        self._records: dict[Key, manifests.TensorRecord | None] = {}
+        self._generation = 0  # once its extents are pinned
+
+    def begin(self, entries: Iterator[Entry], frozen: dict[Key, None]) -> None:
+        generation, slots, records = self._engine.admission.generation, [], self._records
+        for entry in entries:
+            if entry.key in frozen:
+                records[entry.key] = None
+                continue
+            records[entry.key] = record = self._record(entry)
+            if record.extent is not None:
+                slots.append(_at_the_bottom(entry).slot)
+        self._nvme.retain(generation, slots)
+        self._generation = generation
+
+    def add(self, entry: Entry) -> None:
+        self._records[entry.key] = record = self._record(entry)
+        if record.extent is not None:
+            self._nvme.pin(self._generation, _at_the_bottom(entry).slot)
+
+    def end(self) -> None:
+        records = tuple(record for record in self._records.values() if record is not None)
+        assert len(records) == len(self._records)
+        if self._since is not None and self._records == {record.key: record for record in self._since.tensors}:
+            self.drop()
+            return
+        admission, uuid = self._engine.admission, self._nvme.uuid.hex()
+        files, next_id = _files(self._nvme), admission.directory.next_id
+        manifest = manifests.Manifest(uuid, self._generation, self._meta, files, next_id, records)
+        self.encoded = manifests.encode(manifest)  # what cannot be written down is refused before it is a generation
+        self.manifest = manifest
+        admission.generation += 1
+
+    def keep(self) -> None:
+        """Its extents stay pinned from here on."""
+        self._generation = 0
+
+    def drop(self) -> None:
+        if self._generation:
+            self._nvme.release(self._generation)
+            self._generation = 0
+
+    def _record(self, entry: Entry) -> manifests.TensorRecord:
+        copy, spec, extent = _at_the_bottom(entry), entry.spec, None
+        if spec.nbytes:
+            extent = manifests.Extent(*self._nvme.extent(copy.slot), copy.slot.nbytes)
+        checksums = copy.checksums if extent else b""
+        return manifests.TensorRecord(
+            entry.key, entry.tensor_id, spec.dtype, spec.shape, spec.itemsize, copy.generation, extent, checksums
+        )
+
+
+class _Return(Request):
+    """Makes the store what ``records`` say: forgets what ``same(entry, record)`` does not find there, and has it restored."""
+
+    def __init__(
+        self,
+        records: dict[Key, manifests.TensorRecord],
+        same: Callable[[Entry, manifests.TensorRecord], bool],
+        restore: Callable[[manifests.TensorRecord], None],
+    ) -> None:
+        super().__init__()
+        self._records, self._same, self._restore = records, same, restore
+
+    def __str__(self) -> str:
+        return "a rollback"
+
+    def attempt(self, admission: Admission) -> bool:
+        entries = list(admission.directory.entries())
+        for entry in entries:
+            if entry.leased:
+                raise LeaseConflict(f"tensor {entry.key!r} is leased: end every lease before a rollback")
+        if sum(admission.busy(entry, self) for entry in entries):  # each hurries
+            return False
+        missing = dict(self._records)
+        for entry in entries:
+            record = missing.get(entry.key)
+            if record is not None and self._same(entry, record):
+                del missing[entry.key]
+            else:
+                admission.directory.forget(entry.key)
+        for record in missing.values():
+            self._restore(record)
+        return True
+
+
+def _at_the_bottom(entry: Entry) -> Copy:
+    copy = entry.copies[-1]
+    assert copy is not None
+    assert copy.state is State.CLEAN
+    return copy
+
+
+def _files(nvme: NvmeTier) -> tuple[manifests.DataFile, ...]:
+    return tuple(manifests.DataFile(f.name, f.uuid.hex(), f.index, f.nbytes) for f in nvme.files)

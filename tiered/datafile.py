@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import xxhash
@@ -122,9 +122,10 @@ class DataFile:
             found = self._space.allocate(nbytes)
         return found
 
-    def free(self, offset: int, nbytes: int) -> None:
+    def free(self, extents: Iterable[tuple[int, int]]) -> None:
+        """Give extents back, each an offset and a size."""
         self.full = False
-        self._space.free(offset, nbytes)
+        self._space.free_all(extents)
 
     def claim(self, offset: int, nbytes: int) -> None:
         """Take the extent that a manifest names. Raises ManifestError when it cannot be."""

@@ -19,7 +19,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tiered.admission import Admission
 from tiered.ahead import Ahead
@@ -33,9 +35,11 @@ from tiered.residency import Copy
 from tiered.stats import LinkStatistics
 from tiered.timeline import Recorder
 from tiered.types import Access, Direction, Fence, Key, Slot, Then, Transfer
-from tiered.wakeup import Wakeup
+from tiered.wakeup import OwnedWakeup
 
 __all__ = ["Engine", "EngineConfig"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -49,13 +53,6 @@ class EngineConfig:
     deadline: float = 60.0
     reserve: float = 0.5
     clock: Callable[[], float] = time.monotonic
-
-
-class _Wake(Wakeup):
-    """Closed with its last reference and not before: a finalizer may poke as long as it holds the engine."""
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class Engine:
@@ -81,7 +78,7 @@ class Engine:
         if any(streams is not None for streams in self._streams):
             self.admission.left = self._alias_left
         self._changed = threading.Condition(self.lock)
-        self._wake = _Wake()
+        self._wake = OwnedWakeup()
         self._flows = [{direction: Flow() for direction in Direction} for _ in links]
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -108,7 +105,27 @@ class Engine:
                 raise
             finally:
                 self._forget(request)
-        _raise_error_of(request)
+        request.raise_error()
+
+    def begin(self, request: Request) -> None:
+        """Attempt ``request`` and return, done or not; somebody has to ``wait`` for it. Raises its error, if it has one now."""
+        with self.lock:
+            self._submit(request)
+        request.raise_error()
+
+    def behind(self, name: str, work: Callable[[], _T]) -> Future[_T]:
+        """``work`` in a thread of its own, called ``name``; what it gave, or raised, as a future."""
+        future = Future[_T]()
+        future.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name=name).start()
+        return future
 
     async def arrive(self, request: Request) -> None:
         """``wait`` for a coroutine: no thread is blocked, and cancelling undoes what was granted meanwhile."""
@@ -154,7 +171,7 @@ class Engine:
             with self.lock:
                 give_up()
             raise
-        _raise_error_of(request)
+        request.raise_error()
 
     def _submit(self, request: Request) -> bool:
         """Attempt ``request`` in the caller's thread; what is not done at once waits among the others. Under the lock."""
@@ -163,7 +180,7 @@ class Engine:
         admission.bury()
         admission.number(request)
         done = admission.attempt(request)
-        if not done:
+        if not done and request not in admission.requests:
             admission.requests.append(request)
         admission.look_ahead()
         if admission.anything_to_do:
@@ -480,13 +497,3 @@ class Engine:
     def _close_links(self) -> None:
         for link in self.links:
             link.close()
-
-
-def _raise_error_of(request: Request) -> None:
-    """Its traceback has every caller's frame: a reference from there back to it would keep their tensors till a collection."""
-    error, request.error = request.error, None
-    try:
-        if error is not None:
-            raise error
-    finally:
-        del error

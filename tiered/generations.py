@@ -26,10 +26,11 @@ _NAME = re.compile(r"manifest\.([1-9][0-9]{0,17})", re.ASCII)
 _TMP_NAME = re.compile(r"manifest\.[1-9][0-9]{0,17}\.tmp", re.ASCII)
 
 
-def write(folder: Folder, manifest: Manifest) -> None:
+def write(folder: Folder, manifest: Manifest, data: bytes | None = None) -> None:
     """Make ``manifest`` durable as ``manifest.G`` in ``folder``; when this returns, it is.
 
-    The data files that it names must have been synced before. An older manifest is not touched. Raises
+    ``data`` is what ``encode`` made of it. The data files that it names must have been synced before. An older manifest is
+    not touched. Raises
     ``CommitError``; then generation G is not to be tried again: its name is taken away again as far as the file system
     lets us, but after a failed sync of the folder nobody knows what a power loss would show. Its extents are to be
     treated as in use until a later generation is durable. What ``encode`` raises comes before any file is made.
@@ -37,7 +38,7 @@ def write(folder: Folder, manifest: Manifest) -> None:
     Order (rename(2), fsync(2)): a name must never appear before the bytes that it names, and a rename is durable only
     with the folder that holds it.
     """
-    data = encode(manifest)
+    data = encode(manifest) if data is None else data
     name = f"manifest.{manifest.generation}"
     temporary = f"{name}.tmp"
     with _opened(folder, CommitError) as at:

@@ -286,8 +286,8 @@ def _check_tensors(manifest: Manifest) -> None:
     for dtype in {tensor.dtype for tensor in tensors}:
         if not (dtype.isascii() and dtype.isidentifier()):
             raise ManifestError(f"{dtype!r} is not the name of an element type")
-    taken: list[tuple[int, int, int, int]] = []
-    for place, tensor in enumerate(tensors):
+    ends: dict[int, int] = {}  # of extents, by where they begin: plain numbers, which the collector need not look at
+    for tensor in tensors:
         nbytes = math.prod(tensor.shape) * tensor.itemsize  # exact: an int of any size
         extent = tensor.extent
         problem = None
@@ -309,16 +309,33 @@ def _check_tensors(manifest: Manifest) -> None:
         elif extent.offset + extent.nbytes > sizes[extent.file]:
             problem = f"ends at byte {extent.offset + extent.nbytes} of a file of {sizes[extent.file]}"
         else:
-            taken.append((extent.file, extent.offset, extent.offset + extent.nbytes, place))
+            begin = _place(extent)
+            if begin in ends:
+                raise _overlap(tensors, begin)
+            ends[begin] = begin + extent.nbytes
         if problem:
             raise ManifestError(f"tensor {_short(tensor.key)} {problem}")
-    taken.sort()
-    last_file, last_end, last_place = -1, 0, -1
-    for file, offset, end, place in taken:
-        if file == last_file and offset < last_end:
-            one, other = _short(keys[last_place]), _short(keys[place])
-            raise ManifestError(f"tensors {one} and {other} overlap at byte {offset} of data file {file}")
-        last_file, last_end, last_place = file, end, place
+    last_end = 0
+    for begin in sorted(ends):
+        if begin < last_end:
+            raise _overlap(tensors, begin)
+        last_end = ends[begin]
+
+
+def _place(extent: Extent) -> int:
+    """Where it begins, as one number for all files."""
+    return extent.file << 64 | extent.offset
+
+
+def _overlap(tensors: Sequence[TensorRecord], begin: int) -> ManifestError:
+    """Names two tensors whose extents have the byte at ``begin`` in common."""
+    both = [
+        (_place(tensor.extent), _short(tensor.key))
+        for tensor in tensors
+        if tensor.extent is not None and _place(tensor.extent) <= begin < _place(tensor.extent) + tensor.extent.nbytes
+    ]
+    (_, one), (_, other), *_ = sorted(both, key=lambda found: found[0])
+    return ManifestError(f"tensors {one} and {other} overlap at byte {begin & (1 << 64) - 1} of data file {begin >> 64}")
 
 
 def _repeated(values: Sequence[_T]) -> _T:

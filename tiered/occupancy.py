@@ -153,6 +153,15 @@ class Occupancy:
         elif before is Standing.USED:
             self.leaves[copy.key] = copy
 
+    def adopt(self, policy: EvictionPolicy) -> None:
+        """``policy`` chooses from here on; it learns who is there."""
+        for key in self.copies:  # or it would remember for ever what leaves meanwhile
+            self.policy.forgotten(key)
+        self.policy = policy
+        self.condemned.clear()
+        for key in self.copies:
+            policy.touched(key)
+
     def condemn(self, copy: Copy) -> None:
         """It was chosen to leave, and stays so until somebody uses it."""
         self.condemned[copy.key] = copy

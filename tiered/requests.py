@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import enum
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from tiered.errors import CapacityError, LeaseConflict, TieredError
-from tiered.residency import Copy, Entry, State
+from tiered.residency import Copy, Entry
 from tiered.types import Access, Fence, Key, Slot, TensorSpec, Urgency, Use
 
 if TYPE_CHECKING:
     from tiered.admission import Admission
 
-__all__ = ["Delete", "Flush", "Install", "Lease", "Prefetch", "Request", "Room"]
+__all__ = ["Delete", "Install", "Lease", "Prefetch", "Request", "Room"]
 
 
 class Request:
@@ -50,6 +49,16 @@ class Request:
         """It is done, and whoever waits for it is not blocked in a thread. Under the lock."""
         if self.on_done is not None:
             self.on_done()
+
+    def raise_error(self) -> None:
+        """Raise its error, if it has one. That has every caller's frame in its traceback: a reference from there back to it
+        would keep their tensors till a collection."""
+        error, self.error = self.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
 
     def abandon(self, admission: Admission) -> None:
         """The caller gave up (deadline, Ctrl-C): undo what was granted meanwhile. Under the lock."""
@@ -241,69 +250,3 @@ class _There(enum.Enum):
     ARRIVED = "nothing is left to do"
     COMING = "on its way"
     NOT_YET = "it could not start"
-
-
-class Flush(Request):
-    """Every byte at the bottom; ``then`` runs at that moment, still under the lock.
-
-    A tensor that is not leased but still referenced from an ended lease is first copied to a slot of its own: bytes on
-    their way out must not change. An open WRITE lease is an error.
-    """
-
-    def __init__(self, then: Callable[[], None], duplicate: Callable[[Copy, Slot, int], None]) -> None:
-        super().__init__(Urgency.DEMAND)
-        self._then, self._duplicate = then, duplicate
-        self._first = True
-        self._seen = self._disturbed = 0  # how much was unsaved, and what had disturbed it, when it looked last
-
-    def __str__(self) -> str:
-        return "a flush"
-
-    def attempt(self, admission: Admission) -> bool:
-        if self._nothing_new(admission):
-            return False
-        for copy in list(admission.unsaved.values()):
-            if copy.writers:
-                raise LeaseConflict(f"tensor {copy.key!r} has an open WRITE lease: end it before a commit")
-            if self._first:
-                copy.failure = None
-            elif copy.failure is not None:
-                failure, copy.failure = copy.failure, None  # a later request tries again
-                raise failure
-        self._first = False
-        for copy in list(admission.unsaved.values()):
-            if copy.state is State.DIRTY and not copy.in_flight:
-                self._write_back(admission, copy)
-            else:
-                admission.traffic.hurry(copy.key, self.urgency)
-        self.left = self._seen = len(admission.unsaved)
-        self._disturbed = admission.disturbances
-        if admission.unsaved:
-            return False
-        self._then()
-        return True
-
-    def _nothing_new(self, admission: Admission) -> bool:
-        """Looking at ten thousand tensors at the end of each one's transfer would take longer than the transfers."""
-        self.left = len(admission.unsaved)
-        moving = any(copy.state is State.WRITEBACK for copy in itertools.islice(admission.unsaved.values(), 4))
-        return moving and not self._first and self._disturbed == admission.disturbances and 0.9 * self._seen < self.left
-
-    def _write_back(self, admission: Admission, copy: Copy) -> None:
-        entry = admission.directory.entry(copy.key)
-        self.tier = copy.tier
-        if copy.aliases and not copy.leased:
-            slot = admission.room(copy.tier, entry.nbytes, self)
-            if slot is None:
-                return
-            self._duplicate(copy, slot, entry.nbytes)
-            copy = admission.directory.move(copy, slot)
-            admission.install(copy)
-        snapshot = None
-        if copy.aliases and copy.tier + 1 == admission.bottom:
-            # Under a READ lease, too, somebody may write. That is not to be stored, but must not make checksums wrong.
-            snapshot = admission.room(copy.tier, entry.nbytes, self)
-            if snapshot is None:
-                return
-            self._duplicate(copy, snapshot, entry.nbytes)
-        admission.admit_writeback(entry, copy.tier, self, snapshot)

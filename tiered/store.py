@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 
@@ -38,6 +38,9 @@ from tiered.tensors import (
 )
 from tiered.timeline import NO_SPAN, Span, Timeline
 from tiered.types import Access, BackendName, Key, TensorSpec, Use
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 __all__ = ["TieredStore"]
 
@@ -122,7 +125,7 @@ class TieredStore:
         try:
             if kind is None and not self._closed and self._commits is not None:
                 self._running()
-                self._commits.commit(None)
+                self._commits.commit(None, always=False)
         finally:
             self.close()
 
@@ -132,6 +135,8 @@ class TieredStore:
         Tensors that leases gave stay valid. Afterwards every other call raises StoreClosed; in a forked child, ForkedStore.
         """
         self._closed = True
+        if self._commits is not None and self._shutdown.alive and os.getpid() == self._pid:
+            self._commits.settle()
         if self._shutdown.alive:
             _shut_down(*self._rest)
             self._shutdown.detach()  # not before: what Ctrl-C interrupts is done by the next call, or by the collector
@@ -370,12 +375,33 @@ class TieredStore:
         CommitError when the disk does not take it (then the commit before still holds), MisuseError where there is no disk,
         durability is "none", or ``meta`` is not JSON, and what a failed write raises.
         """
+        return self._committing(meta).commit(meta)
+
+    def commit_async(self, meta: Mapping[str, object] | None = None) -> Future[int]:
+        """``commit`` all as it is now, and go on meanwhile; the future gives the generation, or raises, when it is durable.
+
+        Leases go on, too: only one that would change a tensor which is not on the disk yet waits, for that tensor alone, and
+        so do ``put`` and ``delete`` of it. Waits for a commit that is open; ``close`` waits for this one. Raises LeaseConflict
+        and MisuseError as ``commit``, at once.
+        """
+        return self._committing(meta).commit_behind(meta, self)
+
+    def rollback(self, generation: int | None = None) -> int:
+        """All tensors as they were in the newest commit, or in ``generation``, if that is kept; returns its number.
+
+        Reads and writes none of them: what changed since is given up, what did not stays where it is. ``meta`` is that
+        commit's. The next commit gets a new number. Raises LeaseConflict under any open lease, MisuseError where nothing was
+        committed, ManifestError for a generation that is not there.
+        """
+        return self._committing(None).rollback(generation)
+
+    def _committing(self, meta: object) -> Commits:
         self._running()
         if self._commits is None:
             raise MisuseError("nothing can be made durable without a disk, or with durability='none'")
         if meta is not None and not isinstance(meta, Mapping):
             raise MisuseError(f"meta is a dict of JSON values, not {meta!r}")
-        return self._commits.commit(dict(meta) if meta is not None else self.meta)
+        return self._commits
 
     # -- looking in -------------------------------------------------------------------------------------------------------
 

@@ -104,8 +104,7 @@ class TensorSpec:
         return self.numel * self.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """A range of a tier's space; on NVMe it is called an extent. ``nbytes`` is what the tier set aside, padding included."""
 
     offset: int

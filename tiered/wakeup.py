@@ -6,7 +6,7 @@ import contextlib
 import os
 import select
 
-__all__ = ["Wakeup"]
+__all__ = ["OwnedWakeup", "Wakeup"]
 
 _AT_ONCE = 4096  # bytes
 _LONGEST_WAIT = 1e6  # seconds; poll(2) counts milliseconds in an int
@@ -52,3 +52,10 @@ class Wakeup:
         if reading >= 0:
             self._close(reading)
             self._close(writing)
+
+
+class OwnedWakeup(Wakeup):
+    """Closed with its last reference and not before: a finalizer may set it as long as it holds who has it."""
+
+    def __del__(self) -> None:
+        self.close()

@@ -101,7 +101,7 @@ class NvmeTier:
         if self._limit is not None:
             self._limit -= self._limit % self.alignment
         self._live: set[Slot] = set()  # referenced by the store
-        self._kept: dict[int, tuple[Slot, ...]] = {}  # generation -> what it references
+        self._kept: dict[int, list[Slot]] = {}  # generation -> what it references
         self._references: dict[Slot, int] = {}  # how many kept generations reference it
 
     # What it is
@@ -167,7 +167,7 @@ class NvmeTier:
             raise AssertionError(f"free of {slot}, which the store does not hold")
         self._live.remove(slot)
         if slot not in self._references:
-            self._give_back(slot)
+            self._give_back([slot])
 
     def claim(self, slot: Slot) -> None:
         """Take the extent that a manifest names: from the free space, or from kept generations that share it.
@@ -198,31 +198,42 @@ class NvmeTier:
         file = self.files[slot.offset >> FILE_BITS]
         return Location(file.fd, slot.offset & (1 << FILE_BITS) - 1, file.path)
 
-    def _give_back(self, slot: Slot) -> None:
-        index, offset = self.extent(slot)
-        self.files[index].free(offset, slot.nbytes)
+    def _give_back(self, slots: Sequence[Slot]) -> None:
+        for file in self.files:
+            there = (slot for slot in slots if slot.offset >> FILE_BITS == file.index)
+            file.free((self.extent(slot)[1], slot.nbytes) for slot in there)
 
     def retain(self, generation: int, slots: Iterable[Slot]) -> None:
         """Pin the extents of a committed generation. Each must be in use, and named once."""
-        kept = tuple(slots)
+        kept = list(slots)
         if generation in self._kept:
             raise AssertionError(f"generation {generation} is kept already")
         if len(set(kept)) != len(kept) or not all(slot in self._live or slot in self._references for slot in kept):
             raise AssertionError(f"generation {generation} references an extent that is not in use, or one twice")
         self._kept[generation] = kept
+        references = self._references
         for slot in kept:
-            self._references[slot] = self._references.get(slot, 0) + 1
+            references[slot] = references.get(slot, 0) + 1
+
+    def pin(self, generation: int, slot: Slot) -> None:
+        """Pin one more extent of a generation that is retained."""
+        if slot not in self._live:
+            raise AssertionError(f"generation {generation} references an extent that is not in use")
+        self._kept[generation].append(slot)
+        self._references[slot] = self._references.get(slot, 0) + 1
 
     def release(self, generation: int) -> None:
         """Unpin a generation. Only after whatever made it readable is durably gone."""
         if generation not in self._kept:
             raise AssertionError(f"generation {generation} is not kept")
+        references, unused = self._references, []
         for slot in self._kept.pop(generation):
-            self._references[slot] -= 1
-            if not self._references[slot]:
-                del self._references[slot]
+            references[slot] -= 1
+            if not references[slot]:
+                del references[slot]
                 if slot not in self._live:
-                    self._give_back(slot)
+                    unused.append(slot)
+        self._give_back(unused)
 
     @property
     def generations(self) -> tuple[int, ...]:

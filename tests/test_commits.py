@@ -1,0 +1,239 @@
+"""Commits that go on behind the caller, and the way back to one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiered import CommitError, LeaseConflict, ManifestError, MisuseError, TieredStore, WriteError
+from tiered.generations import generations
+from tiered.io.posix import PosixBackend, PosixConfig
+from tiered.types import IOCompletion, IORequest, Operation
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "state"
+
+
+class Failing(PosixBackend):
+    """While ``fails``, every write ends in EIO."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__(PosixConfig(depth=8))
+        self._writes: set[int] = set()
+
+    def submit(self, batch: Sequence[IORequest]) -> int:
+        taken = super().submit(batch)
+        self._writes.update(request.tag for request in batch[:taken] if request.operation is Operation.WRITE)
+        return taken
+
+    def reap(self, min_events: int, timeout: float) -> list[IOCompletion]:
+        ended = super().reap(min_events, timeout)
+        return [done._replace(result=-errno.EIO) if self.fails and done.tag in self._writes else done for done in ended]
+
+
+def filled(value: float) -> torch.Tensor:
+    return torch.full((1000,), value)
+
+
+def opened(folder: Path, **options: object) -> TieredStore:
+    return TieredStore.open(folder, dram=MIB, **options)  # type: ignore[arg-type]
+
+
+def test_it_has_what_there_was_when_it_began(folder: Path) -> None:
+    with opened(folder) as store:
+        for number in range(100):
+            store.put(f"t{number}", filled(number))
+        future = store.commit_async({"step": 1})
+        for number in range(0, 100, 3):
+            with store.lease(f"t{number}", access="write") as tensor:
+                tensor.fill_(-1)
+            del tensor
+        for number in range(1, 100, 3):
+            store.put(f"t{number}", filled(-2))
+        for number in range(2, 100, 3):
+            store.delete(f"t{number}")
+        assert future.result() == 1
+        assert (store.generation, store.meta) == (1, {"step": 1})
+        assert store.get("t0").eq(-1).all()
+        store.close()
+    with opened(folder) as store:
+        assert sorted(store) == sorted(f"t{number}" for number in range(100))
+        for number in range(100):
+            assert store.get(f"t{number}").eq(number).all()
+
+
+def test_it_refuses_at_once(folder: Path) -> None:
+    with opened(folder) as store:
+        store.put("a", filled(1))
+        with store.lease("a", access="write"), pytest.raises(LeaseConflict, match="'a'"):
+            store.commit_async()
+        with pytest.raises(MisuseError, match="meta"):
+            store.commit_async({"a": object()})
+        assert store.commit_async().result() == 1, "nothing of those is left open"
+
+
+def test_another_commit_waits_for_it(folder: Path) -> None:
+    with opened(folder) as store:
+        futures = []
+        for number in range(5):
+            store.put("a", filled(number))
+            futures.append(store.commit_async({"number": number}))
+        assert store.commit({"number": 5}) == 6
+        assert [future.result(0) for future in futures] == [1, 2, 3, 4, 5]
+        assert store.meta == {"number": 5}
+
+
+def test_close_waits_for_it(folder: Path) -> None:
+    store = opened(folder)
+    store.put("a", filled(1))
+    future = store.commit_async()
+    store.close()
+    assert future.result(0) == 1
+    with opened(folder) as store:
+        assert store.get("a").eq(1).all()
+
+
+def test_a_store_that_nobody_has_any_more_ends_it(folder: Path) -> None:
+    store = opened(folder)
+    store.put("a", filled(1))
+    future = store.commit_async()
+    del store
+    assert future.result() == 1
+
+
+def test_a_write_that_fails_is_its_error_and_the_commit_before_holds(folder: Path) -> None:
+    with opened(folder) as store:
+        store.put("a", filled(1))
+        store.commit()
+        store.close()
+    backend = Failing()
+    with opened(folder, backend=lambda: backend) as store:
+        store.put("a", filled(2))
+        store.put("b", filled(3))
+        backend.fails = True
+        future = store.commit_async()
+        with pytest.raises(WriteError):
+            future.result()
+        backend.fails = False
+        assert store.generation == 1
+        assert generations(store.folder) == [1]
+        assert store.get("a").eq(2).all(), "in memory all is as it was"
+        assert store._parts.nvme is not None
+        assert store._parts.nvme.generations == (1,), "nothing stays pinned for it"
+        assert store.commit() == 2
+        store.close()
+    with opened(folder) as store:
+        assert store.get("a").eq(2).all()
+
+
+def test_a_disk_that_does_not_take_it_is_its_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(folder)
+    store.put("a", filled(1))
+    monkeypatch.setattr(os, "fdatasync", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO))))
+    with pytest.raises(CommitError, match="cannot be trusted"):
+        store.commit_async().result()
+    store.close()
+
+
+# The way back
+
+
+def test_rollback_moves_nothing(folder: Path) -> None:
+    with opened(folder) as store:
+        for number in range(50):
+            store.put(f"t{number}", filled(number))
+        store.commit({"step": 1})
+        with store.lease("t1", access="write") as tensor:
+            tensor.fill_(-1)
+        del tensor
+        store.put("t2", filled(-2))
+        store.delete("t3")
+        store.put("new", filled(7))
+        before = store.statistics()
+        assert store.rollback() == 1
+        moved = store.statistics().links[0]
+        assert moved.up.bytes == before.links[0].up.bytes
+        assert moved.down.bytes == before.links[0].down.bytes
+        assert sorted(store) == sorted(f"t{number}" for number in range(50))
+        for number in range(50):
+            assert store.get(f"t{number}").eq(number).all()
+        assert store.commit() == 2
+
+
+def test_rollback_to_an_older_generation(folder: Path) -> None:
+    with opened(folder, keep=3) as store:
+        for step in (1, 2, 3):
+            store.put("a", filled(step))
+            store.commit({"step": step})
+        assert store.rollback(2) == 2
+        assert (store.meta, store.generation) == ({"step": 2}, 2)
+        assert store.get("a").eq(2).all()
+        assert store.commit({"step": 4}) == 4
+        with pytest.raises(ManifestError, match="no generation 9"):
+            store.rollback(9)
+        store.close()
+    with opened(folder, keep=3) as store:
+        assert store.get("a").eq(2).all()
+    with opened(folder, keep=3, generation=3) as store:
+        assert store.get("a").eq(3).all()
+        store.close()
+
+
+def test_rollback_under_a_lease_or_before_a_commit(folder: Path) -> None:
+    with opened(folder) as store:
+        store.put("a", filled(1))
+        with pytest.raises(MisuseError, match="no commit"):
+            store.rollback()
+        store.commit()
+        with store.lease("a"), pytest.raises(LeaseConflict, match="'a'"):
+            store.rollback()
+        store.rollback()
+
+
+def test_rollback_while_others_use_the_store(folder: Path) -> None:
+    """What they lease is whole and of one time or the other."""
+    with opened(folder) as store:
+        for number in range(20):
+            store.put(f"t{number}", filled(number))
+        store.commit()
+        stop, wrong = threading.Event(), []
+
+        def use(seed: int) -> None:
+            number = seed
+            while not stop.is_set():
+                number = (number * 7 + 3) % 20
+                try:
+                    with store.lease(f"t{number}", access="write" if seed % 2 else "read") as tensor:
+                        if not (tensor.eq(number) | tensor.eq(-1)).all():
+                            wrong.append(tensor.clone())
+                        if seed % 2:
+                            tensor.fill_(-1)
+                    del tensor
+                except LeaseConflict:
+                    pass
+
+        threads = [threading.Thread(target=use, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for _ in range(200):
+            with contextlib.suppress(LeaseConflict):
+                store.rollback()
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        store.rollback()
+        assert all(store.get(f"t{number}").eq(number).all() for number in range(20))
