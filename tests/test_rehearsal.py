@@ -28,8 +28,8 @@ def moved(touched: Touched, memory: Places, decision: Decision, then: Then) -> i
 @settings(deadline=None)
 @given(order=ORDER, room=st.integers(1, 6), price=st.sampled_from([0.0, 0.5, 2.5]), then=THEN)
 def test_tensors_of_one_size_leave_no_holes(order: list[tuple[str, Use]], room: int, price: float, then: Then) -> None:
-    keys, uses = [key for key, _ in order], [Use.READ if use is Use.PUT else use for _, use in order]
-    touched = (keys, uses, [8] * len(keys))
+    keys = [key for key, _ in order]
+    touched = (keys, [use for _, use in order], [8] * len(keys))
     for places in (Places, MovablePlaces):
         found = moved(touched, places(8 * room), Decision(price), then)
         assert found == bytes_moved(*touched, 8 * room, Decision(price), then)
@@ -62,3 +62,12 @@ def test_a_plan_is_not_taken_where_holes_make_it_worse() -> None:
     found = choose(keys, uses, sizes, Places(budget), thorough=True, then="end")
     fixed = [moved((keys, uses, sizes), Places(budget), decision, "end") for decision in (found, best)]
     assert fixed[0] < fixed[1]
+
+
+def test_what_the_next_round_puts_anew_is_dead_when_this_one_is_through() -> None:
+    """As kept inputs and gradients are, when training goes round."""
+    order = [(f"g{i}", use) for i in range(4) for use in (Use.PUT, Use.READ)]
+    keys, uses = [key for key, _ in order], [use for _, use in order]
+    touched = (keys, uses, [8] * len(keys))
+    for places in (Places, MovablePlaces):
+        assert moved(touched, places(8), Decision(), "again") == bytes_moved(*touched, 8, Decision()) == 0
