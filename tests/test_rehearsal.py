@@ -37,7 +37,7 @@ def test_tensors_of_one_size_leave_no_holes(order: list[tuple[str, Use]], room: 
 
 @settings(deadline=None, max_examples=60)
 @given(order=ORDER, sizes=st.lists(st.integers(1, 9), min_size=6, max_size=6), more=st.integers(0, 20), then=THEN)
-def test_thorough_is_never_worse_than_quick(
+def test_thorough_is_never_worse_than_quick_and_takes_a_plan_only_where_it_is_better(
     order: list[tuple[str, Use]], sizes: list[int], more: int, then: Then
 ) -> None:
     size = dict(zip("abcdef", sizes, strict=True))
@@ -48,7 +48,8 @@ def test_thorough_is_never_worse_than_quick(
         quick = choose(*touched, memory, thorough=False, then=then)
         thorough = choose(*touched, memory, thorough=True, then=then)
         assert quick == ranked(*touched, memory.capacity, thorough=False, then=then)[0]
-        assert moved(touched, places(memory.capacity), thorough, then) <= moved(touched, places(memory.capacity), quick, then)
+        by_thorough, by_quick = (moved(touched, places(memory.capacity), each, then) for each in (thorough, quick))
+        assert by_thorough < by_quick or (by_thorough == by_quick and thorough.kept is None)
 
 
 def test_a_plan_is_not_taken_where_holes_make_it_worse() -> None:

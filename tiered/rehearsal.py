@@ -67,7 +67,8 @@ def _choice(
         return first + rehearsal.rest() if then == "end" else rehearsal.round()  # in the first round all is new
 
     if thorough and len(found) > 1 and len(keys) <= SEARCHED:
-        best = min(found[:REHEARSED], key=moved)
+        # Where a plan is not better a rule is taken: leases that last longer than a touch upset it less.
+        best = min(found[:REHEARSED], key=lambda decision: (moved(decision), decision.kept is not None))
     return settled(keys, uses, sizes, budget, best, then) if spare and len(keys) <= SETTLED else best
 
 
