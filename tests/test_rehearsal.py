@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.traces import zipf_read
+from tiered import rehearsal
 from tiered.keep import Decision, bytes_moved, ranked
 from tiered.rehearsal import MovablePlaces, Places, Rehearsal, choose
 from tiered.types import Key, Then, Use
@@ -18,10 +20,10 @@ Touched = tuple[Sequence[Key], Sequence[Use], Sequence[int]]
 
 
 def moved(touched: Touched, memory: Places, decision: Decision, then: Then) -> int:
-    rehearsal = Rehearsal(*touched, memory, decision, then)
-    first = rehearsal.round()
-    found = first + rehearsal.rest() if then == "end" else rehearsal.round()
-    rehearsal.place.check()
+    played = Rehearsal(*touched, memory, decision, then)
+    first = played.round()
+    found = first + played.rest() if then == "end" else played.round()
+    played.place.check()
     return found
 
 
@@ -50,6 +52,13 @@ def test_thorough_is_never_worse_than_quick_and_takes_a_plan_only_where_it_is_be
         assert quick == ranked(*touched, memory.capacity, thorough=False, then=then)[0]
         by_thorough, by_quick = (moved(touched, places(memory.capacity), each, then) for each in (thorough, quick))
         assert by_thorough < by_quick or (by_thorough == by_quick and thorough.kept is None)
+
+
+def test_where_a_plan_is_as_good_the_rule_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, uses, sizes = "tie", [Use.READ] * 3, [8] * 3
+    found = [Decision(0.0, (False,) * 3), Decision(1.0)]  # nothing can be kept in room for one
+    monkeypatch.setattr(rehearsal, "ranked", lambda *args, **more: found)
+    assert choose(keys, uses, sizes, Places(8), thorough=True, then="again") == found[1]
 
 
 def test_a_plan_is_not_taken_where_holes_make_it_worse() -> None:
