@@ -1,7 +1,7 @@
-"""What a loop leases of a store, and for how long, as a trace for the offline optimum.
+"""What a loop puts into a store, what it leases and for how long, as a trace for the offline optimum.
 
-A tensor must be in memory for as long as its lease lasts. The trace says so by repeating, after each lease that begins, a read
-of all that are held: a plan that dropped one of them in between would have to fetch it again.
+A tensor must be in memory for as long as its lease lasts. The trace says so by repeating, after each lease that begins and
+each put, a read of all that are held: a plan that dropped one of them in between would have to fetch it again.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from bench.traces import Access, Trace
 from tiered import TensorSpec, TieredStore
@@ -47,7 +49,7 @@ class Watched:
 def watch(store: TieredStore) -> Iterator[Watched]:
     """Write down what ``store`` is asked for meanwhile."""
     found = Watched()
-    lease, create = store.lease, store.create
+    lease, create, put = store.lease, store.create, store.put
 
     @contextmanager
     def watched_lease(keys: Any, *, access: Any = "read", **more: Any) -> Iterator[Any]:
@@ -66,9 +68,15 @@ def watch(store: TieredStore) -> Iterator[Watched]:
     def watched_create(key: str, spec: TensorSpec, **more: Any) -> None:
         create(key, spec, **more)
         found.touched([key], Access.PUT, store)
+        found.still()
 
-    store.lease, store.create = watched_lease, watched_create  # type: ignore[method-assign,assignment]
+    def watched_put(key: str, tensor: torch.Tensor) -> None:
+        put(key, tensor)
+        found.touched([key], Access.PUT, store)
+        found.still()
+
+    store.lease, store.create, store.put = watched_lease, watched_create, watched_put  # type: ignore[method-assign,assignment]
     try:
         yield found
     finally:
-        del store.lease, store.create
+        del store.lease, store.create, store.put

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from tiered.types import Key, Then, Use
 
-__all__ = ["Decision", "bytes_moved", "decide", "plan", "ranked", "settled"]
+__all__ = ["Decision", "bytes_moved", "decide", "dying", "plan", "ranked", "settled"]
 
 PRICES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0)  # of a write-back, in mean interval lengths; the best one is kept
 PASSES = 8  # of the local search; most end by themselves after three
@@ -100,10 +100,7 @@ def settled(
     if then == "again":
         kept = _spread(kept, uses, sizes, _following(keys, then))
     fits = staying(Decision(decision.price, kept))  # a round is not quite like the next one
-    dead = [
-        after is not None and uses[after % len(keys)] is Use.PUT and after != i + len(keys)
-        for i, after in enumerate(_following(keys, then))
-    ]
+    dead = dying(keys, uses, then)
     return Decision(decision.price, tuple(a and b and not c for a, b, c in zip(kept, fits, dead, strict=True)))
 
 
@@ -135,7 +132,7 @@ def _on_demand(
 ) -> tuple[int, set[int]]:
     """The bytes moved in the second round, or in the only one, and the positions after which a copy left before its next
     use."""
-    following, end = _following(keys, then), len(keys)
+    following, dead, end = _following(keys, then), dying(keys, uses, then), len(keys)
     resident: dict[Key, tuple[int, bool, int]] = {}  # bytes, dirty, position of the last touch
     order: list[tuple[bool, float, int, Key]] = []  # a heap, the next to leave first; what was touched since is stale
     free, moved, left = budget, 0, set[int]()
@@ -154,15 +151,23 @@ def _on_demand(
                     left.add(touched)
                     free += nbytes
                     moved += nbytes if dirty else 0
-        after = following[into]
-        if after is not None and uses[after % end] is Use.PUT and after != into + end:  # its bytes are dead, and deleted
+        if dead[into]:  # and deleted
             free += size
             continue
+        after = following[into]
         dirty = use is not Use.READ or (held is not None and held[1])
         resident[key] = (size, dirty, position)
         dropped, needed = decision.rank(into, math.inf if after is None else position + after - into, dirty)
         heapq.heappush(order, (not dropped, -needed, position, key))
     return moved + (sum(nbytes for nbytes, dirty, _ in resident.values() if dirty) if then == "end" else 0), left
+
+
+def dying(keys: Sequence[Key], uses: Sequence[Use], then: Then) -> list[bool]:
+    """For each touch whether the bytes are dead after it: the next one, of the next round too, puts others. What is touched
+    once a round is only replaced."""
+    end = len(keys)
+    following = enumerate(_following(keys, then))
+    return [after is not None and after != i + end and uses[after % end] is Use.PUT for i, after in following]
 
 
 def _following(keys: Sequence[Key], then: Then) -> list[int | None]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tiered.eviction import NextUse
 from tiered.interfaces import Memory, Movable, Streams
-from tiered.keep import SEARCHED, Decision, ranked, settled
+from tiered.keep import SEARCHED, Decision, dying, ranked, settled
 from tiered.occupancy import MOVED, Occupancy
 from tiered.prefetch import Plan, Touch
 from tiered.residency import Copy, Directory
@@ -67,7 +67,8 @@ def _choice(
         return first + rehearsal.rest() if then == "end" else rehearsal.round()  # in the first round all is new
 
     if thorough and len(found) > 1 and len(keys) <= SEARCHED:
-        best = min(found[:REHEARSED], key=moved)
+        # Where a plan is not better a rule is taken: leases that last longer than a touch upset it less.
+        best = min(found[:REHEARSED], key=lambda decision: (moved(decision), decision.kept is not None))
     return settled(keys, uses, sizes, budget, best, then) if spare and len(keys) <= SETTLED else best
 
 
@@ -142,18 +143,13 @@ class Rehearsal:
         self._plan = Plan([Touch(key, None, use) for key, use, _ in self._touches], then)
         self.place = Occupancy(memory, policy_of(self._plan, decision), bottom=False)
         self._directory = Directory(2, lambda copy: self.place.note(copy) if copy.tier == 0 else None)
+        self._dying = dying(keys, uses, then)
         self._linked = 0
-        later: dict[Key, Use] = {}
-        self._dies: list[bool] = []
-        for key, use in zip(reversed(keys), reversed(uses), strict=True):
-            self._dies.append(later.get(key) is Use.PUT)
-            later[key] = use
-        self._dies.reverse()
 
     def round(self) -> int:
         """All touches, once; the bytes that went over the link."""
         before = self._linked
-        for (key, use, nbytes), dies in zip(self._touches, self._dies, strict=True):
+        for (key, use, nbytes), dies in zip(self._touches, self._dying, strict=True):
             copy = self._resident(key, use, nbytes)
             self._plan.happened(key)
             if use is Use.WRITE:
