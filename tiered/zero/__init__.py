@@ -1,6 +1,7 @@
 """ZeRO-Infinity on a ``TieredStore``: parameters and Adam states paged around each layer's forward and backward."""
 
 from tiered.zero.adopt import page
+from tiered.zero.checkpoint import commit, commit_async, resume, rollback
 from tiered.zero.construct import Construction, ConstructionStatistics, init
 from tiered.zero.optimizer import AdamW
 from tiered.zero.paging import PagingStatistics, statistics
@@ -17,7 +18,11 @@ __all__ = [
     "PagingStatistics",
     "Policy",
     "UpdateRule",
+    "commit",
+    "commit_async",
     "init",
     "page",
+    "resume",
+    "rollback",
     "statistics",
 ]

@@ -9,19 +9,17 @@ import torch
 from torch import nn
 
 from tiered import Access, CapacityError, MisuseError, TensorSpec, TieredStore
+from tiered.zero import checkpoint
 from tiered.zero.construct import unguard
 from tiered.zero.heap import Trimmer
 from tiered.zero.paging import TRIM_SHARE, Pager
 from tiered.zero.policy import Policy
 from tiered.zero.schedule import Prefetch
 from tiered.zero.split import KEPT_SHARE, refuse_batch_dependent, split_modules
-from tiered.zero.units import Placement, Plan, UnitPlan, divide
+from tiered.zero.units import Limits, Placement, Plan, UnitPlan, divide
 from tiered.zero.window import PREFIX, Staged, Window, current, find
 
 __all__ = ["page"]
-
-UNIT_SHARE = 8
-"""A unit is at most this fraction of the pool, where single parameters allow it."""
 
 AS_IT_IS = Policy()
 
@@ -47,7 +45,8 @@ def page(
     that never fits into memory. Buffers stay in memory.
 
     ``name``: their keys begin with it and a slash; several models in one store need different ones.
-    ``existing``: what to do when the store already holds tensors under ``name``: "refuse" or "overwrite".
+    ``existing``: what to do when the store already holds tensors under ``name``: "refuse", "overwrite", or "resume": take the
+    parameters that ``zero.commit`` left there, and give up those of ``model``; ``zero.resume`` goes on from there.
     ``policy``: element types in the store other than those that modules compute with, see ``zero.Policy``.
     ``prefetch``: "on", or "off" to fetch only on demand (to see what it brings).
     ``micro_batch``: into how many parts the batch is divided inside units (1: not at all). Parameters are then read twice a
@@ -66,8 +65,8 @@ def page(
     ``param_init_fn`` and the store raise. Then the model is as before, and ``page`` may be tried again; only what
     ``existing="overwrite"`` had to overwrite may be gone, and what a ``policy`` stores as another type may be rounded.
     """
-    if existing not in ("refuse", "overwrite") or prefetch not in ("on", "off"):
-        raise MisuseError("existing is 'refuse' or 'overwrite', prefetch is 'on' or 'off'")
+    if existing not in ("refuse", "overwrite", "resume") or prefetch not in ("on", "off"):
+        raise MisuseError("existing is 'refuse', 'overwrite' or 'resume', prefetch is 'on' or 'off'")
     if type(micro_batch) is not int or micro_batch < 1:
         raise MisuseError(f"micro_batch is into how many parts units divide the batch, at least 1, not {micro_batch!r}")
     if current.get() is not None:
@@ -83,7 +82,8 @@ def page(
     held = [key for key in store if key.startswith(f"{name}/")]
     if held and existing == "refuse":
         raise MisuseError(
-            f"the store already holds a model named {name!r} ({len(held)} tensors): give another name=, or existing='overwrite'"
+            f"the store already holds a model named {name!r} ({len(held)} tensors): give another name=, existing='overwrite', or"
+            " existing='resume' to go on with it"
         )
     for qualified, parameter in model.named_parameters():
         if hasattr(parameter, "_tiered"):
@@ -93,16 +93,29 @@ def page(
     staged = _staged(model, window)
     strides = {parameter: found.stride for parameter, found in staged.items()}
     pool = store.statistics().tiers[0].capacity
-    tentative = divide(model, pool // UNIT_SHARE, strides, policy)
+    limits = Limits.of(pool)
+    if existing == "resume":
+        limits, kept = checkpoint.layout(store, name)
+        strides |= {parameter: kept[qualified] for qualified, parameter in model.named_parameters() if qualified in kept}
+    tentative = divide(model, limits, strides, policy)
     _refuse_small_pool(tentative, model, pool, micro_batch)
     for module, qualified in split_modules(model, tentative).items() if micro_batch > 1 else ():
         refuse_batch_dependent(module, qualified)
+    if existing == "resume":
+        checkpoint.refuse_other(store, name, tentative)
+        strides |= {fresh: strides[meta] for fresh, meta in _replace_meta(model).items()}
+        plan = divide(model, limits, strides, policy)
+        _release(plan, window)
+        pager = Pager(model, store, name, plan, pool, prefetch=prefetch, micro_batch=micro_batch)
+        checkpoint.recall(pager)
+        unguard(model, window)
+        return model
     if param_init_fn is None:
         _refuse_without_reset(model)
     meta = _replace_meta(model)
     adoption = _Adoption(model, store, window, staged, meta, param_init_fn)
     try:
-        plan = divide(model, pool // UNIT_SHARE, strides, policy)
+        plan = divide(model, limits, strides, policy)
         for key in held:
             store.delete(key)
         adoption.move(plan, name, Trimmer(pool // TRIM_SHARE))
@@ -112,6 +125,14 @@ def page(
     Pager(model, store, name, plan, pool, prefetch=prefetch, micro_batch=micro_batch)
     unguard(model, window)
     return model
+
+
+def _release(plan: Plan, window: Window) -> None:
+    """Give up the values that parameters have."""
+    for unit in plan.units:
+        for placement in unit.placements:
+            placement.parameter.data = torch.zeros((), dtype=placement.dtype).expand(placement.shape)
+    window.sweep()
 
 
 def _staged(model: nn.Module, window: Window) -> dict[nn.Parameter, Staged]:

@@ -63,7 +63,8 @@ class AdamW(Optimizer):
         ):
             if wrong:
                 raise MisuseError(f"{what}={value} is out of range")
-        self._steps: dict[Placement, int] = {}
+        self.steps: dict[Placement, int] = {}
+        """How many each parameter has had."""
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         )
@@ -107,7 +108,7 @@ class AdamW(Optimizer):
                 unit.close_step(placement)
                 if parameter.grad is not None:
                     unit.refuse_infinite(placement)  # before anything is marked
-                    step = self._steps.get(placement, 0) + 1
+                    step = self.steps.get(placement, 0) + 1
                     updates.setdefault(unit, {})[placement] = Update(rule, step)
         for pager in self._pagers():
             pager.reset()
@@ -123,7 +124,7 @@ class AdamW(Optimizer):
             unit.collect_gradient(placement)
             state = unit.gradients[placement]
             changed[placement] = Update(update.rule, update.step, tuple(state.scales), tuple(state.wide_scales))
-            self._steps[placement] = update.step
+            self.steps[placement] = update.step
         unit.close_gradient()
         unit.pending = Pending(changed)
         unit.version += 1
@@ -196,10 +197,10 @@ class AdamW(Optimizer):
         state = {}
         for index, parameter in enumerate(self._parameters()):
             _, unit, placement = placement_of(parameter)
-            if placement in self._steps:
+            if placement in self.steps:
                 kept = unit.state_copies(placement)
                 state[index] = {
-                    "step": torch.tensor(float(self._steps[placement])),
+                    "step": torch.tensor(float(self.steps[placement])),
                     "exp_avg": kept["m"],
                     "exp_avg_sq": kept["v"],
                 }
@@ -221,7 +222,7 @@ class AdamW(Optimizer):
         self.flush()
         moments = state_dict["state"]
         super().load_state_dict({**state_dict, "state": {}})
-        self._steps.clear()
+        self.steps.clear()
         for index, parameter in enumerate(self._parameters()):
             _, unit, placement = placement_of(parameter)
             found = moments.get(index)
@@ -231,13 +232,13 @@ class AdamW(Optimizer):
             if "master" in found:
                 state["master"] = found["master"]
             unit.load_state(placement, state)
-            self._steps[placement] = int(found["step"])
+            self.steps[placement] = int(found["step"])
 
     # -- within ------------------------------------------------------------------------------------------------------------
 
     def _update_now(self, placement: Placement) -> Update:
         """Called within backward when a gradient is complete: counts one step, and returns it."""
-        step = self._steps[placement] = self._steps.get(placement, 0) + 1
+        step = self.steps[placement] = self.steps.get(placement, 0) + 1
         return Update(_rule(self.param_groups[self._group_of[placement]]), step)
 
     def _unscale(self, factor: torch.Tensor) -> list[bool]:

@@ -34,9 +34,6 @@ from tiered.zero.units import Placement, Plan, even_chunks, is_called
 
 __all__ = ["TRIM_SHARE", "Pager", "PagingStatistics", "placement_of", "statistics"]
 
-CHUNK_SHARE = 64
-"""A chunk of optimizer state is at most this fraction of the pool, and at most ``LARGEST_CHUNK`` bytes of fp32."""
-LARGEST_CHUNK = 4 << 20
 TRIM_SHARE = 4
 """Freed memory goes back to the system whenever this fraction of the pool came and went as gradients."""
 
@@ -106,8 +103,8 @@ class Pager:
         self, model: nn.Module, store: TieredStore, name: str, plan: Plan, pool: int, *, prefetch: Prefetch, micro_batch: int
     ) -> None:
         self.model, self.store, self.name = model, store, name
-        limit = max(4096, min(LARGEST_CHUNK, pool // CHUNK_SHARE) // 4096 * 4096) // 4
-        self.units = [Unit(store, name, unit, even_chunks(unit.elements, limit)) for unit in plan.units]
+        self.limits = plan.limits
+        self.units = [Unit(store, name, unit, even_chunks(unit.elements, plan.limits.chunk)) for unit in plan.units]
         self.placements = sorted((p for u in plan.units for p in u.placements), key=lambda p: p.index)
         self._home = {p.parameter: (u, p) for u in self.units for p in u.plan.placements}
         self._held = {module: [self.units[i] for i in indices] for module, indices in plan.held.items()}

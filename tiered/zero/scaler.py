@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tiered.zero.optimizer import AdamW
@@ -32,6 +34,12 @@ class GradScaler(torch.amp.GradScaler):
         enabled: bool = True,
     ) -> None:
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch; ``unscale_`` may come next, for gradients that were scaled before."""
+        super().load_state_dict(state_dict)
+        if self._enabled and self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool

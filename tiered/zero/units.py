@@ -16,10 +16,30 @@ from torch import nn
 
 from tiered.zero.policy import Policy
 
-__all__ = ["ALIGNMENT", "Placement", "Plan", "UnitPlan", "divide", "even_chunks", "is_called"]
+__all__ = ["ALIGNMENT", "Limits", "Placement", "Plan", "UnitPlan", "divide", "even_chunks", "is_called"]
 
 ALIGNMENT = 64
 """Bytes: parameters start at multiples of this in their unit, as torch's own allocations do: kernels take the same path."""
+
+
+UNIT_SHARE = 8
+"""A unit is at most this fraction of the pool, where single parameters allow it."""
+CHUNK_SHARE = 64
+"""A chunk of optimizer state is at most this fraction of the pool, and at most ``LARGEST_CHUNK`` bytes of fp32."""
+LARGEST_CHUNK = 4 << 20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """By which a model is divided: bytes of a unit, and elements of a chunk of optimizer state, at most."""
+
+    unit: int
+    chunk: int
+
+    @classmethod
+    def of(cls, pool: int) -> Limits:
+        """For a store with so many bytes of memory."""
+        return cls(pool // UNIT_SHARE, max(4096, min(LARGEST_CHUNK, pool // CHUNK_SHARE) // 4096 * 4096) // 4)
 
 
 @dataclass(eq=False)
@@ -110,19 +130,20 @@ class Plan:
 
     units: list[UnitPlan]
     held: dict[nn.Module, list[int]]
+    limits: Limits
 
     @property
     def largest(self) -> int:
         return max((unit.nbytes for unit in self.units), default=0)
 
 
-def divide(model: nn.Module, limit: int, strides: Mapping[nn.Parameter, tuple[int, ...]], policy: Policy) -> Plan:
-    """Divide ``model``'s parameters into units of at most ``limit`` bytes where a single parameter allows it.
+def divide(model: nn.Module, limits: Limits, strides: Mapping[nn.Parameter, tuple[int, ...]], policy: Policy) -> Plan:
+    """Divide ``model``'s parameters into units of at most ``limits.unit`` bytes where a single parameter allows it.
 
     ``strides``: those of parameters that do not show their own, because they were released.
     """
     order = {parameter: index for index, parameter in enumerate(model.parameters())}
-    plan = Plan([], {})
+    plan, limit = Plan([], {}, limits), limits.unit
     home: dict[nn.Parameter, int] = {}
 
     def make(name: str, named: list[tuple[str, nn.Parameter]]) -> None:

@@ -1,0 +1,373 @@
+"""Every commit of a store is a checkpoint of the models in it: what training needs beside their tensors, and the way back."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from tiered import ManifestError, MisuseError, TieredStore
+from tiered.zero.optimizer import AdamW
+from tiered.zero.paging import Pager, placement_of
+from tiered.zero.record import dumps, loads
+from tiered.zero.rules import AdamWRule
+from tiered.zero.states import Pending, Update
+from tiered.zero.unit import Unit
+from tiered.zero.units import Limits, Placement, Plan, UnitPlan
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+__all__ = ["commit", "commit_async", "resume", "rollback"]
+
+VERSION = 1
+
+
+class Stateful(Protocol):
+    """A scheduler, a scaler, a data loader: what can say its state, and take it over."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+def commit(
+    model: nn.Module,
+    optimizer: AdamW | None = None,
+    *,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    data: Stateful | torch.Generator | None = None,
+    extra: Mapping[str, Any] | None = None,
+    meta: Mapping[str, object] | None = None,
+) -> int:
+    """Make all that training needs to go on durable, and return the generation: ``store.commit`` with what is not in tensors.
+
+    That is: parameters, buffers, moments, masters, gradients and updates that are pending (none is applied for this), step
+    counts and param groups, ``scheduler``, ``scaler``, the random states of Python, NumPy and torch, the position of ``data``
+    (a ``torch.Generator``, or what has ``state_dict``), and ``extra``: JSON values, tuples, tensors. Costs what is still dirty
+    in memory. Between steps, or between backward and ``step()``; not within forward or backward.
+
+    ``meta`` is the store's, for people to read (default: as before). Raises MisuseError for what cannot be written down, and
+    what ``TieredStore.commit`` raises.
+    """
+    store = _prepare(model, optimizer, scheduler, scaler, data, extra)
+    return store.commit(meta)
+
+
+def commit_async(
+    model: nn.Module,
+    optimizer: AdamW | None = None,
+    *,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    data: Stateful | torch.Generator | None = None,
+    extra: Mapping[str, Any] | None = None,
+    meta: Mapping[str, object] | None = None,
+) -> Future[int]:
+    """``commit`` all as it is now, while training goes on: see ``TieredStore.commit_async``."""
+    store = _prepare(model, optimizer, scheduler, scaler, data, extra)
+    return store.commit_async(meta)
+
+
+def resume(
+    model: nn.Module,
+    optimizer: AdamW | None = None,
+    *,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    data: Stateful | torch.Generator | None = None,
+) -> Any:
+    """Go on from the commit that the store was opened at; returns its ``extra`` (None where it had none).
+
+    ``model`` was paged with ``existing="resume"``, ``optimizer`` and the others were made anew as they were made then. The next
+    step is bit for bit what it would have been. Raises MisuseError where they differ from what was committed, ManifestError
+    for a record that is damaged.
+    """
+    pager = _pager_of(model)
+    return _load(pager, _read(pager.store, pager.name), optimizer, scheduler, scaler, data)
+
+
+def rollback(
+    model: nn.Module,
+    optimizer: AdamW | None = None,
+    *,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    data: Stateful | torch.Generator | None = None,
+) -> Any:
+    """Give up all since the last commit, after an exception or a loss that is not finite, say; returns its ``extra``.
+
+    Moves no tensor of the model: see ``TieredStore.rollback``. Graphs of before cannot run backward any more. Raises as that
+    and ``resume``.
+    """
+    pager = _pager_of(model)
+    pager.reset()
+    for unit in pager.units:
+        unit.close_gradient()
+    pager.store.rollback()
+    recall(pager)
+    return _load(pager, _read(pager.store, pager.name), optimizer, scheduler, scaler, data)
+
+
+# Writing
+
+
+def _prepare(
+    model: nn.Module,
+    optimizer: AdamW | None,
+    scheduler: Stateful | None,
+    scaler: Stateful | None,
+    data: Stateful | torch.Generator | None,
+    extra: Mapping[str, Any] | None,
+) -> TieredStore:
+    """Put all that a commit of ``model`` has beside what the store has anyway into it."""
+    pager = _pager_of(model)
+    store, name = pager.store, pager.name
+    for unit in pager.units:
+        if unit.held:
+            raise MisuseError(f"the parameters of {unit.plan.name!r} are in use: commit outside forward and backward")
+        unit.close_gradient()
+    larger: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> str:
+        larger.append(tensor)
+        return f"{name}/checkpoint/{len(larger)}"
+
+    record = {
+        "version": VERSION,
+        "layout": _layout([unit.plan for unit in pager.units], pager.limits),
+        "units": [_of_unit(unit) for unit in pager.units],
+        "buffers": dict(model.named_buffers()),
+        "optimizer": None if optimizer is None else _of_optimizer(optimizer, pager),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "data": data.get_state() if isinstance(data, torch.Generator) else None if data is None else data.state_dict(),
+        "random": _random_states(),
+        "extra": None if extra is None else dict(extra),
+    }
+    written = dumps(record, "the checkpoint", keep)
+    for key in [key for key in store if key.startswith(f"{name}/checkpoint/") and int(key.rsplit("/", 1)[1]) > len(larger)]:
+        store.delete(key)
+    for number, tensor in enumerate(larger, 1):
+        store.put(f"{name}/checkpoint/{number}", tensor)
+    store.put(f"{name}/checkpoint", torch.frombuffer(bytearray(written), dtype=torch.uint8))
+    return store
+
+
+def _of_unit(unit: Unit) -> dict[str, Any]:
+    gradients = {}
+    for placement, state in unit.gradients.items():
+        if unit.has_gradient(placement):
+            unit.collect_gradient(placement)  # what somebody assigned to ``parameter.grad``
+        gradients[placement.name] = {
+            "there": unit.has_gradient(placement),
+            "scales": list(state.scales),
+            "wide_scales": list(state.wide_scales),
+            "expected": state.expected,
+            "norms": state.norms,
+            "orders": sorted(state.orders),
+            "watched": state.watched,
+            "finite": state.finite,
+        }
+    unit.close_gradient()
+    return {
+        "gradients": gradients,
+        "stale_masters": sorted(placement.name for placement in unit.states.stale_masters),
+        "pending": None if unit.pending is None else _of_pending(unit.pending),
+    }
+
+
+def _of_pending(pending: Pending) -> dict[str, Any]:
+    updates = {}
+    for placement, update in pending.updates.items():
+        rule = update.rule
+        if type(rule) is not AdamWRule:
+            raise MisuseError(f"an update by {type(rule).__name__} is pending, which a checkpoint cannot hold: flush() first")
+        updates[placement.name] = {
+            "rule": (rule.lr, rule.betas, rule.eps, rule.weight_decay, rule.maximize),
+            "step": update.step,
+            "scales": update.scales,
+            "wide_scales": update.wide_scales,
+        }
+    return {"updates": updates, "chunks_done": pending.chunks_done, "pieces_done": pending.pieces_done}
+
+
+def _of_optimizer(optimizer: AdamW, pager: Pager) -> dict[str, Any]:
+    return {
+        "groups": [
+            {**{key: value for key, value in group.items() if key != "params"}, "names": _names(group["params"], pager)}
+            for group in optimizer.param_groups
+        ],
+        "steps": {placement.name: step for placement, step in optimizer.steps.items()},
+    }
+
+
+def _names(parameters: list[nn.Parameter], pager: Pager) -> list[str]:
+    found = [placement_of(parameter) for parameter in parameters]
+    if any(other is not pager for other, _, _ in found):
+        raise MisuseError(f"the optimizer has parameters of another model than {pager.name!r}: make one for each model")
+    return [placement.name for _, _, placement in found]
+
+
+def _random_states() -> dict[str, Any]:
+    numpy = sys.modules.get("numpy")
+    return {
+        "python": random.getstate(),
+        "numpy": None if numpy is None else numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
+    }
+
+
+# Reading
+
+
+def _read(store: TieredStore, name: str) -> dict[str, Any]:
+    """The record of model ``name``. Raises MisuseError where there is none, ManifestError where it is damaged."""
+    key = f"{name}/checkpoint"
+    if key not in store:
+        raise MisuseError(f"{store} has no checkpoint of a model named {name!r}: zero.commit makes one")
+    record = loads(store.get(key).numpy().tobytes(), f"the checkpoint of {name!r}", store.get)
+    if not isinstance(record, dict) or record.get("version") != VERSION:
+        raise ManifestError(f"the checkpoint of {name!r} is of another version than {VERSION}, which this release reads")
+    return record
+
+
+def recall(pager: Pager) -> None:
+    """Have the units and buffers be as they were committed; their tensors are in the store."""
+    record = _read(pager.store, pager.name)
+    for unit, found in zip(pager.units, record["units"], strict=True):
+        named = {placement.name: placement for placement in unit.plan.placements}
+        unit.states.stale_masters = {named[name] for name in found["stale_masters"]}
+        unit.pending = None if found["pending"] is None else _pending(found["pending"], named)
+        unit.version += 1
+        for placement, state in unit.gradients.items():
+            kept = found["gradients"][placement.name]
+            state.scales, state.wide_scales = list(kept["scales"]), list(kept["wide_scales"])
+            state.expected, state.norms, state.orders = kept["expected"], dict(kept["norms"]), set(kept["orders"])
+            state.watched, state.finite, state.spent, state.accumulate = kept["watched"], kept["finite"], False, False
+            placement.parameter.grad = state.marker if kept["there"] else None
+    modules = dict(pager.model.named_modules())
+    for name, value in record["buffers"].items():
+        where, _, last = name.rpartition(".")
+        buffer = modules[where]._buffers[last]
+        if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype and not buffer.is_meta:
+            with torch.no_grad():
+                buffer.copy_(value)
+        else:
+            modules[where]._buffers[last] = value
+
+
+def _pending(found: Mapping[str, Any], named: Mapping[str, Placement]) -> Pending:
+    updates = {
+        named[name]: Update(
+            AdamWRule(*update["rule"]), update["step"], tuple(update["scales"]), tuple(update["wide_scales"])
+        )
+        for name, update in found["updates"].items()
+    }
+    return Pending(updates, found["chunks_done"], found["pieces_done"])
+
+
+def _load(
+    pager: Pager,
+    record: Mapping[str, Any],
+    optimizer: AdamW | None,
+    scheduler: Stateful | None,
+    scaler: Stateful | None,
+    data: Stateful | torch.Generator | None,
+) -> Any:
+    for what, given in (("optimizer", optimizer), ("scheduler", scheduler), ("scaler", scaler), ("data", data)):
+        if (record[what] is None) is not (given is None):
+            has = "has none" if record[what] is None else "has one"
+            raise MisuseError(f"{what}= {'was given' if given is not None else 'is missing'}, and the checkpoint {has}")
+    if optimizer is not None:
+        _load_optimizer(optimizer, pager, record["optimizer"])
+    if scheduler is not None:
+        scheduler.load_state_dict(record["scheduler"])
+    if scaler is not None:
+        scaler.load_state_dict(record["scaler"])
+    if isinstance(data, torch.Generator):
+        data.set_state(record["data"])
+    elif data is not None:
+        data.load_state_dict(record["data"])
+    states = record["random"]
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and states["numpy"] is not None:
+        numpy.random.set_state(states["numpy"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"])
+    return record["extra"]
+
+
+def _load_optimizer(optimizer: AdamW, pager: Pager, found: Mapping[str, Any]) -> None:
+    here = [_names(group["params"], pager) for group in optimizer.param_groups]
+    if here != [group["names"] for group in found["groups"]]:
+        raise MisuseError("the optimizer's param groups have other parameters than those that were committed")
+    groups, first = [], 0
+    for group in found["groups"]:
+        count = len(group["names"])
+        settings = {key: value for key, value in group.items() if key != "names"}
+        groups.append({**settings, "params": list(range(first, first + count))})
+        first += count
+    Optimizer.load_state_dict(optimizer, {"state": {}, "param_groups": groups})
+    named = {placement.name: placement for placement in pager.placements}
+    optimizer.steps = {named[name]: step for name, step in found["steps"].items()}
+
+
+def _difference(committed: Any, here: Any) -> str:
+    """The first one, in words."""
+    for old, new in zip(committed["units"], here["units"], strict=False):
+        if old == new:
+            continue
+        if old[0] != new[0]:
+            return f"it had {old[0]!r} where there is {new[0]!r}"
+        for before, after in zip(old[1], new[1], strict=False):
+            if before != after:
+                return f"it had {_parameter(before)} where there is {_parameter(after)}"
+    return f"it had {len(committed['units'])} units, and has {len(here['units'])}"
+
+
+def _parameter(described: Any) -> str:
+    name, shape, dtype, stored = described[0], described[1], described[2], described[3]
+    kept = "" if stored == dtype else f" stored as {stored}"
+    return f"{name!r} of shape {tuple(shape)}, {dtype}{kept}"
+
+
+def _pager_of(model: nn.Module) -> Pager:
+    for parameter in model.parameters():
+        return placement_of(parameter)[0]
+    raise MisuseError("this model has no parameters")
+
+
+def layout(store: TieredStore, name: str) -> tuple[Limits, dict[str, tuple[int, ...]]]:
+    """By what model ``name`` was divided when it was committed, and the strides of its parameters. Raises as ``resume``."""
+    found = _read(store, name)["layout"]
+    strides = {parameter[0]: tuple(parameter[4]) for _, parameters in found["units"] for parameter in parameters}
+    return Limits(found["limit"], found["chunk"]), strides
+
+
+def refuse_other(store: TieredStore, name: str, plan: Plan) -> None:
+    """Raises MisuseError where ``plan`` is not of the model that was committed as ``name``."""
+    committed, here = _read(store, name)["layout"], _layout(plan.units, plan.limits)
+    if committed != here:
+        raise MisuseError(f"this model is not what was committed as {name!r}: {_difference(committed, here)}")
+
+
+def _layout(units: Sequence[UnitPlan], limits: Limits) -> dict[str, Any]:
+    """Where everything lies: of each unit its name, and of each parameter its own, shape, types and strides."""
+    described = [
+        [
+            unit.name,
+            [[p.name, list(p.shape), str(p.dtype), str(p.stored), list(p.stride)] for p in unit.placements],
+        ]
+        for unit in units
+    ]
+    return {"limit": limits.unit, "chunk": limits.chunk, "units": described}
