@@ -82,7 +82,7 @@ class CheckedDraft:
         assert self.rig.bytes_of(copy) == wanted, f"{entry.key!r} was flushed with other bytes"
 
     def add(self, entry: Entry) -> None:
-        self.see(entry, self.missing.pop(entry.key))
+        self.see(entry, self.missing.pop(entry.name))
 
     def end(self) -> None:
         assert not self.missing
@@ -311,7 +311,8 @@ class Rig:
         self.tiers[copy.tier].write(target, self.tiers[copy.tier].read(copy.slot, nbytes))
 
     def copies(self) -> Iterator[Copy]:
-        for entry in self.admission.directory.entries():
+        directory = self.admission.directory
+        for entry in (*directory.entries(), *directory.set_aside_entries()):
             yield from (copy for copy in entry.copies if copy is not None)
 
     def check(self) -> None:
@@ -320,7 +321,7 @@ class Rig:
             place.check()
         assert set(self.admission.directory) == set(self.newest)
         for copy in self.copies():
-            if copy.valid:
+            if copy.valid and copy.key in self.newest:  # what was set aside has another key
                 assert self.bytes_of(copy) == self.newest[copy.key], f"{copy.key!r} is {copy.state} with old bytes"
         for copy, data in self.expected.items():
             assert copy.slot == self.lent[copy], f"{copy.key!r} was moved under an alias"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from tiered.ahead import Ahead
 from tiered.background import Background
 from tiered.errors import CapacityError, TieredError
-from tiered.flush import Flush
+from tiered.flush import Flush, came_down
 from tiered.interfaces import EvictionPolicy, Planned, Tier
 from tiered.occupancy import MOVED, Occupancy
 from tiered.prefetch import Record, Touch
@@ -169,7 +169,7 @@ class Admission:
 
     def busy(self, entry: Entry, request: Request) -> bool:
         """Whether transfers of ``entry`` are under way, or have to be, which ``request`` has to wait for."""
-        if self.flush is not None and self.flush.keeps(self, entry.key, request):
+        if self.flush is not None and self.flush.keeps(self, entry, request):
             return True
         if entry.in_flight:
             self.traffic.hurry(entry.key, request.urgency)
@@ -294,7 +294,7 @@ class Admission:
 
         for copy in self.places[tier].first(4 * size, alike):
             if policy is not None and policy.exchange(copy.key, needed):
-                self.background.changed(self, copy)
+                self._changed(copy)
                 return
 
     def _write_out(self, copy: Copy, request: Request) -> None:
@@ -485,13 +485,12 @@ class Admission:
         self.directory.end_writeback(entry, index, completion.error, completion.checksums, transfer.generation)
         if completion.error is None:
             self.places[index + 1].policy.touched(entry.key)
-            if self.flush is not None:
-                self.flush.came_down(entry)
             below = entry.copies[index + 1]
             if below is not None:
                 self.background.changed(self, below)
         else:
             self.disturbances += 1
+        came_down(self, entry)
 
     # -- looking in -------------------------------------------------------------------------------------------------------
 

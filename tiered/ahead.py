@@ -57,6 +57,7 @@ class Ahead(Request):
         self._index: dict[str | None, int] = {name: index for index, name in enumerate(tiers)} | {None: 0}
         self._reached = [0] * (len(tiers) - 1)  # by tier: all before is there, or on its way
         self._calm = [(0, 0.0)] * (len(tiers) - 1)  # by tier: up to which position, and seconds of computing, nothing is due
+        self._vain = [(-1, -1, -1)] * (len(tiers) - 1)  # by tier: what found no room, and when, as changes there count time
         self._costs = costs
 
     def __str__(self) -> str:
@@ -90,13 +91,17 @@ class Ahead(Request):
                     continue
                 if not (self._has_room(admission, tier, entry.nbytes) and self._due(admission, tier, at)):
                     break
-                self.needed, self.tier = at, tier
+                if self._vain[tier] == (at, self.plan.cursor, admission.places[tier].changes):
+                    break
+                self.needed, self.tier, self.lacks = at, tier, ()
                 try:
                     admission.bring(entry, tier, self)
                 except TieredError:
                     pass  # who really needs it will meet this
                 else:
                     if entry.copies[tier] is None:
+                        if tier in self.lacks:
+                            self._vain[tier] = (at, self.plan.cursor, admission.places[tier].changes)
                         break
             at += 1
         self._reached[tier] = at

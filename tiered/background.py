@@ -47,6 +47,11 @@ class Background:
         else:
             self._gone[copy.tier].pop(copy.key, None)
 
+    def forget(self, copy: Copy) -> None:
+        """It will have another key."""
+        self._spent.pop((copy.tier, copy.key), None)
+        self._gone[copy.tier].pop(copy.key, None)
+
     def follow(self, admission: Admission) -> None:
         """Another plan, or none."""
         self._spent.clear()

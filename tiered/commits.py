@@ -248,7 +248,7 @@ class _Draft:
         self._generation = generation
 
     def add(self, entry: Entry) -> None:
-        self._records[entry.key] = record = self._record(entry)
+        self._records[entry.name] = record = self._record(entry)
         if record.extent is not None:
             self._nvme.pin(self._generation, _at_the_bottom(entry).slot)
 
@@ -280,7 +280,7 @@ class _Draft:
             extent = manifests.Extent(*self._nvme.extent(copy.slot), copy.slot.nbytes)
         checksums = copy.checksums if extent else b""
         return manifests.TensorRecord(
-            entry.key, entry.tensor_id, spec.dtype, spec.shape, spec.itemsize, copy.generation, extent, checksums
+            entry.name, entry.tensor_id, spec.dtype, spec.shape, spec.itemsize, copy.generation, extent, checksums
         )
 
 

@@ -9,7 +9,7 @@ A move costs time of the memory, while every lease waits; an eviction costs time
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Container, Iterator, Sequence
 from itertools import islice
 from math import isinf
@@ -30,11 +30,14 @@ class Move(NamedTuple):
     to: int
 
 
-def moves(slots: Sequence[Slot], capacity: int, nbytes: int, movable: Container[int], most: float) -> list[Move] | None:
+def moves(
+    slots: Sequence[Slot], capacity: int, nbytes: int, movable: Container[int], most: float, *, any_way: bool = False
+) -> list[Move] | None:
     """Moves, one after the other, after which ``nbytes`` are free in one piece; [] where they are already.
 
     ``slots`` are all that are given, by offset; ``movable`` the offsets of those that may be moved. Whatever one of them moves
     to is free by then, but for what it frees itself. None: it takes more than ``most`` bytes, or no way was found.
+    ``any_way``: the first that is found will do.
     """
     layout = _Layout(slots, capacity, movable)
     if layout.holes and layout.holes[-1].nbytes >= nbytes:
@@ -43,6 +46,8 @@ def moves(slots: Sequence[Slot], capacity: int, nbytes: int, movable: Container[
     for hole in islice(reversed(layout.holes), None if isinf(most) else TRIED):
         for widen in (layout.widen_up, layout.widen_down):
             found = widen(hole, nbytes, most)
+            if found is not None and any_way:
+                return found
             if found is not None:
                 best, most = found, sum(move.slot.nbytes for move in found) - 1
     return best
@@ -97,20 +102,26 @@ class _Layout:
     ) -> tuple[list[Slot], list[Move]] | None:
         """Which of ``neighbours`` slide across the hole, and perhaps one move to another, so that the hole has ``nbytes``."""
         sliding: list[Slot] = []
+        sizes: list[tuple[int, int]] = []  # of those that slide, in order, each with its place among them
+        largest = self.holes[-1].nbytes
         lacking = nbytes - hole.nbytes
         low, high = hole.offset, hole.offset + hole.nbytes  # of all that takes part
         for slot, behind in neighbours:
             most -= slot.nbytes
             if most < 0 or slot.offset not in self._movable:
                 return None
+            insort(sizes, (slot.nbytes, len(sliding)))
             sliding.append(slot)
             lacking -= behind
             if lacking <= 0:
                 return sliding, []
             low, high = min(low, slot.offset - behind), max(high, slot.offset + slot.nbytes + behind)
-            leaving = min((slot for slot in sliding if slot.nbytes >= lacking), key=_nbytes, default=None)
-            to = None if leaving is None else self._elsewhere(leaving.nbytes, low, high)
-            if leaving is not None and to is not None:
+            at = bisect_left(sizes, (lacking, 0))
+            if at == len(sizes) or sizes[at][0] > largest:
+                continue
+            leaving = sliding[sizes[at][1]]
+            to = self._elsewhere(leaving.nbytes, low, high)
+            if to is not None:
                 return [slot for slot in sliding if slot is not leaving], [Move(leaving, to)]
         return None
 
@@ -133,10 +144,6 @@ class _Layout:
             slot = self._slots[index]
             before = self._slots[index - 1] if index else Slot(0, 0)
             yield slot, slot.offset - before.offset - before.nbytes
-
-
-def _nbytes(slot: Slot) -> int:
-    return slot.nbytes
 
 
 def _offset(slot: Slot) -> int:

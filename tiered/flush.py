@@ -14,7 +14,7 @@ from tiered.types import Key, Slot, Urgency
 if TYPE_CHECKING:
     from tiered.admission import Admission
 
-__all__ = ["Draft", "Flush"]
+__all__ = ["Draft", "Flush", "came_down"]
 
 
 class Draft(Protocol):
@@ -37,7 +37,7 @@ class Flush(Request):
     """Every tensor at the bottom as it is when this begins, which is at once, or when another one has ended.
 
     ``frozen`` are those that are not there yet: who would change one waits for its write-back, and for no other's. Those that
-    are there may change, for what is at the bottom is never written over.
+    are there may change, for what is at the bottom is never written over. What is replaced or deleted meanwhile is set aside.
 
     A tensor that is not leased but still referenced from an ended lease is first copied to a slot of its own: bytes on
     their way out must not change. An open WRITE lease is an error.
@@ -75,32 +75,53 @@ class Flush(Request):
     def abandon(self, admission: Admission) -> None:
         if admission.flush is self:
             admission.flush = None
+            for entry in [admission.directory.entry(key) for key in self.frozen]:
+                if entry.aside and not entry.in_flight:
+                    admission.directory.forget(entry.key)
         if not self.done:
             self._draft.drop()
 
-    def keeps(self, admission: Admission, key: Key, request: Request) -> bool:
-        """Whether ``key`` is frozen; if so, its write-back is what ``request`` waits for."""
-        if key not in self.frozen:
+    def keeps(self, admission: Admission, entry: Entry, request: Request) -> bool:
+        """Whether ``entry`` is frozen, and ``request`` has to wait for its write-back.
+
+        Who only does away with it need not: it is set aside. (Who puts another tensor in its place has taken room for that
+        already, which the write-back may need.)
+        """
+        if entry.key not in self.frozen:
             return False
-        copy = admission.unsaved[key]
+        copy = admission.unsaved[entry.key]
+        if request.replaces and not entry.in_flight:
+            self._set_aside(admission, entry)
+            return False
         if copy.state is State.DIRTY and not copy.in_flight and copy.failure is None:
             self._write_back(admission, copy, request)
         else:
-            admission.traffic.hurry(key, request.urgency)
+            admission.traffic.hurry(entry.key, request.urgency)
         return True
 
-    def came_down(self, entry: Entry) -> None:
-        """A write-back of ``entry`` ended well, though perhaps not at the bottom."""
-        if entry.key in self.frozen and entry.unsaved is None:
-            del self.frozen[entry.key]
-            self._draft.add(entry)
+    def saved(self, entry: Entry) -> None:
+        """A frozen tensor is at the bottom."""
+        del self.frozen[entry.key]
+        self._draft.add(entry)
+
+    def _set_aside(self, admission: Admission, entry: Entry) -> None:
+        copies = [copy for copy in entry.copies if copy is not None]
+        del self.frozen[entry.key]
+        unsaved = admission.unsaved.pop(entry.key)
+        admission.directory.set_aside(entry)
+        for copy in copies:
+            admission.background.forget(copy)
+            admission.places[copy.tier].rename(copy, entry.key)
+        admission.unsaved[entry.key] = unsaved
+        self.frozen[entry.key] = None
 
     def _begin(self, admission: Admission) -> None:
+        left = {entry.key for entry in admission.directory.set_aside_entries()}  # by a flush that was given up
         for copy in admission.unsaved.values():
             if copy.writers:
                 raise LeaseConflict(f"tensor {copy.key!r} has an open WRITE lease: end it before a commit")
             copy.failure = None
-        self.frozen = dict.fromkeys(admission.unsaved)
+        self.frozen = dict.fromkeys(key for key in admission.unsaved if key not in left)
         admission.flush = self
         self._draft.begin(admission.directory.entries(), self.frozen)
 
@@ -144,3 +165,12 @@ class Flush(Request):
                 return
             self._duplicate(copy, snapshot, entry.nbytes)
         admission.admit_writeback(entry, copy.tier, request, snapshot)
+
+
+def came_down(admission: Admission, entry: Entry) -> None:
+    """A write-back of ``entry`` ended, well or not, and perhaps not at the bottom."""
+    flush = admission.flush
+    if flush is not None and entry.key in flush.frozen and entry.unsaved is None:
+        flush.saved(entry)
+    if entry.aside and not entry.in_flight and (flush is None or entry.key not in flush.frozen):
+        admission.directory.forget(entry.key)

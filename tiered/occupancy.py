@@ -39,6 +39,7 @@ class Occupancy:
         self._sizes: Counter[int] = Counter()  # of the slots that are given
         self._memory = tier if isinstance(tier, Movable) else None
         self._slots: list[Slot] = []  # all that are given, by offset
+        self.changes = 0  # how often anything did
         self._guards: list[tuple[Slot, Fence]] = []
 
     # -- slots -----------------------------------------------------------------------------------------------------------
@@ -91,6 +92,7 @@ class Occupancy:
 
     def account(self, slot: Slot) -> None:
         """``slot`` was taken from the tier."""
+        self.changes += 1
         insort(self._slots, slot, key=_offset)
         self.used += slot.nbytes
         self.peak = max(self.peak, self.used)
@@ -99,6 +101,7 @@ class Occupancy:
 
     def give_back(self, slot: Slot, fences: Iterable[Fence] = ()) -> None:
         """Free a slot; who has it next must wait for ``fences``."""
+        self.changes += 1
         self._guards += [(slot, fence) for fence in fences if not fence.query()]
         self.tier.free(slot)
         del self._slots[bisect_left(self._slots, slot.offset, key=_offset)]
@@ -124,6 +127,7 @@ class Occupancy:
 
     def note(self, copy: Copy) -> None:
         """Something about ``copy`` changed; it may be new."""
+        self.changes += 1
         if copy.state is State.EMPTY:
             if self.copies.get(copy.key) is copy:
                 del self.copies[copy.key]
@@ -137,6 +141,15 @@ class Occupancy:
             self.copies[copy.key] = copy
             if not self.bottom:
                 self._stand(copy, copy.stands())
+
+    def rename(self, copy: Copy, key: Key) -> None:
+        """It is ``key``'s from here on."""
+        del self.copies[copy.key]
+        self.policy.forgotten(copy.key)
+        self._stand(copy, Standing.USED)
+        copy.key = key
+        self.note(copy)
+        self.policy.touched(key)
 
     def _stand(self, copy: Copy, now: Standing) -> None:
         before = copy.standing
@@ -205,7 +218,7 @@ class Occupancy:
                 return False
             leaving = {copy.slot.offset for copy in going}
             staying = [slot for slot in self._slots if slot.offset not in leaving]
-            return moves(staying, self.tier.capacity, nbytes, movable, most * nbytes) is not None
+            return moves(staying, self.tier.capacity, nbytes, movable, most * nbytes, any_way=True) is not None
 
         if not enough(copies):
             return None

@@ -28,6 +28,7 @@ class Request:
         self.lacks: tuple[int, ...] = ()  # the tiers in which its last attempt found no room
         self.left = 0  # whenever this changes it has come closer, and the deadline counts anew
         self.packed: list[frozenset[Slot]] = []  # among which slots it packed what it had anew, once for each time
+        self.replaces = False  # whether it does away with the tensor that it waits for
         self.needed: int | None = None  # the position in a known order for which it fetches
         self.on_done: Callable[[], None] | None = None
 
@@ -164,6 +165,7 @@ class Install(Request):
     def __init__(self, key: Key, spec: TensorSpec, tier: int, slot: Slot, fences: tuple[Fence, ...] = ()) -> None:
         super().__init__(Urgency.DEMAND, tier)
         self.key, self.spec, self.slot, self.fences = key, spec, slot, fences
+        self.replaces = True
 
     def __str__(self) -> str:
         return f"a put of {self.key!r}"
@@ -194,6 +196,7 @@ class Delete(Request):
     def __init__(self, key: Key) -> None:
         super().__init__()
         self.key = key
+        self.replaces = True
 
     def __str__(self) -> str:
         return f"the deletion of {self.key!r}"
@@ -202,7 +205,8 @@ class Delete(Request):
         entry = admission.directory.entry(self.key)
         if not entry.leased and admission.busy(entry, self):
             return False
-        admission.directory.forget(self.key)
+        if not entry.aside:  # else it is gone already, for all who ask
+            admission.directory.forget(self.key)
         return True
 
 

@@ -176,7 +176,10 @@ class Copy:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A tensor: what it is, and its copies, one place per tier (None is EMPTY)."""
+    """A tensor: what it is, and its copies, one place per tier (None is EMPTY).
+
+    ``name`` is its key for the caller; ``key`` is another one once it was set aside.
+    """
 
     key: Key
     spec: TensorSpec
@@ -184,9 +187,16 @@ class Entry:
     copies: list[Copy | None] = field(default_factory=list)
     nbytes: int = field(init=False)
     """Bytes a slot must have; an empty tensor still takes one."""
+    name: Key = field(init=False)
 
     def __post_init__(self) -> None:
         self.nbytes = max(1, self.spec.nbytes)
+        self.name = self.key
+
+    @property
+    def aside(self) -> bool:
+        """Nobody can ask for it any more."""
+        return self.key != self.name
 
     @property
     def in_flight(self) -> bool:
@@ -228,6 +238,7 @@ class Directory:
         self.next_id = 1
         self._changed = changed
         self._entries: dict[Key, Entry] = {}
+        self._aside: dict[Key, Entry] = {}
 
     # -- looking ---------------------------------------------------------------------------------------------------------
 
@@ -243,12 +254,16 @@ class Directory:
     def entries(self) -> Iterator[Entry]:
         return iter(self._entries.values())
 
+    def set_aside_entries(self) -> Iterator[Entry]:
+        """Those whose name is free for another tensor."""
+        return iter(self._aside.values())
+
     def find(self, key: Key) -> Entry | None:
-        return self._entries.get(key)
+        return self._entries.get(key) or self._aside.get(key)
 
     def entry(self, key: Key) -> Entry:
         """Raises KeyNotFound."""
-        found = self._entries.get(key)
+        found = self.find(key)
         if found is None:
             raise KeyNotFound(f"no tensor {key!r} in the store")
         return found
@@ -297,7 +312,14 @@ class Directory:
         for copy in entry.copies:
             if copy is not None:
                 self._vacate(entry, copy)
-        del self._entries[key]
+        del (self._aside if entry.aside else self._entries)[key]
+
+    def set_aside(self, entry: Entry) -> None:
+        """Its name is free for another tensor; it goes on under a key that no name is, until it is forgotten."""
+        assert not entry.in_flight and not entry.leased
+        del self._entries[entry.key]
+        entry.key = f"{entry.name}\0replaced\0{entry.tensor_id}"
+        self._aside[entry.key] = entry
 
     def refuse_leased(self, key: Key) -> None:
         """Raises LeaseConflict while ``key`` cannot be replaced or deleted."""
@@ -307,11 +329,11 @@ class Directory:
 
     def evict(self, copy: Copy) -> None:
         assert copy.state is State.CLEAN and copy.idle and copy.tier < self.depth - 1
-        self._vacate(self._entries[copy.key], copy)
+        self._vacate(self.entry(copy.key), copy)
 
     def move(self, copy: Copy, slot: Slot) -> Copy:
         """``copy``'s bytes were copied to ``slot`` of the same tier; the old slot goes to whoever still has aliases of it."""
-        entry = self._entries[copy.key]
+        entry = self.entry(copy.key)
         assert copy.state is State.DIRTY and not copy.leased and not copy.in_flight
         fresh = Copy(copy.key, copy.tier, slot, fences=copy.fences)
         fresh.become(State.DIRTY)
@@ -430,7 +452,7 @@ class Directory:
 
     def check(self) -> None:
         """Assert every invariant of the state table (for tests)."""
-        for entry in self._entries.values():
+        for entry in (*self._entries.values(), *self._aside.values()):
             unsaved = [copy for copy in entry.copies if copy is not None and copy.state in (State.DIRTY, State.WRITEBACK)]
             valid = [copy for copy in entry.copies if copy is not None and copy.valid]
             assert len(unsaved) <= 1, f"{entry.key!r}: two copies claim to be the newest"
