@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 __all__ = ["StopRequest", "Stopped"]
@@ -20,17 +21,31 @@ class Stopped(KeyboardInterrupt):
 
 
 class StopRequest:
-    """While this context is open, the first signal is noted and raised by the next ``check``, the second raises at once."""
+    """While this context is open, the first signal is noted and raised by the next ``check``, the second raises at once.
+
+    After ``interrupt_nothing(leave)`` no code is interrupted any more, so that what is there stays whole and can be committed:
+    the first signal waits for a ``check``, and the second calls ``leave(exit code)``, which ends the process.
+    """
 
     def __init__(self) -> None:
         self._signum: int | None = None
         self._before: dict[int, object] = {}
+        self._leave: Callable[[int], object] | None = None
+
+    @property
+    def interrupts_nothing(self) -> bool:
+        return self._leave is not None
 
     def check(self) -> None:
         """Raises Stopped when somebody has asked for it."""
         if self._signum is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
             raise Stopped(self._signum)
+
+    def interrupt_nothing(self, leave: Callable[[int], object]) -> None:
+        """From here on. Raises Stopped when somebody has asked for it."""
+        self._leave = leave
+        self.check()
 
     def __enter__(self) -> StopRequest:
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
@@ -43,8 +58,12 @@ class StopRequest:
             signal.signal(signum, handler)  # type: ignore[arg-type]
 
     def _arrived(self, signum: int, frame: FrameType | None) -> None:
-        if self._signum is not None:
+        if self._signum is not None and self._leave is None:
             raise Stopped(self._signum)
-        if signum != signal.SIGALRM:
-            self._signum = signum
+        if signum == signal.SIGALRM:
+            return
+        if self._signum is not None and self._leave is not None:
+            self._leave(128 + signum)
+        self._signum = signum
+        if self._leave is None:
             signal.setitimer(signal.ITIMER_REAL, PATIENCE)
