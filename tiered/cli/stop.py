@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-__all__ = ["StopRequest", "Stopped"]
+__all__ = ["StopNoted", "StopRequest", "Stopped"]
 
 PATIENCE = 0.6
 """Seconds until a request that no ``check`` has noticed interrupts whatever runs (a wait for a disk that does not answer)."""
@@ -18,6 +18,14 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
         self.exit_code = 128 + signum
+
+
+class StopNoted(Exception):
+    """The same where nothing is interrupted. No KeyboardInterrupt: after that torch leaves out hooks that tidy up."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
 
 
 class StopRequest:
@@ -37,13 +45,13 @@ class StopRequest:
         return self._leave is not None
 
     def check(self) -> None:
-        """Raises Stopped when somebody has asked for it."""
+        """Raises Stopped when somebody has asked for it; StopNoted after ``interrupt_nothing``."""
         if self._signum is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            raise Stopped(self._signum)
+            raise Stopped(self._signum) if self._leave is None else StopNoted(self._signum)
 
     def interrupt_nothing(self, leave: Callable[[int], object]) -> None:
-        """From here on. Raises Stopped when somebody has asked for it."""
+        """From here on. Raises as ``check``."""
         self._leave = leave
         self.check()
 

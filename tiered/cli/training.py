@@ -24,7 +24,7 @@ from tiered.cli.recording import Recording
 from tiered.cli.report import refuse_unwritable, write_report
 from tiered.cli.resuming import Earlier
 from tiered.cli.saving import Saving
-from tiered.cli.stop import Stopped, StopRequest
+from tiered.cli.stop import StopNoted, Stopped, StopRequest
 from tiered.cli.summary import Summary, describe
 from tiered.cli.text import Text, open_text
 from tiered.cli.train import Options
@@ -278,8 +278,8 @@ def _train(
                 saving.stepped()
                 stop.check()
                 before = now
-        except Stopped as request:
-            stopped = request.with_traceback(None)  # with it goes the graph of the step that it struck
+        except StopNoted as noted:
+            stopped = Stopped(noted.signum)  # without the traceback, which has the graph of the step that it struck
         if stopped is not None:
             course.give_up_step()
             saving.finish()
@@ -288,7 +288,10 @@ def _train(
         moved = gauge.read() - begin
     seen = store.statistics()
     generation = saving.commit()
-    stop.check()
+    try:
+        stop.check()
+    except StopNoted as noted:
+        raise Stopped(noted.signum) from None
     return Summary(
         steps=len(losses) - begun,
         losses=tuple(losses[begun:]),
