@@ -23,8 +23,8 @@ from bench.watched import watch
 from tiered.cli import main as tiered
 from tiered.cli.bench_train import WARM_UP, describe
 from tiered.cli.measure import scratch_store
+from tiered.cli.text import open_text
 from tiered.cli.trainer import Options, Trainer
-from tiered.cli.training import open_text
 
 STEPS = 2
 """That are written down; they are alike."""

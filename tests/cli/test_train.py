@@ -16,21 +16,12 @@ from typing import Any
 
 import pytest
 
+from tests.cli.trainings import ONE_THREAD, TINY, command, stop_at, tiered
 from tiered import TieredStore
 from tiered.cli import main
 from tiered.cli.progress import Counters, Progress
 
 MIB = 1 << 20
-TINY = ["--layers", "2", "--width", "64", "--heads", "4", "--context", "16", "--batch", "2", "--dram", "1MiB"]
-ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # several at once on few cores are quicker so, and small models anyway
-
-
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "tiered.cli", *map(str, arguments)]
-
-
-def tiered(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, env=ONE_THREAD, cwd=cwd, timeout=300)
 
 
 def message(stderr: str) -> str:
@@ -282,7 +273,7 @@ class TestBadWorld:
         assert train_tiny(folder).returncode == 0
         shown = failure(capsys, "train", *TINY, "--dir", folder)
         assert f"{folder} holds a model already (generation 1, step 2)" in shown
-        assert "--existing overwrite" in shown
+        assert "go on with it with --resume, name another --dir, or replace it with --existing overwrite" in shown
         done = train_tiny(folder, "--existing", "overwrite", "--backend", "posix")
         assert done.returncode == 0, done.stderr
         with TieredStore.open(folder, dram=MIB) as store:
@@ -319,30 +310,41 @@ class TestStopping:
         assert child.stdout is not None
         assert any(line.startswith("step 1/") for line in child.stdout)
 
-    def test_ctrl_c(self, running: subprocess.Popen[str], tmp_path: Path) -> None:
-        self.wait_for_a_step(running)
-        running.send_signal(signal.SIGINT)
-        _, stderr = running.communicate(timeout=60)
-        assert running.returncode == 130
-        shown = message(stderr)
-        assert re.search(r"stopped at step \d+; nothing was committed; the store in .*/store reopens", shown)
+    def test_ctrl_c_in_the_first_step_commits_nothing(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stop_at(monkeypatch, 3)
+        assert main(["train", *TINY, "--dir", str(tmp_path / "store")]) == 130
+        shown = message(capsys.readouterr().err)
+        assert re.search(r"stopped at step 0; nothing was committed; the store in .*/store reopens", shown)
         with TieredStore.open(tmp_path / "store", dram=MIB) as store:
             assert len(store) == 0
 
-    def test_sigterm_keeps_the_last_commit(
-        self, trained: tuple[Path, subprocess.CompletedProcess[str]], copied: Path, running: subprocess.Popen[str]
+    def test_before_the_first_step_the_model_of_before_stays(
+        self, copied: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        with TieredStore.open(trained[0], dram=MIB) as store:
+        with TieredStore.open(copied, dram=MIB) as store:
             before = {key: store.get(key) for key in store}
-        self.wait_for_a_step(running)
-        running.send_signal(signal.SIGTERM)
-        _, stderr = running.communicate(timeout=60)
-        assert running.returncode == 143
-        assert "the last commit is generation 1;" in message(stderr)
+        stop_at(monkeypatch, 3)
+        assert main(["train", *TINY, "--dir", str(copied), "--existing", "overwrite"]) == 130
+        assert "the last commit is generation 1;" in message(capsys.readouterr().err)
         with TieredStore.open(copied, dram=MIB) as store:
             assert store.meta["step"] == 30
             assert set(store) == set(before)
             assert all(store.get(key).equal(value) for key, value in before.items())
+
+    def test_a_second_signal_leaves_at_once(self, running: subprocess.Popen[str], tmp_path: Path) -> None:
+        """Both in one moment: whichever comes first, the second finds it there."""
+        self.wait_for_a_step(running)
+        running.send_signal(signal.SIGSTOP)
+        running.send_signal(signal.SIGINT)
+        running.send_signal(signal.SIGTERM)
+        running.send_signal(signal.SIGCONT)
+        _, stderr = running.communicate(timeout=60)
+        assert running.returncode in (130, 143)
+        assert re.fullmatch(r"tiered: left at step \d+ without a commit; the store in .*/store reopens\n", stderr)
+        with TieredStore.open(tmp_path / "store", dram=MIB) as store:
+            assert len(store) == store.generation == 0
 
     def test_while_the_model_is_written(self, tmp_path: Path) -> None:
         large = ["--layers", 400, "--width", 256, "--heads", 4, "--context", 16, "--dram", "8MiB"]

@@ -17,6 +17,7 @@ from torch import nn
 
 from tests.zero.models import Mixed, Tied, parameter_groups
 from tiered import ManifestError, MisuseError, TieredStore, zero
+from tiered.zero.checkpoint import extra_of
 from tiered.zero.record import INLINE, dumps, loads
 
 DRAM = "1MiB"
@@ -248,7 +249,7 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
     with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
         with pytest.raises(MisuseError, match=r"committed as 'model': it had 'position' of shape \(16, 32\)"):
             zero.page(Tied(width=64), store, existing="resume")
-        with pytest.raises(MisuseError, match="stored as torch.bfloat16"):
+        with pytest.raises(MisuseError, match=r"stored as torch\.bfloat16"):
             zero.page(Tied(), store, existing="resume", policy=zero.Policy(torch.bfloat16))
         with pytest.raises(MisuseError, match="no checkpoint of a model named 'other'"):
             zero.page(Tied(), store, name="other", existing="resume")
@@ -259,6 +260,51 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
             zero.resume(model)
         with pytest.raises(MisuseError, match="other parameters"):
             zero.resume(model, zero.AdamW(list(model.parameters())[:3]))
+        store.close()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_that_was_given_up_is_not_in_a_commit(tmp_path: Path, where: str) -> None:
+    """An exception has struck in it; ``zero_grad``, and a commit is of the state before, with the updates that were pending."""
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    def losses(folder: str, interrupted: int) -> list[float]:
+        found: list[float] = []
+        for step in range(6):
+            with TieredStore.open(tmp_path / folder, dram=DRAM) as store:
+                torch.manual_seed(0)
+                model: Any = zero.page(Tied(), store, existing="resume" if step else "refuse")
+                optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+                if step:
+                    zero.resume(model, optimizer)
+                if step == interrupted:
+                    optimizer.zero_grad()
+                    hook = broken if where == "forward" else lambda _, given: given[0].register_hook(broken) and None
+                    model.norm.register_forward_pre_hook(hook)
+                    with pytest.raises(ZeroDivisionError):
+                        model.loss(99).backward()
+                    optimizer.zero_grad()
+                else:
+                    optimizer.zero_grad()
+                    loss = model.loss(len(found))
+                    loss.backward()
+                    optimizer.step()
+                    found.append(loss.item())
+                zero.commit(model, optimizer)
+                store.close()
+        return found
+
+    assert losses("interrupted", 3) == losses("whole", -1)[:5]
+
+
+def test_what_was_committed_can_be_asked_before_there_is_a_model(tmp_path: Path) -> None:
+    committed(tmp_path / "state")
+    with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+        assert extra_of(store, "model") is None
+        with pytest.raises(MisuseError, match="no checkpoint of a model named 'other'"):
+            extra_of(store, "other")
         store.close()
 
 

@@ -13,23 +13,20 @@ import torch
 from torch import nn
 
 from tiered import TieredStore, zero
+from tiered.cli.course import Course, Result, Schedule
 from tiered.cli.gpt import GPT, build, in_parts
 from tiered.cli.report import refuse_unwritable, write_report
 from tiered.cli.stop import Stopped, StopRequest
+from tiered.cli.text import Text, open_text
 from tiered.cli.train import Options
 from tiered.cli.training import (
-    Result,
-    Schedule,
-    Text,
     describe_model,
     groups,
-    open_text,
     page,
     refuse_endless,
     refuse_existing,
     refuse_full_disk,
     shape_of,
-    training_steps,
 )
 from tiered.sizes import format_size
 
@@ -90,8 +87,8 @@ def check(options: Options) -> int:
                 page(model, store, options, options.existing, lambda done: None, stop)
                 start = model.state_dict()
                 optimizer = zero.AdamW(groups(model, options), lr=options.lr, betas=(0.9, 0.95), update=options.update)
-                steps = training_steps(model, optimizer, optimizer.clip_grad_norm_, text, options, Schedule(options))
-                stored = _outcome(steps, model, optimizer, stop)
+                course = Course(model, optimizer, optimizer.clip_grad_norm_, text, options, Schedule(options))
+                stored = _outcome(course.steps(), model, optimizer, stop)
                 evictions = store.statistics().evictions
                 remembered = _in_memory(start, text, options, zero.statistics(model).split, stop)
         except Stopped as stopped:
@@ -132,7 +129,8 @@ def _in_memory(
     def clip(norm: float) -> torch.Tensor:
         return torch.nn.utils.clip_grad_norm_(parameters, norm)
 
-    return _outcome(training_steps(model, optimizer, clip, text, options, Schedule(options)), model, optimizer, stop)
+    course = Course(model, optimizer, clip, text, options, Schedule(options))
+    return _outcome(course.steps(), model, optimizer, stop)
 
 
 def _outcome(steps: Iterable[Result], model: nn.Module, optimizer: torch.optim.Optimizer, stop: StopRequest) -> Outcome:

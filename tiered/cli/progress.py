@@ -79,7 +79,7 @@ class Progress:
         self._console: Console | None = None
         self._live: Live | None = None
         self._printed = float("-inf")
-        self._began = time.monotonic()
+        self._began, self._from = time.monotonic(), 0.0
         if stream.isatty():
             from rich.console import Console
 
@@ -106,9 +106,9 @@ class Progress:
         """``done`` of ``total`` parameters have their initial values and are in the store."""
         self._show(f"writing initial values {done / total:4.0%}", "", done / total, last=done == total)
 
-    def begin(self) -> None:
-        """The first step begins now."""
-        self._began = time.monotonic()
+    def begin(self, share: float = 0.0) -> None:
+        """The first step begins now; ``share`` of the training was done before."""
+        self._began, self._from = time.monotonic(), share
         self._printed = float("-inf")
 
     def stepped(
@@ -122,7 +122,7 @@ class Progress:
             f"read {moved.read / moved.seconds / 1e9:.2f} write {moved.written / moved.seconds / 1e9:.2f} GB/s  "
             f"stalled {moved.stalled / moved.seconds:.0%}  pool {pool:.0%}"
         )
-        left = f"{_clock(gone / share - gone)} left" if share < 1 else f"{_clock(gone)} in all"
+        left = f"{_clock(gone / (share - self._from) * (1 - share))} left" if share < 1 else f"{_clock(gone)} in all"
         self._show(what, rates, share, left, last=share >= 1)
 
     def _show(self, what: str, rates: str, share: float, left: str = "", *, last: bool) -> None:

@@ -14,8 +14,8 @@ from tiered.cli.timeline import describe, write_timeline
 from tiered.cli.timeline_plot import plot_timeline
 
 if TYPE_CHECKING:
+    from tiered.cli.course import Result
     from tiered.cli.train import Options
-    from tiered.cli.training import Result
 
 __all__ = ["Recording"]
 
@@ -24,11 +24,14 @@ WARM_UP = 5
 
 
 class Recording:
-    """Of ``options.timeline_steps`` steps after ``WARM_UP``, or of the last ones where there are fewer."""
+    """Of ``options.timeline_steps`` steps after ``WARM_UP``, or of the last ones where there are fewer.
 
-    def __init__(self, options: Options) -> None:
+    ``done`` were made before.
+    """
+
+    def __init__(self, options: Options, done: int = 0) -> None:
         self._options = options
-        last = options.steps if options.steps is not None else WARM_UP + options.timeline_steps
+        last = options.steps - done if options.steps is not None else WARM_UP + options.timeline_steps
         self._first = max(1, min(WARM_UP, last - options.timeline_steps) + 1)
         self._timeline: Timeline | None = None
         self._steps = 0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
-__all__ = ["StopRequest", "Stopped"]
+__all__ = ["StopNoted", "StopRequest", "Stopped"]
 
 PATIENCE = 0.6
 """Seconds until a request that no ``check`` has noticed interrupts whatever runs (a wait for a disk that does not answer)."""
@@ -19,18 +20,40 @@ class Stopped(KeyboardInterrupt):
         self.exit_code = 128 + signum
 
 
+class StopNoted(Exception):
+    """The same where nothing is interrupted. No KeyboardInterrupt: after that torch leaves out hooks that tidy up."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
 class StopRequest:
-    """While this context is open, the first signal is noted and raised by the next ``check``, the second raises at once."""
+    """While this context is open, the first signal is noted and raised by the next ``check``, the second raises at once.
+
+    After ``interrupt_nothing(leave)`` no code is interrupted any more, so that what is there stays whole and can be committed:
+    the first signal waits for a ``check``, and the second calls ``leave(exit code)``, which ends the process.
+    """
 
     def __init__(self) -> None:
         self._signum: int | None = None
         self._before: dict[int, object] = {}
+        self._leave: Callable[[int], object] | None = None
+
+    @property
+    def interrupts_nothing(self) -> bool:
+        return self._leave is not None
 
     def check(self) -> None:
-        """Raises Stopped when somebody has asked for it."""
+        """Raises Stopped when somebody has asked for it; StopNoted after ``interrupt_nothing``."""
         if self._signum is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            raise Stopped(self._signum)
+            raise Stopped(self._signum) if self._leave is None else StopNoted(self._signum)
+
+    def interrupt_nothing(self, leave: Callable[[int], object]) -> None:
+        """From here on. Raises as ``check``."""
+        self._leave = leave
+        self.check()
 
     def __enter__(self) -> StopRequest:
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
@@ -43,8 +66,12 @@ class StopRequest:
             signal.signal(signum, handler)  # type: ignore[arg-type]
 
     def _arrived(self, signum: int, frame: FrameType | None) -> None:
-        if self._signum is not None:
+        if self._signum is not None and self._leave is None:
             raise Stopped(self._signum)
-        if signum != signal.SIGALRM:
-            self._signum = signum
+        if signum == signal.SIGALRM:
+            return
+        if self._signum is not None and self._leave is not None:
+            self._leave(128 + signum)
+        self._signum = signum
+        if self._leave is None:
             signal.setitimer(signal.ITIMER_REAL, PATIENCE)

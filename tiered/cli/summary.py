@@ -19,10 +19,14 @@ IN_MEMORY_BYTES = 16
 
 @dataclass(frozen=True)
 class Summary:
-    """Measured from the first step's beginning to the last one's update; ``rates`` right afterwards, ``seen`` in between."""
+    """Measured from the first step's beginning to the last one's update; ``rates`` right afterwards, ``seen`` in between.
+
+    ``earlier_losses`` are of the steps before, where training was resumed: in nothing else.
+    """
 
     steps: int
     losses: tuple[float, ...]
+    earlier_losses: tuple[float, ...]
     tokens: int
     parameters: int
     moved: Counters
@@ -57,11 +61,13 @@ class Summary:
     def as_json(self) -> dict[str, Any]:
         """Bytes and seconds."""
         moved, steps, dram = self.moved, self.steps, self.seen.tiers[0]
+        losses = [*self.earlier_losses, *self.losses]
         return {
+            "resumed_after": len(self.earlier_losses),
             "steps": steps,
             "seconds": moved.seconds,
             "tokens_per_second": self.tokens / moved.seconds,
-            "loss": {"first": self.losses[0], "last": self.last_loss, "all": list(self.losses)},
+            "loss": {"first": losses[0], "last": self.last_loss, "all": losses},
             "parameters": self.parameters,
             "state_bytes": STATE_BYTES * self.parameters,
             "pool": {"budget_bytes": dram.capacity, "peak_bytes": dram.peak},
@@ -96,8 +102,8 @@ class Summary:
         }
 
 
-def describe(summary: Summary, other_way: str) -> str:
-    """Several lines. ``other_way`` is a command to compare with."""
+def describe(summary: Summary, other_way: str | None, again: str) -> str:
+    """Several lines. ``other_way`` is a command to compare with, ``again`` one to go on with."""
     moved, steps = summary.moved, summary.steps
     dram = summary.seen.tiers[0]
     state = STATE_BYTES * summary.parameters
@@ -130,7 +136,8 @@ def describe(summary: Summary, other_way: str) -> str:
             _overlap(summary),
             f"saved     {summary.folder}, generation {summary.generation}",
             "",
-            f"{'without' if summary.prefetch == 'on' else 'with'} fetching ahead: {other_way}",
+            *([f"{'without' if summary.prefetch == 'on' else 'with'} fetching ahead: {other_way}"] if other_way else []),
+            f"more steps: {again} --steps {2 * (len(summary.earlier_losses) + steps)}",
         ]
     )
 

@@ -20,10 +20,25 @@ them, only what the memory budget (--dram) allows is in memory at any time. With
 parameters on ten plays of Shakespeare, about 3 minutes on 2 cores.
 """
 
+RESUMING = """\
+resuming:
+  Ctrl-C and SIGTERM commit the last whole step and stop; a second one leaves at once, without a commit. With
+  --resume training goes on from the newest commit in --dir, bit for bit as if it had never stopped. It has
+  the options that it began with. Given anew may be --steps or --minutes, --dram, --backend, --commit-every,
+  --checkpoint, --text (the same text elsewhere), --no-prefetch and those of the outcome.
+  --steps and --minutes count from the very beginning. The learning rate follows them: given others, it goes
+  on at the place on the new curve that so many steps or minutes have reached. So after a training that has
+  come to its end, --steps with a larger number lifts it again.
+
+"""
+
 EXAMPLES = """\
 examples:
   tiered train --dir my-store --dram 256MiB            the model that the defaults describe
   tiered train --text book.txt --minutes 10 --checkpoint --layers 32 --dir other-store
+  tiered train --dir my-store --commit-every 10        a crash costs ten steps at most
+  tiered train --resume --dir my-store                 go on after a crash, Ctrl-C or SIGTERM
+  tiered train --resume --dir my-store --steps 100     more steps than were said at first
   tiered train --check                                 prove it: the same numbers as in memory, bit by bit
   tiered train --timeline run.json --plot run.png      what happened when, in three of its steps
 """
@@ -40,6 +55,19 @@ DEMO: dict[str, Any] = {
     "warmup": 5,
 }
 """What is meant where an option is not given: at least 100 million parameters, about 3 minutes on 2 cores."""
+
+USUAL: dict[str, Any] = {
+    "existing": "refuse",
+    "backend": "auto",
+    "prefetch": "on",
+    "recompute": False,
+    "micro_batch": 1,
+    "update": "on_fetch",
+    "lr": 1e-4,
+    "weight_decay": 0.1,
+    "seed": 0,
+}
+"""The same, of any size."""
 
 CHECK = DEMO | {
     "dram": 4 << 20,
@@ -84,11 +112,12 @@ class Options:
     timeline: str | None
     plot: str | None
     timeline_steps: int
+    commit_every: int | None
 
 
 def add_parser(commands: Commands) -> None:
     """Add ``train`` to the commands."""
-    parser = command(commands, "train", "train a GPT that is larger than its memory budget", DESCRIPTION, EXAMPLES)
+    parser = command(commands, "train", "train a GPT that is larger than its memory budget", DESCRIPTION, RESUMING + EXAMPLES)
     where = parser.add_argument_group("data and store")
     where.add_argument(
         "--text", metavar="FILE", help="text to learn, any bytes (default: the Shakespeare that ships with this)"
@@ -99,19 +128,21 @@ def add_parser(commands: Commands) -> None:
     where.add_argument(
         "--existing",
         choices=("refuse", "overwrite"),
-        default="refuse",
         help="what to do when DIR holds a model already (default: refuse)",
+    )
+    where.add_argument("--resume", action="store_true", help="go on with the training in DIR, from its newest commit")
+    where.add_argument(
+        "--commit-every", metavar="N", type=count, help="make every Nth step durable, in the background (default: the last one)"
     )
     where.add_argument(
         "--dram", metavar="SIZE", type=size, help=f"memory for parameters, gradients and states {_default('dram')}"
     )
-    where.add_argument("--backend", choices=BACKENDS, default="auto", help="how to do I/O (default: auto)")
+    where.add_argument("--backend", choices=BACKENDS, help="how to do I/O (default: auto)")
     where.add_argument(
         "--no-prefetch",
         dest="prefetch",
         action="store_const",
         const="off",
-        default="on",
         help="fetch only what is asked for, to see what fetching ahead brings",
     )
     model = parser.add_argument_group("model")
@@ -122,7 +153,8 @@ def add_parser(commands: Commands) -> None:
     model.add_argument(
         "--checkpoint",
         dest="recompute",
-        action="store_true",
+        action="store_const",
+        const=True,
         help="compute each block again in backward instead of keeping its activations",
     )
     training = parser.add_argument_group("training")
@@ -132,29 +164,24 @@ def add_parser(commands: Commands) -> None:
         "--micro-batch",
         metavar="K",
         type=count,
-        default=1,
-        help="parts of a batch inside units: parameters are read once for all of them (default: %(default)s)",
+        help="parts of a batch inside units: parameters are read once for all of them (default: 1)",
     )
     training.add_argument(
         "--update",
         choices=("on_fetch", "in_backward"),
-        default="on_fetch",
-        help="when units are updated; in_backward goes without clipping and accumulating (default: %(default)s)",
+        help="when units are updated; in_backward goes without clipping and accumulating (default: on_fetch)",
     )
     training.add_argument("--steps", metavar="N", type=count, help=f"stop after so many {_default('steps')}")
     training.add_argument(
         "--minutes", metavar="M", type=positive, help="stop after so long, or after --steps where both are given"
     )
-    training.add_argument(
-        "--lr", metavar="R", type=positive, default=1e-4, help="highest learning rate (default: %(default)s)"
-    )
+    training.add_argument("--lr", metavar="R", type=positive, help=f"highest learning rate (default: {USUAL['lr']})")
     training.add_argument("--warmup", metavar="N", type=count, help=f"steps until then; a cosine follows {_default('warmup')}")
     training.add_argument(
         "--weight-decay",
         metavar="R",
         type=fraction,
-        default=0.1,
-        help="of matrices; vectors have none (default: %(default)s)",
+        help=f"of matrices; vectors have none (default: {USUAL['weight_decay']})",
     )
     training.add_argument(
         "--clip",
@@ -162,9 +189,7 @@ def add_parser(commands: Commands) -> None:
         type=fraction,
         help="largest gradient norm, 0 for any (default: 1.0; with --update in_backward 0)",
     )
-    training.add_argument(
-        "--seed", metavar="N", type=seed, default=0, help="of initial values and data order (default: %(default)s)"
-    )
+    training.add_argument("--seed", metavar="N", type=seed, help="of initial values and data order (default: 0)")
     outcome = parser.add_argument_group("outcome")
     outcome.add_argument(
         "--check",
@@ -190,20 +215,28 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: lis
         parser.error("--check compares a number of steps: give --steps, not --minutes")
     if parsed.check and (parsed.timeline or parsed.plot):
         parser.error("--check compares numbers: without --timeline and --plot")
+    if parsed.check and (parsed.resume or parsed.commit_every):
+        parser.error("--check compares numbers, and commits nothing: without --resume and --commit-every")
+    if parsed.resume and parsed.existing:
+        parser.error("--resume goes on with what is there: without --existing")
     if parsed.timeline_steps and not (parsed.timeline or parsed.plot):
         parser.error("--timeline-steps is for --timeline and --plot")
-    if parsed.recompute and parsed.micro_batch > 1:
+    if parsed.recompute and (parsed.micro_batch or 1) > 1:
         parser.error("--micro-batch computes units again in backward: without --checkpoint")
     values = {field.name: getattr(parsed, field.name) for field in fields(Options)}
     values["timeline_steps"] = parsed.timeline_steps or 3
     at_once = parsed.update == "in_backward"
     if at_once and (parsed.clip or (parsed.accumulate or 1) > 1):
         parser.error("--update in_backward uses gradients up as they come: without --clip and --accumulate")
+    if parsed.resume:
+        from tiered.cli.training import resume
+
+        return resume(values, given)
     if values["clip"] is None:
         values["clip"] = 0.0 if at_once else 1.0
     if at_once:
         values["accumulate"] = 1
-    for name, value in (CHECK if parsed.check else DEMO).items():
+    for name, value in {**USUAL, **(CHECK if parsed.check else DEMO)}.items():
         if values[name] is None and not (name == "steps" and values["minutes"] is not None):
             values[name] = value
     options = Options(**values)

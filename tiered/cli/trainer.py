@@ -22,7 +22,8 @@ from torch import nn
 from tiered import TieredError, TieredStore, zero
 from tiered.cli.gpt import GPT, Shape, build, in_parts, initialiser
 from tiered.cli.measure import Meter, scratch_store
-from tiered.cli.training import STATE_BYTES, Text, decayed, open_text
+from tiered.cli.text import Text, open_text
+from tiered.cli.training import STATE_BYTES, decayed
 from tiered.config import SMALLEST_DRAM
 from tiered.types import BackendName
 

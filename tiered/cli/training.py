@@ -2,51 +2,47 @@
 
 from __future__ import annotations
 
-import math
 import os
 import resource
 import shlex
-import stat
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from importlib.resources import as_file, files
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from typing import Any, NoReturn, TextIO
 
 import psutil
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tiered import CapacityError, MisuseError, TieredStore, zero
+from tiered.cli import resuming
+from tiered.cli.course import Course, Schedule
 from tiered.cli.gpt import GPT, Shape, build, initialiser
 from tiered.cli.progress import Gauge, Progress
 from tiered.cli.rates import measure
 from tiered.cli.recording import Recording
 from tiered.cli.report import refuse_unwritable, write_report
-from tiered.cli.stop import Stopped, StopRequest
+from tiered.cli.resuming import Earlier
+from tiered.cli.saving import Saving
+from tiered.cli.stop import StopNoted, Stopped, StopRequest
 from tiered.cli.summary import Summary, describe
+from tiered.cli.text import Text, open_text
 from tiered.cli.train import Options
 from tiered.sizes import format_size
 
 __all__ = [
     "GRADIENT_BYTES",
     "STATE_BYTES",
-    "Result",
-    "Text",
     "decayed",
     "describe_model",
     "groups",
-    "open_text",
     "page",
     "refuse_endless",
     "refuse_existing",
     "refuse_full_disk",
+    "resume",
     "shape_of",
     "train",
-    "training_steps",
 ]
 
 DEFAULT_FOLDER = "tiered-store"
@@ -58,58 +54,6 @@ LAYER_BYTES = 24 << 10
 """Of host memory, for a layer's modules without their parameters; measured over thousands of them."""
 RESERVE = 1.05
 """Of the disk space that is asked for, for padding."""
-
-
-class Text:
-    """A file of bytes to learn, read as needed."""
-
-    def __init__(self, path: str, context: int) -> None:
-        try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise MisuseError(f"cannot read the text {path}: {error.strerror}; name a file with --text") from error
-        try:
-            found = os.fstat(self._fd)
-            if not stat.S_ISREG(found.st_mode):
-                raise MisuseError(f"the text {path} is not a file; name one with --text")
-            if found.st_size <= context:
-                what = f"has {found.st_size:,} bytes" if found.st_size else "is empty"
-                raise MisuseError(
-                    f"the text {path} {what}, a context of {context} needs {context + 1:,}: name a longer one, or "
-                    "lower --context"
-                )
-        except BaseException:
-            os.close(self._fd)
-            raise
-        self.path, self.nbytes, self._context = path, found.st_size, context
-
-    def batch(self, size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bytes at random places and those that follow them: two int64 tensors of shape (size, context)."""
-        starts = torch.randint(0, self.nbytes - self._context, (size,), generator=generator)
-        rows = []
-        for start in starts.tolist():
-            row = os.pread(self._fd, self._context + 1, start)
-            if len(row) <= self._context:
-                raise MisuseError(f"the text {self.path} became shorter while it was read; leave it alone until the end")
-            rows.append(torch.frombuffer(bytearray(row), dtype=torch.uint8))
-        whole = torch.stack(rows).long()
-        return whole[:, :-1], whole[:, 1:]
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
-@dataclass(frozen=True)
-class Result:
-    """One step. ``losses``: of each batch; ``norm``: of the gradients before clipping, None without clipping."""
-
-    step: int
-    losses: tuple[float, ...]
-    norm: float | None
-
-    @property
-    def loss(self) -> float:
-        return sum(self.losses) / len(self.losses)
 
 
 def shape_of(options: Options) -> Shape:
@@ -128,61 +72,6 @@ def decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
     ]
-
-
-def open_text(path: str | None, context: int, stack: ExitStack) -> Text:
-    """The text in file ``path``, or that which ships with this; closed with ``stack``. Raises MisuseError."""
-    if path is None:
-        path = str(stack.enter_context(as_file(files("tiered.data") / "shakespeare.txt")))
-    text = Text(path, context)
-    stack.callback(text.close)
-    return text
-
-
-class Schedule:
-    """How far training is, and from that the learning rate: a linear warm-up, then a cosine down to a tenth."""
-
-    def __init__(self, options: Options) -> None:
-        self._steps, self._warmup = options.steps, options.warmup
-        self._seconds = None if options.minutes is None else options.minutes * 60
-        self._began = time.monotonic()
-
-    def share(self, step: int) -> float:
-        """Of the training, after ``step`` steps; 1 at its end."""
-        by_steps = step / self._steps if self._steps else 0.0
-        by_time = (time.monotonic() - self._began) / self._seconds if self._seconds else 0.0
-        return min(1.0, max(by_steps, by_time))
-
-    def factor(self, step: int) -> float:
-        """Of the learning rate, for the step after ``step`` steps."""
-        return min(1.0, (step + 1) / self._warmup) * (0.55 + 0.45 * math.cos(math.pi * self.share(step)))
-
-
-def training_steps(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    clip: Callable[[float], torch.Tensor],
-    text: Text,
-    options: Options,
-    schedule: Schedule,
-) -> Iterator[Result]:
-    """Train until the schedule is over. The order of the data depends on the seed alone."""
-    generator = torch.Generator().manual_seed(options.seed)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor)
-    step = 0
-    while schedule.share(step) < 1:
-        optimizer.zero_grad()
-        losses = []
-        for _ in range(options.accumulate):
-            inputs, targets = text.batch(options.batch, generator)
-            loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-            (loss / options.accumulate).backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.item())
-        norm = clip(options.clip).item() if options.clip else None
-        optimizer.step()
-        scheduler.step()
-        step += 1
-        yield Result(step, tuple(losses), norm)
 
 
 def page(
@@ -206,8 +95,9 @@ def page(
         if inputs[0].requires_grad:
             inputs[0].register_hook(lambda gradient: stop.check())  # type: ignore[no-untyped-call]
 
-    for block in model.blocks:
-        block.register_forward_pre_hook(pass_by)
+    if options.update == "on_fetch":  # else a backward that is left has updated some units and not others
+        for block in model.blocks:
+            block.register_forward_pre_hook(pass_by)
     zero.page(
         model, store, name=NAME, existing=existing, prefetch=options.prefetch, micro_batch=options.micro_batch,
         param_init_fn=initialise_one,
@@ -228,15 +118,18 @@ def refuse_endless(options: Options) -> None:
         )
 
 
-def refuse_full_disk(store: TieredStore, parameters: int) -> None:
-    """Raises CapacityError when the model will not fit on the store's device."""
-    needed = RESERVE * (STATE_BYTES + GRADIENT_BYTES) * parameters
+def refuse_full_disk(store: TieredStore, parameters: int, states: int = 1, held: int = 0) -> None:
+    """Raises CapacityError when the model will not fit on the store's device, ``states`` times with commits that differ.
+
+    ``held`` bytes of these are there already."""
+    needed = max(0, RESERVE * (STATE_BYTES + GRADIENT_BYTES) * parameters * states - held)
     disk = store.statistics().tiers[-1]
     free = disk.capacity - disk.used
     if free < needed:
+        fewer = ", or leave --commit-every out" if states > 2 else ""
         raise CapacityError(
             f"training {parameters:,} parameters needs {format_size(needed)} of disk, {store.folder} has {format_size(free)} "
-            "free: make room, name a --dir on another device, or lower --layers or --width"
+            f"free: make room, name a --dir on another device, or lower --layers or --width{fewer}"
         )
 
 
@@ -245,49 +138,97 @@ def refuse_existing(store: TieredStore, options: Options) -> None:
     if held and options.existing == "refuse":
         at = f", step {store.meta['step']}" if "step" in store.meta else ""
         raise MisuseError(
-            f"{store.folder} holds a model already (generation {store.generation}{at}): name another --dir, "
-            "or replace it with --existing overwrite"
+            f"{store.folder} holds a model already (generation {store.generation}{at}): go on with it with --resume, name "
+            "another --dir, or replace it with --existing overwrite"
         )
 
 
 def train(options: Options, given: Sequence[str]) -> int:
     """Train and print; returns the exit code. ``given`` is the command line, to be shown with a change."""
-    stream = sys.stderr if options.json == "-" else sys.stdout
-    folder = options.folder or DEFAULT_FOLDER
     baseline = _peak_memory()
-    recording = Recording(options)
+    with ExitStack() as stack:
+        recording = _refuse_unwritable(options, 0)
+        text = open_text(options.text, options.context, stack)
+        refuse_endless(options)
+        folder, kept = options.folder or DEFAULT_FOLDER, resuming.keep(options.commit_every)
+        store = TieredStore.open(folder, dram=options.dram, backend=options.backend, keep=kept)
+        stack.enter_context(closing(store))  # what is committed, is so together with all that resuming needs
+        refuse_existing(store, options)
+        return _run(options, store, text, recording, None, baseline, given)
+
+
+def resume(wishes: Mapping[str, Any], given: Sequence[str]) -> int:
+    """Go on with the training in a store. ``wishes`` are fields of Options, None where nothing was given. As ``train``."""
+    baseline = _peak_memory()
+    folder = wishes["folder"] or DEFAULT_FOLDER
+    with ExitStack() as stack:
+        opening = resuming.opening(folder, wishes)
+        store = TieredStore.open(folder, dram=opening.dram, backend=opening.backend, keep=resuming.keep(opening.commit_every))
+        stack.enter_context(closing(store))
+        earlier = resuming.earlier(store, NAME, wishes)
+        options = earlier.options
+        recording = _refuse_unwritable(options, earlier.step)
+        text = open_text(options.text, options.context, stack)
+        resuming.refuse_other_text(text, earlier.text_bytes)
+        return _run(options, store, text, recording, earlier, baseline, given)
+
+
+def _refuse_unwritable(options: Options, done: int) -> Recording:
+    recording = Recording(options, done)
     refuse_unwritable(options.json)
     recording.refuse_unwritable()
-    with ExitStack() as stack:
-        text = open_text(options.text, options.context, stack)
-        parameters = shape_of(options).parameters
-        refuse_endless(options)
-        store = stack.enter_context(TieredStore.open(folder, dram=options.dram, backend=options.backend, keep=1))
-        refuse_existing(store, options)
-        refuse_full_disk(store, parameters)
-        model = build(shape_of(options))
-        print(
-            f"model     {describe_model(options, parameters)}\n"
-            f"budget    {format_size(options.dram)} of memory for {format_size(STATE_BYTES * parameters)} of parameters and "
-            f"Adam states\ntext      {text.path} ({format_size(text.nbytes)})\nstore     {store.folder}",
-            file=stream,
-            flush=True,
-        )
-        results: list[Result] = []
-        try:
-            with StopRequest() as stop:
-                summary = _train(model, store, text, options, stop, Progress(stream), parameters, baseline, results, recording)
-        except Stopped as stopped:
-            store.close()
-            last = f"the last commit is generation {store.generation}" if store.generation else "nothing was committed"
-            print(f"tiered: stopped at step {len(results)}; {last}; the store in {store.folder} reopens", file=sys.stderr)
-            return stopped.exit_code
-        print(describe(summary, _other_way(options, given)), file=stream)
-        told = recording.write(describe_model(options, parameters))
-        if told is not None:
-            print(f"\n{told}", file=stream)
-        write_report(options.json, summary.as_json())
+    return recording
+
+
+def _run(
+    options: Options,
+    store: TieredStore,
+    text: Text,
+    recording: Recording,
+    earlier: Earlier | None,
+    baseline: int,
+    given: Sequence[str],
+) -> int:
+    stream = sys.stderr if options.json == "-" else sys.stdout
+    parameters = shape_of(options).parameters
+    kept = resuming.keep(options.commit_every)
+    if earlier is not None:
+        refuse_full_disk(store, parameters, kept + 1, store.statistics().tiers[-1].used)
+    else:
+        refuse_full_disk(store, parameters, 1 if options.commit_every is None else kept + 1)
+    model = build(shape_of(options))
+    print(
+        f"model     {describe_model(options, parameters)}\n"
+        f"budget    {format_size(options.dram)} of memory for {format_size(STATE_BYTES * parameters)} of parameters and "
+        f"Adam states\ntext      {text.path} ({format_size(text.nbytes)})\nstore     {store.folder}",
+        file=stream,
+        flush=True,
+    )
+    if earlier is not None:
+        print(f"resumed   after step {earlier.step}, generation {store.generation}", file=stream, flush=True)
+    losses = [] if earlier is None else [*earlier.losses]
+    again = shlex.join(resuming.go_on_command(options.folder or DEFAULT_FOLDER))
+    try:
+        with StopRequest() as stop:
+            summary = _train(model, store, text, options, stop, stream, parameters, baseline, losses, recording, earlier)
+    except Stopped as stopped:
+        store.close()
+        print(f"tiered: stopped at step {len(losses)}; {_whereabouts(store, losses, again)}", file=sys.stderr)
+        return stopped.exit_code
+    print(describe(summary, _other_way(options, given) if earlier is None else None, again), file=stream)
+    told = recording.write(describe_model(options, parameters))
+    if told is not None:
+        print(f"\n{told}", file=stream)
+    write_report(options.json, summary.as_json())
     return 0
+
+
+def _whereabouts(store: TieredStore, losses: list[float], again: str) -> str:
+    """What there is to go on from, and how."""
+    if losses and store.generation:
+        return f"generation {store.generation} has step {store.meta['step']}; go on with: {again}"
+    last = f"the last commit is generation {store.generation}" if store.generation else "nothing was committed"
+    return f"{last}; the store in {store.folder} reopens"
 
 
 def _train(
@@ -296,37 +237,66 @@ def _train(
     text: Text,
     options: Options,
     stop: StopRequest,
-    progress: Progress,
+    stream: TextIO,
     parameters: int,
     baseline: int,
-    results: list[Result],
+    losses: list[float],
     recording: Recording,
+    earlier: Earlier | None,
 ) -> Summary:
-    with progress:
-        page(model, store, options, options.existing, lambda done: progress.preparing(done, parameters), stop)
+    """Raises Stopped when somebody asked for it; what was trained is committed then. ``losses`` gets every step's."""
+
+    def leave(exit_code: int) -> NoReturn:
+        """At once: what a killed process leaves is whole."""
+        if stream.isatty():
+            os.write(stream.fileno(), b"\x1b[?25h\n")  # the cursor that the live display hides
+        os.write(2, f"tiered: left at step {len(losses)} without a commit; the store in {store.folder} reopens\n".encode())
+        os._exit(exit_code)
+
+    begun = len(losses)
+    with Progress(stream) as progress:
+        existing = options.existing if earlier is None else "resume"
+        page(model, store, options, existing, lambda done: progress.preparing(done, parameters), stop)
         optimizer = zero.AdamW(groups(model, options), lr=options.lr, betas=(0.9, 0.95), update=options.update)
-        gauge, schedule = Gauge(store), Schedule(options)
+        gauge, schedule = Gauge(store), Schedule(options, earlier.seconds if earlier is not None else 0.0)
+        course = Course(model, optimizer, optimizer.clip_grad_norm_, text, options, schedule)
+        if earlier is not None:
+            zero.resume(model, optimizer, scheduler=course.scheduler, data=course.data)
+            course.go_on(earlier.step)
+        saving = Saving(model, optimizer, course, options, text, losses)
         tokens = options.batch * options.context * options.accumulate
         begin = before = gauge.read()
-        progress.begin()
-        steps = training_steps(model, optimizer, optimizer.clip_grad_norm_, text, options, schedule)
-        for result in recording.of(steps, store):
-            results.append(result)
-            now = gauge.read()
-            share = schedule.share(result.step)
-            progress.stepped(result.step, options.steps, share, result.loss, tokens, now - before, gauge.pool())
-            stop.check()
-            before = now
+        progress.begin(schedule.share(course.done))
+        stopped: Stopped | None = None
+        try:
+            stop.interrupt_nothing(leave)
+            for result in recording.of(course.steps(), store):
+                losses.append(result.loss)
+                now = gauge.read()
+                share = schedule.share(result.step)
+                progress.stepped(result.step, options.steps, share, result.loss, tokens, now - before, gauge.pool())
+                saving.stepped()
+                stop.check()
+                before = now
+        except StopNoted as noted:
+            stopped = Stopped(noted.signum)  # without the traceback, which has the graph of the step that it struck
+        if stopped is not None:
+            course.give_up_step()
+            saving.finish()
+            raise stopped
         optimizer.flush()  # the last step's update
         moved = gauge.read() - begin
     seen = store.statistics()
-    last = results[-1].loss
-    told = last if math.isfinite(last) else str(last)  # JSON has no NaN, and a run that diverged is worth keeping, too
-    generation = store.commit(meta={"command": "train", "step": len(results), "loss": told, "seed": options.seed})
+    generation = saving.commit()
+    try:
+        stop.check()
+    except StopNoted as noted:
+        raise Stopped(noted.signum) from None
     return Summary(
-        steps=len(results),
-        losses=tuple(result.loss for result in results),
-        tokens=tokens * len(results),
+        steps=len(losses) - begun,
+        losses=tuple(losses[begun:]),
+        earlier_losses=tuple(losses[:begun]),
+        tokens=tokens * (len(losses) - begun),
         parameters=parameters,
         moved=moved,
         update_seconds=zero.statistics(model).update_seconds,

@@ -82,8 +82,8 @@ def page(
     held = [key for key in store if key.startswith(f"{name}/")]
     if held and existing == "refuse":
         raise MisuseError(
-            f"the store already holds a model named {name!r} ({len(held)} tensors): give another name=, existing='overwrite', or"
-            " existing='resume' to go on with it"
+            f"the store already holds a model named {name!r} ({len(held)} tensors): give another name=, existing='overwrite', "
+            "or existing='resume' to go on with it"
         )
     for qualified, parameter in model.named_parameters():
         if hasattr(parameter, "_tiered"):

@@ -51,7 +51,8 @@ def commit(
     That is: parameters, buffers, moments, masters, gradients and updates that are pending (none is applied for this), step
     counts and param groups, ``scheduler``, ``scaler``, the random states of Python, NumPy and torch, the position of ``data``
     (a ``torch.Generator``, or what has ``state_dict``), and ``extra``: JSON values, tuples, tensors. Costs what is still dirty
-    in memory. Between steps, or between backward and ``step()``; not within forward or backward.
+    in memory. Between steps, or between backward and ``step()``; not within forward or backward. After an exception in one of
+    these call ``optimizer.zero_grad()`` first (with ``update="in_backward"``, ``rollback``).
 
     ``meta`` is the store's, for people to read (default: as before). Raises MisuseError for what cannot be written down, and
     what ``TieredStore.commit`` raises.
@@ -115,6 +116,11 @@ def rollback(
     return _load(pager, _read(pager.store, pager.name), optimizer, scheduler, scaler, data)
 
 
+def extra_of(store: TieredStore, name: str) -> Any:
+    """What ``resume`` will return, before there is a model: it may say how to make one. Raises as that."""
+    return _read(store, name)["extra"]
+
+
 # Writing
 
 
@@ -129,6 +135,8 @@ def _prepare(
     """Put all that a commit of ``model`` has beside what the store has anyway into it."""
     pager = _pager_of(model)
     store, name = pager.store, pager.name
+    if not pager.computing:
+        pager.reset()  # what an exception left held
     for unit in pager.units:
         if unit.held:
             raise MisuseError(f"the parameters of {unit.plan.name!r} are in use: commit outside forward and backward")

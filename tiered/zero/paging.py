@@ -232,6 +232,11 @@ class Pager:
             return parameter
         return parameter.detach() if recomputed and not parameter.requires_grad else parameter
 
+    @property
+    def computing(self) -> bool:
+        """Whether this is called from within forward or backward."""
+        return bool(self._frames) or torch._C._current_graph_task_id() != -1
+
     def reset(self) -> None:
         """Let go of everything, also what an exception or Ctrl-C left held. The next forward starts from nothing."""
         while self._frames:

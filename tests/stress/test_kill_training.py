@@ -1,0 +1,76 @@
+"""Promise 16: a training that is killed and resumed, again and again, ends bit for bit as one that was left alone.
+
+``tiered train`` runs in a forked child that is killed at a random one of the calls that change a file or wake a thread: while
+the model is written, in a step, in a commit of the background, in the last one. The next child resumes, or begins anew where
+nothing was committed yet, until one comes to the end.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tests.cli.trainings import TINY, losses, same, values
+from tests.stress import syscalls
+from tests.stress.syscalls import Child, Ended
+from tests.stress.tally import Tally, counts
+from tiered.cli import main
+from tiered.generations import generations
+
+PROMISE = "16 (kill and resume is the run that was never killed)"
+TRAINING = ["train", *TINY, "--layers", "1", "--steps", "12", "--warmup", "2", "--lr", "3e-3"]
+KINDS = {
+    "on_fetch": ["--commit-every", "1", "--accumulate", "2"],
+    "in_backward": ["--commit-every", "2", "--update", "in_backward"],
+}
+pytestmark = syscalls.needs_notifications
+
+
+def job(arguments: Sequence[object]) -> Callable[[Child], None]:
+    def body(child: Child) -> None:
+        with open(os.devnull, "w") as nothing:
+            sys.stdout = nothing
+            child.say(f"exit code {main(list(map(str, arguments)))}")
+
+    return body
+
+
+def killed_at(arguments: Sequence[object], number: int) -> Ended:
+    """0: not at all."""
+    return syscalls.run(
+        job(arguments), syscalls.CHANGING, lambda call: syscalls.kill if call.number == number else syscalls.go_on
+    )
+
+
+@counts(6, 100)
+def test_killed_at_random_moments(tmp_path: Path, count: int, tally: Tally) -> None:
+    """Half of them in the training whose units are updated within backward."""
+    source, resumed = random.Random(count), 0
+    for kind, more in KINDS.items():
+        whole, folder = tmp_path / f"{kind} whole", tmp_path / kind
+        report, expected = tmp_path / f"{kind}.json", tmp_path / f"{kind} whole.json"
+        dry = killed_at([*TRAINING, *more, "--dir", whole, "--json", expected], 0)
+        assert dry.said == ["exit code 0"], dry
+        numbers, state = losses(expected), values(whole)
+        kills = 0
+        while True:
+            begun = folder.exists() and bool(generations(folder))
+            resumed += begun
+            arguments = ["train", "--resume"] if begun else [*TRAINING, *more]
+            arguments += ["--dir", folder, "--json", report]
+            ended = killed_at(arguments, source.randint(1, dry.calls // 2) if kills < count // 2 else 0)
+            if ended.status == -9:
+                tally.count("SIGKILL of a training", 1)
+                kills += 1
+                continue
+            assert ended.said == ["exit code 0"], f"after {kills} kills: {ended}"
+            assert losses(report) == numbers, f"after {kills} kills"
+            assert same(values(folder), state), f"after {kills} kills"
+            if kills == count // 2:
+                break
+            shutil.rmtree(folder)
+    assert resumed > count // 3, "most kills came before the first commit"

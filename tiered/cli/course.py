@@ -1,0 +1,118 @@
+"""A training under way, on a store or in memory: an ordinary PyTorch loop that can be left after, or within, any step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+if TYPE_CHECKING:
+    from tiered.cli.text import Text
+    from tiered.cli.train import Options
+
+__all__ = ["Course", "Result", "Schedule"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One step. ``losses``: of each batch; ``norm``: of the gradients before clipping, None without clipping."""
+
+    step: int
+    losses: tuple[float, ...]
+    norm: float | None
+
+    @property
+    def loss(self) -> float:
+        return sum(self.losses) / len(self.losses)
+
+
+class Schedule:
+    """How far training is, and from that the learning rate: a linear warm-up, then a cosine down to a tenth.
+
+    ``seconds`` of it went by in earlier processes.
+    """
+
+    def __init__(self, options: Options, seconds: float = 0.0) -> None:
+        self._steps, self._warmup = options.steps, options.warmup
+        self._seconds = None if options.minutes is None else options.minutes * 60
+        self._began = time.monotonic() - seconds
+
+    @property
+    def seconds(self) -> float:
+        """Since training began, without the time between two processes."""
+        return time.monotonic() - self._began
+
+    def share(self, step: int) -> float:
+        """Of the training, after ``step`` steps; 1 at its end."""
+        by_steps = step / self._steps if self._steps else 0.0
+        by_time = self.seconds / self._seconds if self._seconds else 0.0
+        return min(1.0, max(by_steps, by_time))
+
+    def factor(self, step: int) -> float:
+        """Of the learning rate, for the step after ``step`` steps."""
+        return min(1.0, (step + 1) / self._warmup) * (0.55 + 0.45 * math.cos(math.pi * self.share(step)))
+
+
+class Course:
+    """The order of the data depends on the seed alone. ``data`` and ``scheduler`` are a checkpoint's, ``done`` counts steps."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        clip: Callable[[float], torch.Tensor],
+        text: Text,
+        options: Options,
+        schedule: Schedule,
+    ) -> None:
+        self.data = torch.Generator().manual_seed(options.seed)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor)
+        self.schedule = schedule
+        self.done = 0
+        self._model, self._optimizer, self._clip, self._text, self._options = model, optimizer, clip, text, options
+        self._begun: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def go_on(self, done: int) -> None:
+        """From here: all has been loaded. The learning rate is the schedule's, which may have another end than it had."""
+        self.done = done
+        for group, base in zip(self._optimizer.param_groups, self.scheduler.base_lrs, strict=True):
+            group["lr"] = base * self.schedule.factor(done)
+
+    def steps(self) -> Iterator[Result]:
+        """Train until the schedule is over, a step at least."""
+        while True:
+            yield self._step()
+            if self.schedule.share(self.done) >= 1:
+                return
+
+    def _step(self) -> Result:
+        options = self._options
+        self._begun = self.data.get_state(), torch.get_rng_state()
+        self._optimizer.zero_grad()
+        losses = []
+        for _ in range(options.accumulate):
+            inputs, targets = self._text.batch(options.batch, self.data)
+            loss = F.cross_entropy(self._model(inputs).flatten(0, 1), targets.flatten())
+            (loss / options.accumulate).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.item())
+        norm = self._clip(options.clip).item() if options.clip else None
+        self._optimizer.step()
+        self.scheduler.step()
+        self.done += 1
+        self._begun = None
+        return Result(self.done, tuple(losses), norm)
+
+    def give_up_step(self) -> None:
+        """All as before the step that an exception in forward or backward interrupted; its graph must be gone."""
+        if self._begun is not None:
+            data, random = self._begun
+            self.data.set_state(data)
+            torch.set_rng_state(random)
+            self._optimizer.zero_grad()
+            self._begun = None

@@ -1,0 +1,120 @@
+"""``tiered train --resume``: what a store says of the training in it, and which of its options may be other ones now."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tiered import ManifestError, MisuseError, TieredStore
+from tiered.cli.text import Text
+from tiered.cli.train import Options
+from tiered.generations import load
+from tiered.types import BackendName
+from tiered.zero.checkpoint import extra_of
+
+__all__ = ["Earlier", "Opening", "earlier", "go_on_command", "keep", "opening", "refuse_other_text"]
+
+SAME = (
+    *("layers", "width", "heads", "context", "batch", "accumulate", "micro_batch", "update"),
+    *("lr", "warmup", "weight_decay", "clip", "seed"),
+)
+"""Options that make it this training."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How the store of a training is opened: as it was, where nothing else is given."""
+
+    dram: int
+    backend: BackendName
+    commit_every: int | None
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What earlier processes did of a training. ``losses``: of each step; ``seconds``: what these took."""
+
+    options: Options
+    text_bytes: int
+    step: int
+    seconds: float
+    losses: list[float]
+
+
+def opening(folder: str, wishes: Mapping[str, Any]) -> Opening:
+    """Opens and makes nothing. Raises MisuseError where there is no training to go on with."""
+    manifest = load(folder) if os.path.isdir(folder) else None
+    if manifest is None:
+        raise MisuseError(f"nothing is committed in {folder}: name the --dir of a training, or begin one without --resume")
+    kept = manifest.meta.get("opening")
+    if manifest.meta.get("command") != "train" or not isinstance(kept, Mapping):
+        raise MisuseError(
+            f"what is committed in {folder} is no training that can be resumed: name the --dir of one, or begin one without "
+            "--resume"
+        )
+    return Opening(**{field.name: _chosen(field.name, kept, wishes) for field in fields(Opening)})
+
+
+def _chosen(name: str, kept: Mapping[str, Any], wishes: Mapping[str, Any]) -> Any:
+    return kept[name] if wishes[name] is None else wishes[name]
+
+
+def keep(every: int | None) -> int:
+    """How many generations, with ``--commit-every`` or without."""
+    return 1 if every is None else 2
+
+
+def earlier(store: TieredStore, name: str, wishes: Mapping[str, Any]) -> Earlier:
+    """What ``store`` has of the training, with ``wishes``, the options that were given (others are None).
+
+    Raises MisuseError for a wish that would make it another training, and where it is over.
+    """
+    extra = extra_of(store, name)
+    try:
+        kept, text_bytes, step, seconds, losses = (extra[key] for key in ("options", "text_bytes", "step", "seconds", "losses"))
+        options, losses = _merged(kept, wishes), losses.tolist()
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ManifestError(f"{store}: the training in it is of another version, which this release does not read") from error
+    if options.steps is not None and step >= options.steps:
+        raise MisuseError(
+            f"the training in {store.folder} has had {step} of its {options.steps} steps: for more of them give --steps, "
+            "counted from its beginning"
+        )
+    if options.minutes is not None and seconds >= 60 * options.minutes:
+        raise MisuseError(
+            f"the training in {store.folder} has had its {options.minutes:g} minutes: for more of them give --minutes, counted "
+            "from its beginning"
+        )
+    return Earlier(options, text_bytes, step, seconds, losses)
+
+
+def _merged(kept: Mapping[str, Any], wishes: Mapping[str, Any]) -> Options:
+    for name in SAME:
+        if wishes[name] is not None and wishes[name] != kept[name]:
+            option = "--" + name.replace("_", "-")
+            raise MisuseError(
+                f"{option} {wishes[name]} would make it another training, this one has {option} {kept[name]}: leave it out, or "
+                "begin one in another --dir"
+            )
+    merged = {**wishes, **{name: kept[name] for name in SAME}, "existing": "refuse", "prefetch": wishes["prefetch"] or "on"}
+    merged |= {name: _chosen(name, kept, wishes) for name in ("text", *(field.name for field in fields(Opening)))}
+    if wishes["steps"] is None and wishes["minutes"] is None:
+        merged |= {name: kept[name] for name in ("steps", "minutes")}
+    merged["recompute"] = wishes["recompute"] or kept["recompute"]
+    if merged["recompute"] and merged["micro_batch"] > 1:
+        raise MisuseError(f"--micro-batch {kept['micro_batch']} computes units again in backward: resume without --checkpoint")
+    return Options(**{field.name: merged[field.name] for field in fields(Options)})
+
+
+def refuse_other_text(text: Text, nbytes: int) -> None:
+    """Raises MisuseError unless ``text`` has as many bytes as that which the training began with."""
+    if text.nbytes != nbytes:
+        raise MisuseError(
+            f"the text {text.path} has {text.nbytes:,} bytes, that of this training had {nbytes:,}: name that one with --text"
+        )
+
+
+def go_on_command(folder: str) -> list[str]:
+    return ["tiered", "train", "--resume", "--dir", folder]
