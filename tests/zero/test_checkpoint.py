@@ -248,7 +248,7 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
     with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
         with pytest.raises(MisuseError, match=r"committed as 'model': it had 'position' of shape \(16, 32\)"):
             zero.page(Tied(width=64), store, existing="resume")
-        with pytest.raises(MisuseError, match="stored as torch.bfloat16"):
+        with pytest.raises(MisuseError, match=r"stored as torch\.bfloat16"):
             zero.page(Tied(), store, existing="resume", policy=zero.Policy(torch.bfloat16))
         with pytest.raises(MisuseError, match="no checkpoint of a model named 'other'"):
             zero.page(Tied(), store, name="other", existing="resume")
