@@ -15,11 +15,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
+import tiered.shards
 from tests.zero.models import Mixed, Tied
-from tiered import CapacityError, MisuseError, TieredStore, zero
+from tiered import CapacityError, ManifestError, MisuseError, TieredStore, zero
 from tiered.atrest import StoreAtRest
 from tiered.safetensors import INDEX
-from tiered.zero.export import export_at_rest
+from tiered.zero.export import PIECE, export_at_rest
 
 DRAM = "2MiB"
 
@@ -199,6 +200,46 @@ def test_a_checkpoint_that_is_not_of_the_same_moment_is_refused(tmp_path: Path) 
         export_at_rest(at_rest, tmp_path / "out")
     with StoreAtRest(tmp_path / "state", generation=2) as at_rest:
         export_at_rest(at_rest, tmp_path / "out")
+
+
+def test_what_is_written_at_a_time_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large a parameter is, and in whichever order its elements lie."""
+    sizes: list[int] = []
+    original = tiered.shards._pwrite
+
+    def counted(fd: int, data: memoryview, offset: int) -> None:
+        sizes.append(data.nbytes)
+        original(fd, data, offset)
+
+    monkeypatch.setattr(tiered.shards, "_pwrite", counted)
+    model = nn.Linear(1024, 3 << 10)
+    model.columns = nn.Parameter(torch.randn(1024, 3 << 10).t())
+    with TieredStore.open(tmp_path / "state", dram="64MiB") as store:
+        zero.page(model, store)
+        zero.commit(model)
+        zero.export(model, tmp_path / "out")
+        assert same(loaded(tmp_path / "out"), expected(model))
+        values = expected(model)
+        store.close()
+    with StoreAtRest(tmp_path / "state") as at_rest:
+        export_at_rest(at_rest, tmp_path / "again")
+    assert same(loaded(tmp_path / "again"), values)
+    assert max(sizes) <= PIECE
+
+
+def test_of_a_store_on_several_drives(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in "abc"]
+    given = {str(number): torch.full((5000,), number) for number in range(9)}
+    with TieredStore.open(tmp_path / "state", dram=DRAM, paths=paths) as store:
+        for key, value in given.items():
+            store.put(key, value)
+    with pytest.raises(MisuseError, match="have to be named"):
+        StoreAtRest(tmp_path / "state")
+    with pytest.raises(ManifestError, match=r"drive\.\d .* is missing"):
+        StoreAtRest(tmp_path / "state", paths=paths[:2])
+    with StoreAtRest(tmp_path / "state", paths=paths[::-1]) as at_rest:
+        export_at_rest(at_rest, tmp_path / "out")
+    assert same(loaded(tmp_path / "out"), given)
 
 
 # What is there already, and what goes wrong
