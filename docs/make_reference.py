@@ -24,6 +24,7 @@ SECTIONS: list[tuple[str, str, list[str] | None, str]] = [
     ("Values", "tiered.types", ["Access", "TensorSpec", "Use"], ""),
     ("An order to follow", "tiered.prefetch", ["Touch"], ""),
     ("Checking a store", "tiered.verification", None, ""),
+    ("Importing", "tiered.importing", None, ""),
     ("Statistics", "tiered.stats", None, ""),
     (
         "Timelines",

@@ -33,6 +33,8 @@ LAYERS = {
     "flow": "values",
     "checksum": "values",
     "timeline": "values",
+    "safetensors": "values",
+    "shards": "values",
     "interfaces": "interfaces",
     "io": "parts",
     "io.*": "parts",
@@ -62,6 +64,9 @@ LAYERS = {
     "lease": "store",
     "opening": "store",
     "verification": "store",
+    "atrest": "store",
+    "listing": "store",
+    "importing": "store",
     "rehearsal": "store",
     "store": "store",
     "": "package",
@@ -90,7 +95,7 @@ MAY_IMPORT = {
     "zero": {"package", "zero"},  # the public API only, and:
     "cli": set(LAYERS.values()),
 }
-ALSO = {"zero": {"errors", "types"}}  # modules, not layers
+ALSO = {"zero": {"errors", "types", "safetensors", "shards"}}  # modules, not layers
 
 # Compiled, without layers below it.
 EXTENSIONS = {"io._aio": "io.*"}

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         ManifestError,
         MisuseError,
         ReadError,
+        SafetensorsError,
         ShortTransfer,
         StoreClosed,
         StoreLocked,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         WriteError,
     )
     from tiered.eviction import LRU, NextUse
+    from tiered.importing import import_safetensors
     from tiered.interfaces import EvictionPolicy, IOBackend
     from tiered.prefetch import Touch
     from tiered.stats import FlowStatistics, LinkStatistics, StoreStatistics, TierStatistics
@@ -60,6 +62,7 @@ __all__ = [
     "NextUse",
     "PoolEvent",
     "ReadError",
+    "SafetensorsError",
     "ShortTransfer",
     "Span",
     "SpanEvent",
@@ -78,6 +81,7 @@ __all__ = [
     "Use",
     "Verification",
     "WriteError",
+    "import_safetensors",
     "verify",
     "zero",
 ]
@@ -86,6 +90,7 @@ _HOME = {
     name: f"tiered.{module}"
     for module, names in {
         "eviction": ("LRU", "NextUse"),
+        "importing": ("import_safetensors",),
         "interfaces": ("EvictionPolicy", "IOBackend"),
         "prefetch": ("Touch",),
         "stats": ("FlowStatistics", "LinkStatistics", "StoreStatistics", "TierStatistics"),

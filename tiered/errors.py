@@ -17,6 +17,7 @@
      |   +- CorruptionError       the bytes came, and they are not the ones that were written
      +- CommitError
      +- ManifestError
+     +- SafetensorsError
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ __all__ = [
     "ManifestError",
     "MisuseError",
     "ReadError",
+    "SafetensorsError",
     "ShortTransfer",
     "StoreClosed",
     "StoreLocked",
@@ -126,3 +128,7 @@ class CommitError(TieredError):
 
 class ManifestError(TieredError):
     """A manifest or a store's folder is damaged, foreign, or of an unknown version."""
+
+
+class SafetensorsError(TieredError):
+    """A file is no safetensors file, is damaged, or is not what its folder's index says."""

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TextIO
 
 from tiered import __version__
-from tiered.cli import bench, info, train, verify
+from tiered.cli import bench, export, import_, info, ls, train, verify
 from tiered.errors import TieredError
 
 __all__ = ["main", "run"]
@@ -27,7 +27,9 @@ examples:
   tiered info --dir /mnt/nvme
   tiered bench io --dir /mnt/nvme
   tiered train --dir my-store --dram 256MiB
+  tiered ls my-store
   tiered verify my-store
+  tiered export my-store --out model
 
 Each command has its own help: tiered train --help
 """
@@ -72,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"tiered {__version__}")
     commands = parser.add_subparsers(metavar="command", dest="command", required=True)
-    for module in info, bench, train, verify:
+    for module in info, bench, train, ls, verify, export, import_:
         module.add_parser(commands)
     mend = "lower --dram"
     try:

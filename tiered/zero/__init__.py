@@ -3,6 +3,7 @@
 from tiered.zero.adopt import page
 from tiered.zero.checkpoint import commit, commit_async, resume, rollback
 from tiered.zero.construct import Construction, ConstructionStatistics, init
+from tiered.zero.export import export
 from tiered.zero.optimizer import AdamW
 from tiered.zero.paging import PagingStatistics, statistics
 from tiered.zero.policy import Policy
@@ -20,6 +21,7 @@ __all__ = [
     "UpdateRule",
     "commit",
     "commit_async",
+    "export",
     "init",
     "page",
     "resume",

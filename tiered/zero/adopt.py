@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from tiered import Access, CapacityError, MisuseError, TensorSpec, TieredStore
+from tiered import Access, CapacityError, MisuseError, TensorSpec, TieredError, TieredStore
 from tiered.zero import checkpoint
 from tiered.zero.construct import unguard
 from tiered.zero.heap import Trimmer
@@ -17,6 +19,7 @@ from tiered.zero.policy import Policy
 from tiered.zero.schedule import Prefetch
 from tiered.zero.split import KEPT_SHARE, refuse_batch_dependent, split_modules
 from tiered.zero.units import Limits, Placement, Plan, UnitPlan, divide
+from tiered.zero.weights import Pretrained
 from tiered.zero.window import PREFIX, Staged, Window, current, find
 
 __all__ = ["page"]
@@ -36,6 +39,7 @@ def page(
     micro_batch: int = 1,
     param_init_fn: Init | None = None,
     policy: Policy = AS_IT_IS,
+    weights: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
     """Move ``model``'s parameters into ``store`` and page them around each module's forward and backward. Returns ``model``.
 
@@ -47,6 +51,9 @@ def page(
     ``name``: their keys begin with it and a slash; several models in one store need different ones.
     ``existing``: what to do when the store already holds tensors under ``name``: "refuse", "overwrite", or "resume": take the
     parameters that ``zero.commit`` left there, and give up those of ``model``; ``zero.resume`` goes on from there.
+    ``weights``: a safetensors file, or a folder of them as Hugging Face has it, with the values of all parameters and of the
+    buffers that ``state_dict`` has, by name (one is enough of a tied parameter's). They are read piece by piece and converted
+    to the model's types; a model on the meta device, or built under ``zero.init``, is never whole in memory.
     ``policy``: element types in the store other than those that modules compute with, see ``zero.Policy``.
     ``prefetch``: "on", or "off" to fetch only on demand (to see what it brings).
     ``micro_batch``: into how many parts the batch is divided inside units (1: not at all). Parameters are then read twice a
@@ -60,15 +67,19 @@ def page(
     model is called, names a module that computes across the batch (BatchNorm in training, one of yours with an attribute
     ``batch_dependent = True``, one that changes a buffer), has it in the second dimension, or cannot be split otherwise.
 
-    Raises MisuseError (paged before, name taken, wrong device, built for another store, no way to initialise), CapacityError
+    Raises MisuseError (paged before, name taken, wrong device, built for another store, no way to initialise; weights that are
+    missing, unexpected, or of another shape), SafetensorsError (damaged weights), CapacityError
     when the store's DRAM budget is below the smallest that works for this model (the message says how much that is), and what
     ``param_init_fn`` and the store raise. Then the model is as before, and ``page`` may be tried again; only what
-    ``existing="overwrite"`` had to overwrite may be gone, and what a ``policy`` stores as another type may be rounded.
+    ``existing="overwrite"`` had to overwrite may be gone, what a ``policy`` stores as another type may be rounded, and where
+    reading ``weights`` failed in between, some parameters may have their values from there.
     """
     if existing not in ("refuse", "overwrite", "resume") or prefetch not in ("on", "off"):
         raise MisuseError("existing is 'refuse', 'overwrite' or 'resume', prefetch is 'on' or 'off'")
     if type(micro_batch) is not int or micro_batch < 1:
         raise MisuseError(f"micro_batch is into how many parts units divide the batch, at least 1, not {micro_batch!r}")
+    if weights is not None and (existing == "resume" or param_init_fn is not None):
+        raise MisuseError("weights= gives a model its values: leave out param_init_fn=, and existing='resume'")
     if current.get() is not None:
         raise MisuseError("page the model after its zero.init block, not inside it")
     if f"{name}/".startswith(PREFIX):
@@ -110,21 +121,40 @@ def page(
         checkpoint.recall(pager)
         unguard(model, window)
         return model
-    if param_init_fn is None:
+    if param_init_fn is None and weights is None:
         _refuse_without_reset(model)
-    meta = _replace_meta(model)
-    adoption = _Adoption(model, store, window, staged, meta, param_init_fn)
-    try:
-        plan = divide(model, limits, strides, policy)
-        for key in held:
-            store.delete(key)
-        adoption.move(plan, name, Trimmer(pool // TRIM_SHARE))
-    except BaseException:
-        adoption.undo()
-        raise
+    with ExitStack() as stack:
+        pretrained = None if weights is None else stack.enter_context(_opened(model, weights))
+        meta = _replace_meta(model)
+        adoption = _Adoption(model, store, window, staged, meta, param_init_fn, pretrained)
+        try:
+            if pretrained is not None:
+                pretrained.renamed(meta)
+            plan = divide(model, limits, strides, policy)
+            for key in held:
+                store.delete(key)
+            adoption.move(plan, name, Trimmer(pool // TRIM_SHARE))
+            if pretrained is not None:
+                pretrained.fill_buffers(model)
+        except BaseException as error:
+            adoption.undo()
+            if isinstance(error, OSError):
+                raise _unreadable(error, weights) from error
+            raise
     Pager(model, store, name, plan, pool, prefetch=prefetch, micro_batch=micro_batch)
     unguard(model, window)
     return model
+
+
+def _opened(model: nn.Module, weights: str | os.PathLike[str]) -> Pretrained:
+    try:
+        return Pretrained(model, weights)
+    except OSError as error:
+        raise _unreadable(error, weights) from error
+
+
+def _unreadable(error: OSError, weights: object) -> TieredError:
+    return TieredError(f"cannot read {error.filename or weights}: {error.strerror} (errno {error.errno})")
 
 
 def _release(plan: Plan, window: Window) -> None:
@@ -216,6 +246,7 @@ class _Adoption:
     staged: dict[nn.Parameter, Staged]
     meta: dict[nn.Parameter, nn.Parameter]
     init: Init | None
+    pretrained: Pretrained | None = None
     without_memory: set[nn.Parameter] = field(default_factory=set)
     stored: dict[nn.Parameter, tuple[str, Placement]] = field(default_factory=dict)
     created: list[str] = field(default_factory=list)
@@ -241,9 +272,11 @@ class _Adoption:
             memory.zero_()
             for placement in unit.placements:
                 parameter = placement.parameter
-                if parameter in self.without_memory:
+                if parameter in self.without_memory and self.pretrained is None:
                     self._materialise(owner[parameter])
-                if parameter in self.staged:
+                if self.pretrained is not None:
+                    self.pretrained.fill(placement, memory)
+                elif parameter in self.staged:
                     self.window.copy_to(placement.stored_view(memory), self.staged[parameter])
                 else:
                     placement.stored_view(memory).copy_(parameter)

@@ -28,6 +28,14 @@ __all__ = ["commit", "commit_async", "resume", "rollback"]
 VERSION = 1
 
 
+class Readable(Protocol):
+    """A store, as far as a record is read from it."""
+
+    def __contains__(self, key: object) -> bool: ...
+
+    def get(self, key: str) -> torch.Tensor: ...
+
+
 class Stateful(Protocol):
     """A scheduler, a scaler, a data loader: what can say its state, and take it over."""
 
@@ -91,7 +99,7 @@ def resume(
     for a record that is damaged.
     """
     pager = _pager_of(model)
-    return _load(pager, _read(pager.store, pager.name), optimizer, scheduler, scaler, data)
+    return _load(pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
 
 
 def rollback(
@@ -113,7 +121,7 @@ def rollback(
         unit.close_gradient()
     pager.store.rollback()
     recall(pager)
-    return _load(pager, _read(pager.store, pager.name), optimizer, scheduler, scaler, data)
+    return _load(pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
 
 
 def extra_of(store: TieredStore, name: str) -> Any:
@@ -152,6 +160,7 @@ def _prepare(
         "layout": _layout([unit.plan for unit in pager.units], pager.limits),
         "units": [_of_unit(unit) for unit in pager.units],
         "buffers": dict(model.named_buffers()),
+        "persistent": persistent_buffers(model),
         "optimizer": None if optimizer is None else _of_optimizer(optimizer, pager),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
@@ -236,7 +245,7 @@ def _random_states() -> dict[str, Any]:
 # Reading
 
 
-def _read(store: TieredStore, name: str) -> dict[str, Any]:
+def read_record(store: Readable, name: str) -> dict[str, Any]:
     """The record of model ``name``. Raises MisuseError where there is none, ManifestError where it is damaged."""
     key = f"{name}/checkpoint"
     if key not in store:
@@ -249,11 +258,11 @@ def _read(store: TieredStore, name: str) -> dict[str, Any]:
 
 def recall(pager: Pager) -> None:
     """Have the units and buffers be as they were committed; their tensors are in the store."""
-    record = _read(pager.store, pager.name)
+    record = read_record(pager.store, pager.name)
     for unit, found in zip(pager.units, record["units"], strict=True):
         named = {placement.name: placement for placement in unit.plan.placements}
         unit.states.stale_masters = {named[name] for name in found["stale_masters"]}
-        unit.pending = None if found["pending"] is None else _pending(found["pending"], named)
+        unit.pending = None if found["pending"] is None else pending_of(found["pending"], named)
         unit.version += 1
         for placement, state in unit.gradients.items():
             kept = found["gradients"][placement.name]
@@ -272,7 +281,8 @@ def recall(pager: Pager) -> None:
             modules[where]._buffers[last] = value
 
 
-def _pending(found: Mapping[str, Any], named: Mapping[str, Placement]) -> Pending:
+def pending_of(found: Mapping[str, Any], named: Mapping[str, Placement]) -> Pending:
+    """The update of a unit that a record has, for the placements of these names."""
     updates = {
         named[name]: Update(
             AdamWRule(*update["rule"]), update["step"], tuple(update["scales"]), tuple(update["wide_scales"])
@@ -357,14 +367,44 @@ def _pager_of(model: nn.Module) -> Pager:
 
 def layout(store: TieredStore, name: str) -> tuple[Limits, dict[str, tuple[int, ...]]]:
     """By what model ``name`` was divided when it was committed, and the strides of its parameters. Raises as ``resume``."""
-    found = _read(store, name)["layout"]
+    found = read_record(store, name)["layout"]
     strides = {parameter[0]: tuple(parameter[4]) for _, parameters in found["units"] for parameter in parameters}
     return Limits(found["limit"], found["chunk"]), strides
 
 
+def plans(record: Mapping[str, Any]) -> tuple[list[UnitPlan], Limits]:
+    """The units that a record describes, with parameters on the meta device, and by what the model was divided."""
+    found, units = record["layout"], []
+    for name, described in found["units"]:
+        placements = []
+        for index, (qualified, shape, dtype, stored, stride) in enumerate(described):
+            blank = torch.empty(shape, dtype=_dtype(dtype), device="meta")
+            parameter = nn.Parameter(blank, requires_grad=False)  # then the order of a unit stays what it is
+            placements.append(Placement(parameter, qualified, index, tuple(stride), _dtype(stored)))
+        units.append(UnitPlan(name, placements))
+    return units, Limits(found["limit"], found["chunk"])
+
+
+def _dtype(shown: str) -> torch.dtype:
+    dtype = getattr(torch, shown.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ManifestError(f"a checkpoint has parameters of type {shown!r}, which this torch does not have")
+    return dtype
+
+
+def persistent_buffers(model: nn.Module) -> list[str]:
+    """Names of the buffers that ``state_dict`` has, each once."""
+    transient = {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    return [name for name, _ in model.named_buffers() if name not in transient]
+
+
 def refuse_other(store: TieredStore, name: str, plan: Plan) -> None:
     """Raises MisuseError where ``plan`` is not of the model that was committed as ``name``."""
-    committed, here = _read(store, name)["layout"], _layout(plan.units, plan.limits)
+    committed, here = read_record(store, name)["layout"], _layout(plan.units, plan.limits)
     if committed != here:
         raise MisuseError(f"this model is not what was committed as {name!r}: {_difference(committed, here)}")
 

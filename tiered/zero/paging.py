@@ -123,6 +123,7 @@ class Pager:
         self._trimmer = Trimmer(pool // TRIM_SHARE)
         self._watch()
         self.splitter = Splitter(self, plan, pool, micro_batch) if micro_batch > 1 else None
+        self._listing = False
 
     # -- installing --------------------------------------------------------------------------------------------------------
 
@@ -399,9 +400,17 @@ class Pager:
     # -- state_dict --------------------------------------------------------------------------------------------------------
 
     def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for name, parameter in module._parameters.items():
+        for name, parameter in module._parameters.items() if not self._listing else ():
             if parameter is not None and prefix + name in state and parameter in self._home:
                 state[prefix + name] = self.value(parameter)
+
+    def listed(self) -> dict[str, Any]:
+        """What ``state_dict`` has, with the parameters themselves in place of their values."""
+        self._listing = True
+        try:
+            return self.model.state_dict(keep_vars=True)
+        finally:
+            self._listing = False
 
     def value(self, parameter: nn.Parameter) -> torch.Tensor:
         """A copy of a parameter's value, with pending updates applied."""

@@ -1,0 +1,268 @@
+"""Safetensors files: their headers, and tensors read out of them in pieces; folders of several with their index, too.
+
+A file is 8 bytes (little-endian length of the header), the header (a JSON object from names to type, shape and place, padded
+with spaces), and the tensors, row-major and little-endian: https://huggingface.co/docs/safetensors. Reading trusts nothing:
+sizes are limited before memory is taken, and every byte after the header belongs to just one tensor. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated
+
+import msgspec
+
+from tiered.errors import MisuseError, SafetensorsError
+from tiered.types import TensorSpec
+
+__all__ = ["CODES", "INDEX", "SINGLE", "Entry", "WeightFiles", "encode_header", "entry_of", "read_header"]
+
+INDEX = "model.safetensors.index.json"
+"""Says which tensor is in which file."""
+SINGLE = "model.safetensors"
+MAX_HEADER = 100_000_000
+"""Bytes; the limit of the ``safetensors`` package."""
+READ_BYTES = 4 << 20
+
+CODES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "complex64": "C64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""From torch's names of element types to the format's."""
+_BITS = {"BF16": 16, "BOOL": 8, **{code: int(match[1]) for code in CODES.values() if (match := re.match(r"[A-Z](\d+)", code))}}
+_TYPES = {code: (name, _BITS[code] // 8) for name, code in CODES.items()}
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class _Info(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    dtype: str
+    shape: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=64)]
+    data_offsets: tuple[_Count, _Count]
+
+
+_HEADER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_INFO = msgspec.json.Decoder(_Info)
+_METADATA = msgspec.json.Decoder(dict[str, str])
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file: its name, shape and element type (torch's name), and its first byte in the file."""
+
+    name: str
+    spec: TensorSpec
+    offset: int = 0
+
+
+def entry_of(name: str, spec: TensorSpec) -> Entry:
+    """Of a tensor that is to be written. Raises MisuseError for an element type that the format does not have."""
+    if spec.dtype not in CODES:
+        raise MisuseError(f"{name!r} is {spec.dtype}, which safetensors files do not have: they take {', '.join(CODES)}")
+    return Entry(name, spec)
+
+
+def encode_header(entries: Sequence[Entry]) -> tuple[bytes, list[Entry]]:
+    """The beginning of a file with ``entries``, and these with their offsets.
+
+    Wider types come first, so that each tensor is aligned to its elements. Raises MisuseError for more than a header holds.
+    """
+    placed, at = [], 0
+    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for entry in sorted(entries, key=lambda entry: -entry.spec.itemsize):
+        end = at + entry.spec.nbytes
+        described[entry.name] = {
+            "dtype": CODES[entry.spec.dtype], "shape": list(entry.spec.shape), "data_offsets": [at, end]
+        }  # fmt: skip
+        placed.append((entry, at))
+        at = end
+    header = json.dumps(described, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    if len(header) > MAX_HEADER:
+        raise MisuseError(f"the names of {len(entries)} tensors do not fit into one file: give a smaller shard")
+    begin = 8 + len(header)
+    return struct.pack("<Q", len(header)) + header, [Entry(entry.name, entry.spec, begin + at) for entry, at in placed]
+
+
+def read_header(fd: int, path: str) -> list[Entry]:
+    """The tensors of an open file, in the order in which they lie. Raises SafetensorsError and OSError."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise SafetensorsError(f"{path} is not a regular file")
+    if status.st_size < 8:
+        raise SafetensorsError(f"{path} is no safetensors file: it has {status.st_size} bytes")
+    (length,) = struct.unpack("<Q", _pread(fd, 8, 0, path))
+    if length > min(MAX_HEADER, status.st_size - 8):
+        raise SafetensorsError(f"{path} is no safetensors file, or cut short: it says that its header has {length} bytes")
+    data = status.st_size - 8 - length
+    try:
+        raw = _HEADER.decode(_pread(fd, length, 8, path))
+        _METADATA.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")))
+        infos = {name: _INFO.decode(info) for name, info in raw.items()}
+    except (ValueError, RecursionError, OverflowError) as error:  # msgspec's and Unicode's errors are ValueErrors
+        raise SafetensorsError(f"{path}: the header is not what a safetensors file has: {error}") from None
+    except MemoryError:
+        raise SafetensorsError(f"{path}: decoding a header of {length} bytes needs more memory than there is") from None
+    entries, at = [], 0
+    for name, info in sorted(infos.items(), key=lambda item: item[1].data_offsets):
+        begin, end = info.data_offsets
+        known = _TYPES.get(info.dtype)
+        if known is None:
+            raise SafetensorsError(f"{path}: tensor {name!r} is of type {info.dtype!r}, which a store does not hold")
+        spec = TensorSpec(known[0], info.shape, known[1])
+        if math.prod(info.shape) * known[1] != end - begin:
+            raise SafetensorsError(f"{path}: tensor {name!r} of shape {info.shape} has {end - begin} bytes")
+        if begin != at:
+            what = "overlaps another" if begin < at else f"follows {begin - at} bytes that are no tensor's"
+            raise SafetensorsError(f"{path}: tensor {name!r} {what}")
+        entries.append(Entry(name, spec, 8 + length + begin))
+        at = end
+    if at != data:
+        raise SafetensorsError(f"{path}: the tensors have {at} bytes, the file has {data} for them")
+    return entries
+
+
+class WeightFiles:
+    """The tensors of a safetensors file, or of a folder as Hugging Face has them (``model.safetensors``, or several files
+    with ``model.safetensors.index.json``). ``entries``: by name, with the file of each. A context manager; one file is open.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Raises MisuseError where there is none, SafetensorsError for damage, and OSError."""
+        self.path = os.fspath(path)
+        self.entries: dict[str, Entry] = {}
+        self._files: dict[str, str] = {}
+        self._fd, self._open_path = -1, ""
+        try:
+            for file, names in _files_of(Path(os.path.expanduser(path))):
+                self._add(str(file), names)
+        except BaseException:
+            self.close()
+            raise
+
+    def _add(self, file: str, names: set[str] | None) -> None:
+        entries = read_header(self._open(file), file)
+        there = {entry.name for entry in entries}
+        if names is not None and names != there:
+            lacks, has = sorted(names - there), sorted(there - names)
+            what = f"lacks {_some(lacks)}, which its index names" if lacks else f"has {_some(has)}, which no index names"
+            raise SafetensorsError(f"{file} {what}")
+        for entry in entries:
+            self.entries[entry.name] = entry
+            self._files[entry.name] = file
+
+    def _open(self, file: str) -> int:
+        if file != self._open_path or self._fd < 0:
+            self.close()
+            self._fd, self._open_path = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), file
+        return self._fd
+
+    def read(self, name: str, start: int, into: memoryview) -> None:
+        """The bytes of ``name`` from ``start`` on, as many as ``into`` (bytes, writable) has.
+
+        Raises SafetensorsError, OSError.
+        """
+        entry = self.entries[name]
+        assert start + len(into) <= entry.spec.nbytes
+        fd, done = self._open(self._files[name]), 0
+        while done < len(into):
+            piece = into[done : done + READ_BYTES]
+            at = entry.offset + start + done
+            count = os.preadv(fd, [piece], at)
+            if not count:
+                raise SafetensorsError(f"{self._files[name]} became shorter while it was read")
+            os.posix_fadvise(fd, at, count, os.POSIX_FADV_DONTNEED)
+            done += count
+
+    def __enter__(self) -> WeightFiles:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _files_of(path: Path) -> Iterator[tuple[Path, set[str] | None]]:
+    """Each file, and the names that it must have; None: whatever it has."""
+    if path.is_file():
+        if path.name.endswith(".json"):
+            yield from _indexed(path)
+        else:
+            yield path, None
+        return
+    if not path.is_dir():
+        raise MisuseError(f"{path} is neither a safetensors file nor a folder with some")
+    if (path / SINGLE).exists():  # counts first, as for transformers
+        yield path / SINGLE, None
+    elif (path / INDEX).exists():
+        yield from _indexed(path / INDEX)
+    else:
+        found = sorted(path.glob("*.safetensors"))
+        if len(found) != 1:
+            raise MisuseError(f"{path} has {len(found)} safetensors files and no {INDEX}: name one file")
+        yield found[0], None
+
+
+def _indexed(index: Path) -> Iterator[tuple[Path, set[str]]]:
+    if index.stat().st_size > MAX_HEADER:
+        raise SafetensorsError(f"{index} has {index.stat().st_size} bytes; the limit is {MAX_HEADER}")
+    try:
+        found = msgspec.json.decode(index.read_bytes(), type=dict[str, msgspec.Raw])
+        places = msgspec.json.decode(found.get("weight_map", msgspec.Raw(b"null")), type=dict[str, str])
+    except (ValueError, RecursionError) as error:
+        raise SafetensorsError(f"{index} is not an index of safetensors files: {error}") from None
+    names: dict[str, set[str]] = {}
+    for name, file in places.items():
+        names.setdefault(file, set()).add(name)
+    for file in sorted(names):
+        if not file or os.path.basename(file) != file or file in (".", "..") or "\0" in file:
+            raise SafetensorsError(f"{index} names {file!r}, which is not a file beside it")
+        if not (index.parent / file).exists():
+            raise SafetensorsError(f"{index} names {file}, which is missing")
+        yield index.parent / file, names[file]
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more
+
+
+def _pread(fd: int, nbytes: int, offset: int, path: str) -> bytes:
+    data = bytearray(nbytes)
+    view, done = memoryview(data), 0
+    while done < nbytes:
+        count = os.preadv(fd, [view[done:]], offset + done)
+        if not count:
+            raise SafetensorsError(f"{path} ends within its header")
+        done += count
+    return bytes(data)

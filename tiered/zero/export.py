@@ -1,0 +1,301 @@
+"""Models out of a store as safetensors files, a unit at a time: of a model that is paged, or of its checkpoint at rest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from tiered import Access, MisuseError, TensorSpec, TieredStore
+from tiered.safetensors import Entry, entry_of
+from tiered.shards import Existing, Shards
+from tiered.zero.checkpoint import Readable, pending_of, plans, read_record
+from tiered.zero.paging import Pager, placement_of
+from tiered.zero.states import States
+from tiered.zero.units import Placement, UnitPlan, even_chunks
+
+__all__ = ["AtRest", "Progress", "export", "export_at_rest", "models_in", "parameters_of"]
+
+PIECE = 4 << 20
+"""Bytes of a parameter that are converted at a time."""
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes that are written so far, and in all; it may raise, to stop."""
+
+
+def export(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    shard: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    existing: Existing = "refuse",
+    progress: Progress | None = None,
+) -> list[str]:
+    """Write what ``model.state_dict()`` has to ``folder`` as safetensors files of at most ``shard``, with their index.
+
+    ``transformers`` and ``safetensors`` load them: ``model.config.save_pretrained(folder)`` writes the rest of what the former
+    wants. Updates that are pending are applied first. One unit is in memory at a time, however large the model is. A parameter
+    of several names is written once, under the first. ``dtype``: of all floating point tensors (default: as they are).
+    ``existing="overwrite"`` replaces an earlier export; files of anybody else are never touched. Nothing has its name before
+    all is on the disk, and an error leaves nothing behind. Returns the names of the files.
+
+    Raises MisuseError (not paged, within forward or backward, files that are there, a ``state_dict`` with more than parameters
+    and buffers), CapacityError (no room), and what the store raises.
+    """
+    pager = _pager_of(model)
+    for unit in pager.units:
+        if unit.held:
+            raise MisuseError(f"the parameters of {unit.plan.name!r} are in use: export outside forward and backward")
+        unit.close_gradient()
+    parameters, buffers = _listed(pager)
+    order = [p for unit in pager.units for p in unit.plan.placements if p.parameter in parameters]
+    entries = [_entry(parameters[p.parameter], p.shape, _goal(p.dtype, dtype)) for p in order]
+    entries += [_entry(name, buffer.shape, _goal(buffer.dtype, dtype)) for name, buffer in buffers.items()]
+    shards = Shards(folder, entries, shard, existing)
+    shards.write(_of_paged(pager, set(parameters), buffers.values(), dtype), progress)
+    return shards.files
+
+
+def _pager_of(model: nn.Module) -> Pager:
+    for parameter in model.parameters():
+        return placement_of(parameter)[0]
+    raise MisuseError("this model has no parameters")
+
+
+def _listed(pager: Pager) -> tuple[dict[nn.Parameter, str], dict[str, torch.Tensor]]:
+    """Of ``state_dict``: the first name of each parameter, and buffers by name, each once."""
+    parameters: dict[nn.Parameter, str] = {}
+    buffers: dict[int, tuple[str, torch.Tensor]] = {}
+    paged = {placement.parameter for placement in pager.placements}
+    known = {id(buffer) for buffer in pager.model.buffers()}
+    for name, value in pager.listed().items():
+        if isinstance(value, nn.Parameter) and value in paged:
+            parameters.setdefault(value, name)
+        elif isinstance(value, torch.Tensor) and id(value) in known:
+            buffers.setdefault(id(value), (name, value))
+        else:
+            raise MisuseError(
+                f"{name!r} of the model's state_dict is neither a parameter nor a buffer, and safetensors files hold nothing "
+                "else: leave out what adds it (get_extra_state, a hook)"
+            )
+    return parameters, dict(buffers.values())
+
+
+def _of_paged(
+    pager: Pager, wanted: set[nn.Parameter], buffers: Iterable[torch.Tensor], dtype: torch.dtype | None
+) -> Iterator[memoryview]:
+    for unit in pager.units:
+        unit.hold()
+        try:
+            assert unit.base is not None
+            for placement in unit.plan.placements:
+                if placement.parameter in wanted:
+                    yield from _pieces(placement.view(unit.base), _goal(placement.dtype, dtype))
+        finally:
+            unit.drop()
+    for buffer in buffers:
+        yield from _pieces(buffer, _goal(buffer.dtype, dtype))
+
+
+# At rest
+
+
+class AtRest(Readable, Protocol):
+    """One generation of a store that is not open."""
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def spec(self, key: str) -> TensorSpec: ...
+
+    def written(self, key: str) -> int: ...
+
+    def read(self, key: str, start: int, stop: int) -> Iterator[torch.Tensor]: ...
+
+
+def models_in(keys: Iterable[str]) -> list[str]:
+    """Names of the models that have a checkpoint among these keys."""
+    return sorted(key.removesuffix("/checkpoint") for key in keys if key.endswith("/checkpoint"))
+
+
+def parameters_of(store: AtRest, name: str) -> int:
+    """How many numbers the parameters of model ``name`` are. Raises as ``export_at_rest``."""
+    return sum(placement.numel for unit in plans(read_record(store, name))[0] for placement in unit.placements)
+
+
+def export_at_rest(
+    store: AtRest,
+    folder: str | os.PathLike[str],
+    *,
+    model: str | None = None,
+    shard: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    existing: Existing = "refuse",
+    progress: Progress | None = None,
+) -> list[str]:
+    """``export`` without the model: of the checkpoint of the one that is named ``model``, or of the only one in ``store``.
+
+    A store without a model gives its tensors, under their keys. Updates that are pending are applied to copies: of one unit and
+    its gradient, and a chunk of its states at a time. Raises MisuseError (no or several such models, no checkpoint, one that is
+    older than its parameters), and what ``export`` and ``store`` raise.
+    """
+    name = _chosen(store, model)
+    if name is None:
+        keys = list(store)
+        entries = [_entry(key, store.spec(key).shape, _goal(_torch_type(store.spec(key)), dtype)) for key in keys]
+        contents = _of_tensors(store, keys, dtype)
+    else:
+        record = read_record(store, name)
+        units, limits = plans(record)
+        _refuse_older(store, name, units)
+        buffers = {key: record["buffers"][key] for key in record.get("persistent", record["buffers"])}
+        entries = [_entry(p.name, p.shape, _goal(p.dtype, dtype)) for unit in units for p in unit.placements]
+        entries += [_entry(key, buffer.shape, _goal(buffer.dtype, dtype)) for key, buffer in buffers.items()]
+        contents = _of_checkpoint(store, name, units, limits.chunk, record, list(buffers.values()), dtype)
+    shards = Shards(folder, entries, shard, existing)
+    shards.write(contents, progress)
+    return shards.files
+
+
+def _chosen(store: AtRest, model: str | None) -> str | None:
+    """Whose checkpoint is wanted; None: there is no model."""
+    there = models_in(store)
+    if model is not None:
+        if model not in there:
+            raise MisuseError(f"{store} has no checkpoint of a model named {model!r}; it has: {', '.join(there) or 'none'}")
+        return model
+    if len(there) > 1:
+        raise MisuseError(f"{store} has several models: name one of {', '.join(there)}")
+    if there:
+        return there[0]
+    for key in store:
+        if re.search("/param/", key) and store.spec(key).dtype == "uint8":
+            raise MisuseError(
+                f"{store} has parameters of the model {key.split('/param/')[0]!r} and no checkpoint that says where each of "
+                "them is: commit with zero.commit"
+            )
+    return None
+
+
+def _refuse_older(store: AtRest, name: str, units: Sequence[UnitPlan]) -> None:
+    """A checkpoint says which updates are pending, so it must be of the same moment as the parameters."""
+    saved = store.written(f"{name}/checkpoint")
+    if any(store.written(f"{name}/param/{unit.name}") > saved for unit in units):
+        raise MisuseError(
+            f"{store} was committed after the last zero.commit of {name!r} (generation {saved}), by store.commit() or the end "
+            f"of a with block: export generation {saved}, or open the store and call zero.commit"
+        )
+
+
+def _of_tensors(store: AtRest, keys: Sequence[str], dtype: torch.dtype | None) -> Iterator[memoryview]:
+    for key in keys:
+        spec = store.spec(key)
+        stored = _torch_type(spec)
+        for piece in store.read(key, 0, spec.nbytes):
+            yield from _pieces(piece.view(stored), _goal(stored, dtype))
+
+
+def _of_checkpoint(
+    store: AtRest,
+    name: str,
+    units: Sequence[UnitPlan],
+    chunk: int,
+    record: dict[str, Any],
+    buffers: Sequence[torch.Tensor],
+    dtype: torch.dtype | None,
+) -> Iterator[memoryview]:
+    for unit, found in zip(units, record["units"], strict=True):
+        key = f"{name}/param/{unit.name}"
+        updated = None if found["pending"] is None else _updated(store, key, unit, chunk, found)
+        for placement in unit.placements:
+            start = placement.stored_offset
+            stop = start + placement.numel * placement.stored.itemsize
+            goal = _goal(placement.dtype, dtype)
+            if updated is not None:
+                yield from _pieces(placement.stored_view(updated).to(placement.dtype), goal)
+            elif torch.empty_strided(placement.shape, placement.stride, device="meta").is_contiguous():
+                for piece in store.read(key, start, stop):
+                    yield from _pieces(piece.view(placement.stored).to(placement.dtype), goal)
+            else:
+                whole = torch.cat([torch.empty(0, dtype=torch.uint8), *store.read(key, start, stop)])
+                strided = whole.view(placement.stored).as_strided(placement.shape, placement.stride)
+                yield from _pieces(strided.to(placement.dtype), goal)
+    for buffer in buffers:
+        yield from _pieces(buffer, _goal(buffer.dtype, dtype))
+
+
+def _updated(store: AtRest, key: str, unit: UnitPlan, chunk: int, found: dict[str, Any]) -> torch.Tensor:
+    """A copy of a unit, with the update that is pending."""
+    named: dict[str, Placement] = {placement.name: placement for placement in unit.placements}
+    states = States(cast("TieredStore", _Copies(store)), key, unit.placements, even_chunks(unit.elements, chunk))
+    states.stale_masters = {named[name] for name in found["stale_masters"]}
+    copy = store.get(key)
+    states.apply(pending_of(found["pending"], named), copy, store.get(f"{key}/grad"))
+    return copy
+
+
+class _Copies:
+    """What ``States`` use of a store, over one that is at rest: they are given copies, which nobody keeps."""
+
+    def __init__(self, store: AtRest) -> None:
+        self._store = store
+        self._made: dict[str, torch.Tensor] = {}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._made or key in self._store
+
+    def spec(self, key: str) -> TensorSpec:
+        return self._store.spec(key)
+
+    def get(self, key: str) -> torch.Tensor:
+        return self._store.get(key)
+
+    def create(self, key: str, spec: TensorSpec) -> None:
+        self._made[key] = torch.empty(spec.shape, dtype=_torch_type(spec))
+
+    def put(self, key: str, tensor: torch.Tensor) -> None:
+        self._made[key] = tensor
+
+    @contextlib.contextmanager
+    def lease(self, keys: str | list[str], *, access: Access) -> Iterator[Any]:
+        if isinstance(keys, str):
+            yield self._made[keys]
+        else:
+            yield tuple(self._made.pop(key) if key in self._made else self._store.get(key) for key in keys)
+
+    def span(self, kind: str, name: str) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+
+# Bytes
+
+
+def _torch_type(spec: TensorSpec) -> torch.dtype:
+    found: torch.dtype = getattr(torch, spec.dtype)
+    return found
+
+
+def _goal(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and dtype.is_floating_point else dtype
+
+
+def _entry(name: str, shape: Iterable[int], dtype: torch.dtype) -> Entry:
+    return entry_of(name, TensorSpec(str(dtype).removeprefix("torch."), tuple(shape), dtype.itemsize))
+
+
+@torch.no_grad()
+def _pieces(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+    """The bytes of ``tensor`` as ``dtype``, row-major, about PIECE of them at a time."""
+    if not tensor.numel():
+        return
+    rows = tensor.detach().resolve_conj().resolve_neg()
+    if rows.is_contiguous():
+        rows = rows.as_strided((rows.numel(),), (1,))
+    step = max(1, PIECE * rows.shape[0] // (rows.numel() * rows.element_size()))
+    for start in range(0, rows.shape[0], step):
+        yield rows[start : start + step].to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data
