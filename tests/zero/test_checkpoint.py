@@ -234,6 +234,26 @@ def test_rollback_after_a_bad_step(tmp_path: Path, where: str, update: str) -> N
         assert equal(dict(model.state_dict()), values)
 
 
+def test_a_commit_of_the_store_alone_never_pairs_an_old_record_with_newer_tensors(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+        model = zero.page(Tied(), store)
+        optimizer = zero.AdamW(model.parameters())
+        zero.commit(model, optimizer)
+        store.commit()  # nothing has changed: the record still fits
+        model.loss(1).backward()  # type: ignore[operator]
+        optimizer.step()
+        optimizer.flush()
+        store.commit()
+    with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+        assert store.generation == 3
+        with pytest.raises(MisuseError, match="open an earlier generation"):
+            zero.page(Tied(), store, existing="resume")
+        store.close()
+    with TieredStore.open(tmp_path / "state", dram=DRAM, generation=2) as store:
+        model = zero.page(Tied(), store, existing="resume")
+        zero.resume(model, zero.AdamW(model.parameters()))
+
+
 # What is refused
 
 

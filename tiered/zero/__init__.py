@@ -5,10 +5,10 @@ from tiered.zero.checkpoint import commit, commit_async, resume, rollback
 from tiered.zero.construct import Construction, ConstructionStatistics, init
 from tiered.zero.export import export
 from tiered.zero.optimizer import AdamW
-from tiered.zero.paging import PagingStatistics, statistics
 from tiered.zero.policy import Policy
 from tiered.zero.rules import AdamWRule, UpdateRule
 from tiered.zero.scaler import GradScaler
+from tiered.zero.summary import PagingStatistics, statistics
 
 __all__ = [
     "AdamW",

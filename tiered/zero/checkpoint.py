@@ -126,7 +126,7 @@ def rollback(
 
 def extra_of(store: TieredStore, name: str) -> Any:
     """What ``resume`` will return, before there is a model: it may say how to make one. Raises as that."""
-    return _read(store, name)["extra"]
+    return read_record(store, name)["extra"]
 
 
 # Writing
@@ -174,6 +174,7 @@ def _prepare(
     for number, tensor in enumerate(larger, 1):
         store.put(f"{name}/checkpoint/{number}", tensor)
     store.put(f"{name}/checkpoint", torch.frombuffer(bytearray(written), dtype=torch.uint8))
+    pager.validity.current = True
     return store
 
 
@@ -249,7 +250,10 @@ def read_record(store: Readable, name: str) -> dict[str, Any]:
     """The record of model ``name``. Raises MisuseError where there is none, ManifestError where it is damaged."""
     key = f"{name}/checkpoint"
     if key not in store:
-        raise MisuseError(f"{store} has no checkpoint of a model named {name!r}: zero.commit makes one")
+        raise MisuseError(
+            f"{store} has no checkpoint of a model named {name!r}: zero.commit makes one; a commit of the store after training "
+            "went on has none, then open an earlier generation"
+        )
     record = loads(store.get(key).numpy().tobytes(), f"the checkpoint of {name!r}", store.get)
     if not isinstance(record, dict) or record.get("version") != VERSION:
         raise ManifestError(f"the checkpoint of {name!r} is of another version than {VERSION}, which this release reads")
@@ -259,6 +263,7 @@ def read_record(store: Readable, name: str) -> dict[str, Any]:
 def recall(pager: Pager) -> None:
     """Have the units and buffers be as they were committed; their tensors are in the store."""
     record = read_record(pager.store, pager.name)
+    pager.validity.current = True
     for unit, found in zip(pager.units, record["units"], strict=True):
         named = {placement.name: placement for placement in unit.plan.placements}
         unit.states.stale_masters = {named[name] for name in found["stale_masters"]}

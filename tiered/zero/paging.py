@@ -14,7 +14,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,8 +30,9 @@ from tiered.zero.schedule import Prefetch, Rehearsal
 from tiered.zero.split import Splitter
 from tiered.zero.unit import Unit
 from tiered.zero.units import Placement, Plan, even_chunks, is_called
+from tiered.zero.validity import Validity
 
-__all__ = ["TRIM_SHARE", "Pager", "PagingStatistics", "placement_of", "statistics"]
+__all__ = ["TRIM_SHARE", "Pager", "placement_of"]
 
 TRIM_SHARE = 4
 """Freed memory goes back to the system whenever this fraction of the pool came and went as gradients."""
@@ -104,7 +104,8 @@ class Pager:
     ) -> None:
         self.model, self.store, self.name = model, store, name
         self.limits = plan.limits
-        self.units = [Unit(store, name, unit, even_chunks(unit.elements, plan.limits.chunk)) for unit in plan.units]
+        self.validity, chunk = Validity(store, name), plan.limits.chunk
+        self.units = [Unit(store, name, u, even_chunks(u.elements, chunk), self.validity) for u in plan.units]
         self.placements = sorted((p for u in plan.units for p in u.placements), key=lambda p: p.index)
         self._home = {p.parameter: (u, p) for u in self.units for p in u.plan.placements}
         self._held = {module: [self.units[i] for i in indices] for module, indices in plan.held.items()}
@@ -433,37 +434,6 @@ class Pager:
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         for unit in self._loading(module):
             unit.drop()
-
-
-@dataclass(frozen=True, slots=True)
-class PagingStatistics:
-    """Of one paged model, since ``page``.
-
-    ``units``: how many there are. ``largest_unit``: bytes of the largest one's parameters. ``updates``: how many updates of a
-    unit were applied, ``update_seconds``: what they took, without the time that they waited for the store. ``split``: names of
-    the modules that divide the batch (``micro_batch=``).
-    """
-
-    units: int
-    largest_unit: int
-    updates: int
-    update_seconds: float
-    split: tuple[str, ...]
-
-
-def statistics(model: nn.Module) -> PagingStatistics:
-    """What paging ``model`` took so far. Raises MisuseError for a model that is not paged."""
-    for parameter in model.parameters():
-        pager = placement_of(parameter)[0]
-        units = pager.units
-        return PagingStatistics(
-            units=len(units),
-            largest_unit=max(unit.plan.nbytes for unit in units),
-            updates=sum(unit.updates for unit in units),
-            update_seconds=sum(unit.states.update_seconds for unit in units),
-            split=pager.splitter.split if pager.splitter is not None else (),
-        )
-    raise MisuseError("this model has no parameters")
 
 
 def placement_of(parameter: torch.Tensor) -> tuple[Pager, Unit, Placement]:

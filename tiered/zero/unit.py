@@ -16,6 +16,7 @@ from tiered.zero.master import all_finite
 from tiered.zero.placeholder import Placeholder
 from tiered.zero.states import Pending, States, Update
 from tiered.zero.units import Placement, UnitPlan
+from tiered.zero.validity import Validity
 
 __all__ = ["Stepper", "Unit"]
 
@@ -54,8 +55,10 @@ class Unit:
     after it.
     """
 
-    def __init__(self, store: TieredStore, prefix: str, plan: UnitPlan, chunk_elements: int) -> None:
-        self.store, self.plan = store, plan
+    def __init__(
+        self, store: TieredStore, prefix: str, plan: UnitPlan, chunk_elements: int, validity: Validity
+    ) -> None:
+        self.store, self.plan, self._validity = store, plan, validity
         self.key = f"{prefix}/param/{plan.name}"
         self.gradient_key = f"{self.key}/grad"
         self.version = 0
@@ -101,6 +104,8 @@ class Unit:
         self._holders += 1
 
     def _open(self, access: Access) -> torch.Tensor:
+        if access is Access.WRITE:
+            self._validity.end()
         return self._lease.enter_context(self.store.lease(self.key, access=access))
 
     def _open_converted(self) -> torch.Tensor:
@@ -119,6 +124,7 @@ class Unit:
 
     def _store_converted(self) -> None:
         assert self.base is not None
+        self._validity.end()
         with self.store.lease(self.key, access=Access.WRITE) as stored:
             for placement in self.plan.placements:
                 placement.stored_view(stored).copy_(placement.view(self.base))
@@ -237,6 +243,7 @@ class Unit:
 
     def _open_gradient(self) -> torch.Tensor:
         if self._gradient is None:
+            self._validity.end()
             self.settle()
             needed = self.gradient_bytes
             if self.gradient_key not in self.store:
@@ -330,6 +337,7 @@ class Unit:
         if self.pending is None and not self.any_gradient:
             self.close_gradient()
             if self.gradient_key in self.store:
+                self._validity.end()
                 self.store.delete(self.gradient_key)
             for state in self.gradients.values():
                 state.scales.clear()
@@ -404,6 +412,7 @@ class Unit:
             return
         if self.held:
             raise MisuseError(f"the parameters of {self.plan.name!r} are in use: their update has to wait for the end of it")
+        self._validity.end()
         with ExitStack() as leases:
             gradient = self._gradient  # from within backward: so it stays in memory until it is deleted
             if gradient is None:
@@ -426,6 +435,7 @@ class Unit:
 
     def load_state(self, placement: Placement, state: dict[str, torch.Tensor]) -> None:
         """``States.load``, after the pending update."""
+        self._validity.end()
         self.settle()
         with self.store.lease(self.key) as unit:
             param = placement.stored_flat(unit, 0, placement.numel)
