@@ -138,9 +138,8 @@ def whole(store: TieredStore, version: int) -> None:
 def survives(log: Log, state: State, tmp_path: Path, images: list[Path]) -> str:
     """Mount and look; what is wrong, or nothing."""
     with ExitStack() as stack:
-        folders = [
-            stack.enter_context(mounted(image, tmp_path / f"at{drive}", ["nobarrier"])) for drive, image in enumerate(images)
-        ]
+        where = [(image, tmp_path / f"at{drive}") for drive, image in enumerate(images)]
+        folders = [stack.enter_context(mounted(image, at, ["nobarrier"])) for image, at in where]
         try:
             check(log, state, folders)
         except (AssertionError, TieredError) as error:
