@@ -177,28 +177,31 @@ def test_a_first_sync_that_failed_leaves_no_store(tmp_path: Path, tally: Tally) 
 
 
 def stubborn(machine: Machine) -> Callable[[Child], None]:
-    """A job that tries a commit again, and goes on with the next; all of it swaps, behind the commit, too."""
+    """A job that goes on after a commit that failed. What each one commits is written while the one before is being made, so
+    that a sync which fails may be all that said something of it."""
 
     def body(child: Child) -> None:
         with contextlib.suppress(TieredError), TieredStore.open(machine.folders[0] / "state", dram=MIB, nvme="8MiB") as store:
+            rewrite(store, 1)
             for version in range(1, 1 + ROUNDS):
-                for number, nbytes in enumerate(SIZES):
-                    if of(number, version) == version:
-                        store.put(f"t{number}", content(f"t{number}", version, nbytes))
-                for _ in range(3):
-                    machine.mark(f"committing {version}")
-                    with contextlib.suppress(TieredError):
-                        future = store.commit_async({"version": version})
-                        with contextlib.suppress(TieredError):
-                            store.put("more", content("more", version, 300_000))
-                            evict_all(store)
-                        future.result()
-                        machine.mark(f"committed {version}")
-                        break
+                machine.mark(f"committing {version}")
+                try:
+                    future = store.commit_async({"version": version})
+                    rewrite(store, version + 1)
+                    future.result()
+                    machine.mark(f"committed {version}")
+                except CommitError:
                     child.say(f"refused {version}")
             store.close()
 
     return body
+
+
+def rewrite(store: TieredStore, version: int) -> None:
+    for number, nbytes in enumerate(SIZES):
+        if of(number, version) == version:
+            store.put(f"t{number}", content(f"t{number}", version, nbytes))
+    evict_all(store)
 
 
 def recorded(tmp_path: Path, flush: int) -> tuple[Log, int]:
