@@ -25,13 +25,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
-__all__ = ["FaultyDisk", "Rule", "faulty_disk", "why_not"]
+__all__ = ["RECORD", "FaultyDisk", "Rule", "faulty_disk", "why_not"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LARGEST = 1 << 20  # bytes of one request
+RECORD = struct.Struct("<1sBxxIQ")
+"""Head of a record: W(rite), F(sync), E (an fsync's error) or M(ark); bytes of name and data, which follow; data's place."""
 
 
 @dataclass
@@ -105,6 +107,14 @@ class FaultyDisk:
         """Every write that changed a file, in order: [process, offset, bytes]."""
         return list(self._ask("writes"))
 
+    def record(self, path: Path) -> None:
+        """From here on append every write and fsync, of any file, to the file ``path``, as ``RECORD`` says."""
+        self._ask("record", path=str(path))
+
+    def mark(self, words: str) -> None:
+        """Append ``words``; what was answered before comes before them, and all that was appended is in the file then."""
+        self._ask("mark", words=words)
+
 
 @contextmanager
 def faulty_disk(folder: Path, direct: Literal["async", "sync"] = "async") -> Iterator[FaultyDisk]:
@@ -161,7 +171,6 @@ class _Request:
     body: bytes
 
 
-
 class _Server:
     def __init__(self, folder: str, channel: socket.socket, direct: str) -> None:
         self.flags = 1 << 0 | 1 << 5 | 1 << 18 | 1 << 22  # ASYNC_READ, BIG_WRITES, PARALLEL_DIROPS, MAX_PAGES
@@ -177,6 +186,7 @@ class _Server:
         self.awaited: tuple[int, float] | None = None
         self.written: list[tuple[int, int, int]] = []
         self.capacity = 256 << 20
+        self.recording: BinaryIO | None = None
 
     def run(self) -> None:
         self.channel.send(b"mounted")
@@ -236,6 +246,21 @@ class _Server:
     def do_writes(self) -> list[tuple[int, int, int]]:
         return self.written
 
+    def do_record(self, path: str) -> bool:
+        self.recording = open(path, "wb")  # noqa: SIM115
+        return True
+
+    def do_mark(self, words: str) -> bool:
+        self._record(b"M", "", 0, words.encode())
+        assert self.recording is not None
+        self.recording.flush()
+        return True
+
+    def _record(self, kind: bytes, name: str, offset: int, data: bytes) -> None:
+        if self.recording is not None:
+            encoded = name.encode()
+            self.recording.write(RECORD.pack(kind, len(encoded), len(data), offset) + encoded + data)
+
     # what the kernel asks for
 
     def _serve(self) -> None:
@@ -278,6 +303,8 @@ class _Server:
     def _answer(self, request: _Request, rule: Rule | None) -> None:
         try:
             if rule is not None and rule.effect == "error":
+                if request.opcode == _FSYNC:
+                    self._record(b"E", request.node.name, 0, b"")
                 raise OSError(rule.errno, "")
             body, code = self._do(request, rule), 0
         except OSError as error:
@@ -328,14 +355,21 @@ class _Server:
             free = max(0, blocks - (sum(len(other.data) for other in self.nodes.values()) >> 12))
             return struct.pack("<QQQQQIIII24x", blocks, free, free, 1 << 20, 1 << 20, 4096, 255, 4096, 0)
         if opcode == _FALLOCATE:
-            _, start, size, _ = struct.unpack_from("<QQQI", body)
-            node.data.extend(bytes(max(0, start + size - len(node.data))))
+            _, start, size, mode = struct.unpack_from("<QQQI", body)
+            if not mode & 1:  # FALLOC_FL_KEEP_SIZE
+                node.data.extend(bytes(max(0, start + size - len(node.data))))
+            if mode & 0x12:  # FALLOC_FL_PUNCH_HOLE, FALLOC_FL_ZERO_RANGE: what a loop device makes of "write zeroes"
+                size = min(size, len(node.data) - start)
+                node.data[start : start + size] = bytes(size)
+                self._record(b"W", node.name, start, bytes(size))
             return b""
         if opcode in (_RELEASE, _RELEASEDIR):
             node.open -= 1
             self._forget(node)
             return b""
         if opcode in (_FLUSH, _FSYNC, _FSYNCDIR):
+            if opcode == _FSYNC:
+                self._record(b"F", node.name, 0, b"")
             return b""
         raise OSError(errno.ENOSYS, "")
 
@@ -353,6 +387,7 @@ class _Server:
         node.data.extend(bytes(max(0, start + size - len(node.data))))
         node.data[start : start + size] = request.body[40 : 40 + size]
         self.written.append((request.pid, start, size))
+        self._record(b"W", node.name, start, request.body[40 : 40 + size])
         return struct.pack("<II", size, 0)
 
     # names and attributes
