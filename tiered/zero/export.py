@@ -177,7 +177,7 @@ def _chosen(store: AtRest, model: str | None) -> str | None:
         if re.search("/param/", key) and store.spec(key).dtype == "uint8":
             raise MisuseError(
                 f"{store} has parameters of the model {key.split('/param/')[0]!r} and no checkpoint that says where each of "
-                "them is: commit with zero.commit"
+                "them is: commit with zero.commit, or name an earlier generation (a commit of the store alone has none)"
             )
     return None
 
