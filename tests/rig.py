@@ -200,6 +200,7 @@ class Rig:
 
     def flush(self, urgency: Urgency = Urgency.DEMAND) -> Flush:
         request = Flush(CheckedDraft(self), self._duplicate, urgency)
+        request.deferred = False  # the rig has no thread
         self.submit(request)
         self.waiting.append(request)
         self.look()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiered import CommitError, LeaseConflict, ManifestError, MisuseError, TieredStore, WriteError
+from tiered import CapacityError, CommitError, LeaseConflict, ManifestError, MisuseError, TieredStore, WriteError
 from tiered.generations import generations
 from tiered.io.posix import PosixBackend, PosixConfig
 from tiered.types import IOCompletion, IORequest, Operation
@@ -237,3 +237,70 @@ def test_rollback_while_others_use_the_store(folder: Path) -> None:
         assert not wrong
         store.rollback()
         assert all(store.get(f"t{number}").eq(number).all() for number in range(20))
+
+
+def test_what_was_rolled_back_to_is_committed_when_the_block_is_left(folder: Path) -> None:
+    with opened(folder) as store:
+        for step in (1, 2):
+            store.put("a", filled(step))
+            store.commit({"step": step})
+        store.rollback(1)
+    with opened(folder) as store:
+        assert (store.generation, store.meta) == (3, {"step": 1})
+        assert store.get("a").eq(1).all()
+        store.rollback(2)
+        assert store.rollback() == 3, "the newest commit, wherever it went back to before"
+        store.close()
+
+
+def test_a_rollback_that_finds_no_room_changes_nothing(folder: Path) -> None:
+    def page(value: float) -> torch.Tensor:
+        return torch.full((1024,), float(value))
+
+    with opened(folder, nvme="32KiB", deadline=3) as store:
+        for key in "abc":
+            store.put(key, page(1))
+        store.put("empty", torch.empty(0))
+        store.commit({"g": 1})
+        store.delete("empty")
+        for key in "abcde":
+            store.put(key, page(2))
+        store.commit({"g": 2})
+        store.put("f", page(3))
+        with pytest.raises(CapacityError):
+            store.rollback(1)
+        assert sorted(store) == list("abcdef")
+        assert all(store.get(key).eq(2).all() for key in "abcde")
+        assert store.get("f").eq(3).all()
+        with pytest.raises(MisuseError, match="generation 2 has no 'x': nothing"):
+            store.rollback(needs=["x"])
+        assert sorted(store) == list("abcdef")
+        store.close()
+
+
+def test_a_thread_that_does_not_start_leaves_nothing_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(folder) as store:
+        store.put("a", filled(1))
+        real = threading.Thread.start
+
+        def refuse(thread: threading.Thread) -> None:
+            if thread.name == "tiered-commit":
+                raise RuntimeError("can't start new thread")
+            real(thread)
+
+        def late(thread: threading.Thread) -> None:
+            real(thread)
+            if thread.name == "tiered-commit":
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            store.commit_async()
+        assert store._parts.nvme is not None
+        assert not store._parts.nvme.generations
+        monkeypatch.setattr(threading.Thread, "start", late)
+        with pytest.raises(KeyboardInterrupt):
+            store.commit_async()
+        monkeypatch.undo()
+        generation = store.commit()
+        assert store._parts.nvme.generations[-1] == generation

@@ -253,6 +253,7 @@ class Simulation:
             return self.engine._submit(request)
 
     def _run(self, request: Room | Install | Lease | Flush) -> None:
+        request.deferred = False  # there is no thread
         done = self._submit(request)
         self.turn()
         while not done and not request.done:

@@ -67,6 +67,7 @@ class Ahead(Request):
         """Follow another order; how many touches had to be planned anew."""
         self._reached, self._since = [0] * len(self._reached), None
         self._calm = [(0, 0.0)] * len(self._calm)
+        self._vain = [(-1, -1, -1)] * len(self._vain)
         return self.plan.replace(order, then)
 
     def touched(self, asked: float, granted: float) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tiered import generations
@@ -36,6 +37,7 @@ class Commits:
         self._engine, self._nvme, self._keep, self._duplicate = engine, nvme, keep, duplicate
         self._kept: list[int] = []
         self._condemned: str | None = None
+        self._went_back = False  # to an older generation: what is newest on the disk is not what there is
 
     @property
     def generation(self) -> int:
@@ -77,20 +79,31 @@ class Commits:
             if manifest is not chosen:
                 for slot in slots:
                     nvme.free(slot)
+        empty = self.empty_slots(chosen.tensors)
         for record in chosen.tensors:
-            self._restore_tensor(record, claim=False)
+            self.restore_tensor(record, empty, claim=False)
         admission = self._engine.admission
         admission.directory.next_id = max(admission.directory.next_id, chosen.next_tensor_id)
         admission.generation = there[-1] + 1
         self._kept, self.newest = there, chosen
 
-    def _restore_tensor(self, record: manifests.TensorRecord, *, claim: bool = True) -> None:
+    def empty_slots(self, records: Iterable[manifests.TensorRecord]) -> dict[Key, Slot]:
+        """For tensors without bytes: they have no extent in the manifest, but a slot like any other here. All or none."""
+        found: dict[Key, Slot] = {}
+        for record in records:
+            if record.extent is None:
+                slot = self._nvme.allocate(1)
+                if slot is None:
+                    for taken in found.values():
+                        self._nvme.free(taken)
+                    raise CapacityError(f"{self._nvme.folder}: {self._nvme.refusal}")
+                found[record.key] = slot
+        return found
+
+    def restore_tensor(self, record: manifests.TensorRecord, empty: Mapping[Key, Slot], *, claim: bool = True) -> None:
         admission = self._engine.admission
         if record.extent is None:
-            found = self._nvme.allocate(1)  # an empty tensor has no extent in the manifest, but a slot like any other here
-            if found is None:
-                raise CapacityError(f"{self._nvme.folder}: {self._nvme.refusal}")
-            slot = found
+            slot = empty[record.key]
         else:
             slot = self._slot(record.extent)
             if claim:
@@ -103,20 +116,25 @@ class Commits:
         assert copy is not None
         admission.install(copy)
 
-    def rollback(self, generation: int | None) -> int:
+    def rollback(self, generation: int | None, needs: Sequence[Key]) -> int:
         """All as it was in ``generation`` (None: the newest). What did not change since stays where it is."""
         folder, nvme = self._nvme.folder, self._nvme
         with self._engine.commits:
-            chosen = self.newest if generation is None else generations.load(folder, generation)
+            back = generation is not None or self._went_back
+            chosen = generations.load(folder, generation) if back else self.newest
             if chosen is None:
                 raise MisuseError(f"{folder} has no commit to go back to")
             if chosen.store != nvme.uuid.hex() or chosen.generation not in self._kept:
                 raise ManifestError(f"{folder}: manifest.{chosen.generation} is not one of this store's generations")
-            self._engine.wait(_Return({record.key: record for record in chosen.tensors}, self._is, self._restore_tensor))
-            self.newest = chosen
+            records = {record.key: record for record in chosen.tensors}
+            for key in needs:
+                if key not in records:
+                    raise MisuseError(f"generation {chosen.generation} has no {key!r}: nothing was rolled back")
+            self._engine.wait(_Return(records, self))
+            self.newest, self._went_back = chosen, chosen.generation != self._kept[-1]
             return chosen.generation
 
-    def _is(self, entry: Entry, record: manifests.TensorRecord) -> bool:
+    def same(self, entry: Entry, record: manifests.TensorRecord) -> bool:
         """Whether a tensor is what ``record`` says."""
         copy = entry.copies[-1]
         if copy is None or entry.unsaved is not None or entry.tensor_id != record.tensor_id:
@@ -129,27 +147,40 @@ class Commits:
     def commit(self, meta: Mapping[str, object] | None, *, always: bool = True) -> int:
         """``meta`` None: with that of before. ``always``: also when nothing changed since."""
         with self._engine.commits:
-            draft = self._draft(meta, None if always else self.newest)
+            draft = self._draft(meta, None if always or self._went_back else self.newest)
             return self._complete(Flush(draft, self._duplicate), draft)
 
     def commit_behind(self, meta: Mapping[str, object] | None, owner: object) -> Future[int]:
         """All as it is now, made durable while the caller goes on; ``owner`` lives until then. Waits for one that is open."""
-        self._engine.commits.acquire()
+        engine = self._engine
+        engine.commits.acquire()
+        release = iter((engine.commits.release,))  # whoever is first
+
+        def finish(flush: Flush, draft: _Draft, owner: object) -> int:
+            """Runs in a thread of its own, which ``owner`` may not outlive."""
+            try:
+                return self._complete(flush, draft)
+            finally:
+                for let_go in release:
+                    let_go()
+
+        draft: _Draft | None = None
+        flush: Flush | None = None
         try:
             draft = self._draft(meta, None)
             flush = Flush(draft, self._duplicate, Urgency.WRITEBACK)
-            self._engine.begin(flush)
-            return self._engine.behind("tiered-commit", lambda: self._finish(flush, draft, owner))
+            engine.begin(flush)
+            return engine.behind("tiered-commit", partial(finish, flush, draft, owner))
         except BaseException:
-            self._engine.commits.release()
+            with engine.lock:
+                if flush is not None and not flush.done:
+                    flush.abandon(engine.admission)
+                    engine.admission.requests[:] = [r for r in engine.admission.requests if r is not flush]
+                if draft is not None:
+                    draft.drop()
+            for let_go in release:
+                let_go()
             raise
-
-    def _finish(self, flush: Flush, draft: _Draft, owner: object) -> int:
-        """Runs in a thread of its own, which ``owner`` may not outlive."""
-        try:
-            return self._complete(flush, draft)
-        finally:
-            self._engine.commits.release()
 
     def _complete(self, flush: Flush, draft: _Draft) -> int:
         try:
@@ -184,10 +215,10 @@ class Commits:
                 f"since generation {self.generation} cannot be trusted: close the store and reopen that generation"
             )
             raise CommitError(self._condemned) from error
-        draft.keep()
         self._kept.append(draft.manifest.generation)  # also when the next line fails: a power loss may still show it
+        draft.keep()
         generations.write(nvme.folder, draft.manifest, draft.encoded)
-        self.newest = draft.manifest
+        self.newest, self._went_back = draft.manifest, False
         self._drop_old()
         return draft.manifest.generation
 
@@ -244,8 +275,8 @@ class _Draft:
             records[entry.key] = record = self._record(entry)
             if record.extent is not None:
                 slots.append(_at_the_bottom(entry).slot)
-        self._nvme.retain(generation, slots)
         self._generation = generation
+        self._nvme.retain(generation, slots)
 
     def add(self, entry: Entry) -> None:
         self._records[entry.name] = record = self._record(entry)
@@ -270,9 +301,9 @@ class _Draft:
         self._generation = 0
 
     def drop(self) -> None:
-        if self._generation:
+        if self._generation in self._nvme.generations:
             self._nvme.release(self._generation)
-            self._generation = 0
+        self._generation = 0
 
     def _record(self, entry: Entry) -> manifests.TensorRecord:
         copy, spec, extent = _at_the_bottom(entry), entry.spec, None
@@ -285,16 +316,13 @@ class _Draft:
 
 
 class _Return(Request):
-    """Makes the store what ``records`` say: forgets what ``same(entry, record)`` does not find there, and has it restored."""
+    """Makes the store what ``records`` say: forgets what is not the same, and has it restored."""
 
-    def __init__(
-        self,
-        records: dict[Key, manifests.TensorRecord],
-        same: Callable[[Entry, manifests.TensorRecord], bool],
-        restore: Callable[[manifests.TensorRecord], None],
-    ) -> None:
+    deferred = True
+
+    def __init__(self, records: dict[Key, manifests.TensorRecord], commits: Commits) -> None:
         super().__init__()
-        self._records, self._same, self._restore = records, same, restore
+        self._records, self._commits = records, commits
 
     def __str__(self) -> str:
         return "a rollback"
@@ -306,15 +334,18 @@ class _Return(Request):
                 raise LeaseConflict(f"tensor {entry.key!r} is leased: end every lease before a rollback")
         if sum(admission.busy(entry, self) for entry in entries):  # each hurries
             return False
-        missing = dict(self._records)
+        missing, changed = dict(self._records), []
         for entry in entries:
             record = missing.get(entry.key)
-            if record is not None and self._same(entry, record):
+            if record is not None and self._commits.same(entry, record):
                 del missing[entry.key]
             else:
-                admission.directory.forget(entry.key)
+                changed.append(entry)
+        empty = self._commits.empty_slots(missing.values())  # the last that can be refused
+        for entry in changed:
+            admission.directory.forget(entry.key)
         for record in missing.values():
-            self._restore(record)
+            self._commits.restore_tensor(record, empty)
         return True
 
 

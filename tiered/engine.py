@@ -5,8 +5,7 @@ caller first and by the engine after every change, until it is done. Only the en
 caller whose tensors are resident never waits for I/O nor for another thread.
 
 There is one lock (``commits`` only serialises whole commits, and is taken before it). Finalizers of tensors run inside the
-garbage collector, perhaps while this very thread holds the lock: they only put on a ``queue.SimpleQueue``, and poke the engine
-when somebody waits.
+garbage collector, perhaps while this thread holds the lock: they only put on a ``queue.SimpleQueue``, and poke the engine.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
 
 from tiered.admission import Admission
 from tiered.ahead import Ahead
 from tiered.errors import CapacityError, StoreClosed, TieredError
 from tiered.explain import why_stuck
 from tiered.flow import Flow
+from tiered.flush import Flush
 from tiered.interfaces import EvictionPolicy, Link, Streams, Tier
 from tiered.prefetch import Plan, Touch
 from tiered.requests import Lease, Prefetch, Request
@@ -38,8 +37,6 @@ from tiered.types import Access, Direction, Fence, Key, Slot, Then, Transfer
 from tiered.wakeup import OwnedWakeup
 
 __all__ = ["Engine", "EngineConfig"]
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -107,15 +104,19 @@ class Engine:
                 self._forget(request)
         request.raise_error()
 
-    def begin(self, request: Request) -> None:
-        """Attempt ``request`` and return, done or not; somebody has to ``wait`` for it. Raises its error, if it has one now."""
+    def begin(self, flush: Flush) -> None:
+        """Return when it has begun; somebody has to ``wait`` for its end."""
         with self.lock:
-            self._submit(request)
-        request.raise_error()
+            flush.on_done = self._changed.notify_all
+            self._submit(flush)
+            while not (flush.begun or flush.done):
+                self._refuse_stopped()
+                self._changed.wait(5.0)
+        flush.raise_error()
 
-    def behind(self, name: str, work: Callable[[], _T]) -> Future[_T]:
+    def behind(self, name: str, work: Callable[[], int]) -> Future[int]:
         """``work`` in a thread of its own, called ``name``; what it gave, or raised, as a future."""
-        future = Future[_T]()
+        future = Future[int]()
         future.set_running_or_notify_cancel()
 
         def run() -> None:
@@ -179,7 +180,7 @@ class Engine:
         admission = self.admission
         admission.bury()
         admission.number(request)
-        done = admission.attempt(request)
+        done = request.done or (not request.deferred and admission.attempt(request))
         if not done and request not in admission.requests:
             admission.requests.append(request)
         admission.look_ahead()

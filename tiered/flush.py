@@ -43,11 +43,14 @@ class Flush(Request):
     their way out must not change. An open WRITE lease is an error.
     """
 
+    deferred = True
+
     def __init__(
         self, draft: Draft, duplicate: Callable[[Copy, Slot, int], None], urgency: Urgency = Urgency.DEMAND
     ) -> None:
         super().__init__(urgency)
         self.frozen: dict[Key, None] = {}
+        self.begun = False
         self._draft, self._duplicate = draft, duplicate
         self._seen = self._disturbed = 0  # how many were frozen, and what had disturbed them, when it looked last
 
@@ -124,6 +127,8 @@ class Flush(Request):
         self.frozen = dict.fromkeys(key for key in admission.unsaved if key not in left)
         admission.flush = self
         self._draft.begin(admission.directory.entries(), self.frozen)
+        self.begun = True
+        self.notify()
 
     def _go_on(self, admission: Admission) -> None:
         """Have those written back that are not yet. Raises what kept one from it."""

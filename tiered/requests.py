@@ -20,6 +20,9 @@ __all__ = ["Delete", "Install", "Lease", "Prefetch", "Request", "Room"]
 class Request:
     """``attempt`` returns True when done; it may raise a TieredError, which ends the request and reaches the caller."""
 
+    deferred = False
+    """Long ones are attempted by the engine's thread alone, for Ctrl-C strikes in a caller's."""
+
     def __init__(self, urgency: Urgency = Urgency.DEMAND, tier: int = 0) -> None:
         self.urgency, self.tier = urgency, tier
         self.sequence = 0

@@ -386,14 +386,14 @@ class TieredStore:
         """
         return self._committing(meta).commit_behind(meta, self)
 
-    def rollback(self, generation: int | None = None) -> int:
+    def rollback(self, generation: int | None = None, *, needs: Sequence[Key] = ()) -> int:
         """All tensors as they were in the newest commit, or in ``generation``, if that is kept; returns its number.
 
         Reads and writes none of them: what changed since is given up, what did not stays where it is. ``meta`` is that
         commit's. The next commit gets a new number. Raises LeaseConflict under any open lease, MisuseError where nothing was
-        committed, ManifestError for a generation that is not there.
+        committed or the commit has no tensor of ``needs``, ManifestError for a generation that is not there.
         """
-        return self._committing(None).rollback(generation)
+        return self._committing(None).rollback(generation, needs)
 
     def _committing(self, meta: object) -> Commits:
         self._running()

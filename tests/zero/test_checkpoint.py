@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tests.zero.models import Mixed, Tied, parameter_groups
-from tiered import ManifestError, MisuseError, TieredStore, zero
+from tiered import CapacityError, ManifestError, MisuseError, TieredStore, zero
 from tiered.zero.checkpoint import extra_of
 from tiered.zero.record import INLINE, dumps, loads
 
@@ -252,6 +252,53 @@ def test_a_commit_of_the_store_alone_never_pairs_an_old_record_with_newer_tensor
     with TieredStore.open(tmp_path / "state", dram=DRAM, generation=2) as store:
         model = zero.page(Tied(), store, existing="resume")
         zero.resume(model, zero.AdamW(model.parameters()))
+
+
+def test_nor_after_the_store_went_back_by_itself(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+        model = zero.page(Tied(), store)
+        optimizer = zero.AdamW(model.parameters())
+        zero.commit(model, optimizer)
+
+        def step() -> None:
+            model.loss(1).backward()  # type: ignore[operator]
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.flush()
+
+        step()
+        store.rollback()
+        step()
+        store.commit()
+        assert "model/checkpoint" not in store
+        with pytest.raises(MisuseError, match="nothing was rolled back"):
+            zero.rollback(model, optimizer)
+
+
+def test_a_commit_that_fails_leaves_no_record_of_two_moments(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+        model = zero.page(Tied(), store)
+        zero.commit(model, extra={"step": 3, "table": torch.full((10_000,), 3.0)})
+        with pytest.raises(CapacityError):
+            zero.commit(model, extra={"step": 4, "table": torch.full((10_000,), 4.0), "big": torch.zeros(1 << 20)})
+    with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+        with pytest.raises(MisuseError, match="open an earlier generation"):
+            zero.page(Tied(), store, existing="resume")
+        store.close()
+
+
+def test_gradients_that_are_unscaled_and_not_used_yet_are_not_committed(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+        model = zero.page(Tied(), store)
+        optimizer, scaler = zero.AdamW(model.parameters()), zero.GradScaler()
+        scaler.scale(model.loss(1)).backward()  # type: ignore[operator]
+        zero.commit(model, optimizer, scaler=scaler)
+        scaler.unscale_(optimizer)
+        with pytest.raises(MisuseError, match=r"before scaler\.unscale_"):
+            zero.commit(model, optimizer, scaler=scaler)
+        scaler.step(optimizer)
+        scaler.update()
+        zero.commit(model, optimizer, scaler=scaler)
 
 
 # What is refused

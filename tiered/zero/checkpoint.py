@@ -112,14 +112,15 @@ def rollback(
 ) -> Any:
     """Give up all since the last commit, after an exception or a loss that is not finite, say; returns its ``extra``.
 
-    Moves no tensor of the model: see ``TieredStore.rollback``. Graphs of before cannot run backward any more. Raises as that
-    and ``resume``.
+    Moves no tensor of the model: see ``TieredStore.rollback``. Graphs of before cannot run backward any more. It is the whole
+    store that goes back: call it for each model that is in it. Raises as that, with nothing changed where the last commit has
+    no record of the model, and as ``resume``.
     """
     pager = _pager_of(model)
     pager.reset()
     for unit in pager.units:
         unit.close_gradient()
-    pager.store.rollback()
+    pager.store.rollback(needs=[pager.validity.key])
     recall(pager)
     return _load(pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
 
@@ -143,6 +144,9 @@ def _prepare(
     """Put all that a commit of ``model`` has beside what the store has anyway into it."""
     pager = _pager_of(model)
     store, name = pager.store, pager.name
+    stage = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {}).get("stage")
+    if getattr(stage, "name", None) == "UNSCALED":  # which torch's state_dict does not tell
+        raise MisuseError("the gradients are unscaled and not used yet: commit before scaler.unscale_ or after scaler.step")
     if not pager.computing:
         pager.reset()  # what an exception left held
     for unit in pager.units:
@@ -169,12 +173,12 @@ def _prepare(
         "extra": None if extra is None else dict(extra),
     }
     written = dumps(record, "the checkpoint", keep)
+    pager.validity.end()  # what comes now is another record's
     for key in [key for key in store if key.startswith(f"{name}/checkpoint/") and int(key.rsplit("/", 1)[1]) > len(larger)]:
         store.delete(key)
     for number, tensor in enumerate(larger, 1):
         store.put(f"{name}/checkpoint/{number}", tensor)
     store.put(f"{name}/checkpoint", torch.frombuffer(bytearray(written), dtype=torch.uint8))
-    pager.validity.current = True
     return store
 
 
@@ -263,7 +267,6 @@ def read_record(store: Readable, name: str) -> dict[str, Any]:
 def recall(pager: Pager) -> None:
     """Have the units and buffers be as they were committed; their tensors are in the store."""
     record = read_record(pager.store, pager.name)
-    pager.validity.current = True
     for unit, found in zip(pager.units, record["units"], strict=True):
         named = {placement.name: placement for placement in unit.plan.placements}
         unit.states.stale_masters = {named[name] for name in found["stale_masters"]}
