@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tiered import generations
@@ -37,6 +36,7 @@ class Commits:
         self._engine, self._nvme, self._keep, self._duplicate = engine, nvme, keep, duplicate
         self._kept: list[int] = []
         self._condemned: str | None = None
+        self._behind: Future[int] | None = None  # a commit that goes on behind its caller
         self._went_back = False  # to an older generation: what is newest on the disk is not what there is
 
     @property
@@ -120,6 +120,7 @@ class Commits:
         """All as it was in ``generation`` (None: the newest). What did not change since stays where it is."""
         folder, nvme = self._nvme.folder, self._nvme
         with self._engine.commits:
+            self._settle()
             back = generation is not None or self._went_back
             chosen = generations.load(folder, generation) if back else self.newest
             if chosen is None:
@@ -147,40 +148,29 @@ class Commits:
     def commit(self, meta: Mapping[str, object] | None, *, always: bool = True) -> int:
         """``meta`` None: with that of before. ``always``: also when nothing changed since."""
         with self._engine.commits:
+            self._settle()
             draft = self._draft(meta, None if always or self._went_back else self.newest)
             return self._complete(Flush(draft, self._duplicate), draft)
 
     def commit_behind(self, meta: Mapping[str, object] | None, owner: object) -> Future[int]:
         """All as it is now, made durable while the caller goes on; ``owner`` lives until then. Waits for one that is open."""
         engine = self._engine
-        engine.commits.acquire()
-        release = iter((engine.commits.release,))  # whoever is first
-
-        def finish(flush: Flush, draft: _Draft, owner: object) -> int:
-            """Runs in a thread of its own, which ``owner`` may not outlive."""
-            try:
-                return self._complete(flush, draft)
-            finally:
-                for let_go in release:
-                    let_go()
-
-        draft: _Draft | None = None
-        flush: Flush | None = None
-        try:
+        with engine.commits:
+            self._settle()
             draft = self._draft(meta, None)
             flush = Flush(draft, self._duplicate, Urgency.WRITEBACK)
-            engine.begin(flush)
-            return engine.behind("tiered-commit", partial(finish, flush, draft, owner))
-        except BaseException:
-            with engine.lock:
-                if flush is not None and not flush.done:
+            try:
+                engine.begin(flush)
+                # the thread has the owner, too: a store that nobody else has any more is not collected before its end
+                self._behind = engine.behind("tiered-commit", lambda: (self._complete(flush, draft), owner)[0])
+            except BaseException:
+                with engine.lock:
                     flush.abandon(engine.admission)
+                    flush.error, flush.done = CommitError("this commit was given up"), True  # should its thread run
                     engine.admission.requests[:] = [r for r in engine.admission.requests if r is not flush]
-                if draft is not None:
                     draft.drop()
-            for let_go in release:
-                let_go()
-            raise
+                raise
+            return self._behind
 
     def _complete(self, flush: Flush, draft: _Draft) -> int:
         try:
@@ -194,7 +184,13 @@ class Commits:
     def settle(self) -> None:
         """Wait until no commit is open."""
         with self._engine.commits:
-            pass
+            self._settle()
+
+    def _settle(self) -> None:
+        """The same, for who has the lock."""
+        if self._behind is not None:
+            self._behind.exception()  # it is its caller's
+            self._behind = None
 
     def _draft(self, meta: Mapping[str, object] | None, since: manifests.Manifest | None) -> _Draft:
         if self._condemned:
