@@ -159,17 +159,30 @@ class Commits:
             self._settle()
             draft = self._draft(meta, None)
             flush = Flush(draft, self._duplicate, Urgency.WRITEBACK)
+            runs: list[object] = []
+
+            def finish() -> int:
+                runs.append(owner)  # a store that nobody else has any more is not collected before the end
+                return self._complete(flush, draft)
+
+            def keep(future: Future[int]) -> None:
+                self._behind = future
+
             try:
                 engine.begin(flush)
-                # the thread has the owner, too: a store that nobody else has any more is not collected before its end
-                self._behind = engine.behind("tiered-commit", lambda: (self._complete(flush, draft), owner)[0])
+                if not flush.begun:  # what comes later is the future's
+                    flush.raise_error()
+                engine.behind("tiered-commit", finish, keep)
             except BaseException:
                 with engine.lock:
-                    flush.abandon(engine.admission)
-                    flush.error, flush.done = CommitError("this commit was given up"), True  # should its thread run
-                    engine.admission.requests[:] = [r for r in engine.admission.requests if r is not flush]
-                    draft.drop()
+                    if not runs:  # else it goes on, and the next commit waits for it
+                        flush.abandon(engine.admission)
+                        flush.error, flush.done = CommitError("this commit was given up"), True  # should its thread run yet
+                        engine.admission.requests[:] = [r for r in engine.admission.requests if r is not flush]
+                        draft.drop()
+                        self._behind = None
                 raise
+            assert self._behind is not None
             return self._behind
 
     def _complete(self, flush: Flush, draft: _Draft) -> int:

@@ -112,12 +112,12 @@ class Engine:
             while not (flush.begun or flush.done):
                 self._refuse_stopped()
                 self._changed.wait(5.0)
-        flush.raise_error()
 
-    def behind(self, name: str, work: Callable[[], int]) -> Future[int]:
-        """``work`` in a thread of its own, called ``name``; what it gave, or raised, as a future."""
+    def behind(self, name: str, work: Callable[[], int], keep: Callable[[Future[int]], None]) -> None:
+        """``work`` in a thread of its own; ``keep`` is given its future before it starts."""
         future = Future[int]()
         future.set_running_or_notify_cancel()
+        keep(future)
 
         def run() -> None:
             try:
@@ -126,7 +126,6 @@ class Engine:
                 future.set_exception(error)
 
         threading.Thread(target=run, name=name).start()
-        return future
 
     async def arrive(self, request: Request) -> None:
         """``wait`` for a coroutine: no thread is blocked, and cancelling undoes what was granted meanwhile."""
