@@ -116,8 +116,9 @@ class Ahead(Request):
         return entry if all(copy is None for copy in entry.copies[: tier + 1]) else None
 
     def plans(self, tier: int) -> bool:
-        """Whether it is known who will be gone from ``tier``."""
-        return tier < len(self.planned) and self.planned[tier] is not None
+        """Whether what is fetched ahead to ``tier`` takes the room of those that a plan gives up there, without a search. On
+        demand a search finds better ones: it is what was rehearsed."""
+        return tier < len(self.rooms) and self.planned[tier] is not None
 
     def may_go(self, key: Key, tier: int) -> bool:
         """Whether fetching ahead may take the room of ``key`` in ``tier``, as far as the plan there tells."""

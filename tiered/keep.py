@@ -28,7 +28,7 @@ __all__ = ["Decision", "bytes_moved", "decide", "dying", "plan", "ranked", "sett
 PRICES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0)  # of a write-back, in mean interval lengths; the best one is kept
 PASSES = 8  # of the local search; most end by themselves after three
 BLOCK = 32  # positions that share one set of the intervals kept across them
-SLACK = 0.97  # of the room, for a plan that may do where holes upset the one for all of it
+SLACKS = (1.0, 0.995, 0.97)  # of the room: a plan for less may do where holes upset the one for all of it
 SIMULATED = 20_000  # touches of a cycle up to which prices are tried; beyond, what is needed last goes first
 SEARCHED = 2_500  # touches up to which the local search is worth its time
 
@@ -65,7 +65,7 @@ def ranked(
     prices = PRICES if any(use is not Use.READ for use in uses) else (0.0,)
     decisions = [Decision(price * mean) for price in prices]
     if thorough and len(keys) <= SEARCHED:
-        rooms = [budget, max(*sizes, int(budget * SLACK))] if len(set(sizes)) > 1 else [budget]
+        rooms = [max(*sizes, int(budget * slack)) for slack in SLACKS] if len(set(sizes)) > 1 else [budget]
         decisions += [Decision(0.0, tuple(plan(sizes, uses, following, room))) for room in rooms]
     return sorted(decisions, key=lambda decision: bytes_moved(keys, uses, sizes, budget, decision, then))
 

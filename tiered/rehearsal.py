@@ -26,7 +26,7 @@ __all__ = ["MovablePlaces", "Places", "Rehearsal", "choose", "policy_of"]
 
 SETTLED = 50_000
 """Touches of an order up to which it is worth a second to know what stays; beyond, what is needed last leaves first."""
-REHEARSED = 4
+REHEARSED = 5
 """Decisions, the most promising ones."""
 
 
