@@ -230,10 +230,10 @@ class Admission:
         place = self.places[tier]
         acceptable = self._acceptable(tier, request)
         planned = self.ahead is not None and self.ahead.plans(tier)
-        chosen = place.enough(nbytes, self.background.gone(tier, acceptable)) if planned else None
+        chosen = place.enough(nbytes, [copy for copy in self.background.gone(tier) if acceptable(copy)]) if planned else None
         if planned and chosen is None and request.needed is not None:
             self._exchange(tier, nbytes, request)
-            chosen = place.enough(nbytes, self.background.gone(tier, acceptable))
+            chosen = place.enough(nbytes, [copy for copy in self.background.gone(tier) if acceptable(copy)])
         elif chosen is None:
             chosen = place.victims(nbytes, lambda copy: copy.standing is not Standing.FRESH and acceptable(copy))
         if chosen is None and request.urgency is not Urgency.PREFETCH:
@@ -269,14 +269,15 @@ class Admission:
         return slot
 
     def _in_its_place(self, tier: int, nbytes: int, request: Request) -> Slot | None:
-        """The slot of one of just the size that a plan gave up: nothing is searched, and nothing is moved."""
+        """The room of some that a plan gave up and that lie together: nothing is moved."""
         if self.ahead is None or not self.ahead.plans(tier):
             return None
         place, acceptable = self.places[tier], self._acceptable(tier, request)
-        size = place.rounded(nbytes)
-        found = self.background.gone(tier, lambda copy: copy.nbytes == size and acceptable(copy))
-        if found:
-            self._evict(found[0])
+        size, gone = place.rounded(nbytes), self.background.gone(tier)
+        same = next((copy for copy in gone if copy.nbytes == size and acceptable(copy)), None)
+        found = [same] if same is not None else place.together(size, [copy for copy in gone if acceptable(copy)])
+        for copy in found or ():
+            self._evict(copy)
         return place.allocate(nbytes, 0) if found else None
 
     def _exchange(self, tier: int, nbytes: int, request: Request) -> None:
@@ -333,7 +334,7 @@ class Admission:
             if copy.key in wanted or copy.stuck:
                 return False
             if request.needed is not None and self.ahead is not None:
-                return self.ahead.plan.next_use(copy.key) > request.needed and self.ahead.may_go(copy.key, tier)
+                return self.ahead.may_go(copy.key, tier) and self.ahead.plan.next_use(copy.key) > request.needed
             return not (hint and copy.dirty)
 
         return acceptable

@@ -3,7 +3,6 @@ plan gave up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -60,10 +59,10 @@ class Background:
             for copy in place.copies.values() if not place.bottom else ():
                 self.changed(admission, copy)
 
-    def gone(self, tier: int, accept: Callable[[Copy], bool]) -> list[Copy]:
+    def gone(self, tier: int) -> list[Copy]:
         """CLEAN copies that a plan gave up: they cost nothing, and no wait. The last that came to it first, ``LOOKED_AT`` at
         most."""
-        return [copy for copy in islice(reversed(self._gone[tier].values()), LOOKED_AT) if accept(copy)]
+        return list(islice(reversed(self._gone[tier].values()), LOOKED_AT))
 
     def due(self, admission: Admission) -> bool:
         """Whether there is something to do; where not, only another change can bring it."""

@@ -5,8 +5,9 @@ Kept up to date change by change, so that asking costs the same with ten copies 
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import Counter
+import math
+from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from tiered.compaction import moves
@@ -39,6 +40,7 @@ class Occupancy:
         self._sizes: Counter[int] = Counter()  # of the slots that are given
         self._memory = tier if isinstance(tier, Movable) else None
         self._slots: list[Slot] = []  # all that are given, by offset
+        self._offsets: list[int] = []  # theirs
         self.changes = 0  # how often anything did
         self._guards: list[tuple[Slot, Fence]] = []
 
@@ -85,15 +87,15 @@ class Occupancy:
             copy = movable[old.offset]
             assert copy.slot == old and copy.idle and not copy.fences
             copy.slot = memory.move(old, to)
-            del self._slots[bisect_left(self._slots, old.offset, key=_offset)]
-            insort(self._slots, copy.slot, key=_offset)
+            self._remove(old)
+            self._insert(copy.slot)
             self.moved += old.nbytes
         return None if plan is None else self.tier.allocate(nbytes)
 
     def account(self, slot: Slot) -> None:
         """``slot`` was taken from the tier."""
         self.changes += 1
-        insort(self._slots, slot, key=_offset)
+        self._insert(slot)
         self.used += slot.nbytes
         self.peak = max(self.peak, self.used)
         self._sizes[slot.nbytes] += 1
@@ -104,13 +106,22 @@ class Occupancy:
         self.changes += 1
         self._guards += [(slot, fence) for fence in fences if not fence.query()]
         self.tier.free(slot)
-        del self._slots[bisect_left(self._slots, slot.offset, key=_offset)]
+        self._remove(slot)
         self.used -= slot.nbytes
         self._sizes[slot.nbytes] -= 1
         if not self._sizes[slot.nbytes]:
             del self._sizes[slot.nbytes]
             if slot.nbytes == self.largest:
                 self.largest = max(self._sizes, default=0)
+
+    def _insert(self, slot: Slot) -> None:
+        at = bisect_left(self._offsets, slot.offset)
+        self._slots.insert(at, slot)
+        self._offsets.insert(at, slot.offset)
+
+    def _remove(self, slot: Slot) -> None:
+        at = bisect_left(self._offsets, slot.offset)
+        del self._slots[at], self._offsets[at]
 
     def guards(self, slot: Slot) -> tuple[Fence, ...]:
         """Fences of earlier slots in the same memory that have not passed."""
@@ -236,6 +247,34 @@ class Occupancy:
             needed.append(copies[least])
         return needed[::-1]
 
+    def together(self, nbytes: int, copies: Iterable[Copy]) -> list[Copy] | None:
+        """Of ``copies``, which are as good to lose as any, neighbours that leave ``nbytes`` in one piece: those with the fewest
+        bytes. None: nowhere do enough of them lie together. Nothing is moved for it."""
+        best: list[Copy] | None = None
+        least = math.inf
+        run: deque[Copy] = deque()  # neighbours
+        going = start = last = 0  # their bytes, where what they leave begins, and the last one's place among the slots
+        for copy in sorted(copies, key=lambda copy: copy.slot.offset):
+            at = bisect_left(self._offsets, copy.slot.offset)
+            if not run or at != last + 1:
+                run.clear()
+                going, start = 0, self._end(at - 1)
+            run.append(copy)
+            going += copy.slot.nbytes
+            last = at
+            stop = self._offsets[at + 1] if at + 1 < len(self._slots) else self.tier.capacity
+            while run and stop - start >= nbytes:
+                if going < least:
+                    best, least = list(run), going
+                first = run.popleft()
+                going -= first.slot.nbytes
+                start = first.slot.offset + first.slot.nbytes
+        return best
+
+    def _end(self, index: int) -> int:
+        """Where the slot of that number ends."""
+        return self._slots[index].offset + self._slots[index].nbytes if index >= 0 else 0
+
     def would_fit(self, nbytes: int, without: Iterable[Copy]) -> bool:
         """Whether there were ``nbytes`` in one piece if the copies ``without`` were gone, and nothing is moved."""
         leaving = {copy.slot.offset for copy in without}
@@ -287,11 +326,8 @@ class Occupancy:
         assert set(self.leaves) <= set(self.copies)
         assert set(self.condemned) <= set(self.leaves)
         assert self.used == sum(slot.nbytes for slot in self._slots)
+        assert self._offsets == sorted(slot.offset for slot in self._slots)
         assert self.largest == max((slot.nbytes for slot in self._slots), default=0)
-
-
-def _offset(slot: Slot) -> int:
-    return slot.offset
 
 
 class _Among(Mapping[Key, Copy]):

@@ -51,6 +51,7 @@ class Plan:
         self.end = math.inf
         self._order: list[Touch] = []
         self._uses: dict[Key, list[int]] = {}
+        self._next: dict[Key, float] = {}  # as last looked up; it stays until the cursor has passed it
         self._took: list[float] = []  # seconds of computing after each touch of the cycle
         self._before: list[float] = [0.0]  # the same, summed up to each touch, and over all
         self._elsewhere: int | None = None  # where the loop may be instead
@@ -91,6 +92,7 @@ class Plan:
             into = self.cursor % len(self._order)
             self.cursor = into if into <= common and into < len(fresh) else 0
         self._order, self._elsewhere = fresh, None
+        self._next.clear()
         self.end = len(fresh) if then == "end" else math.inf
         return len(fresh) - common
 
@@ -104,8 +106,11 @@ class Plan:
 
     def next_use(self, key: Key) -> float:
         """Position at which ``key`` is touched next, the cursor's own included; ``NEVER`` where there is none."""
-        uses = self._uses.get(key)
-        return NEVER if not uses else self._following(uses, self.cursor)
+        known = self._next.get(key, -1.0)
+        if known < self.cursor:
+            uses = self._uses.get(key)
+            known = self._next[key] = self._following(uses, self.cursor) if uses else NEVER
+        return known
 
     def seconds_until(self, position: int) -> float:
         """What the loop computes from the touch at the cursor up to the one at ``position``, as far as that is known."""
