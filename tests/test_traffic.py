@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from tiered.traffic import Backlog
-from tiered.types import Direction, Slot, Transfer, Urgency
+from collections.abc import Mapping
 
-BOTH = set(Direction)
+from tiered.residency import Directory
+from tiered.traffic import Backlog, Traffic
+from tiered.types import Direction, Slot, TensorSpec, Transfer, Urgency
+
+NOTHING: dict[Direction, Urgency] = {}
 _SLOT = Slot(0, 8)
 
 
@@ -17,9 +20,9 @@ def backlog(*words: str) -> Backlog:
     return made
 
 
-def drained(made: Backlog, ways: set[Direction] = BOTH) -> list[int]:
+def drained(made: Backlog, refused: Mapping[Direction, Urgency] = NOTHING) -> list[int]:
     found = []
-    while (transfer := made.take(ways)) is not None:
+    while (transfer := made.take(refused)) is not None:
         found.append(transfer.tag)
     return found
 
@@ -34,13 +37,36 @@ def test_the_urgent_first_then_what_goes_up_then_the_older() -> None:
 
 def test_what_goes_the_other_way_passes() -> None:
     made = backlog("down demand", "up prefetch", "down writeback")
-    assert drained(made, {Direction.UP}) == [2]
-    assert drained(made, {Direction.DOWN}) == [1, 3]
+    assert drained(made, {Direction.DOWN: Urgency.DEMAND}) == [2]
+    assert drained(made) == [1, 3]
+
+
+def test_what_is_more_urgent_passes_what_was_refused() -> None:
+    made = backlog("up writeback", "up prefetch", "up demand")
+    assert drained(made, {Direction.UP: Urgency.PREFETCH}) == [3]
+    assert drained(made, {Direction.UP: Urgency.WRITEBACK}) == [2]
+
+
+def test_a_link_is_asked_again_when_something_ended_there() -> None:
+    traffic = Traffic(2)
+    entry = Directory(3, lambda copy: None).put("a", TensorSpec("uint8", (8,), 1), 0, _SLOT)
+    for tag in (1, 2):
+        traffic.add(0, entry, Transfer(tag, "a", Direction.DOWN, _SLOT, _SLOT, 8, Urgency.DEMAND))
+    assert traffic.take(0) is not None
+    refused = traffic.take(0)
+    assert refused is not None
+    traffic.put_back(0, refused)
+    assert traffic.take(0) is None
+    traffic.end(0, 1)
+    assert traffic.take(0) is refused
+    traffic.put_back(0, refused)
+    traffic.idle(0)
+    assert traffic.take(0) is refused
 
 
 def test_what_a_link_refused_is_the_next_again() -> None:
     made = backlog("down demand", "down demand")
-    refused = made.take(BOTH)
+    refused = made.take({})
     assert refused is not None
     made.put_back(refused)
     assert drained(made) == [1, 2]

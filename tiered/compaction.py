@@ -54,8 +54,11 @@ def moves(
 
 
 class _Hole(NamedTuple):
+    """``index``: of the slot above it."""
+
     nbytes: int
     offset: int
+    index: int = 0
 
 
 class _Layout:
@@ -65,12 +68,12 @@ class _Layout:
         self._slots, self._capacity, self._movable = slots, capacity, movable
         self.holes: list[_Hole] = []
         end = 0
-        for slot in slots:
-            if slot.offset > end:
-                self.holes.append(_Hole(slot.offset - end, end))
-            end = slot.offset + slot.nbytes
+        for index, (offset, nbytes) in enumerate(slots):
+            if offset > end:
+                self.holes.append(_Hole(offset - end, end, index))
+            end = offset + nbytes
         if capacity > end:
-            self.holes.append(_Hole(capacity - end, end))
+            self.holes.append(_Hole(capacity - end, end, len(slots)))
         self.holes.sort()
 
     def widen_up(self, hole: _Hole, nbytes: int, most: float) -> list[Move] | None:
@@ -132,19 +135,14 @@ class _Layout:
 
     def _above(self, hole: _Hole) -> Iterator[tuple[Slot, int]]:
         """Slots above the hole, the nearest first, each with the bytes that are free behind it."""
-        first = bisect_left(self._slots, hole.offset, key=_offset)
-        for index in range(first, len(self._slots)):
+        for index in range(hole.index, len(self._slots)):
             slot = self._slots[index]
             end = self._slots[index + 1].offset if index + 1 < len(self._slots) else self._capacity
             yield slot, end - slot.offset - slot.nbytes
 
     def _below(self, hole: _Hole) -> Iterator[tuple[Slot, int]]:
         """Slots below the hole, likewise."""
-        for index in range(bisect_left(self._slots, hole.offset, key=_offset) - 1, -1, -1):
+        for index in range(hole.index - 1, -1, -1):
             slot = self._slots[index]
             before = self._slots[index - 1] if index else Slot(0, 0)
             yield slot, slot.offset - before.offset - before.nbytes
-
-
-def _offset(slot: Slot) -> int:
-    return slot.offset

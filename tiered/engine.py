@@ -438,14 +438,15 @@ class Engine:
             with self.lock:
                 promotions = self.admission.traffic.promotions[index]
                 self.admission.traffic.promotions[index] = {}
+                if not self._started(index):
+                    self.admission.traffic.idle(index)
             for tag, urgency in promotions.items():
                 link.promote(tag, urgency)
                 with self.lock:
                     self.admission.traffic.promoted(tag, urgency)
-            open_ways = set(Direction)
-            while open_ways:
+            while True:
                 with self.lock:
-                    transfer = None if self._stopping else self.admission.traffic.take(index, open_ways)
+                    transfer = None if self._stopping else self.admission.traffic.take(index)
                     if transfer is None:
                         break
                     transfer.after = self._after(index, transfer)
@@ -455,8 +456,7 @@ class Engine:
                 if link.start(transfer):
                     started = True
                     continue
-                open_ways.remove(transfer.direction)  # a link may be full one way, and take what goes the other
-                with self.lock:
+                with self.lock:  # a link may be full one way, and take what goes the other
                     self._flows[index][transfer.direction].active -= 1
                     self.admission.traffic.put_back(index, transfer)
         return started

@@ -132,7 +132,9 @@ def _view(engine: Engine, memory: Memory, copy: Copy, spec: TensorSpec, stream: 
     raw, owner = memory.tensor(copy.slot, max(1, spec.nbytes))
     if spec.nbytes == 0:
         raw = raw[:0]
-    contents = raw.view(dtype).view(spec.shape)
+    contents = raw if dtype is torch.uint8 else raw.view(dtype)
+    if contents.shape != spec.shape:
+        contents = contents.view(spec.shape)
     witness = copy.witness
     if witness is None:
         with engine.lock:  # two threads with a READ lease each must not make two of them

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tiered.residency import Entry
@@ -33,10 +33,10 @@ class Backlog:
         self.length += 1
         self.reads += transfer.direction is Direction.UP
 
-    def take(self, ways: Collection[Direction]) -> Transfer | None:
-        """Remove and return the next one that goes one of ``ways``."""
-        for (_, way), waiting in self._waiting.items():
-            if waiting and way in ways:
+    def take(self, refused: Mapping[Direction, Urgency]) -> Transfer | None:
+        """Remove and return the next one that is more urgent than what was ``refused`` that way."""
+        for (urgency, way), waiting in self._waiting.items():
+            if waiting and (way not in refused or urgency < refused[way]):
                 _, transfer = waiting.popitem(last=False)
                 self.length -= 1
                 self.reads -= way is Direction.UP
@@ -79,6 +79,7 @@ class Traffic:
         self.snapshots: dict[int, tuple[int, Slot]] = {}  # tier and slot that a transfer down reads, to be given back after it
         self.recorder: Recorder | None = None
         self._transfers: dict[int, tuple[Entry, Transfer]] = {}  # all that have not ended
+        self._refused: list[dict[Direction, Urgency]] = [{} for _ in range(links)]  # by each link, since something ended there
         self._moving: dict[Key, list[tuple[int, Transfer]]] = {}  # the same by tensor, each with its link
 
     @property
@@ -99,18 +100,24 @@ class Traffic:
             self.rising[index].nbytes += transfer.nbytes
         self.queues[index].add(transfer)
 
-    def take(self, index: int, ways: Collection[Direction]) -> Transfer | None:
-        """The next transfer for link ``index`` that goes one of ``ways``; it is started from here on."""
-        return self.queues[index].take(ways)
+    def take(self, index: int) -> Transfer | None:
+        """The next transfer for link ``index``, which may have room for it; it is started from here on."""
+        return self.queues[index].take(self._refused[index])
 
     def put_back(self, index: int, transfer: Transfer) -> None:
-        """The link had no room for it."""
+        """The link had no room for it, and so for nothing that is not more urgent, until something ends there."""
+        self._refused[index][transfer.direction] = transfer.urgency
         transfer.urgency = self.promotions[index].pop(transfer.tag, transfer.urgency)
         self.queues[index].put_back(transfer)
+
+    def idle(self, index: int) -> None:
+        """Nothing is under way on link ``index``, whose end would be a sign to ask again what it refused."""
+        self._refused[index].clear()
 
     def end(self, index: int, tag: int) -> tuple[Entry, Transfer]:
         """Link ``index`` reported the transfer's end."""
         entry, transfer = self._transfers.pop(tag)
+        self._refused[index].clear()
         self.promotions[index].pop(tag, None)
         moving = self._moving[entry.key]
         moving.remove((index, transfer))
