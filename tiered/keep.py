@@ -23,12 +23,11 @@ from typing import NamedTuple
 
 from tiered.types import Key, Then, Use
 
-__all__ = ["Decision", "bytes_moved", "decide", "dying", "plan", "ranked", "settled"]
+__all__ = ["Decision", "bytes_moved", "decide", "dying", "plan", "planned", "ranked", "settled"]
 
 PRICES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0)  # of a write-back, in mean interval lengths; the best one is kept
 PASSES = 8  # of the local search; most end by themselves after three
 BLOCK = 32  # positions that share one set of the intervals kept across them
-SLACKS = (1.0, 0.995, 0.97)  # of the room: a plan for less may do where holes upset the one for all of it
 SIMULATED = 20_000  # touches of a cycle up to which prices are tried; beyond, what is needed last goes first
 SEARCHED = 2_500  # touches up to which the local search is worth its time
 
@@ -55,7 +54,8 @@ def decide(
 def ranked(
     keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], budget: int, *, thorough: bool, then: Then = "again"
 ) -> list[Decision]:
-    """All that are tried, the one that moves the fewest bytes first; one where it makes no difference."""
+    """The rules that are tried, and with ``thorough`` a plan, the one that moves the fewest bytes first; one where it makes no
+    difference."""
     if not 0 < len(keys) <= SIMULATED or budget >= sum(dict(zip(keys, sizes, strict=True)).values()):
         return [Decision()]
     sizes = [max(1, size) for size in sizes]
@@ -65,9 +65,13 @@ def ranked(
     prices = PRICES if any(use is not Use.READ for use in uses) else (0.0,)
     decisions = [Decision(price * mean) for price in prices]
     if thorough and len(keys) <= SEARCHED:
-        rooms = [max(*sizes, int(budget * slack)) for slack in SLACKS] if len(set(sizes)) > 1 else [budget]
-        decisions += [Decision(0.0, tuple(plan(sizes, uses, following, room))) for room in rooms]
+        decisions.append(planned(keys, uses, sizes, budget, then))
     return sorted(decisions, key=lambda decision: bytes_moved(keys, uses, sizes, budget, decision, then))
+
+
+def planned(keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], room: int, then: Then = "again") -> Decision:
+    """What to keep in ``room`` bytes, searched for."""
+    return Decision(0.0, tuple(plan([max(1, size) for size in sizes], uses, _following(keys, then), room)))
 
 
 def bytes_moved(
@@ -296,8 +300,9 @@ class _Plan:
         changes = [(i, *self._flip(i)) for i in wanted]
         for start, stop in (span for i in wanted for span in self._spans(i)):
             while sum(saved for _, saved, _ in changes) >= 0 and (most := -min(self.room[start:stop])) > 0:
-                short = [position for position in range(start, stop) if self.room[position] < 0]
-                lack = _Lack(short[0], short[-1], most)
+                first = next(position for position in range(start, stop) if self.room[position] < 0)
+                last = next(position for position in range(stop - 1, start - 1, -1) if self.room[position] < 0)
+                lack = _Lack(first, last, most)
                 ranks = [(rank(i, until, lack), i) for i, until in self._kept_across(lack.first) if i not in wanted]
                 if not ranks:  # it does not fit, not even by itself
                     return self._undo(changes)

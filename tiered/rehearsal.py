@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tiered.eviction import NextUse
 from tiered.interfaces import Memory, Movable, Streams
-from tiered.keep import SEARCHED, Decision, dying, ranked, settled
+from tiered.keep import SEARCHED, Decision, bytes_moved, dying, planned, ranked, settled
 from tiered.occupancy import MOVED, Occupancy
 from tiered.prefetch import Plan, Touch
 from tiered.residency import Copy, Directory
@@ -26,8 +26,12 @@ __all__ = ["MovablePlaces", "Places", "Rehearsal", "choose", "policy_of"]
 
 SETTLED = 50_000
 """Touches of an order up to which it is worth a second to know what stays; beyond, what is needed last leaves first."""
-REHEARSED = 5
+REHEARSED = 4
 """Decisions, the most promising ones."""
+SLACKS = (0.995, 0.97)
+"""Of the room, for plans that may do where holes upset the one for all of it."""
+UPSET = 1.005
+"""Times what was counted; holes cost a plan at least that much where others are tried."""
 
 
 def choose(
@@ -67,8 +71,13 @@ def _choice(
         return first + rehearsal.rest() if then == "end" else rehearsal.round()  # in the first round all is new
 
     if thorough and len(found) > 1 and len(keys) <= SEARCHED:
+        tried = {decision: moved(decision) for decision in found[:REHEARSED]}
+        whole = next((decision for decision in tried if decision.kept is not None), None)
+        if whole is not None and tried[whole] > UPSET * bytes_moved(keys, uses, sizes, budget, whole, then):
+            rooms = [max(*sizes, int(budget * slack)) for slack in SLACKS]
+            tried |= {decision: moved(decision) for decision in (planned(keys, uses, sizes, room, then) for room in rooms)}
         # Where a plan is not better a rule is taken: leases that last longer than a touch upset it less.
-        best = min(found[:REHEARSED], key=lambda decision: (moved(decision), decision.kept is not None))
+        best = min(tried, key=lambda decision: (tried[decision], decision.kept is not None))
     return settled(keys, uses, sizes, budget, best, then) if spare and len(keys) <= SETTLED else best
 
 
