@@ -54,11 +54,11 @@ def moves(
 
 
 class _Hole(NamedTuple):
-    """``index``: of the slot above it."""
+    """``above``: the number of the slot above it."""
 
     nbytes: int
     offset: int
-    index: int = 0
+    above: int = 0
 
 
 class _Layout:
@@ -135,14 +135,14 @@ class _Layout:
 
     def _above(self, hole: _Hole) -> Iterator[tuple[Slot, int]]:
         """Slots above the hole, the nearest first, each with the bytes that are free behind it."""
-        for index in range(hole.index, len(self._slots)):
+        for index in range(hole.above, len(self._slots)):
             slot = self._slots[index]
             end = self._slots[index + 1].offset if index + 1 < len(self._slots) else self._capacity
             yield slot, end - slot.offset - slot.nbytes
 
     def _below(self, hole: _Hole) -> Iterator[tuple[Slot, int]]:
         """Slots below the hole, likewise."""
-        for index in range(hole.index - 1, -1, -1):
+        for index in range(hole.above - 1, -1, -1):
             slot = self._slots[index]
             before = self._slots[index - 1] if index else Slot(0, 0)
             yield slot, slot.offset - before.offset - before.nbytes
