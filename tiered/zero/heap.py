@@ -1,4 +1,4 @@
-"""Memory that was freed goes back to the system.
+"""Memory that was freed goes back to the system before more is taken from it.
 
 glibc keeps what was freed for later: after gradients and initial values of many MiB came and went, hundreds of MiB stayed
 with the process, in nobody's budget. malloc_trim(3) gives them back. Elsewhere there is no such call, and this does nothing.
@@ -7,24 +7,39 @@ with the process, in nobody's budget. malloc_trim(3) gives them back. Elsewhere 
 from __future__ import annotations
 
 import ctypes
+import os
+
+import psutil
 
 __all__ = ["Trimmer"]
 
 
 class Trimmer:
-    """Trims once ``every`` bytes (8 MiB at least) came and went. What was trimmed must be faulted in anew, so not always."""
+    """Trims where the process has grown by ``every`` bytes (8 MiB at least) beyond what it had after it was trimmed before.
+
+    What was trimmed must be faulted in anew, page by page; a step that trims after each few gradients takes a third longer. What
+    glibc keeps and gives out again makes nothing grow.
+    """
 
     def __init__(self, every: int) -> None:
         self._every, self._passed = max(8 << 20, every), 0
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._most = self._resident()
 
     def passed(self, nbytes: int) -> None:
         """``nbytes`` were allocated and freed."""
         self._passed += nbytes
         if self._passed >= self._every:
-            self.trim()
+            self._passed = 0
+            if self._resident() > self._most + self._every:
+                self.trim()
 
     def trim(self) -> None:
         self._passed = 0
         if self._trim is not None:
             self._trim(0)
+            self._most = max(self._most, self._resident())
+
+    def _resident(self) -> int:
+        """Bytes of memory that the process has."""
+        return int(psutil.Process(os.getpid()).memory_info().rss) if self._trim is not None else 0
