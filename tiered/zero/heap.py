@@ -13,9 +13,14 @@ import psutil
 
 __all__ = ["Trimmer"]
 
+SHARE = 4
+MOST = 256 << 20
+"""A process may grow by this share of what it has, and so many bytes at most, before it is trimmed."""
+
 
 class Trimmer:
-    """Trims where the process has grown by ``every`` bytes (8 MiB at least) beyond what it had after it was trimmed before.
+    """Looks after ``every`` bytes (8 MiB at least), and trims where the process has grown by more than these, and by a quarter,
+    beyond what it had after it was trimmed before.
 
     What was trimmed must be faulted in anew, page by page; a step that trims after each few gradients takes a third longer. What
     glibc keeps and gives out again makes nothing grow.
@@ -31,7 +36,7 @@ class Trimmer:
         self._passed += nbytes
         if self._passed >= self._every:
             self._passed = 0
-            if self._resident() > self._most + self._every:
+            if self._resident() > self._most + max(self._every, min(self._most // SHARE, MOST)):
                 self.trim()
 
     def trim(self) -> None:
