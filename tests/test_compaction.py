@@ -144,6 +144,32 @@ class Place(RuleBasedStateMachine):
         self.arrive(nbytes, slot)
 
     @precondition(lambda self: self.held)
+    @rule(data=st.data(), nbytes=st.integers(1, 20))
+    def make_room_of_neighbours(self, data: st.DataObject, nbytes: int) -> None:
+        """The oracle looks at every row of bytes of that length: whoever is in it goes."""
+        among = set(data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True))) - self.pinned.keys()
+        slots = {key: self.copy(key).slot for key in self.held}
+        costs = []
+        for start in range(self.tier.capacity - nbytes + 1):
+            into = {key for key, slot in slots.items() if slot.offset < start + nbytes and start < slot.offset + slot.nbytes}
+            if into and into <= among:
+                costs.append(sum(slots[key].nbytes for key in into))
+        moved, found = self.place.moved, self.place.together(nbytes, [self.copy(key) for key in sorted(among)])
+        if self.tier.largest >= nbytes:
+            return  # nobody asks
+        assert (found is None) == (not costs)
+        if found is not None:
+            assert sum(copy.slot.nbytes for copy in found) == min(costs)
+            assert {copy.key for copy in found} <= among
+            for copy in found:
+                self.directory.forget(copy.key)
+                del self.held[copy.key]
+            slot = self.place.allocate(nbytes, 0)
+            assert slot is not None
+            assert self.place.moved == moved
+            self.arrive(nbytes, slot)
+
+    @precondition(lambda self: self.held)
     @rule(data=st.data(), how=st.sampled_from(["leased", "written", "aliased", "read from", "written back", "condemned"]))
     def use(self, data: st.DataObject, how: str) -> None:
         key = data.draw(st.sampled_from(sorted(self.held)))

@@ -89,6 +89,11 @@ def test_a_changed_order_is_planned_anew_from_where_it_changes() -> None:
     assert (plan.cursor, plan.next_use("q"), plan.next_use("a")) == (0, 0, NEVER)
 
 
+def planned_from(cursor: int, order: list[str], key: str) -> float:
+    """Looked for touch by touch, a round far."""
+    return next((at for at in range(cursor, cursor + len(order)) if order[at % len(order)] == key), NEVER)
+
+
 @settings(deadline=None)
 @given(
     first=st.lists(st.sampled_from("abcd"), min_size=1, max_size=12),
@@ -99,6 +104,8 @@ def test_a_replaced_plan_is_like_a_new_one(first: list[str], second: list[str], 
     replaced, fresh = Plan(touches(first)), Plan(touches(second))
     for step in range(steps):
         replaced.happened(first[step % len(first)])
+        for key in "abcd":
+            assert replaced.next_use(key) == planned_from(replaced.cursor, first, key), "what it remembers is what it would find"
     replaced.replace(touches(second))
     while fresh.cursor < replaced.cursor:
         fresh.happened(second[fresh.cursor % len(second)])
