@@ -105,7 +105,7 @@ def test_a_replaced_plan_is_like_a_new_one(first: list[str], second: list[str], 
     for step in range(steps):
         replaced.happened(first[step % len(first)])
         for key in "abcd":
-            assert replaced.next_use(key) == planned_from(replaced.cursor, first, key), "what it remembers is what it would find"
+            assert replaced.next_use(key) == planned_from(replaced.cursor, first, key), "as if it remembered nothing"
     replaced.replace(touches(second))
     while fresh.cursor < replaced.cursor:
         fresh.happened(second[fresh.cursor % len(second)])

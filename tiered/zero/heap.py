@@ -22,8 +22,8 @@ class Trimmer:
     """Looks after ``every`` bytes (8 MiB at least), and trims where the process has grown by more than these, and by a quarter,
     beyond what it had after it was trimmed before.
 
-    What was trimmed must be faulted in anew, page by page; a step that trims after each few gradients takes a third longer. What
-    glibc keeps and gives out again makes nothing grow.
+    What was trimmed must be faulted in anew, page by page; a step that trims after every few gradients takes a third longer.
+    What glibc keeps and gives out again makes nothing grow.
     """
 
     def __init__(self, every: int) -> None:
