@@ -1,10 +1,10 @@
 """Promise 15: an exception in a step, or NaN or infinity in it, leaves state byte for byte as it was, and nothing leased.
 
-A model trains beside its twin in memory. Now and then a step is bad: an exception strikes in a hook, in forward, in backward, in
-the optimizer, at the disk; or a gradient is not finite, with clipping and loss scaling and without. ``zero_grad`` follows, or
-``rollback`` where units are updated within backward. The twin leaves that step out (with loss scaling it has the same infinity,
-and torch's scaler leaves it out). Then all the bytes in the store, parameters and states are those of before, and training goes on
-with the bits of the twin.
+A model trains beside its twin in memory. Now and then a step is bad: an exception strikes in a hook, in forward, in backward,
+in the optimizer, at the disk; or a gradient is not finite, with clipping and loss scaling and without. ``zero_grad`` follows,
+or ``rollback`` where units are updated within backward. The twin leaves that step out (with loss scaling it has the same
+infinity, and torch's scaler leaves it out). Then all the bytes in the store, parameters and states are those of before, and
+training goes on with the bits of the twin.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 import copy
 import errno
 import gc
+import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.stress.contents import evict_all
 from tests.stress.tally import Tally, counts
@@ -39,11 +39,14 @@ INFINITE = [float("nan"), float("inf"), float("-inf")]
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The models are too small for more."""
+def small() -> Iterator[None]:
+    """The models are too small for more than one thread; and collections need only look at what is made from here on."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
     yield
+    gc.unfreeze()
     torch.set_num_threads(before)
 
 
@@ -91,7 +94,9 @@ class Side:
         graded = [p for group in self.optimizer.param_groups for p in group["params"]]
         return torch.nn.utils.clip_grad_norm_(sorted(graded, key=lambda p: place[of.get(p, p)]), 0.5, error_if_nonfinite=strict)
 
-    def step(self, number: int, way: str, strict: bool = False, factor: float = 1.0, last: Callable[[], None] = int) -> list[float]:
+    def step(
+        self, number: int, way: str, *, strict: bool = False, factor: float = 1.0, last: Callable[[], object] = int
+    ) -> list[float]:
         """Of two batches, one where updates come within backward. ``last`` is called before ``optimizer.step()``."""
         seen = []
         self.optimizer.zero_grad()
@@ -140,7 +145,7 @@ class Trial:
         ours = zero.AdamW(parameter_groups(model), lr=1e-3, update=update)
         self.ours = Side(model, ours, zero.GradScaler(init_scale=2.0**8, growth_interval=3))
         self.twin = Side(reference, twin, torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3))
-        self.ways = ["plain", "scaled", "scaled, clipped"] if kind == "narrow" else ["plain", "clipped", "scaled", "scaled, clipped"]
+        self.ways = ["plain", "scaled", "scaled, clipped"] + ["clipped"] * (kind != "narrow")
         if update == "in_backward":
             self.ways = ["in backward"]
         self.number, self.fired = 0, 0
@@ -173,38 +178,47 @@ class Trial:
         with self.store._engine.lock:
             assert not [entry.key for entry in self.store._engine.admission.directory.entries() if entry.leased]
 
+    def shuffled(self, all_of: Iterable[str], count: int) -> list[str]:
+        """So many kinds of bad steps, each as often as the others. torch clips mixed types only where they were unscaled."""
+        whats = [what for what in all_of if self.kind != "narrow" or "clipp" not in what or "scaled" in what]
+        self.source.shuffle(whats)
+        return list(itertools.islice(itertools.cycle(whats), count))
+
     # -- what makes a step bad -----------------------------------------------------------------------------------------------
 
     def module(self) -> Any:
         return self.ours.model.get_submodule(self.source.choice(self.computed))
 
-    def striking(self, calls: int = 2) -> Callable[..., None]:
+    def striking(self, calls: int) -> Callable[..., None]:
         """At one of its first ``calls`` calls it raises."""
-        moment, error = iter(range(self.source.randrange(calls) + 1)), self.source.choice([Broken, KeyboardInterrupt])
-        left = [None for _ in moment]
+        moment, error = self.source.randint(1, calls), self.source.choice([Broken, KeyboardInterrupt])
+        called = itertools.count(1)
 
         def strike(*_: object) -> None:
-            if left:
-                left.pop()
-                if not left:
-                    self.fired += 1
-                    raise error
+            if next(called) == moment:
+                self.fired += 1
+                raise error
 
         return strike
 
-    def spoiling(self, of: torch.Tensor, place: int, value: float, call: int, *, counted: bool) -> Callable[[torch.Tensor], Any]:
-        calls: list[None] = []
+    @property
+    def batches(self) -> int:
+        return 1 if self.ways == ["in backward"] else 2
 
-        def spoil(gradient: torch.Tensor) -> torch.Tensor | None:
-            calls.append(None)
-            if len(calls) != call:
-                return None
-            self.fired += counted
-            spoiled = gradient.contiguous().clone()
-            spoiled.view(-1)[place] = value
-            return spoiled
 
-        return spoil
+def spoiling(place: int, value: float, moment: int, spoiled: Callable[[], object]) -> Callable[[torch.Tensor], Any]:
+    """One element of a gradient, at call number ``moment``."""
+    called = itertools.count(1)
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor | None:
+        if next(called) != moment:
+            return None
+        spoiled()
+        found = gradient.contiguous().clone()
+        found.view(-1)[place] = value
+        return found
+
+    return spoil
 
 
 Bad = Callable[[Trial], "AbstractContextManager[tuple[str, dict[str, Any]]]"]
@@ -213,7 +227,7 @@ Bad = Callable[[Trial], "AbstractContextManager[tuple[str, dict[str, Any]]]"]
 
 @contextmanager
 def in_a_module(trial: Trial, register: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    handle = getattr(trial.module(), register)(trial.striking(1 if trial.ways == ["in backward"] else 2))
+    handle = getattr(trial.module(), register)(trial.striking(trial.batches))
     yield trial.source.choice(trial.ways), {}
     handle.remove()
 
@@ -221,7 +235,7 @@ def in_a_module(trial: Trial, register: str) -> Iterator[tuple[str, dict[str, An
 @contextmanager
 def at_a_gradient(trial: Trial, register: str) -> Iterator[tuple[str, dict[str, Any]]]:
     parameter = trial.ours.model.get_parameter(trial.source.choice(trial.graded))
-    handle = getattr(parameter, register)(trial.striking(1 if trial.ways == ["in backward"] else 2))
+    handle = getattr(parameter, register)(trial.striking(trial.batches))
     yield trial.source.choice(trial.ways), {}
     handle.remove()
 
@@ -240,7 +254,6 @@ def before_the_optimizer(trial: Trial) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @contextmanager
 def at_the_disk(trial: Trial) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Unless the step is done before it reads so often: then from a smaller number on."""
     evict_all(trial.store)
     before, trial.disk.allowed = trial.disk.failed, trial.source.randrange(12)
     yield trial.source.choice(trial.ways), {}
@@ -252,12 +265,15 @@ def at_the_disk(trial: Trial) -> Iterator[tuple[str, dict[str, Any]]]:
 def not_finite(trial: Trial, way: str, strict: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
     """One element of one gradient."""
     name, value = trial.source.choice(trial.graded), trial.source.choice(INFINITE)
-    call = 1 if way == "in backward" else trial.source.randint(1, 2)
+    moment = trial.source.randint(1, trial.batches)
     handles = []
-    for side in (trial.ours, trial.twin):
+
+    def spoiled() -> None:
+        trial.fired += 1
+
+    for side, told in ((trial.ours, spoiled), (trial.twin, int)):
         parameter = side.model.get_parameter(name)
-        place = 7 % parameter.numel()
-        handles.append(parameter.register_hook(trial.spoiling(parameter, place, value, call, counted=side is trial.ours)))
+        handles.append(parameter.register_hook(spoiling(7 % parameter.numel(), value, moment, told)))
     yield way, {"strict": strict}
     for handle in handles:
         handle.remove()
@@ -310,11 +326,11 @@ IN_BACKWARD: dict[str, Bad] = {
 EXPECTED = (Broken, KeyboardInterrupt, MisuseError, RuntimeError, TieredError)
 
 
-def bad_step(trial: Trial, what: str, bad: Bad) -> str:
-    """Returns how it ended: "" where loss scaling left it out by itself."""
+def bad_step(trial: Trial, what: str, bad: Bad) -> None:
+    """It raises, but where loss scaling leaves it out by itself."""
     for _ in range(20):
         trial.number += 1
-        before, said = trial.fired, ""
+        before, said, skipped = trial.fired, "", what.startswith("a gradient, scaled")
         with bad(trial) as (way, options):
             try:
                 trial.ours.step(trial.number, way, **options)
@@ -323,11 +339,11 @@ def bad_step(trial: Trial, what: str, bad: Bad) -> str:
                 assert not isinstance(error, MisuseError) or "is not finite" in said, said
                 assert type(error) is not RuntimeError or "non-finite" in said or "not finite" in said, said
             else:
-                if "scaled" in way and trial.fired > before:  # the twin has it, too
+                if skipped:  # the twin has it, too
                     trial.twin.step(trial.number, way, **options)
                     assert trial.ours.scaler.get_scale() == trial.twin.scaler.get_scale()
-        if said or (trial.fired > before and what.startswith("a gradient, scaled")):
-            return said
+        if said or skipped:
+            return
         assert what == "reads that fail", f"{what} struck, and nobody noticed"
         trial.fired = before  # what failed was a hint, and the step was a good one
         trial.twin.step(trial.number, way)
@@ -335,13 +351,11 @@ def bad_step(trial: Trial, what: str, bad: Bad) -> str:
 
 
 @pytest.mark.parametrize("kind", ["plain", "checkpoint", "reentrant", "split", "stored as bf16", "narrow"])
-@counts(1, 4)
+@counts(4, 45)
 def test_it_is_as_if_it_had_not_been(tmp_path: Path, kind: str, count: int, tally: Tally) -> None:
     """Half of them with the updates of the step before still pending."""
     trial = Trial(tmp_path / "state", kind, count, "on_fetch")
-    whats = [what for what in ON_FETCH for _ in range(count) if kind != "narrow" or "clipp" not in what or "scaled" in what]
-    trial.source.shuffle(whats)
-    for at, what in enumerate(whats):
+    for at, what in enumerate(trial.shuffled(ON_FETCH, count)):
         trial.step()
         before = None
         if at % 2:
@@ -362,12 +376,10 @@ def test_it_is_as_if_it_had_not_been(tmp_path: Path, kind: str, count: int, tall
 
 
 @pytest.mark.parametrize("kind", ["plain", "checkpoint", "stored as bf16"])
-@counts(1, 4)
+@counts(3, 30)
 def test_within_backward_it_is_rolled_back(tmp_path: Path, kind: str, count: int, tally: Tally) -> None:
     trial = Trial(tmp_path / "state", kind, count, "in_backward")
-    whats = [what for what in IN_BACKWARD for _ in range(count)]
-    trial.source.shuffle(whats)
-    for what in whats:
+    for what in trial.shuffled(IN_BACKWARD, count):
         trial.step()
         model, optimizer = trial.ours.model, trial.ours.optimizer
         zero.commit(model, optimizer)

@@ -466,8 +466,8 @@ def _told(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement], None
 
 
 def _drop_queued() -> None:
-    """Autograd's queue of this thread keeps what an exception left in it, with all that the graph saved (aliases of units, too),
-    until the thread's next backward. Here is one."""
+    """Autograd's queue of this thread keeps what an exception left in it, with all that the graph saved (aliases of units,
+    too), until the thread's next backward. Here is one."""
     with torch.inference_mode(False), torch.enable_grad():
         torch.zeros((), requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
 
