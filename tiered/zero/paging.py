@@ -191,7 +191,7 @@ class Pager:
     def _leave(self, frame: _Frame) -> None:
         if frame.span is not None:
             frame.span.end()
-        if frame.hooks is not None:
+        if frame.hooks is not None and _hooks_active() == (self._pack, self._unpack):  # else an exception took them away
             frame.hooks.__exit__()
         for unit in reversed(frame.units):
             self._drop(unit)
@@ -493,6 +493,6 @@ def _refuse_updated(unit: Unit, version: int) -> None:
         )
 
 
-def _hooks_active() -> bool:
-    """Whether saved-tensor hooks of somebody (torch.utils.checkpoint, for one) are in force; the innermost pair wins."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+def _hooks_active() -> Any:
+    """The saved-tensor hooks in force, of whoever (torch.utils.checkpoint, for one); the innermost pair wins."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
