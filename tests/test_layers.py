@@ -65,6 +65,7 @@ LAYERS = {
     "opening": "store",
     "verification": "store",
     "atrest": "store",
+    "reading": "store",
     "listing": "store",
     "importing": "store",
     "rehearsal": "store",

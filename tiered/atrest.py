@@ -55,8 +55,8 @@ class StoreAtRest:
         Raises MisuseError (no such store or generation, other paths), StoreLocked (it is open), ManifestError, and OSError.
         """
         self.folder = Path(os.path.expanduser(path))
-        self._fds: list[int] = []
-        self._paths: list[str] = []
+        self.descriptors: list[int] = []  # of its data files, by their index; empty once closed
+        self.places: list[str] = []
         try:
             self.manifest = manifest_of(self.folder, generation)
             self._open(paths)
@@ -83,11 +83,11 @@ class StoreAtRest:
             place = next((place for place in places if (place / file.name).exists()), None)
             if place is None:
                 raise ManifestError(f"the data file {file.name} of {self.folder} is missing in {', '.join(map(str, places))}")
-            self._paths.append(str(place / file.name))
-            self._fds.append(open_to_read(place, file.name))
-            uuid = read_header(self._fds[-1], self._paths[-1], direct=False)[1]
+            self.places.append(str(place / file.name))
+            self.descriptors.append(open_to_read(place, file.name))
+            uuid = read_header(self.descriptors[-1], self.places[-1], direct=False)[1]
             if uuid.hex() != file.uuid:
-                raise ManifestError(f"{self._paths[-1]} is not the file that was committed to: its UUID is another")
+                raise ManifestError(f"{self.places[-1]} is not the file that was committed to: its UUID is another")
 
     def __contains__(self, key: object) -> bool:
         return key in self.records
@@ -134,7 +134,7 @@ class StoreAtRest:
 
     def _piece(self, record: TensorRecord, begin: int, nbytes: int) -> torch.Tensor:
         assert record.extent is not None
-        fd, path = self._fds[record.extent.file], self._paths[record.extent.file]
+        fd, path = self.descriptors[record.extent.file], self.places[record.extent.file]
         data = torch.empty(nbytes, dtype=torch.uint8)
         view, done = data.numpy().data, 0
         where = record.extent.offset + begin
@@ -161,8 +161,8 @@ class StoreAtRest:
 
     def close(self) -> None:
         """Idempotent."""
-        while self._fds:
-            os.close(self._fds.pop())
+        while self.descriptors:
+            os.close(self.descriptors.pop())
 
 
 def _failed(

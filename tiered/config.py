@@ -29,8 +29,9 @@ SMALLEST_DRAM = 1 << 20
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """``path``: the store's folder, None for no disk; ``paths``: folders for its data files, none for that one. ``dram``: bytes
-    of the pool. ``hbm``: bytes on ``device``, 0 for none. ``nvme``: bytes of extents at most (None: what the disks have).
+    """``path``: the store's folder, None for no disk; ``paths``: folders for its data files, none for that one; ``disk`` opens
+    them in another way than to be written to. ``dram``: bytes of the pool. ``hbm``: bytes on ``device``, 0 for none. ``nvme``:
+    bytes of extents at most (None: what the disks have).
 
     ``backend`` is the name of one of ours, or makes another. ``eviction`` makes one policy per tier. ``depth``: requests in
     flight; many small tensors need them, of large ones ``DiskConfig`` bounds the bytes.
@@ -45,6 +46,7 @@ class StoreConfig:
     eviction: Callable[[], EvictionPolicy] = LRU
     depth: int = 64
     paths: Sequence[str | os.PathLike[str]] = ()
+    disk: Callable[[], NvmeTier] | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ def build(config: StoreConfig) -> Parts:
         if config.path is not None:  # the last that can be refused for what was asked: no folder is made for nothing
             backend = open_backend(config.backend, config.depth)
             undo.callback(backend.close)
-            nvme = NvmeTier.open(NvmeConfig(config.path, config.nvme, paths=config.paths))
+            opened = NvmeConfig(config.path, config.nvme, paths=config.paths)
+            nvme = NvmeTier.open(opened) if config.disk is None else config.disk()
             undo.callback(nvme.close)
         dram = DramTier(DramConfig(config.dram, alignment=nvme.alignment if nvme else 64))
         undo.callback(dram.close)

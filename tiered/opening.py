@@ -19,7 +19,7 @@ from tiered.residency import Copy
 from tiered.sizes import parse_size
 from tiered.types import BackendName, Slot
 
-__all__ = ["Durability", "Wishes", "assemble"]
+__all__ = ["Durability", "Wishes", "assemble", "begin", "config_of", "refuse", "warn_buffered"]
 
 Durability = Literal["commit", "none"]
 
@@ -51,21 +51,8 @@ def assemble(wishes: Wishes) -> tuple[Parts, Engine, Commits | None]:
 
     Raises as ``TieredStore.open`` says; nothing stays open then.
     """
-    _refuse(wishes)
-    try:
-        parts = build(_config(wishes))
-    except OSError as error:  # what the parts do not expect of a healthy filesystem
-        where = error.filename or wishes.path
-        raise TieredError(f"cannot open the store: {where}: {error.strerror} (errno {error.errno})") from error
-    try:
-        engine = Engine(parts.tiers, parts.links, parts.policies, EngineConfig(deadline=wishes.deadline))
-    except BaseException as error:
-        for link in parts.links:
-            link.close()
-        parts.close()
-        if isinstance(error, OSError):
-            raise TieredError(f"cannot open the store: {error.strerror} (errno {error.errno})") from error
-        raise
+    refuse(wishes)
+    parts, engine = begin(wishes, config_of(wishes))
     try:
         commits = None
         if parts.nvme is not None:
@@ -81,16 +68,37 @@ def assemble(wishes: Wishes) -> tuple[Parts, Engine, Commits | None]:
         parts.close()
         raise
     if parts.nvme is not None and not parts.nvme.direct:
-        buffered = next(file.folder for file in parts.nvme.files if not file.direct)
-        warnings.warn(
-            f"the filesystem of {buffered} has no O_DIRECT: I/O goes through the page cache, "
-            "slower and with memory that is not in the budget",
-            stacklevel=3,  # where TieredStore.open is called
-        )
+        warn_buffered(next(file.folder for file in parts.nvme.files if not file.direct))
     return parts, engine, None if wishes.scratch else commits
 
 
-def _refuse(wishes: Wishes) -> None:
+def begin(wishes: Wishes, config: StoreConfig) -> tuple[Parts, Engine]:
+    """The parts and the engine, not started. Raises as ``TieredStore.open`` says; nothing stays open then."""
+    try:
+        parts = build(config)
+    except OSError as error:  # what the parts do not expect of a healthy filesystem
+        where = error.filename or wishes.path
+        raise TieredError(f"cannot open the store: {where}: {error.strerror} (errno {error.errno})") from error
+    try:
+        return parts, Engine(parts.tiers, parts.links, parts.policies, EngineConfig(deadline=wishes.deadline))
+    except BaseException as error:
+        for link in parts.links:
+            link.close()
+        parts.close()
+        if isinstance(error, OSError):
+            raise TieredError(f"cannot open the store: {error.strerror} (errno {error.errno})") from error
+        raise
+
+
+def warn_buffered(folder: str) -> None:
+    warnings.warn(
+        f"the filesystem of {folder} has no O_DIRECT: I/O goes through the page cache, "
+        "slower and with memory that is not in the budget",
+        stacklevel=4,  # where TieredStore.open is called
+    )
+
+
+def refuse(wishes: Wishes) -> None:
     """Raise MisuseError for arguments that mean nothing."""
     path, keep, deadline, generation = wishes.path, wishes.keep, wishes.deadline, wishes.generation
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
@@ -120,7 +128,7 @@ def _is_path(path: object) -> bool:
     return isinstance(path, str | os.PathLike) and isinstance(os.fspath(path), str)
 
 
-def _config(wishes: Wishes) -> StoreConfig:
+def config_of(wishes: Wishes) -> StoreConfig:
     return StoreConfig(
         wishes.path if wishes.path is None else os.path.expanduser(wishes.path),
         default_dram() if wishes.dram is None else parse_size(wishes.dram),

@@ -12,9 +12,10 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from tiered.errors import MisuseError
 from tiered.types import Key, Then, Use
 
-__all__ = ["NEVER", "Plan", "Record", "Touch"]
+__all__ = ["NEVER", "Plan", "Record", "Touch", "touch_of"]
 
 NEVER = math.inf
 """The next use of what is not in the order, or not in the rest of one that ends."""
@@ -150,3 +151,18 @@ class Plan:
 
     def _sum_up(self) -> None:
         self._before = [0.0, *itertools.accumulate(self._took)]
+
+
+def touch_of(touch: object) -> Touch:
+    """What an order may hold: a touch, or a key that is read. Raises MisuseError."""
+    if isinstance(touch, str):
+        return Touch(touch)
+    if not (
+        isinstance(touch, Touch)
+        and isinstance(touch.key, str)
+        and isinstance(touch.use, Use)
+        and type(touch.nbytes) is int
+        and touch.nbytes >= 0
+    ):
+        raise MisuseError(f"an order is what trace() wrote down, or a list of keys; {touch!r} is neither a touch nor a key")
+    return touch

@@ -21,7 +21,7 @@ from tiered.eviction import LRU
 from tiered.interfaces import EvictionPolicy, IOBackend
 from tiered.lease import LeaseOfMany, LeaseOfOne
 from tiered.opening import Wishes, assemble
-from tiered.prefetch import Record, Touch
+from tiered.prefetch import Record, Touch, touch_of
 from tiered.rehearsal import choose, policy_of
 from tiered.requests import Delete, Install, Room
 from tiered.stats import StoreStatistics
@@ -37,7 +37,7 @@ from tiered.tensors import (
     spec_of,
 )
 from tiered.timeline import NO_SPAN, Span, Timeline
-from tiered.types import Access, BackendName, Key, TensorSpec, Use
+from tiered.types import Access, BackendName, Key, TensorSpec
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -81,6 +81,7 @@ class TieredStore:
         device: str | torch.device = "cuda",
         nvme: int | str | None = None,
         generation: int | None = None,
+        access: Access | str = Access.WRITE,
         durability: Literal["commit", "none"] = "commit",
         backend: BackendName | Callable[[], IOBackend] = "auto",
         eviction: Callable[[], EvictionPolicy] = LRU,
@@ -94,7 +95,8 @@ class TieredStore:
         on ``device`` (default: no such tier; device="cpu" stands in for one), ``nvme`` that of the disk (default: what it has).
         ``path`` None is a store without a disk. ``durability="none"`` is scratch: nothing can be committed, and the files are
         gone at close. ``keep`` is how many generations stay on disk. ``deadline`` is how many seconds a call waits for room
-        before it raises and names who holds it.
+        before it raises and names who holds it. ``access="read"`` opens a commit to look at it, beside a job that died, or in a
+        folder that cannot be written to: nothing there is created or changed, several may do so at once, and what would raises.
 
         ``paths`` are for several drives: a list of folders, one on each, and each gets one data file; ``path`` then has the
         manifests only. Whole tensors go to the drive with the fewest bytes in use. To reopen, give the same folders, in any
@@ -109,6 +111,10 @@ class TieredStore:
         missing or another store's).
         """
         wishes = Wishes(path, dram, hbm, device, nvme, generation, durability, backend, eviction, keep, deadline, paths)
+        if _access(access) is Access.READ:
+            from tiered.reading import open_to_read
+
+            return open_to_read(wishes)
         parts, engine, commits = assemble(wishes)
         store = cls(parts, engine, commits, scratch=wishes.scratch)
         engine.start()
@@ -167,6 +173,7 @@ class TieredStore:
 
     def _put(self, key: Key, spec: TensorSpec, tier: int, fill: Callable[[torch.Tensor], None] | None) -> None:
         engine = self._running()
+        self._refuse_to_read_only()
         if spec.nbytes > self._parts.tiers[tier].capacity or spec.nbytes > self._parts.tiers[self._parts.dram].capacity:
             tier = self._parts.dram  # what that cannot hold could never leave the tiers above it: refused
         room = Room(tier, max(1, spec.nbytes), key)
@@ -225,9 +232,9 @@ class TieredStore:
         Entering raises KeyNotFound, LeaseConflict, TransferError, and CapacityError after the deadline. Leaving a READ lease
         whose tensor was written to raises MisuseError.
         """
-        wanted = _ACCESS.get(access) if isinstance(access, str | Access) else None
-        if wanted is None:
-            raise MisuseError(f"access is 'read' or 'write', not {access!r}")
+        wanted = _access(access)
+        if wanted is Access.WRITE:
+            self._refuse_to_read_only()
         index = self._tier_index(tier)
         memory = self._parts.memories[index]
         if isinstance(key, str):
@@ -295,7 +302,7 @@ class TieredStore:
         if effort not in ("quick", "thorough") or prefetch not in ("on", "off") or then not in ("again", "end"):
             raise MisuseError("effort is 'quick' or 'thorough', prefetch is 'on' or 'off', then is 'again' or 'end'")
         engine = self._running()
-        touches = [_touch(touch) for touch in listed(order)]
+        touches = [touch_of(touch) for touch in listed(order)]
         keys, uses = [touch.key for touch in touches], [touch.use for touch in touches]
         found = {touch.key: touch.nbytes for touch in touches} | engine.sizes(keys)
         goals = [self._tier_index(touch.tier) for touch in touches]
@@ -320,6 +327,7 @@ class TieredStore:
     def delete(self, key: Key) -> None:
         """Forget ``key``; its room is free once nothing refers to it. Raises KeyNotFound, LeaseConflict while it is leased."""
         refuse_keys([key])
+        self._refuse_to_read_only()
         self._running().wait(Delete(key))
 
     def __contains__(self, key: object) -> bool:
@@ -397,6 +405,7 @@ class TieredStore:
 
     def _committing(self, meta: object) -> Commits:
         self._running()
+        self._refuse_to_read_only()
         if self._commits is None:
             raise MisuseError("nothing can be made durable without a disk, or with durability='none'")
         if meta is not None and not isinstance(meta, Mapping):
@@ -469,6 +478,16 @@ class TieredStore:
             raise StoreClosed(f"{self._name} is closed")
         return self._engine
 
+    def _refuse_to_read_only(self) -> None:
+        """Raise MisuseError where nothing may be changed."""
+
+
+def _access(access: Access | str) -> Access:
+    found = _ACCESS.get(access) if isinstance(access, str | Access) else None
+    if found is None:
+        raise MisuseError(f"access is 'read' or 'write', not {access!r}")
+    return found
+
 
 def _shut_down(engine: Engine, parts: Parts, pid: int, scratch: bool) -> None:
     if os.getpid() != pid:
@@ -479,17 +498,3 @@ def _shut_down(engine: Engine, parts: Parts, pid: int, scratch: bool) -> None:
     if scratch and parts.nvme is not None and not parts.nvme.closed:
         parts.nvme.remove()
     parts.close()
-
-
-def _touch(touch: object) -> Touch:
-    if isinstance(touch, str):
-        return Touch(touch)
-    if not (
-        isinstance(touch, Touch)
-        and isinstance(touch.key, str)
-        and isinstance(touch.use, Use)
-        and type(touch.nbytes) is int
-        and touch.nbytes >= 0
-    ):
-        raise MisuseError(f"an order is what trace() wrote down, or a list of keys; {touch!r} is neither a touch nor a key")
-    return touch

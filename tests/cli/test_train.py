@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -234,6 +235,14 @@ class TestBadWorld:
         shown = failure(capsys, "train", *TINY, "--dir", tmp_path / "store", "--json", tmp_path / "no" / "it.json")
         assert "it.json: No such file" in shown
         assert not (tmp_path / "store").exists()
+
+    def test_a_training_that_diverges_keeps_what_was_finite(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        run = ["train", *TINY, "--dir", tmp_path / "store", "--steps", 9, "--warmup", 1, "--commit-every", 1, "--lr", "1e30"]
+        assert re.search(r"of step (\d) is (nan|inf): training diverged, .* smaller --lr", failure(capsys, *run))
+        with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+            assert store.meta["step"] >= 1
+            assert math.isfinite(store.meta["loss"])
+            store.close()
 
     def test_disk_too_small(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         huge = ["--width", 32768, "--heads", 32, "--layers", 400]

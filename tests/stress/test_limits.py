@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.stress.cgroups import cgroup, enter
 from tests.stress.children import forked
 from tests.stress.syscalls import Child
 from tests.stress.tally import Tally, counts
@@ -20,26 +20,6 @@ from tiered.config import _cgroup_room, _page_cache
 
 PROMISE = "17 (limits)"
 MIB = 1 << 20
-V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
-
-
-@contextmanager
-def cgroup(nbytes: int) -> Iterator[Path]:
-    """A memory cgroup with this limit, below the one that we are in."""
-    name = f"tiered-test-{os.getpid()}"
-    root, limit = (V1, "memory.limit_in_bytes") if (V1 / "memory.limit_in_bytes").exists() else (V2, "memory.max")
-    folder = root / name
-    try:
-        folder.mkdir()
-        (folder / limit).write_text(str(nbytes))
-    except OSError as error:
-        if folder.exists():
-            folder.rmdir()
-        pytest.skip(f"no memory cgroup can be made here: {error}")
-    try:
-        yield folder
-    finally:
-        folder.rmdir()
 
 
 def opening(path: Path | None, dram: int, before: Callable[[], object]) -> Callable[[Child], None]:
@@ -59,10 +39,6 @@ def opening(path: Path | None, dram: int, before: Callable[[], object]) -> Calla
             child.say(f"refused: {error}")
 
     return body
-
-
-def enter(folder: Path) -> None:
-    (folder / "cgroup.procs").write_text(str(os.getpid()))
 
 
 @counts(3, 12)

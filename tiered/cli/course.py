@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tiered.errors import MisuseError
+
 if TYPE_CHECKING:
     from tiered.cli.text import Text
     from tiered.cli.train import Options
@@ -99,14 +101,24 @@ class Course:
         for _ in range(options.accumulate):
             inputs, targets = self._text.batch(options.batch, self.data)
             loss = F.cross_entropy(self._model(inputs).flatten(0, 1), targets.flatten())
+            losses.append(self._finite("loss", loss))
             (loss / options.accumulate).backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.item())
-        norm = self._clip(options.clip).item() if options.clip else None
+        norm = self._finite("norm of the gradients", self._clip(options.clip)) if options.clip else None
         self._optimizer.step()
         self.scheduler.step()
         self.done += 1
         self._begun = None
         return Result(self.done, tuple(losses), norm)
+
+    def _finite(self, what: str, value: torch.Tensor) -> float:
+        """Raises MisuseError where it is NaN or infinite: this step would make every parameter NaN."""
+        found: float = value.item()
+        if not math.isfinite(found):
+            raise MisuseError(
+                f"the {what} of step {self.done + 1} is {found}: training diverged, and nothing of that step was kept; begin "
+                "again with a smaller --lr"
+            )
+        return found
 
     def give_up_step(self) -> None:
         """All as before the step that an exception in forward or backward interrupted; its graph must be gone."""

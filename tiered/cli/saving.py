@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -68,7 +67,6 @@ class Saving:
             future.result()
 
     def _what(self) -> dict[str, Any]:
-        last = self._losses[-1]
         return {
             "scheduler": self._course.scheduler,
             "data": self._course.data,
@@ -83,7 +81,7 @@ class Saving:
             "meta": {
                 "command": "train",
                 "step": self._course.done,
-                "loss": last if math.isfinite(last) else str(last),  # JSON has no NaN, and a run that diverged is worth keeping
+                "loss": self._losses[-1],
                 "seed": self._options.seed,
                 "opening": {name: self._kept[name] for name in ("dram", "backend", "commit_every")},
             },

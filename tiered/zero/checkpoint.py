@@ -194,7 +194,6 @@ def _of_unit(unit: Unit) -> dict[str, Any]:
             "expected": state.expected,
             "norms": state.norms,
             "orders": sorted(state.orders),
-            "watched": state.watched,
             "finite": state.finite,
         }
     unit.close_gradient()
@@ -276,7 +275,7 @@ def recall(pager: Pager) -> None:
             kept = found["gradients"][placement.name]
             state.scales, state.wide_scales = list(kept["scales"]), list(kept["wide_scales"])
             state.expected, state.norms, state.orders = kept["expected"], dict(kept["norms"]), set(kept["orders"])
-            state.watched, state.finite, state.spent, state.accumulate = kept["watched"], kept["finite"], False, False
+            state.finite, state.spent, state.accumulate = kept["finite"], False, False
             placement.parameter.grad = state.marker if kept["there"] else None
     modules = dict(pager.model.named_modules())
     for name, value in record["buffers"].items():

@@ -94,26 +94,29 @@ class AdamW(Optimizer):
         """One AdamW step for every parameter that has a gradient. ``closure`` as in torch; returns what it returns, else None.
 
         Applies updates of an earlier step that nothing has asked for yet; so it may wait for the store, and raise what that
-        raises. Raises MisuseError, with nothing changed, where the gradient of a bf16 parameter is infinite or NaN.
+        raises. Raises MisuseError where a gradient has infinity or NaN. After either no parameter has had this step:
+        ``zero_grad`` leaves it out.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         updates: dict[Unit, dict[Placement, Update]] = {}
+        for pager in self._pagers():
+            pager.reset()
         for group in self.param_groups:
             rule = _rule(group)
             for parameter in group["params"]:
                 _, unit, placement = placement_of(parameter)
                 unit.close_step(placement)
                 if parameter.grad is not None:
-                    unit.refuse_infinite(placement)  # before anything is marked
+                    unit.refuse_infinite(placement)
+                    unit.close_gradient()
                     step = self.steps.get(placement, 0) + 1
                     updates.setdefault(unit, {})[placement] = Update(rule, step)
-        for pager in self._pagers():
-            pager.reset()
-        for unit, changed in updates.items():
+        for unit in updates:  # the last that can fail, before anything is marked
             unit.settle()  # an earlier update that nothing has asked for yet
+        for unit, changed in updates.items():
             self._mark(unit, changed)
         for rehearsal in dict.fromkeys(pager.rehearsal for pager in self._pagers()):
             rehearsal.step_ended()
@@ -121,16 +124,21 @@ class AdamW(Optimizer):
 
     def _mark(self, unit: Unit, changed: dict[Placement, Update]) -> None:
         for placement, update in changed.items():
-            unit.collect_gradient(placement)
             state = unit.gradients[placement]
             changed[placement] = Update(update.rule, update.step, tuple(state.scales), tuple(state.wide_scales))
             self.steps[placement] = update.step
-        unit.close_gradient()
         unit.pending = Pending(changed)
         unit.version += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; with ``set_to_none=False`` they become zeros (hence an update follows), as in torch."""
+        """Forget the gradients; with ``set_to_none=False`` they become zeros (hence an update follows), as in torch.
+
+        After an exception in forward or backward nothing is held any more, and all is as before that step (with
+        ``update="in_backward"``, where units may have been updated by then, ``zero.rollback`` does that).
+        """
+        for pager in self._pagers():
+            if not pager.computing:
+                pager.reset()  # what an exception left held
         units: dict[Unit, list[Placement]] = {}
         for parameter in self._parameters():
             _, unit, placement = placement_of(parameter)
@@ -138,12 +146,13 @@ class AdamW(Optimizer):
                 parameter.grad = None
             elif parameter.grad is not None:
                 units.setdefault(unit, []).append(placement)
-        for unit, placements in units.items():
-            if set_to_none:
-                for placement in placements:
-                    placement.parameter.grad = None
+        if set_to_none:
+            for placement in (placement for placements in units.values() for placement in placements):
+                placement.parameter.grad = None
+            for unit in self._units():  # also of one that no parameter shows, when an exception struck as it was stored
                 unit.forget_gradients()
-            else:
+        else:
+            for unit, placements in units.items():
                 unit.settle()
                 for placement in placements:
                     unit.take_gradient(placement, torch.zeros((), dtype=placement.dtype).expand(placement.shape))

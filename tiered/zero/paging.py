@@ -11,6 +11,7 @@ pushed only where no others are active, and its recomputation is an ordinary for
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -190,7 +191,7 @@ class Pager:
     def _leave(self, frame: _Frame) -> None:
         if frame.span is not None:
             frame.span.end()
-        if frame.hooks is not None:
+        if frame.hooks is not None and _hooks_active() == (self._pack, self._unpack):  # else an exception took them away
             frame.hooks.__exit__()
         for unit in reversed(frame.units):
             self._drop(unit)
@@ -236,11 +237,16 @@ class Pager:
 
     @property
     def computing(self) -> bool:
-        """Whether this is called from within forward or backward."""
-        return bool(self._frames) or torch._C._current_graph_task_id() != -1
+        """Whether this is called from within forward or backward.
+
+        A frame alone does not say so: after Ctrl-C torch calls no hook, not even with ``always_call``, which is for Exceptions.
+        """
+        return torch._C._current_graph_task_id() != -1 or bool(self._frames and _running({f.module for f in self._frames}))
 
     def reset(self) -> None:
         """Let go of everything, also what an exception or Ctrl-C left held. The next forward starts from nothing."""
+        if self._in_backward and torch._C._current_graph_task_id() == -1:
+            _drop_queued()
         while self._frames:
             self._leave(self._frames.pop())
         self._end_backward()
@@ -459,6 +465,23 @@ def _told(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement], None
     return hook
 
 
+def _drop_queued() -> None:
+    """Autograd's queue of this thread keeps what an exception left in it, with all that the graph saved (aliases of units,
+    too), until the thread's next backward. Here is one."""
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.zeros((), requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
+
+
+def _running(modules: set[nn.Module]) -> bool:
+    """Whether one of them is being called, further up in this thread."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") in modules:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 def _names(units: Iterable[Unit]) -> str:
     return ", ".join(unit.plan.name for unit in units)
 
@@ -470,6 +493,6 @@ def _refuse_updated(unit: Unit, version: int) -> None:
         )
 
 
-def _hooks_active() -> bool:
-    """Whether saved-tensor hooks of somebody (torch.utils.checkpoint, for one) are in force; the innermost pair wins."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+def _hooks_active() -> Any:
+    """The saved-tensor hooks in force, of whoever (torch.utils.checkpoint, for one); the innermost pair wins."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)

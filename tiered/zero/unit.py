@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -31,9 +32,8 @@ class GradientState:
     """``scales``: factors that the stored gradient has yet to be multiplied by; and then, as fp32 where its type is narrower,
     ``wide_scales``, of which there are some once a scaled loss was undone. ``norms``: those known of it, by order. ``orders``:
     those that somebody asked for before, worth computing while a gradient is at hand; they will be asked for when it has been
-    multiplied by ``expected``, if it is as last time. ``finite``: whether the
-    stored gradient, as it is, has neither NaN nor infinity; ``watched``: whether that is worth knowing.
-    ``spent``: it was used up by an update within backward, and ``optimizer.step()`` was not called since."""
+    multiplied by ``expected``, if it is as last time. ``finite``: whether the stored gradient, as it is, has neither NaN nor
+    infinity. ``spent``: it was used up by an update within backward, and ``optimizer.step()`` was not called since."""
 
     marker: StoredGradient
     scales: list[torch.Tensor] = field(default_factory=list)
@@ -42,7 +42,6 @@ class GradientState:
     norms: dict[float, torch.Tensor] = field(default_factory=dict)
     orders: set[float] = field(default_factory=set)
     accumulate: bool = False
-    watched: bool = False
     finite: bool = True
     spent: bool = False
 
@@ -66,9 +65,7 @@ class Unit:
         self.pending: Pending | None = None
         self.base: torch.Tensor | None = None
         self.gradients = {
-            p: GradientState(StoredGradient(p.parameter, p.name), watched=p.stored is torch.bfloat16)
-            for p in plan.placements
-            if p.dtype.is_floating_point
+            p: GradientState(StoredGradient(p.parameter, p.name)) for p in plan.placements if p.dtype.is_floating_point
         }
         self._holders = 0
         self._access = Access.READ
@@ -237,8 +234,7 @@ class Unit:
         if state.orders:
             ready = target if state.expected is None else _widened(target).mul(state.expected)
             state.norms = {order: torch.linalg.vector_norm(ready, order) for order in state.orders}
-        if state.watched:
-            state.finite = all_finite(target)
+        state.finite = _has_finite_norm(state) or all_finite(target)
         placement.parameter.grad = state.marker
 
     def _open_gradient(self) -> torch.Tensor:
@@ -304,32 +300,20 @@ class Unit:
         it was finite before."""
         self.collect_gradient(placement)
         state = self.gradients[placement]
-        finite = self._is_finite(placement)
+        finite = _is_finite(state)
         if state.scales or state.wide_scales or state.expected is None or not torch.equal(state.expected, factor):
             state.norms.clear()
         state.expected = factor
         state.wide_scales.append(factor)
         return finite
 
-    def _is_finite(self, placement: Placement) -> bool:
-        state = self.gradients[placement]
-        if not state.watched:  # from now on, when they arrive
-            state.watched = True
-            self.close_gradient()
-            with self.store.lease(self.gradient_key) as stored:
-                state.finite = all_finite(placement.view(stored))
-                del stored
-        return state.finite and all(bool(torch.isfinite(scale)) for scale in (*state.scales, *state.wide_scales))
-
     def refuse_infinite(self, placement: Placement) -> None:
-        """Raise MisuseError if the gradient would make the fp32 master of a bf16 parameter infinite or NaN."""
-        if placement.stored is not torch.bfloat16:
-            return
+        """Raise MisuseError if the gradient has NaN or infinity, or is to be multiplied by such a factor."""
         self.collect_gradient(placement)
-        if not self._is_finite(placement):
+        if not _is_finite(self.gradients[placement]):
             raise MisuseError(
-                f"the gradient of {placement.name!r} is not finite, and would make a bfloat16 parameter NaN: leave this step "
-                "out (optimizer.zero_grad())"
+                f"the gradient of {placement.name!r} is not finite, and would make the parameter NaN: leave this step out "
+                "(optimizer.zero_grad()), or scale the loss with tiered.zero.GradScaler, which does so by itself"
             )
 
     def forget_gradients(self) -> None:
@@ -363,7 +347,7 @@ class Unit:
     def update(self, placements: Sequence[Placement]) -> None:
         """Update these with the gradients that have arrived, which are gone then; nobody holds the unit.
 
-        Raises MisuseError, with nothing changed, where the gradient of a bf16 parameter is not finite; what ``settle`` raises.
+        Raises MisuseError, with nothing changed, where a gradient is not finite; what ``settle`` raises.
         """
         self.settle()
         for placement in placements:
@@ -445,6 +429,15 @@ class Unit:
 
 def _living(storages: list[StorageWeakRef]) -> list[StorageWeakRef]:
     return [storage for storage in storages if not storage.expired()]  # type: ignore[no-untyped-call]
+
+
+def _has_finite_norm(state: GradientState) -> bool:
+    """Then it is known of all elements. From order 1 on: one NaN or infinity makes these NaN or infinite."""
+    return any(order >= 1 and math.isfinite(norm) for order, norm in state.norms.items())
+
+
+def _is_finite(state: GradientState) -> bool:
+    return state.finite and all(bool(torch.isfinite(scale)) for scale in (*state.scales, *state.wide_scales))
 
 
 def _widened(gradient: torch.Tensor) -> torch.Tensor:
