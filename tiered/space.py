@@ -78,12 +78,12 @@ class FreeSpace:
         self._insert(offset, size)
 
     def free_all(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """``free`` each (offset, size); neighbours go together, which is quicker for many."""
-        begin = end = 0
-        for offset, size in sorted(ranges):
-            if self._used.get(offset) != size:
+        """``free`` each (offset, size), each named once; neighbours go together, which is quicker for many."""
+        sizes, used, begin, end = dict(ranges), self._used, 0, 0
+        for offset in sorted(sizes):  # of numbers: pairs compare slowly
+            size = sizes[offset]
+            if used.pop(offset, None) != size:
                 raise AssertionError(f"free of [{offset}, {offset + size}), which is not in use as one range")
-            del self._used[offset]
             if offset != end:
                 if end > begin:
                     self._insert(begin, end - begin)

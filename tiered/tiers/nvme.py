@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -101,8 +101,7 @@ class NvmeTier:
         if self._limit is not None:
             self._limit -= self._limit % self.alignment
         self._live: set[Slot] = set()  # referenced by the store
-        self._kept: dict[int, list[Slot]] = {}  # generation -> what it references
-        self._references: dict[Slot, int] = {}  # how many kept generations reference it
+        self._kept: dict[int, dict[Slot, None]] = {}  # generation -> what it references; few, so each is asked
 
     # What it is
 
@@ -166,7 +165,7 @@ class NvmeTier:
         if slot not in self._live:
             raise AssertionError(f"free of {slot}, which the store does not hold")
         self._live.remove(slot)
-        if slot not in self._references:
+        if not self._is_kept(slot):
             self._give_back([slot])
 
     def claim(self, slot: Slot) -> None:
@@ -176,7 +175,7 @@ class NvmeTier:
         claim and retain those of the newest. Raises ManifestError when the extent cannot be: misaligned, beyond the end
         of the file, or overlapping another one.
         """
-        if slot not in self._references or slot in self._live:
+        if slot in self._live or not self._is_kept(slot):
             index, offset = self.extent(slot)
             if not 0 <= index < len(self.files):
                 raise ManifestError(f"{self.folder}: the manifest names data file {index}; there are {len(self.files)}")
@@ -198,42 +197,42 @@ class NvmeTier:
         file = self.files[slot.offset >> FILE_BITS]
         return Location(file.fd, slot.offset & (1 << FILE_BITS) - 1, file.path)
 
-    def _give_back(self, slots: Sequence[Slot]) -> None:
+    def _is_kept(self, slot: Slot) -> bool:
+        return any(slot in kept for kept in self._kept.values())
+
+    def _give_back(self, slots: Collection[Slot]) -> None:
+        if len(self.files) == 1:
+            self.files[0].free(slots)  # there a slot is an offset and a size
+            return
         for file in self.files:
             there = (slot for slot in slots if slot.offset >> FILE_BITS == file.index)
             file.free((self.extent(slot)[1], slot.nbytes) for slot in there)
 
     def retain(self, generation: int, slots: Iterable[Slot]) -> None:
-        """Pin the extents of a committed generation. Each must be in use, and named once."""
-        kept = list(slots)
+        """Pin the extents of a committed generation. Each must be in use, and named once; so no two of them overlap."""
+        named = list(slots)
+        kept = dict.fromkeys(named)
         if generation in self._kept:
             raise AssertionError(f"generation {generation} is kept already")
-        if len(set(kept)) != len(kept) or not all(slot in self._live or slot in self._references for slot in kept):
+        if len(kept) != len(named) or not all(map(self._is_kept, kept.keys() - self._live)):
             raise AssertionError(f"generation {generation} references an extent that is not in use, or one twice")
         self._kept[generation] = kept
-        references = self._references
-        for slot in kept:
-            references[slot] = references.get(slot, 0) + 1
 
     def pin(self, generation: int, slot: Slot) -> None:
         """Pin one more extent of a generation that is retained."""
         if slot not in self._live:
             raise AssertionError(f"generation {generation} references an extent that is not in use")
-        self._kept[generation].append(slot)
-        self._references[slot] = self._references.get(slot, 0) + 1
+        self._kept[generation][slot] = None
 
     def release(self, generation: int) -> None:
         """Unpin a generation. Only after whatever made it readable is durably gone."""
         if generation not in self._kept:
             raise AssertionError(f"generation {generation} is not kept")
-        references, unused = self._references, []
-        for slot in self._kept.pop(generation):
-            references[slot] -= 1
-            if not references[slot]:
-                del references[slot]
-                if slot not in self._live:
-                    unused.append(slot)
-        self._give_back(unused)
+        dropped = self._kept.pop(generation)
+        unused = dropped.keys() - self._live
+        for kept in self._kept.values():
+            unused.difference_update(kept)
+        self._give_back([slot for slot in dropped if slot in unused])  # in their order: nearly that of the disk
 
     @property
     def generations(self) -> tuple[int, ...]:
