@@ -224,9 +224,10 @@ class Commits:
                 f"since generation {self.generation} cannot be trusted: close the store and reopen that generation"
             )
             raise CommitError(self._condemned) from error
+        generations.prepare(nvme.folder, draft.manifest.generation, draft.encoded)
         self._kept.append(draft.manifest.generation)  # also when the next line fails: a power loss may still show it
         draft.keep()
-        generations.write(nvme.folder, draft.manifest, draft.encoded)
+        generations.publish(nvme.folder, draft.manifest.generation)
         self.newest, self._went_back = draft.manifest, False
         self._drop_old()
         return draft.manifest.generation
