@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -101,7 +101,8 @@ class NvmeTier:
         if self._limit is not None:
             self._limit -= self._limit % self.alignment
         self._live: set[Slot] = set()  # referenced by the store
-        self._kept: dict[int, dict[Slot, None]] = {}  # generation -> what it references; few, so each is asked
+        self._kept: dict[int, set[Slot]] = {}  # generation -> what it references; few, so each is asked
+        self._left: dict[int, dict[int, int]] = {}  # generation -> what only it and older ones do: slots' offsets and sizes
 
     # What it is
 
@@ -165,8 +166,7 @@ class NvmeTier:
         if slot not in self._live:
             raise AssertionError(f"free of {slot}, which the store does not hold")
         self._live.remove(slot)
-        if not self._is_kept(slot):
-            self._give_back([slot])
+        self._leave(slot)
 
     def claim(self, slot: Slot) -> None:
         """Take the extent that a manifest names: from the free space, or from kept generations that share it.
@@ -175,11 +175,14 @@ class NvmeTier:
         claim and retain those of the newest. Raises ManifestError when the extent cannot be: misaligned, beyond the end
         of the file, or overlapping another one.
         """
-        if slot in self._live or not self._is_kept(slot):
+        last = self._last(slot)
+        if slot in self._live or last is None:
             index, offset = self.extent(slot)
             if not 0 <= index < len(self.files):
                 raise ManifestError(f"{self.folder}: the manifest names data file {index}; there are {len(self.files)}")
             self.files[index].claim(offset, slot.nbytes)
+        else:
+            del self._left[last][slot.offset]
         self._live.add(slot)
 
     def slot(self, index: int, offset: int, nbytes: int) -> Slot:
@@ -197,42 +200,54 @@ class NvmeTier:
         file = self.files[slot.offset >> FILE_BITS]
         return Location(file.fd, slot.offset & (1 << FILE_BITS) - 1, file.path)
 
-    def _is_kept(self, slot: Slot) -> bool:
-        return any(slot in kept for kept in self._kept.values())
+    def _last(self, slot: Slot) -> int | None:
+        """The last of the kept generations that reference it."""
+        return max((generation for generation, kept in self._kept.items() if slot in kept), default=None)
 
-    def _give_back(self, slots: Collection[Slot]) -> None:
+    def _leave(self, slot: Slot) -> None:
+        """The store's reference, or the last generation's, has ended."""
+        last = self._last(slot)
+        if last is None:
+            self._give_back({slot.offset: slot.nbytes})
+        else:
+            self._left[last][slot.offset] = slot.nbytes
+
+    def _give_back(self, slots: Mapping[int, int]) -> None:
         if len(self.files) == 1:
-            self.files[0].free(slots)  # there a slot is an offset and a size
+            self.files[0].free(slots)  # there a slot's offset is that in the file
             return
         for file in self.files:
-            there = (slot for slot in slots if slot.offset >> FILE_BITS == file.index)
-            file.free((self.extent(slot)[1], slot.nbytes) for slot in there)
+            base = file.index << FILE_BITS
+            file.free({offset - base: nbytes for offset, nbytes in slots.items() if offset >> FILE_BITS == file.index})
 
     def retain(self, generation: int, slots: Iterable[Slot]) -> None:
-        """Pin the extents of a committed generation. Each must be in use, and named once; so no two of them overlap."""
+        """Pin the extents of a committed generation. Each must be the store's, and named once; so no two of them overlap."""
         named = list(slots)
-        kept = dict.fromkeys(named)
+        kept = set(named)
         if generation in self._kept:
             raise AssertionError(f"generation {generation} is kept already")
-        if len(kept) != len(named) or not all(map(self._is_kept, kept.keys() - self._live)):
+        if len(kept) != len(named) or not kept <= self._live:
             raise AssertionError(f"generation {generation} references an extent that is not in use, or one twice")
-        self._kept[generation] = kept
+        self._kept[generation], self._left[generation] = kept, {}
 
     def pin(self, generation: int, slot: Slot) -> None:
         """Pin one more extent of a generation that is retained."""
         if slot not in self._live:
             raise AssertionError(f"generation {generation} references an extent that is not in use")
-        self._kept[generation][slot] = None
+        self._kept[generation].add(slot)
 
     def release(self, generation: int) -> None:
         """Unpin a generation. Only after whatever made it readable is durably gone."""
         if generation not in self._kept:
             raise AssertionError(f"generation {generation} is not kept")
-        dropped = self._kept.pop(generation)
-        unused = dropped.keys() - self._live
-        for kept in self._kept.values():
-            unused.difference_update(kept)
-        self._give_back([slot for slot in dropped if slot in unused])  # in their order: nearly that of the disk
+        oldest = generation == min(self._kept)
+        del self._kept[generation]
+        left = self._left.pop(generation)
+        if oldest:  # as a rule; so no other one references these
+            self._give_back(left)
+            return
+        for slot in left.items():
+            self._leave(Slot(*slot))
 
     @property
     def generations(self) -> tuple[int, ...]:
