@@ -26,7 +26,7 @@ _NAME = re.compile(r"manifest\.([1-9][0-9]{0,17})", re.ASCII)
 _TMP_NAME = re.compile(r"manifest\.[1-9][0-9]{0,17}\.tmp", re.ASCII)
 
 
-def prepare(folder: Folder, generation: int, data: bytes) -> None:
+def prepare(folder: Folder, generation: int, data: bytes | bytearray) -> None:
     """Make ``data``, a manifest, durable in ``folder`` under a name that no generation has; an older one is not touched.
 
     The data files that it names must have been synced before. Raises ``CommitError``; then there is nothing of it, as far as

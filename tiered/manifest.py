@@ -168,13 +168,13 @@ def encode(manifest: Manifest, *, limit: int = MAX_BYTES) -> bytes:
     """
     meta = msgspec.Raw(encode_meta(manifest.meta))
     head = Head(manifest.store, manifest.generation, meta, manifest.files, manifest.next_tensor_id)
-    data = assemble(head, map(encode_tensor, manifest.tensors), limit=limit)
+    data = bytes(assemble(head, map(encode_tensor, manifest.tensors), limit=limit))
     decode(data, limit=limit)
     return data
 
 
 def encode_meta(meta: Mapping[str, object]) -> bytes:
-    """As JSON. Raises MisuseError for what would not come back from it as it is."""
+    """As JSON, which was decoded again. Raises MisuseError for what would not come back from it as it is."""
     try:
         problem = _meta_problem(meta)
         if problem:
@@ -184,6 +184,7 @@ def encode_meta(meta: Mapping[str, object]) -> bytes:
         raise MisuseError(f"meta cannot be written as JSON: {error}") from None
     if len(data) > MAX_META_BYTES:
         raise MisuseError(f"meta is {len(data)} bytes of JSON, the limit is {MAX_META_BYTES}; large data goes into tensors")
+    decode_meta(data)
     return data
 
 
@@ -213,7 +214,7 @@ def decode_tensor(data: bytes) -> TensorRecord:
         raise ManifestError(f"this is not what a manifest holds of a tensor: {error}") from None
 
 
-def assemble(head: Head, tensors: Iterable[bytes], *, limit: int = MAX_BYTES) -> bytes:
+def assemble(head: Head, tensors: Iterable[bytes], *, limit: int = MAX_BYTES) -> bytearray:
     """A manifest of ``head`` and what ``encode_tensor`` made of each tensor, without looking at these again.
 
     So it is for the caller that no two have a key or an id or a byte of a file in common, that each lies within its file, and
@@ -226,14 +227,23 @@ def assemble(head: Head, tensors: Iterable[bytes], *, limit: int = MAX_BYTES) ->
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ManifestError(f"generation {head.generation} cannot be encoded: {error}") from None
     _check_files(again.files)
-    body = b"".join((data[:-1], b',"tensors":[', b",".join(tensors), b"]}"))
-    if _HEADER_BYTES + len(body) > limit:
-        raise ManifestError(f"the manifest would be {_HEADER_BYTES + len(body)} bytes; the limit is {limit}")
-    fields = _FIELDS.pack(_MAGIC, FORMAT_VERSION, len(body), xxhash.xxh3_128_digest(body))
-    return b"".join((fields, _SEAL.pack(xxhash.xxh3_64_intdigest(fields)), body))
+    parts = list(tensors)
+    if parts:
+        parts[0] = b"".join((bytes(_HEADER_BYTES), data[:-1], b',"tensors":[', parts[0]))
+        parts[-1] += b"]}"
+    else:
+        parts = [b"".join((bytes(_HEADER_BYTES), data[:-1], b',"tensors":[]}'))]
+    whole = bytearray(b",").join(parts)
+    if len(whole) > limit:
+        raise ManifestError(f"the manifest would be {len(whole)} bytes; the limit is {limit}")
+    with memoryview(whole) as view:
+        digest = xxhash.xxh3_128_digest(view[_HEADER_BYTES:])
+        _FIELDS.pack_into(view, 0, _MAGIC, FORMAT_VERSION, len(whole) - _HEADER_BYTES, digest)
+        _SEAL.pack_into(view, _FIELDS.size, xxhash.xxh3_64_intdigest(view[: _FIELDS.size]))
+    return whole
 
 
-def decode(data: bytes, *, generation: int | None = None, limit: int = MAX_BYTES) -> Manifest:
+def decode(data: bytes | bytearray, *, generation: int | None = None, limit: int = MAX_BYTES) -> Manifest:
     """The manifest in ``data``, checked through and through; ``generation`` is the one that its file name says.
 
     Raises ``ManifestError``, and for no content anything else.
