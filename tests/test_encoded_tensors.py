@@ -23,6 +23,7 @@ from tiered.manifest import (
     decode_meta,
     decode_tensor,
     encode,
+    encode_again,
     encode_meta,
     encode_tensor,
 )
@@ -60,6 +61,7 @@ def test_tensors_may_be_encoded_long_before(manifest: Manifest) -> None:
     data = assemble(head, iter(tensors))
     assert data == encode(manifest)
     assert decode(data) == manifest
+    assert list(encode_again(decode(data)).values()) == tensors
     assert decode_meta(bytes(meta)) == decode(data).meta
 
 

@@ -36,8 +36,8 @@ class _Generation:
 
     @classmethod
     def of(cls, manifest: manifests.Manifest) -> _Generation:
-        tensors = {record.key: manifests.encode_tensor(record) for record in manifest.tensors}
-        return cls(manifest.generation, manifests.encode_meta(manifest.meta), tensors)
+        """As it was read."""
+        return cls(manifest.generation, manifests.encode_meta(manifest.meta), manifests.encode_again(manifest))
 
 
 class Commits:

@@ -47,6 +47,7 @@ __all__ = [
     "decode_meta",
     "decode_tensor",
     "encode",
+    "encode_again",
     "encode_meta",
     "encode_tensor",
     "pieces",
@@ -204,6 +205,11 @@ def encode_tensor(record: TensorRecord) -> bytes:
     if problem:
         raise ManifestError(f"tensor {_short(record.key)} {problem}")
     return data
+
+
+def encode_again(manifest: Manifest) -> dict[Key, bytes]:
+    """What ``encode_tensor`` makes of each tensor of a manifest that was read, and so need not be looked at again."""
+    return {tensor.key: _ENCODER.encode(tensor) for tensor in manifest.tensors}
 
 
 def decode_tensor(data: bytes) -> TensorRecord:
