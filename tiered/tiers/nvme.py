@@ -102,7 +102,7 @@ class NvmeTier:
             self._limit -= self._limit % self.alignment
         self._live: set[Slot] = set()  # referenced by the store
         self._kept: dict[int, set[Slot]] = {}  # generation -> what it references; few, so each is asked
-        self._left: dict[int, dict[int, int]] = {}  # generation -> what only it and older ones do: slots' offsets and sizes
+        self._left: dict[int, dict[int, int]] = {}  # generation -> what it does as the last one: slots' offsets and sizes
 
     # What it is
 
@@ -201,8 +201,11 @@ class NvmeTier:
         return Location(file.fd, slot.offset & (1 << FILE_BITS) - 1, file.path)
 
     def _last(self, slot: Slot) -> int | None:
-        """The last of the kept generations that reference it."""
-        return max((generation for generation, kept in self._kept.items() if slot in kept), default=None)
+        """The last of the kept generations, in order of ``retain``, that reference it."""
+        for generation in reversed(self._kept):
+            if slot in self._kept[generation]:
+                return generation
+        return None
 
     def _leave(self, slot: Slot) -> None:
         """The store's reference, or the last generation's, has ended."""
@@ -240,10 +243,10 @@ class NvmeTier:
         """Unpin a generation. Only after whatever made it readable is durably gone."""
         if generation not in self._kept:
             raise AssertionError(f"generation {generation} is not kept")
-        oldest = generation == min(self._kept)
+        first = generation == next(iter(self._kept))
         del self._kept[generation]
         left = self._left.pop(generation)
-        if oldest:  # as a rule; so no other one references these
+        if first:  # as a rule; so no other one references these
             self._give_back(left)
             return
         for slot in left.items():
