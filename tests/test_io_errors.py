@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiered import CapacityError, TieredError, TieredStore
+from tiered import CapacityError, CommitError, TieredError, TieredStore
 from tiered.generations import generations
 from tiered.io.probe import libaio_unavailable
 
@@ -53,6 +53,34 @@ def test_old_generations_that_cannot_be_dropped_are_no_error_of_the_commit(
         assert store.get("t").eq(3).all()
         assert store._parts.nvme is not None
         assert store._parts.nvme.generations == (3,)
+
+
+@pytest.mark.parametrize(
+    ("call", "number", "kept"), [("fsync", 1, False), ("rename", 1, True), ("fsync", 2, True)], ids=["itself", "name", "folder"]
+)
+def test_what_a_failed_commit_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int, kept: bool
+) -> None:
+    """Its extents only where its manifest may have got its name, and until the next commit."""
+    with TieredStore.open(tmp_path / "state", dram=MIB, keep=1) as store:
+        nvme = store._parts.nvme
+        assert nvme is not None
+        store.put("t", torch.zeros(5))
+        store.commit()
+        with monkeypatch.context() as patched:
+            calls = failing(patched, os, call, errno.ENOSPC, number)
+            store.put("t", torch.ones(5))
+            with pytest.raises(CommitError):
+                store.commit()
+        assert len(calls) == number
+        assert nvme.generations == ((1, 2) if kept else (1,))
+        store.delete("t")
+        assert nvme.used == (2 if kept else 1) * nvme.alignment
+        assert os.listdir(store.folder).count("manifest.2.tmp") == 0
+        store.put("t", torch.full((5,), 3.0))
+        assert store.commit() == 3
+        assert nvme.generations == (3,)
+        assert nvme.used == nvme.alignment
 
 
 def test_a_data_file_that_cannot_grow_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,7 @@ LAYERS = {
     "engine": "engine",
     "tensors": "store",
     "commits": "store",
+    "encoding": "store",
     "lease": "store",
     "opening": "store",
     "verification": "store",

@@ -493,11 +493,17 @@ def names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
 
 
+def write(folder: protocol.Folder, manifest: Manifest) -> None:
+    """As a commit does."""
+    protocol.prepare(folder, manifest.generation, encode(manifest))
+    protocol.publish(folder, manifest.generation)
+
+
 def test_write_and_load(tmp_path: Path) -> None:
     assert protocol.generations(tmp_path) == []
     assert protocol.load(tmp_path) is None
     for generation in (1, 2, 10):
-        protocol.write(tmp_path, sample(generation))
+        write(tmp_path, sample(generation))
     assert names(tmp_path) == ["manifest.1", "manifest.10", "manifest.2"]
     assert protocol.generations(tmp_path) == [1, 2, 10]
     assert protocol.load(tmp_path) == sample(10)
@@ -510,7 +516,7 @@ def test_write_and_load(tmp_path: Path) -> None:
 def test_a_descriptor_of_the_folder_serves_as_well(tmp_path: Path) -> None:
     folder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        protocol.write(folder, sample(1))
+        write(folder, sample(1))
         assert protocol.generations(folder) == protocol.generations(folder) == [1]
         assert protocol.load(folder) == sample(1)
         with pytest.raises(ManifestError, match=re.escape(str(tmp_path))):
@@ -523,17 +529,17 @@ def test_a_descriptor_of_the_folder_serves_as_well(tmp_path: Path) -> None:
 
 
 def test_a_generation_is_written_once(tmp_path: Path) -> None:
-    protocol.write(tmp_path, sample(1))
+    write(tmp_path, sample(1))
     before = (tmp_path / "manifest.1").read_bytes()
     with pytest.raises(CommitError, match=r"manifest\.1 is there already"):
-        protocol.write(tmp_path, msgspec.structs.replace(sample(1), meta={}))
+        write(tmp_path, msgspec.structs.replace(sample(1), meta={}))
     assert (tmp_path / "manifest.1").read_bytes() == before
     assert names(tmp_path) == ["manifest.1"]
 
 
 def test_damaged_newest_raises_and_older_opens_by_choice(tmp_path: Path) -> None:
     for generation in (1, 2, 3):
-        protocol.write(tmp_path, sample(generation))
+        write(tmp_path, sample(generation))
     (tmp_path / "manifest.3").write_bytes(b"")
     with pytest.raises(ManifestError, match=r"manifest\.3: cut short.*generations here: 1, 2, 3.*move manifest\.3 out"):
         protocol.load(tmp_path)
@@ -546,7 +552,7 @@ def test_damaged_newest_raises_and_older_opens_by_choice(tmp_path: Path) -> None
 
 
 def test_other_names_are_passed_over(tmp_path: Path) -> None:
-    protocol.write(tmp_path, sample(5))
+    write(tmp_path, sample(5))
     noise = [
         *(
             "manifest",
@@ -573,7 +579,7 @@ def test_other_names_are_passed_over(tmp_path: Path) -> None:
 def test_leftover_of_an_interrupted_write_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "manifest.1.tmp").write_bytes(b"torn" * 10_000)
     (tmp_path / "manifest.1.tmp").chmod(0o644)
-    protocol.write(tmp_path, sample(1))
+    write(tmp_path, sample(1))
     assert names(tmp_path) == ["manifest.1"]
     assert protocol.load(tmp_path) == sample(1)
     assert (tmp_path / "manifest.1").stat().st_mode & 0o7777 == 0o600
@@ -587,10 +593,10 @@ def test_symbolic_links_and_odd_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match=rf"errno {errno.ELOOP}"):
         protocol.load(folder)
     with pytest.raises(CommitError, match="there already"):
-        protocol.write(folder, sample(1))
+        write(folder, sample(1))
     (folder / "manifest.2.tmp").symlink_to(outside)
     with pytest.raises(CommitError, match=rf"manifest\.2\.tmp: .*errno {errno.EEXIST}"):
-        protocol.write(folder, sample(2))
+        write(folder, sample(2))
     assert protocol.clean(folder) == []
     assert outside.read_bytes() == encode(sample(1))
     os.mkfifo(folder / "manifest.3")
@@ -610,11 +616,11 @@ def test_missing_folder(tmp_path: Path, call: Callable[[Path], object]) -> None:
     with pytest.raises(ManifestError, match=rf"cannot open .*nowhere.*errno {errno.ENOENT}"):
         call(tmp_path / "nowhere")
     with pytest.raises(CommitError, match=rf"errno {errno.ENOENT}"):
-        protocol.write(tmp_path / "nowhere", sample(1))
+        write(tmp_path / "nowhere", sample(1))
 
 
 def test_file_size_limit_is_a_commit_error(tmp_path: Path) -> None:
-    protocol.write(tmp_path, sample(1))
+    write(tmp_path, sample(1))
     program = (
         "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)); " + WRITE
     )  # a short write, then EFBIG
@@ -629,9 +635,9 @@ def test_file_size_limit_is_a_commit_error(tmp_path: Path) -> None:
 WRITE = """
 import sys
 from tests import test_manifest
-from tiered import errors, generations
+from tiered import errors
 try:
-    generations.write(sys.argv[1], test_manifest.sample(int(sys.argv[2])))
+    test_manifest.write(sys.argv[1], test_manifest.sample(int(sys.argv[2])))
     print("done")
 except errors.TieredError as error:
     print(type(error).__name__, error)
@@ -664,6 +670,7 @@ def test_order_of_a_write(tmp_path: Path) -> None:
         r"openat\(.*\"manifest\.1\.tmp\", O_WRONLY\|O_CREAT\|O_EXCL\|O_NOFOLLOW\|O_CLOEXEC, 0600\)",
         rf"write\(\d+<{tmp}>, \"TIEREDMF",
         rf"fsync\(\d+<{tmp}>\) += 0",
+        rf"openat\(AT_FDCWD.*{re.escape(str(folder))}\", .*O_DIRECTORY",
         r"renameat\(.*\"manifest\.1\.tmp\", .*\"manifest\.1\"\) += 0",
         rf"fsync\(\d+<{re.escape(str(folder))}>\) += 0",
     ]
@@ -684,7 +691,7 @@ def test_order_of_a_write(tmp_path: Path) -> None:
 def test_failing_call_leaves_the_previous_generation(tmp_path: Path, inject: str, says: str, number: int) -> None:
     folder, log = tmp_path / "store", tmp_path / "log"
     folder.mkdir()
-    protocol.write(folder, sample(1))
+    write(folder, sample(1))
     call = inject.split(":")[0]
     strace = ["strace", "-f", "-o", str(log), "-e", f"trace={call}", "-e", f"inject={inject}"]
     ran = run_python("-c", WRITE, str(folder), "2", before=strace)
@@ -701,7 +708,7 @@ def test_failing_call_leaves_the_previous_generation(tmp_path: Path, inject: str
 def test_killed_at_any_step(tmp_path: Path, kill: str, left: int) -> None:
     folder = tmp_path / "store"
     folder.mkdir()
-    protocol.write(folder, sample(1))
+    write(folder, sample(1))
     call, when = kill.split(":")
     log = tmp_path / "log"
     strace = ["strace", "-f", "-o", str(log), "-e", f"trace={call}", "-e", f"inject={call}:signal=SIGKILL:when={when}"]

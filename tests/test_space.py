@@ -127,6 +127,16 @@ class SpaceAgainstABitmap(RuleBasedStateMachine):
         with pytest.raises(AssertionError):
             self.space.free(*found)
 
+    @rule(data=st.data())
+    def free_all(self, data: st.DataObject) -> None:
+        found = data.draw(st.lists(st.sampled_from(self.held), unique=True)) if self.held else []
+        self.space.free_all(dict(found))
+        for offset, size in found:
+            self.held.remove((offset, size))
+            self.mark(offset, size, False)
+            with pytest.raises(AssertionError):
+                self.space.free_all({offset: size})
+
     @rule(unit=st.integers(0, UNITS), units=st.integers(1, 6))
     def claim(self, unit: int, units: int) -> None:
         found = unit * ALIGNMENT, units * ALIGNMENT

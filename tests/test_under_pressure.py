@@ -139,7 +139,7 @@ def test_a_commit_that_failed_is_not_one_that_is_kept(tmp_path: Path, monkeypatc
             raise CommitError("the disk is full")
 
         with monkeypatch.context() as patch:
-            patch.setattr("tiered.generations.write", full)
+            patch.setattr("tiered.generations.publish", full)
             for _ in range(2):
                 with pytest.raises(CommitError):
                     store.commit(meta={})

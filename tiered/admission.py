@@ -51,6 +51,7 @@ class Admission:
         self.unsaved: dict[Key, Copy] = {}  # copies that no tier below has got yet
         self.records: list[Record] = []  # what is leased is written down in each
         self.left: Callable[[Copy, object], None] | None = None  # called when a view of a copy, used on a stream, has died
+        self.arrived: Callable[[Entry], None] | None = None  # called when all of a tensor is at the bottom
         self.evictions = self.prefetched = self.prefetched_unused = 0
         self.disturbances = 0  # write-backs that failed, WRITE leases that began
         self._sequence = 0

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from tiered import generations
 from tiered import manifest as manifests
 from tiered.admission import Admission
+from tiered.encoding import Encoding
 from tiered.engine import Engine
 from tiered.errors import CapacityError, CommitError, LeaseConflict, ManifestError, MisuseError
 from tiered.flush import Flush
 from tiered.requests import Request
-from tiered.residency import Copy, Entry, State
+from tiered.residency import Copy, Entry
 from tiered.tiers.nvme import NvmeTier
 from tiered.types import Key, Slot, Urgency
 
@@ -23,17 +26,30 @@ if TYPE_CHECKING:
 __all__ = ["Commits"]
 
 
+@dataclass(frozen=True)
+class _Generation:
+    """One that is durable, in the words of its manifest."""
+
+    number: int
+    meta: bytes
+    tensors: Mapping[Key, bytes]
+
+    @classmethod
+    def of(cls, manifest: manifests.Manifest) -> _Generation:
+        """As it was read."""
+        return cls(manifest.generation, manifests.encode_meta(manifest.meta), manifests.encode_again(manifest))
+
+
 class Commits:
     """``newest`` is the generation that the store began from or made last; ``keep`` of them stay on disk.
 
     ``duplicate(copy, slot, nbytes)`` copies bytes within a tier; see ``Flush``.
     """
 
-    def __init__(
-        self, engine: Engine, nvme: NvmeTier, keep: int, duplicate: Callable[[Copy, Slot, int], None]
-    ) -> None:
-        self.newest: manifests.Manifest | None = None
+    def __init__(self, engine: Engine, nvme: NvmeTier, keep: int, duplicate: Callable[[Copy, Slot, int], None]) -> None:
+        self.newest: _Generation | None = None
         self._engine, self._nvme, self._keep, self._duplicate = engine, nvme, keep, duplicate
+        self._encoding = Encoding(nvme)
         self._kept: list[int] = []
         self._condemned: str | None = None
         self._behind: Future[int] | None = None  # a commit that goes on behind its caller
@@ -41,11 +57,15 @@ class Commits:
 
     @property
     def generation(self) -> int:
-        return self.newest.generation if self.newest else 0
+        return self.newest.number if self.newest else 0
 
     @property
     def meta(self) -> dict[str, Any]:
-        return deepcopy(dict(self.newest.meta)) if self.newest else {}
+        return manifests.decode_meta(self.newest.meta) if self.newest else {}
+
+    def encode_early(self) -> None:
+        """Have each tensor encoded as it arrives on the disk: a commit then only puts together what there is."""
+        self._engine.admission.arrived = self._encoding.arrived
 
     # -- opening ---------------------------------------------------------------------------------------------------------
 
@@ -79,13 +99,14 @@ class Commits:
             if manifest is not chosen:
                 for slot in slots:
                     nvme.free(slot)
+        newest = _Generation.of(chosen)
         empty = self.empty_slots(chosen.tensors)
         for record in chosen.tensors:
-            self.restore_tensor(record, empty, claim=False)
+            self.restore_tensor(record, newest.tensors[record.key], empty, claim=False)
         admission = self._engine.admission
         admission.directory.next_id = max(admission.directory.next_id, chosen.next_tensor_id)
         admission.generation = there[-1] + 1
-        self._kept, self.newest = there, chosen
+        self._kept, self.newest = there, newest
 
     def empty_slots(self, records: Iterable[manifests.TensorRecord]) -> dict[Key, Slot]:
         """For tensors without bytes: they have no extent in the manifest, but a slot like any other here. All or none."""
@@ -100,7 +121,9 @@ class Commits:
                 found[record.key] = slot
         return found
 
-    def restore_tensor(self, record: manifests.TensorRecord, empty: Mapping[Key, Slot], *, claim: bool = True) -> None:
+    def restore_tensor(
+        self, record: manifests.TensorRecord, encoded: bytes, empty: Mapping[Key, Slot], *, claim: bool = True
+    ) -> None:
         admission = self._engine.admission
         if record.extent is None:
             slot = empty[record.key]
@@ -114,34 +137,33 @@ class Commits:
         )
         copy = entry.copies[-1]
         assert copy is not None
+        copy.record = encoded
         admission.install(copy)
 
     def rollback(self, generation: int | None, needs: Sequence[Key]) -> int:
         """All as it was in ``generation`` (None: the newest). What did not change since stays where it is."""
-        folder, nvme = self._nvme.folder, self._nvme
         with self._engine.commits:
             self._settle()
-            back = generation is not None or self._went_back
-            chosen = generations.load(folder, generation) if back else self.newest
+            chosen = self.newest
+            if generation is not None or self._went_back:
+                chosen = self._load(generation)
             if chosen is None:
-                raise MisuseError(f"{folder} has no commit to go back to")
-            if chosen.store != nvme.uuid.hex() or chosen.generation not in self._kept:
-                raise ManifestError(f"{folder}: manifest.{chosen.generation} is not one of this store's generations")
-            records = {record.key: record for record in chosen.tensors}
+                raise MisuseError(f"{self._nvme.folder} has no commit to go back to")
             for key in needs:
-                if key not in records:
-                    raise MisuseError(f"generation {chosen.generation} has no {key!r}: nothing was rolled back")
-            self._engine.wait(_Return(records, self))
-            self.newest, self._went_back = chosen, chosen.generation != self._kept[-1]
-            return chosen.generation
+                if key not in chosen.tensors:
+                    raise MisuseError(f"generation {chosen.number} has no {key!r}: nothing was rolled back")
+            self._engine.wait(_Return(chosen.tensors, self))
+            self.newest, self._went_back = chosen, chosen.number != self._kept[-1]
+            return chosen.number
 
-    def same(self, entry: Entry, record: manifests.TensorRecord) -> bool:
-        """Whether a tensor is what ``record`` says."""
-        copy = entry.copies[-1]
-        if copy is None or entry.unsaved is not None or entry.tensor_id != record.tensor_id:
-            return False
-        there = copy.slot if record.extent is None else self._slot(record.extent)
-        return copy.slot == there and (copy.generation, copy.checksums) == (record.generation, record.checksums)
+    def _load(self, generation: int | None) -> _Generation | None:
+        folder, nvme = self._nvme.folder, self._nvme
+        found = generations.load(folder, generation)
+        if found is None:
+            return None
+        if found.store != nvme.uuid.hex() or found.generation not in self._kept:
+            raise ManifestError(f"{folder}: manifest.{found.generation} is not one of this store's generations")
+        return _Generation.of(found)
 
     # -- committing ------------------------------------------------------------------------------------------------------
 
@@ -205,16 +227,17 @@ class Commits:
             self._behind.exception()  # it is its caller's
             self._behind = None
 
-    def _draft(self, meta: Mapping[str, object] | None, since: manifests.Manifest | None) -> _Draft:
+    def _draft(self, meta: Mapping[str, object] | None, since: _Generation | None) -> _Draft:
         if self._condemned:
             raise CommitError(self._condemned)
-        plain = self.meta if meta is None else self._as_it_comes_back(dict(meta))
-        return _Draft(self._engine, self._nvme, plain, since)
+        before = self.newest.meta if self.newest else manifests.encode_meta({})
+        encoded = before if meta is None else manifests.encode_meta(dict(meta))
+        return _Draft(self._engine, self._nvme, self._encoding, encoded, since)
 
     def _publish(self, draft: _Draft) -> int:
         """Make a draft that has everything durable."""
-        nvme = self._nvme
-        if draft.manifest is None:
+        nvme, made = self._nvme, draft.made
+        if made is None:
             return self.generation
         try:
             nvme.sync()
@@ -224,17 +247,13 @@ class Commits:
                 f"since generation {self.generation} cannot be trusted: close the store and reopen that generation"
             )
             raise CommitError(self._condemned) from error
-        self._kept.append(draft.manifest.generation)  # also when the next line fails: a power loss may still show it
+        generations.prepare(nvme.folder, made.number, draft.data)
+        self._kept.append(made.number)  # also when the next line fails: a power loss may still show it
         draft.keep()
-        generations.write(nvme.folder, draft.manifest, draft.encoded)
-        self.newest, self._went_back = draft.manifest, False
+        generations.publish(nvme.folder, made.number)
+        self.newest, self._went_back = made, False
         self._drop_old()
-        return draft.manifest.generation
-
-    def _as_it_comes_back(self, meta: Mapping[str, object]) -> Mapping[str, object]:
-        """A copy of its own: the caller may change what it gave. Raises MisuseError for what JSON cannot hold."""
-        empty = manifests.Manifest(self._nvme.uuid.hex(), 1, meta, _files(self._nvme), 1, ())
-        return manifests.decode(manifests.encode(empty)).meta
+        return made.number
 
     def _slot(self, extent: manifests.Extent) -> Slot:
         return self._nvme.slot(extent.file, extent.offset, extent.nbytes)
@@ -264,45 +283,51 @@ class Commits:
 
 
 class _Draft:
-    """A generation that is being made. Where nothing changed since ``since``, none is: then ``manifest`` is None at the end."""
+    """A generation that is being made: ``made``, and ``data``, its manifest. Where nothing changed since ``since``, none is."""
 
-    def __init__(
-        self, engine: Engine, nvme: NvmeTier, meta: Mapping[str, object], since: manifests.Manifest | None
-    ) -> None:
-        self.manifest: manifests.Manifest | None = None
-        self.encoded = b""
-        self._engine, self._nvme, self._meta, self._since = engine, nvme, meta, since
-        self._records: dict[Key, manifests.TensorRecord | None] = {}
+    def __init__(self, engine: Engine, nvme: NvmeTier, encoding: Encoding, meta: bytes, since: _Generation | None) -> None:
+        self.made: _Generation | None = None
+        self.data = bytearray()
+        self._engine, self._nvme, self._encoding, self._meta, self._since = engine, nvme, encoding, meta, since
+        self._tensors: dict[Key, bytes] = {}  # b"" for one that is not at the bottom yet
+        self._refused: ManifestError | MisuseError | None = None
         self._generation = 0  # once its extents are pinned
 
     def begin(self, entries: Iterator[Entry], frozen: dict[Key, None]) -> None:
-        generation, slots, records = self._engine.admission.generation, [], self._records
+        tensors, slots, encoded = self._tensors, list[Slot](), self._encoding.of
         for entry in entries:
             if entry.key in frozen:
-                records[entry.key] = None
+                tensors[entry.key] = b""
                 continue
-            records[entry.key] = record = self._record(entry)
-            if record.extent is not None:
-                slots.append(_at_the_bottom(entry).slot)
-        self._generation = generation
-        self._nvme.retain(generation, slots)
+            copy = entry.copies[-1]
+            assert copy is not None
+            tensors[entry.key] = copy.record or encoded(entry)
+            if not entry.empty:
+                slots.append(copy.slot)
+        self._generation = self._engine.admission.generation
+        self._nvme.retain(self._generation, slots)
 
     def add(self, entry: Entry) -> None:
-        self._records[entry.name] = record = self._record(entry)
-        if record.extent is not None:
-            self._nvme.pin(self._generation, _at_the_bottom(entry).slot)
+        try:
+            self._tensors[entry.name] = self._encoding.of(entry)
+        except (ManifestError, MisuseError) as error:  # its transfer went well: this is the commit's, at its end
+            self._refused = error
+        copy = entry.copies[-1]
+        if not entry.empty and copy is not None:
+            self._nvme.pin(self._generation, copy.slot)
 
     def end(self) -> None:
-        records = tuple(record for record in self._records.values() if record is not None)
-        assert len(records) == len(self._records)
-        if self._since is not None and self._records == {record.key: record for record in self._since.tensors}:
+        if self._refused is not None:
+            raise self._refused
+        assert all(self._tensors.values())
+        if self._since is not None and self._tensors == self._since.tensors:
             self.drop()
             return
         admission, uuid = self._engine.admission, self._nvme.uuid.hex()
-        files, next_id = _files(self._nvme), admission.directory.next_id
-        manifest = manifests.Manifest(uuid, self._generation, self._meta, files, next_id, records)
-        self.encoded = manifests.encode(manifest)  # what cannot be written down is refused before it is a generation
-        self.manifest = manifest
+        files = tuple(manifests.DataFile(f.name, f.uuid.hex(), f.index, f.nbytes) for f in self._nvme.files)
+        head = manifests.Head(uuid, self._generation, msgspec.Raw(self._meta), files, admission.directory.next_id)
+        self.data = manifests.assemble(head, self._tensors.values())  # what is refused is so before it is a generation
+        self.made = _Generation(self._generation, self._meta, self._tensors)
         admission.generation += 1
 
     def keep(self) -> None:
@@ -314,24 +339,15 @@ class _Draft:
             self._nvme.release(self._generation)
         self._generation = 0
 
-    def _record(self, entry: Entry) -> manifests.TensorRecord:
-        copy, spec, extent = _at_the_bottom(entry), entry.spec, None
-        if spec.nbytes:
-            extent = manifests.Extent(*self._nvme.extent(copy.slot), copy.slot.nbytes)
-        checksums = copy.checksums if extent else b""
-        return manifests.TensorRecord(
-            entry.name, entry.tensor_id, spec.dtype, spec.shape, spec.itemsize, copy.generation, extent, checksums
-        )
-
 
 class _Return(Request):
-    """Makes the store what ``records`` say: forgets what is not the same, and has it restored."""
+    """Makes the store what ``tensors`` say: forgets what is not the same, and has it restored."""
 
     deferred = True
 
-    def __init__(self, records: dict[Key, manifests.TensorRecord], commits: Commits) -> None:
+    def __init__(self, tensors: Mapping[Key, bytes], commits: Commits) -> None:
         super().__init__()
-        self._records, self._commits = records, commits
+        self._tensors, self._commits = tensors, commits
 
     def __str__(self) -> str:
         return "a rollback"
@@ -343,27 +359,17 @@ class _Return(Request):
                 raise LeaseConflict(f"tensor {entry.key!r} is leased: end every lease before a rollback")
         if sum(admission.busy(entry, self) for entry in entries):  # each hurries
             return False
-        missing, changed = dict(self._records), []
+        missing, changed = dict(self._tensors), []
         for entry in entries:
-            record = missing.get(entry.key)
-            if record is not None and self._commits.same(entry, record):
+            copy = entry.copies[-1]
+            if copy is not None and entry.unsaved is None and copy.record and copy.record == missing.get(entry.key):
                 del missing[entry.key]
             else:
                 changed.append(entry)
-        empty = self._commits.empty_slots(missing.values())  # the last that can be refused
+        records = [manifests.decode_tensor(encoded) for encoded in missing.values()]
+        empty = self._commits.empty_slots(records)  # the last that can be refused
         for entry in changed:
             admission.directory.forget(entry.key)
-        for record in missing.values():
-            self._commits.restore_tensor(record, empty)
+        for record in records:
+            self._commits.restore_tensor(record, missing[record.key], empty)
         return True
-
-
-def _at_the_bottom(entry: Entry) -> Copy:
-    copy = entry.copies[-1]
-    assert copy is not None
-    assert copy.state is State.CLEAN
-    return copy
-
-
-def _files(nvme: NvmeTier) -> tuple[manifests.DataFile, ...]:
-    return tuple(manifests.DataFile(f.name, f.uuid.hex(), f.index, f.nbytes) for f in nvme.files)

@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import xxhash
@@ -122,8 +122,8 @@ class DataFile:
             found = self._space.allocate(nbytes)
         return found
 
-    def free(self, extents: Iterable[tuple[int, int]]) -> None:
-        """Give extents back, each an offset and a size."""
+    def free(self, extents: Mapping[int, int]) -> None:
+        """Give extents back: offsets, and the size of each."""
         self.full = False
         self._space.free_all(extents)
 

@@ -175,7 +175,10 @@ class Flush(Request):
 def came_down(admission: Admission, entry: Entry) -> None:
     """A write-back of ``entry`` ended, well or not, and perhaps not at the bottom."""
     flush = admission.flush
-    if flush is not None and entry.key in flush.frozen and entry.unsaved is None:
-        flush.saved(entry)
+    if entry.unsaved is None:
+        if admission.arrived is not None:
+            admission.arrived(entry)
+        if flush is not None and entry.key in flush.frozen:
+            flush.saved(entry)
     if entry.aside and not entry.in_flight and (flush is None or entry.key not in flush.frozen):
         admission.directory.forget(entry.key)

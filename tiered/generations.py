@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from tiered.errors import CommitError, ManifestError
-from tiered.manifest import MAX_BYTES, Manifest, decode, encode
+from tiered.manifest import MAX_BYTES, Manifest, decode
 
-__all__ = ["Folder", "clean", "drop", "generations", "load", "sync", "write"]
+__all__ = ["Folder", "clean", "drop", "generations", "load", "prepare", "publish", "sync"]
 
 Folder = int | str | os.PathLike[str]
 """A store's folder: an open descriptor of it, or its path."""
@@ -26,26 +26,18 @@ _NAME = re.compile(r"manifest\.([1-9][0-9]{0,17})", re.ASCII)
 _TMP_NAME = re.compile(r"manifest\.[1-9][0-9]{0,17}\.tmp", re.ASCII)
 
 
-def write(folder: Folder, manifest: Manifest, data: bytes | None = None) -> None:
-    """Make ``manifest`` durable as ``manifest.G`` in ``folder``; when this returns, it is.
+def prepare(folder: Folder, generation: int, data: bytes | bytearray) -> None:
+    """Make ``data``, a manifest, durable in ``folder`` under a name that no generation has; an older one is not touched.
 
-    ``data`` is what ``encode`` made of it. The data files that it names must have been synced before. An older manifest is
-    not touched. Raises
-    ``CommitError``; then generation G is not to be tried again: its name is taken away again as far as the file system
-    lets us, but after a failed sync of the folder nobody knows what a power loss would show. Its extents are to be
-    treated as in use until a later generation is durable. What ``encode`` raises comes before any file is made.
-
-    Order (rename(2), fsync(2)): a name must never appear before the bytes that it names, and a rename is durable only
-    with the folder that holds it.
+    The data files that it names must have been synced before. Raises ``CommitError``; then there is nothing of it, as far as
+    the file system lets us take it away again.
     """
-    data = encode(manifest) if data is None else data
-    name = f"manifest.{manifest.generation}"
-    temporary = f"{name}.tmp"
+    temporary = _temporary(generation)
     with _opened(folder, CommitError) as at:
-        doing, ours = "create", ""
+        doing, made = "create", False
         try:
             file = _create(at, temporary)
-            ours = temporary
+            made = True
             try:
                 doing = "write"
                 rest = memoryview(data)
@@ -55,18 +47,37 @@ def write(folder: Folder, manifest: Manifest, data: bytes | None = None) -> None
                 os.fsync(file)
             finally:
                 os.close(file)
-            doing = "rename"
+        except BaseException as error:
+            if made:
+                _remove(at, temporary)
+            if isinstance(error, OSError):
+                _fail(CommitError, f"cannot {doing}", folder, temporary, error)
+            raise
+
+
+def publish(folder: Folder, generation: int) -> None:
+    """Give what was prepared its name, ``manifest.G``; when this returns, the generation is durable.
+
+    Raises ``CommitError``; then G is not to be tried again: its name is taken away as far as the file system lets us, but
+    after a failed sync of the folder nobody knows what a power loss would show. Its extents are to be treated as in use until
+    a later generation is durable.
+
+    Order (rename(2), fsync(2)): a name must never appear before the bytes that it names, and a rename is durable only
+    with the folder that holds it.
+    """
+    name, temporary = f"manifest.{generation}", _temporary(generation)
+    with _opened(folder, CommitError) as at:
+        doing, ours = "rename", temporary
+        try:
             if _exists(at, name):
                 raise CommitError(f"{_where(folder, name)} is there already; a generation is written once")
             os.rename(temporary, name, src_dir_fd=at, dst_dir_fd=at)
             doing, ours = "sync the folder of", name
             os.fsync(at)
         except BaseException as error:
-            if ours:
-                with contextlib.suppress(OSError):
-                    os.unlink(ours, dir_fd=at)
+            _remove(at, ours)
             if isinstance(error, OSError):
-                _fail(CommitError, f"cannot {doing}", folder, name if ours == name else temporary, error)
+                _fail(CommitError, f"cannot {doing}", folder, ours, error)
             raise
 
 
@@ -137,7 +148,7 @@ def sync(folder: Folder) -> None:
 
 
 def clean(folder: Folder) -> list[str]:
-    """Remove what an interrupted ``write`` left behind, and say which names that were."""
+    """Remove what an interrupted ``prepare`` left behind, and say which names that were."""
     removed = []
     with _opened(folder, ManifestError) as at:
         name = ""
@@ -164,6 +175,16 @@ def _opened(folder: Folder, kind: type[CommitError | ManifestError]) -> Iterator
         yield at
     finally:
         os.close(at)
+
+
+def _temporary(generation: int) -> str:
+    return f"manifest.{generation}.tmp"
+
+
+def _remove(at: int, name: str) -> None:
+    """If that can be."""
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=at)
 
 
 def _create(at: int, name: str) -> int:

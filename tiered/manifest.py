@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -39,10 +39,17 @@ __all__ = [
     "MAX_META_DEPTH",
     "DataFile",
     "Extent",
+    "Head",
     "Manifest",
     "TensorRecord",
+    "assemble",
     "decode",
+    "decode_meta",
+    "decode_tensor",
     "encode",
+    "encode_again",
+    "encode_meta",
+    "encode_tensor",
     "pieces",
 ]
 
@@ -127,18 +134,24 @@ class Manifest(msgspec.Struct, frozen=True):
     tensors: tuple[TensorRecord, ...]
 
 
-class _Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Manifest as it is written: ``meta`` stays undecoded until its size is known to be harmless."""
+class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A manifest without its tensors, as it is written: ``meta`` is JSON, and not decoded until its size is known to be
+    harmless."""
 
     store: _Uuid
     generation: _Generation
     meta: msgspec.Raw
     files: tuple[DataFile, ...]
     next_tensor_id: _Count
+
+
+class _Payload(Head, frozen=True, forbid_unknown_fields=True):
     tensors: tuple[TensorRecord, ...]
 
 
 _ENCODER = msgspec.json.Encoder(order="deterministic")
+_HEAD_DECODER = msgspec.json.Decoder(Head)
+_TENSOR_DECODER = msgspec.json.Decoder(TensorRecord)
 _PAYLOAD_DECODER = msgspec.json.Decoder(_Payload)
 _META_DECODER = msgspec.json.Decoder(dict[str, object])
 
@@ -154,39 +167,89 @@ def encode(manifest: Manifest, *, limit: int = MAX_BYTES) -> bytes:
     Raises ``MisuseError`` when ``meta`` or a key cannot be written down, ``ManifestError`` when the manifest
     contradicts itself or would be larger than ``limit`` bytes.
     """
+    meta = msgspec.Raw(encode_meta(manifest.meta))
+    head = Head(manifest.store, manifest.generation, meta, manifest.files, manifest.next_tensor_id)
+    data = bytes(assemble(head, map(encode_tensor, manifest.tensors), limit=limit))
+    decode(data, limit=limit)
+    return data
+
+
+def encode_meta(meta: Mapping[str, object]) -> bytes:
+    """As JSON, which was decoded again. Raises MisuseError for what would not come back from it as it is."""
     try:
-        problem = _meta_problem(manifest.meta)
+        problem = _meta_problem(meta)
         if problem:
             raise MisuseError(problem)
-        meta = _ENCODER.encode(manifest.meta)
+        data = _ENCODER.encode(meta)
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise MisuseError(f"meta cannot be written as JSON: {error}") from None
-    if len(meta) > MAX_META_BYTES:
-        raise MisuseError(
-            f"meta is {len(meta)} bytes of JSON, the limit is {MAX_META_BYTES}; large data goes into tensors"
-        )
-    payload = _Payload(
-        manifest.store,
-        manifest.generation,
-        msgspec.Raw(meta),
-        manifest.files,
-        manifest.next_tensor_id,
-        manifest.tensors,
-    )
+    if len(data) > MAX_META_BYTES:
+        raise MisuseError(f"meta is {len(data)} bytes of JSON, the limit is {MAX_META_BYTES}; large data goes into tensors")
+    decode_meta(data)
+    return data
+
+
+def encode_tensor(record: TensorRecord) -> bytes:
+    """The JSON of one tensor, for ``assemble``. What is written can be read: it is decoded again and looked at.
+
+    Raises ``MisuseError`` when the key cannot be written down, ``ManifestError`` when the record contradicts itself.
+    """
     try:
-        body = _ENCODER.encode(payload)
+        data = _ENCODER.encode(record)
     except UnicodeEncodeError as error:
         raise MisuseError(f"a key is not valid Unicode: {error}") from None
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
-        raise ManifestError(f"generation {manifest.generation} cannot be encoded: {error}") from None
-    if _HEADER_BYTES + len(body) > limit:
-        raise ManifestError(f"the manifest would be {_HEADER_BYTES + len(body)} bytes; the limit is {limit}")
-    _parse(body)  # what we write, we can read: a mistake must show while the previous generation is the newest
-    fields = _FIELDS.pack(_MAGIC, FORMAT_VERSION, len(body), xxhash.xxh3_128_digest(body))
-    return fields + _SEAL.pack(xxhash.xxh3_64_intdigest(fields)) + body
+        raise ManifestError(f"tensor {_short(record.key)} cannot be encoded: {error}") from None
+    again = decode_tensor(data)
+    problem = _own_problem(again) if again == record else "does not come back as it was"
+    if problem:
+        raise ManifestError(f"tensor {_short(record.key)} {problem}")
+    return data
 
 
-def decode(data: bytes, *, generation: int | None = None, limit: int = MAX_BYTES) -> Manifest:
+def encode_again(manifest: Manifest) -> dict[Key, bytes]:
+    """What ``encode_tensor`` makes of each tensor of a manifest that was read, and so need not be looked at again."""
+    return {tensor.key: _ENCODER.encode(tensor) for tensor in manifest.tensors}
+
+
+def decode_tensor(data: bytes) -> TensorRecord:
+    """What ``encode_tensor`` was given. Raises ManifestError."""
+    try:
+        return _TENSOR_DECODER.decode(data)
+    except ValueError as error:
+        raise ManifestError(f"this is not what a manifest holds of a tensor: {error}") from None
+
+
+def assemble(head: Head, tensors: Iterable[bytes], *, limit: int = MAX_BYTES) -> bytearray:
+    """A manifest of ``head`` and what ``encode_tensor`` made of each tensor, without looking at these again.
+
+    So it is for the caller that no two have a key or an id or a byte of a file in common, that each lies within its file, and
+    was written in this generation or before: ``decode`` looks at that. Raises ``ManifestError`` when ``head`` cannot be
+    read back, or all would be larger than ``limit`` bytes.
+    """
+    try:
+        data = _ENCODER.encode(head)
+        again = _HEAD_DECODER.decode(data)
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ManifestError(f"generation {head.generation} cannot be encoded: {error}") from None
+    _check_files(again.files)
+    parts = list(tensors)
+    if parts:
+        parts[0] = b"".join((bytes(_HEADER_BYTES), data[:-1], b',"tensors":[', parts[0]))
+        parts[-1] += b"]}"
+    else:
+        parts = [b"".join((bytes(_HEADER_BYTES), data[:-1], b',"tensors":[]}'))]
+    whole = bytearray(b",").join(parts)
+    if len(whole) > limit:
+        raise ManifestError(f"the manifest would be {len(whole)} bytes; the limit is {limit}")
+    with memoryview(whole) as view:
+        digest = xxhash.xxh3_128_digest(view[_HEADER_BYTES:])
+        _FIELDS.pack_into(view, 0, _MAGIC, FORMAT_VERSION, len(whole) - _HEADER_BYTES, digest)
+        _SEAL.pack_into(view, _FIELDS.size, xxhash.xxh3_64_intdigest(view[: _FIELDS.size]))
+    return whole
+
+
+def decode(data: bytes | bytearray, *, generation: int | None = None, limit: int = MAX_BYTES) -> Manifest:
     """The manifest in ``data``, checked through and through; ``generation`` is the one that its file name says.
 
     Raises ``ManifestError``, and for no content anything else.
@@ -216,21 +279,29 @@ def decode(data: bytes, *, generation: int | None = None, limit: int = MAX_BYTES
 def _parse(body: bytes | memoryview) -> Manifest:
     try:
         payload = _PAYLOAD_DECODER.decode(body)
-        raw = bytes(payload.meta)
-        if len(raw) > MAX_META_BYTES:
-            raise ManifestError(f"meta is {len(raw)} bytes; the limit is {MAX_META_BYTES}")
-        meta = _META_DECODER.decode(raw)
-        problem = _meta_problem(meta)
+        meta = decode_meta(bytes(payload.meta))
     except (ValueError, RecursionError, OverflowError) as error:  # msgspec's and Unicode's errors are ValueErrors
         raise ManifestError(f"the payload is not what a manifest holds: {error}") from None
     except MemoryError:
         raise ManifestError(f"decoding {len(body)} bytes of payload needs more memory than there is") from None
-    if problem:
-        raise ManifestError(problem)
     manifest = Manifest(payload.store, payload.generation, meta, payload.files, payload.next_tensor_id, payload.tensors)
     _check_files(manifest.files)
     _check_tensors(manifest)
     return manifest
+
+
+def decode_meta(data: bytes) -> dict[str, object]:
+    """What ``encode_meta`` was given, made anew. Raises ManifestError."""
+    if len(data) > MAX_META_BYTES:
+        raise ManifestError(f"meta is {len(data)} bytes; the limit is {MAX_META_BYTES}")
+    try:
+        meta = _META_DECODER.decode(data)
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise ManifestError(f"the payload is not what a manifest holds, in its meta: {error}") from None
+    problem = _meta_problem(meta)
+    if problem:
+        raise ManifestError(problem)
+    return meta
 
 
 def _meta_problem(meta: object) -> str | None:
@@ -283,27 +354,16 @@ def _check_tensors(manifest: Manifest) -> None:
         raise ManifestError(f"two tensors have the id {_repeated(ids)}")
     if ids and max(ids) >= manifest.next_tensor_id:
         raise ManifestError(f"tensor id {max(ids)} is in use, but the next one is {manifest.next_tensor_id}")
-    for dtype in {tensor.dtype for tensor in tensors}:
-        if not (dtype.isascii() and dtype.isidentifier()):
-            raise ManifestError(f"{dtype!r} is not the name of an element type")
     ends: dict[int, int] = {}  # of extents, by where they begin: plain numbers, which the collector need not look at
     for tensor in tensors:
-        nbytes = math.prod(tensor.shape) * tensor.itemsize  # exact: an int of any size
         extent = tensor.extent
-        problem = None
-        if tensor.generation > manifest.generation:
+        problem = _own_problem(tensor)
+        if problem:
+            pass
+        elif tensor.generation > manifest.generation:
             problem = f"was written in generation {tensor.generation}, after this one ({manifest.generation})"
-        elif len(tensor.checksums) != pieces(nbytes) * CHECKSUM_BYTES:
-            problem = f"has {len(tensor.checksums)} bytes of checksums for {pieces(nbytes)} pieces"
         elif extent is None:
-            if nbytes:
-                problem = f"has {nbytes} bytes and no extent"
-        elif not nbytes:
-            problem = "has an extent and no bytes"
-        elif nbytes > extent.nbytes:
-            problem = f"has {nbytes} bytes in an extent of {extent.nbytes}"
-        elif extent.offset % ALIGNMENT or extent.nbytes % ALIGNMENT:
-            problem = f"has an extent that is not aligned to {ALIGNMENT} bytes"
+            continue
         elif extent.file >= len(sizes):
             problem = f"lies in data file {extent.file}; there are {len(sizes)}"
         elif extent.offset + extent.nbytes > sizes[extent.file]:
@@ -320,6 +380,24 @@ def _check_tensors(manifest: Manifest) -> None:
         if begin < last_end:
             raise _overlap(tensors, begin)
         last_end = ends[begin]
+
+
+def _own_problem(tensor: TensorRecord) -> str | None:
+    """What is wrong with a record, whatever else is in its manifest; or None."""
+    nbytes, extent = math.prod(tensor.shape) * tensor.itemsize, tensor.extent  # exact: an int of any size
+    if not (tensor.dtype.isascii() and tensor.dtype.isidentifier()):
+        return f"has {tensor.dtype!r} for its element type, which is not the name of one"
+    if len(tensor.checksums) != pieces(nbytes) * CHECKSUM_BYTES:
+        return f"has {len(tensor.checksums)} bytes of checksums for {pieces(nbytes)} pieces"
+    if extent is None:
+        return f"has {nbytes} bytes and no extent" if nbytes else None
+    if not nbytes:
+        return "has an extent and no bytes"
+    if nbytes > extent.nbytes:
+        return f"has {nbytes} bytes in an extent of {extent.nbytes}"
+    if extent.offset % ALIGNMENT or extent.nbytes % ALIGNMENT:
+        return f"has an extent that is not aligned to {ALIGNMENT} bytes"
+    return None
 
 
 def _place(extent: Extent) -> int:

@@ -63,6 +63,8 @@ def assemble(wishes: Wishes) -> tuple[Parts, Engine, Commits | None]:
                     f"{parts.nvme.folder} holds a store with commits, which durability='none' would write over: "
                     "name another folder"
                 )
+            if not wishes.scratch:
+                commits.encode_early()
     except BaseException:
         engine.stop()
         parts.close()

@@ -82,9 +82,9 @@ class Copy:
 
     ``aliases`` counts views of the slot's memory that are still reachable outside; a slot is given back only when the copy is
     EMPTY *and* none is left. ``reads_from`` counts transfers up that read this slot. ``checksums`` and ``generation`` describe
-    the bytes of a bottom copy. ``fences`` guard the slot (the engine's). ``witness`` is
-    the store's (it shares torch's version counter between leases), ``version`` that counter when its write-back began,
-    ``standing`` the occupancy's.
+    the bytes of a bottom copy; ``record`` is what a manifest says of it, once that is known. ``fences`` guard the slot (the
+    engine's). ``witness`` is the store's (it shares torch's version counter between leases), ``version`` that counter when its
+    write-back began, ``standing`` the occupancy's.
     """
 
     key: Key
@@ -97,6 +97,7 @@ class Copy:
     aliases: int = 0
     checksums: bytes = b""
     generation: int = 0
+    record: bytes = b""
     prefetched: bool = False
     failure: TieredError | None = None
     fences: tuple[Fence, ...] = ()
@@ -187,10 +188,13 @@ class Entry:
     copies: list[Copy | None] = field(default_factory=list)
     nbytes: int = field(init=False)
     """Bytes a slot must have; an empty tensor still takes one."""
+    empty: bool = field(init=False)
+    """It has no bytes."""
     name: Key = field(init=False)
 
     def __post_init__(self) -> None:
-        self.nbytes = max(1, self.spec.nbytes)
+        nbytes = self.spec.nbytes
+        self.nbytes, self.empty = max(1, nbytes), not nbytes
         self.name = self.key
 
     @property
@@ -356,7 +360,7 @@ class Directory:
                     self._vacate(entry, other)
             if copy.state is State.CLEAN and tier < self.depth - 1:
                 copy.become(State.DIRTY)
-            copy.checksums = b""
+            copy.checksums = copy.record = b""
             copy.writers += 1
         else:
             copy.readers += 1

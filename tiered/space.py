@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 __all__ = ["FreeSpace"]
 
@@ -77,13 +77,13 @@ class FreeSpace:
         del self._used[offset]
         self._insert(offset, size)
 
-    def free_all(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """``free`` each (offset, size); neighbours go together, which is quicker for many."""
-        begin = end = 0
-        for offset, size in sorted(ranges):
-            if self._used.get(offset) != size:
+    def free_all(self, sizes: Mapping[int, int]) -> None:
+        """``free`` the range of ``sizes[offset]`` at each offset; neighbours go together, which is quicker for many."""
+        used, begin, end = self._used, 0, 0
+        for offset in sorted(sizes):
+            size = sizes[offset]
+            if used.pop(offset, None) != size:
                 raise AssertionError(f"free of [{offset}, {offset + size}), which is not in use as one range")
-            del self._used[offset]
             if offset != end:
                 if end > begin:
                     self._insert(begin, end - begin)

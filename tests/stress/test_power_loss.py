@@ -176,20 +176,20 @@ def test_power_is_lost_at_any_moment(tmp_path: Path, drives: int, count: int, ta
 @contextlib.contextmanager
 def no_sync_of_the_folder() -> Iterator[None]:
     """After the rename."""
-    write, fsync, renamed = generations.write, os.fsync, threading.local()
+    publish, fsync, renamed = generations.publish, os.fsync, threading.local()
 
     def skipping(fd: int) -> None:
         if not (getattr(renamed, "to", False) and os.path.isdir(f"/proc/self/fd/{fd}")):
             fsync(fd)
 
-    def mutated(*arguments: object) -> None:
+    def mutated(folder: str, generation: int) -> None:
         renamed.to = True
         try:
-            write(*arguments)  # type: ignore[arg-type]
+            publish(folder, generation)
         finally:
             renamed.to = False
 
-    with mock.patch.object(os, "fsync", skipping), mock.patch.object(generations, "write", mutated):
+    with mock.patch.object(os, "fsync", skipping), mock.patch.object(generations, "publish", mutated):
         yield
 
 
@@ -201,14 +201,14 @@ def no_sync_of_data() -> Iterator[None]:
 
 @contextlib.contextmanager
 def old_manifest_unlinked_first() -> Iterator[None]:
-    write = generations.write
+    prepare = generations.prepare
 
-    def mutated(folder: str, *arguments: object) -> None:
-        for generation in generations.generations(folder):
-            generations.drop(folder, generation)
-        write(folder, *arguments)  # type: ignore[arg-type]
+    def mutated(folder: str, generation: int, data: bytes) -> None:
+        for older in generations.generations(folder):
+            generations.drop(folder, older)
+        prepare(folder, generation, data)
 
-    with mock.patch.object(generations, "write", mutated):
+    with mock.patch.object(generations, "prepare", mutated):
         yield
 
 
@@ -221,16 +221,16 @@ def written_in_place() -> Iterator[None]:
 
 @contextlib.contextmanager
 def manifest_before_data() -> Iterator[None]:
-    write, sync, tiers = generations.write, NvmeTier.sync, list[NvmeTier]()
+    publish, sync, tiers = generations.publish, NvmeTier.sync, list[NvmeTier]()
 
     def later(tier: NvmeTier) -> None:
         tiers.append(tier)
 
-    def mutated(*arguments: object) -> None:
-        write(*arguments)  # type: ignore[arg-type]
+    def mutated(folder: str, generation: int) -> None:
+        publish(folder, generation)
         sync(tiers[-1])
 
-    with mock.patch.object(NvmeTier, "sync", later), mock.patch.object(generations, "write", mutated):
+    with mock.patch.object(NvmeTier, "sync", later), mock.patch.object(generations, "publish", mutated):
         yield
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -101,8 +101,8 @@ class NvmeTier:
         if self._limit is not None:
             self._limit -= self._limit % self.alignment
         self._live: set[Slot] = set()  # referenced by the store
-        self._kept: dict[int, list[Slot]] = {}  # generation -> what it references
-        self._references: dict[Slot, int] = {}  # how many kept generations reference it
+        self._kept: dict[int, set[Slot]] = {}  # generation -> what it references; few, so each is asked
+        self._left: dict[int, dict[int, int]] = {}  # generation -> what it does as the last one: slots' offsets and sizes
 
     # What it is
 
@@ -166,8 +166,7 @@ class NvmeTier:
         if slot not in self._live:
             raise AssertionError(f"free of {slot}, which the store does not hold")
         self._live.remove(slot)
-        if slot not in self._references:
-            self._give_back([slot])
+        self._leave(slot)
 
     def claim(self, slot: Slot) -> None:
         """Take the extent that a manifest names: from the free space, or from kept generations that share it.
@@ -176,11 +175,14 @@ class NvmeTier:
         claim and retain those of the newest. Raises ManifestError when the extent cannot be: misaligned, beyond the end
         of the file, or overlapping another one.
         """
-        if slot not in self._references or slot in self._live:
+        last = self._last(slot)
+        if slot in self._live or last is None:
             index, offset = self.extent(slot)
             if not 0 <= index < len(self.files):
                 raise ManifestError(f"{self.folder}: the manifest names data file {index}; there are {len(self.files)}")
             self.files[index].claim(offset, slot.nbytes)
+        else:
+            del self._left[last][slot.offset]
         self._live.add(slot)
 
     def slot(self, index: int, offset: int, nbytes: int) -> Slot:
@@ -198,42 +200,57 @@ class NvmeTier:
         file = self.files[slot.offset >> FILE_BITS]
         return Location(file.fd, slot.offset & (1 << FILE_BITS) - 1, file.path)
 
-    def _give_back(self, slots: Sequence[Slot]) -> None:
+    def _last(self, slot: Slot) -> int | None:
+        """The last of the kept generations, in order of ``retain``, that reference it."""
+        for generation in reversed(self._kept):
+            if slot in self._kept[generation]:
+                return generation
+        return None
+
+    def _leave(self, slot: Slot) -> None:
+        """The store's reference, or the last generation's, has ended."""
+        last = self._last(slot)
+        if last is None:
+            self._give_back({slot.offset: slot.nbytes})
+        else:
+            self._left[last][slot.offset] = slot.nbytes
+
+    def _give_back(self, slots: Mapping[int, int]) -> None:
+        if len(self.files) == 1:
+            self.files[0].free(slots)  # there a slot's offset is that in the file
+            return
         for file in self.files:
-            there = (slot for slot in slots if slot.offset >> FILE_BITS == file.index)
-            file.free((self.extent(slot)[1], slot.nbytes) for slot in there)
+            base = file.index << FILE_BITS
+            file.free({offset - base: nbytes for offset, nbytes in slots.items() if offset >> FILE_BITS == file.index})
 
     def retain(self, generation: int, slots: Iterable[Slot]) -> None:
-        """Pin the extents of a committed generation. Each must be in use, and named once."""
-        kept = list(slots)
+        """Pin the extents of a committed generation. Each must be the store's, and named once; so no two of them overlap."""
+        named = list(slots)
+        kept = set(named)
         if generation in self._kept:
             raise AssertionError(f"generation {generation} is kept already")
-        if len(set(kept)) != len(kept) or not all(slot in self._live or slot in self._references for slot in kept):
+        if len(kept) != len(named) or not kept <= self._live:
             raise AssertionError(f"generation {generation} references an extent that is not in use, or one twice")
-        self._kept[generation] = kept
-        references = self._references
-        for slot in kept:
-            references[slot] = references.get(slot, 0) + 1
+        self._kept[generation], self._left[generation] = kept, {}
 
     def pin(self, generation: int, slot: Slot) -> None:
         """Pin one more extent of a generation that is retained."""
         if slot not in self._live:
             raise AssertionError(f"generation {generation} references an extent that is not in use")
-        self._kept[generation].append(slot)
-        self._references[slot] = self._references.get(slot, 0) + 1
+        self._kept[generation].add(slot)
 
     def release(self, generation: int) -> None:
         """Unpin a generation. Only after whatever made it readable is durably gone."""
         if generation not in self._kept:
             raise AssertionError(f"generation {generation} is not kept")
-        references, unused = self._references, []
-        for slot in self._kept.pop(generation):
-            references[slot] -= 1
-            if not references[slot]:
-                del references[slot]
-                if slot not in self._live:
-                    unused.append(slot)
-        self._give_back(unused)
+        first = generation == next(iter(self._kept))
+        del self._kept[generation]
+        left = self._left.pop(generation)
+        if first:  # as a rule; so no other one references these
+            self._give_back(left)
+            return
+        for slot in left.items():
+            self._leave(Slot(*slot))
 
     @property
     def generations(self) -> tuple[int, ...]:
