@@ -5,6 +5,7 @@
 - "written back": 4 GiB in 10,000 tensors, every one rewritten since the last commit and on the disk already; new meta.
 - "dirty": tensors of 16 MiB that are in memory alone, half a pool of 1 GiB; the ceiling is fio's rate in the same round.
 - "open": of a store that was killed (not closed) after its last commit.
+- "training": blocks of ten steps of a GPT that begins a commit with each of them, by those of one that never commits, in turn.
 - the others write the state of 4 GiB anew each time, with fsync at the end, as ours does; each load is not measured.
 
 Medians of the rounds, with the least and the most. Needs 30 GB of disk, 8 GB of memory, and fio.
@@ -19,15 +20,18 @@ import signal
 import sys
 import time
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
-from tiered import TensorSpec, TieredStore
+from tiered import TensorSpec, TieredStore, zero
 from tiered.cli import fio
 from tiered.cli.arguments import size
-from tiered.cli.measure import Meter, Spread, bytes_of, environment, scratch_folder
+from tiered.cli.measure import Meter, Spread, bytes_of, environment, scratch_folder, scratch_store
 from tiered.cli.table import told_environment
+from tiered.cli.trainer import Options, Trainer
+from tiered.cli.text import open_text
 from tiered.types import PIECE_BYTES
 
 __all__ = ["main"]
@@ -109,6 +113,35 @@ def dirty(folder: str, rounds: int, beside: fio.Fio) -> list[tuple[float, float,
     return found
 
 
+def training(folder: str, rounds: int) -> list[float]:
+    """Of each round, the seconds of ten steps after a commit was begun, that commit's end included, by those of ten steps of a
+    training that never commits; each has a store of its own."""
+    options = Options(folder, None, 8, 512, 8, 128, 4, 1, 1, None, "on_fetch", "auto", rounds)
+    with ExitStack() as stack:
+        text = open_text(None, options.context, stack)
+        trainers = []
+        for _ in range(2):
+            store = stack.enter_context(scratch_store(folder, dram=options.pool, backend=options.backend))
+            trainers.append(Trainer(options, text, store))
+        committing, plain = trainers
+
+        def ten(trainer: Trainer, *, commits: bool) -> float:
+            began = time.perf_counter()
+            assert isinstance(trainer.optimizer, zero.AdamW)
+            open_commit = zero.commit_async(trainer.model, trainer.optimizer) if commits else None
+            for _ in range(10):
+                trainer.step()
+            if open_commit is not None:
+                open_commit.result()
+            return time.perf_counter() - began
+
+        found = []
+        for _ in range(rounds + 1):
+            without, with_it = ten(plain, commits=False), ten(committing, commits=True)
+            found.append(with_it / without)
+        return found[1:]  # the first learns the order of a step
+
+
 def others(folder: str, rounds: int, tensors: int, total: int) -> dict[str, list[tuple[float, int]]]:
     """Seconds and kernel's bytes of each round."""
     from torch.distributed import checkpoint as dcp
@@ -149,8 +182,15 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tensors", type=int, default=10_000)
     parser.add_argument("--size", type=size, default=4 * GIB, help="bytes of all tensors (default: 4GiB)")
+    parser.add_argument("--training", action="store_true", help="only commits of a training")
     options = parser.parse_args()
     print(told_environment(environment()), flush=True)
+    if options.training:
+        with scratch_folder(options.dir) as folder:
+            ratios = Spread.of(training(folder, options.rounds))
+            print("\n| what | ratio |\n|---|---:|")
+            print(f"| ten steps with a commit, by ten without | {ratios.shown(digits=3)} |", flush=True)
+        return 0
     with scratch_folder(options.dir) as folder, fio.huge_buffers(fio.BLOCK * fio.DEPTH) as buffers:
         seconds, moved, opening = written_back(f"{folder}/back", options.rounds, options.tensors, options.size)
         shutil.rmtree(f"{folder}/back")

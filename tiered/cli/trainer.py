@@ -115,14 +115,14 @@ class Trainer:
                     initialise(module)
             in_parts(self.model, split, options.micro_batch)
             groups = decayed(self.model, 0.1)
-            self._optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, fused=True, **settings)  # type: ignore[arg-type]
+            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, fused=True, **settings)  # type: ignore[arg-type]
         else:
             self.model = build(options.shape)
             initialise = _initialiser(self.model, options.shape)
             zero.page(self.model, store, micro_batch=options.micro_batch, param_init_fn=initialise)
             split = zero.statistics(self.model).split
             groups = decayed(self.model, 0.1)
-            self._optimizer = zero.AdamW(groups, update=options.update, **settings)  # type: ignore[arg-type]
+            self.optimizer = zero.AdamW(groups, update=options.update, **settings)  # type: ignore[arg-type]
         self.split = split
         self._generator = torch.Generator().manual_seed(0)
         self._meter = Meter(store)
@@ -142,8 +142,8 @@ class Trainer:
         with clock.phase("update"):
             if options.update == "on_fetch":
                 norm = self._clip().item()
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         used = self._meter.lap()
         seconds = clock.seconds
         seconds["other"] = used.seconds - sum(seconds.values())
@@ -152,8 +152,8 @@ class Trainer:
         }
 
     def _clip(self) -> torch.Tensor:
-        if isinstance(self._optimizer, zero.AdamW):
-            return self._optimizer.clip_grad_norm_(CLIP)
+        if isinstance(self.optimizer, zero.AdamW):
+            return self.optimizer.clip_grad_norm_(CLIP)
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
 
 
