@@ -30,8 +30,8 @@ from tiered.cli import fio
 from tiered.cli.arguments import size
 from tiered.cli.measure import Meter, Spread, bytes_of, environment, scratch_folder, scratch_store
 from tiered.cli.table import told_environment
-from tiered.cli.trainer import Options, Trainer
 from tiered.cli.text import open_text
+from tiered.cli.trainer import Options, Trainer
 from tiered.types import PIECE_BYTES
 
 __all__ = ["main"]

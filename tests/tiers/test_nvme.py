@@ -184,6 +184,21 @@ class TestOpening:
             NvmeTier.open(NvmeConfig(folder, capacity))
         assert not folder.exists()
 
+    def test_a_new_store_that_could_not_have_its_capacity_is_refused_and_leaves_nothing(self, folder: Path) -> None:
+        found = os.statvfs(folder.parent)
+        more = found.f_bavail * found.f_frsize + (1 << 40)
+        with pytest.raises(CapacityError, match="free: give nvme= less, make room, or name another folder") as refused:
+            NvmeTier.open(NvmeConfig(folder, more))
+        assert str(folder) in str(refused.value)
+        assert not folder.exists()
+
+    def test_a_store_that_is_there_opens_on_a_disk_that_others_filled(self, folder: Path) -> None:
+        NvmeTier.open(NvmeConfig(folder, MIB)).close()
+        found = os.statvfs(folder)
+        tier = NvmeTier.open(NvmeConfig(folder, found.f_bavail * found.f_frsize + (1 << 40)))
+        assert tier.capacity > found.f_bavail * found.f_frsize
+        tier.close()
+
     def test_a_larger_file_than_the_capacity_stays_usable(self, folder: Path) -> None:
         tier = NvmeTier.open(NvmeConfig(folder, 4 * MIB, growth=MIB))
         slots = [take(tier, MIB) for _ in range(4)]

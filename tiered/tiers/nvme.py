@@ -60,7 +60,8 @@ class NvmeTier:
 
         Raises MisuseError where a path cannot be a store's (not a folder, a symlink, not writable, holds other things; then
         nothing is touched) or the paths are not those of the store, StoreLocked while another process has it open,
-        ManifestError when a data file is missing, damaged or foreign, CapacityError when the capacity is below one extent.
+        ManifestError when a data file is missing, damaged or foreign, CapacityError when the capacity is below one extent, or,
+        of a new store, more than the filesystems have.
         """
         if config.growth < 1:
             raise MisuseError(f"the data file cannot grow by {config.growth} bytes at a time")
@@ -71,14 +72,14 @@ class NvmeTier:
         folder = _absolute(config.path)
         if config.paths:
             drives = open_drives(folder, [_absolute(path) for path in config.paths], config.growth)
-            return cls(folder, drives.files, drives.uuid, config.capacity, created=drives.created, drives=drives)
+            return cls(folder, drives.files, drives.uuid, config.capacity, created=drives.created, drives=drives)._planned()
         file = DataFile(folder, DATA_FILE, _accept(folder), config.growth, flags=os.O_CREAT)
         try:
             created = _begin_or_adopt(file, folder)
-            return cls(folder, (file,), file.uuid, config.capacity, created=created, drives=None)
         except BaseException:
             file.discard()
             raise
+        return cls(folder, (file,), file.uuid, config.capacity, created=created, drives=None)._planned()
 
     def __init__(
         self,
@@ -103,6 +104,19 @@ class NvmeTier:
         self._live: set[Slot] = set()  # referenced by the store
         self._kept: dict[int, set[Slot]] = {}  # generation -> what it references; few, so each is asked
         self._left: dict[int, dict[int, int]] = {}  # generation -> what it does as the last one: slots' offsets and sizes
+
+    def _planned(self) -> NvmeTier:
+        """Itself. A new store that could not have its capacity is refused here, and not after days; one that there is already
+        opens in any case, for what it has must be read."""
+        free = self.free_on_device()
+        if self.created and self._limit is not None and self._limit - sum(file.extents for file in self.files) > free:
+            folders = ", ".join(dict.fromkeys(str(file.folder) for file in self.files))
+            self.remove()
+            raise CapacityError(
+                f"an NVMe capacity of {format_size(self._limit)} is more than the {format_size(free)} that {folders} has free: "
+                "give nvme= less, make room, or name another folder"
+            )
+        return self
 
     # What it is
 
