@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fakes import readable
-from tiered.wakeup import Wakeup
+from tiered.wakeup import Wakeup, wait_for
 
 
 @pytest.fixture
@@ -58,3 +58,28 @@ def test_setting_it_after_its_end_touches_no_other_file() -> None:
     finally:
         os.close(reading)
         os.close(writing)
+
+
+class Struck(threading.Condition):
+    """Ctrl-C strikes in ``wait``, where the lock is had, or while another thread has it."""
+
+    def __init__(self, *, without: bool) -> None:
+        super().__init__(threading.RLock())
+        self.without, self.waits = without, 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits += 1
+        if self.without:
+            self.release()
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("without", [True, False])
+def test_who_is_interrupted_as_it_waits_has_the_lock(without: bool) -> None:
+    changed = Struck(without=without)
+    with changed:
+        with pytest.raises(KeyboardInterrupt):
+            wait_for(changed, 1.0)
+        assert changed._is_owned()  # type: ignore[attr-defined]
+    assert not changed._is_owned()  # type: ignore[attr-defined]
+    assert changed.waits == 1

@@ -34,7 +34,7 @@ from tiered.residency import Copy
 from tiered.stats import LinkStatistics
 from tiered.timeline import Recorder
 from tiered.types import Access, Direction, Fence, Key, Slot, Then, Transfer
-from tiered.wakeup import OwnedWakeup
+from tiered.wakeup import OwnedWakeup, wait_for
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -65,7 +65,7 @@ class Engine:
         assert len(links) == len(tiers) - 1
         self.links, self.config = list(links), config
         self.admission = Admission(tiers, policies, config.reserve)
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.commits = threading.Lock()  # one commit at a time; taken before ``lock``
         self.hits = self.misses = self.leases = self.wakes = 0
         self.stalled_for_reads = self.stalled_for_room = 0.0
@@ -111,7 +111,7 @@ class Engine:
             self._submit(flush)
             while not (flush.begun or flush.done):
                 self._refuse_stopped()
-                self._changed.wait(5.0)
+                wait_for(self._changed, 5.0)
 
     def behind(self, name: str, work: Callable[[], int], keep: Callable[[Future[int]], None]) -> None:
         """``work`` in a thread of its own; ``keep`` is given its future before it starts."""
@@ -215,7 +215,7 @@ class Engine:
             before, for_room = self.config.clock(), request.waits_for_room
             if before - began >= patience:
                 raise CapacityError(why_stuck(self.admission, request, before - began))
-            self._changed.wait(min(began + patience - before, 5.0))
+            wait_for(self._changed, min(began + patience - before, 5.0))
             self._stalled(request, self.config.clock() - before, for_room)
 
     def _give_up(self, request: Request) -> None:

@@ -5,11 +5,33 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+from typing import Protocol
 
-__all__ = ["OwnedWakeup", "Wakeup"]
+__all__ = ["OwnedWakeup", "Wakeup", "wait_for"]
 
 _AT_ONCE = 4096  # bytes
 _LONGEST_WAIT = 1e6  # seconds; poll(2) counts milliseconds in an int
+
+
+class _Condition(Protocol):
+    """A ``threading.Condition``."""
+
+    def wait(self, timeout: float | None = None) -> bool: ...
+    def acquire(self) -> bool: ...
+
+
+def wait_for(changed: _Condition, seconds: float) -> None:
+    """``changed.wait``, which Ctrl-C leaves without the lock if it strikes as that is taken again; here it is had in any case.
+
+    The lock is an RLock: another one would let a thread release what is not its own.
+    """
+    try:
+        changed.wait(seconds)
+    except BaseException:
+        while not changed._is_owned():  # type: ignore[attr-defined]
+            with contextlib.suppress(BaseException):  # the first one is told
+                changed.acquire()
+        raise
 
 
 class Wakeup:
