@@ -12,9 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiered import CapacityError, CommitError, LeaseConflict, ManifestError, MisuseError, TieredStore, WriteError
+from tiered import (
+    CapacityError,
+    CommitError,
+    LeaseConflict,
+    ManifestError,
+    MisuseError,
+    TieredStore,
+    WriteError,
+    commits,
+)
 from tiered.generations import generations
 from tiered.io.posix import PosixBackend, PosixConfig
+from tiered.tiers.nvme import NvmeTier
 from tiered.types import IOCompletion, IORequest, Operation
 
 MIB = 1 << 20
@@ -308,3 +318,57 @@ def test_a_thread_that_does_not_start_leaves_nothing_open(folder: Path, monkeypa
         monkeypatch.undo()
         generation = store.commit()
         assert store._parts.nvme.generations[-1] == generation
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_ctrl_c_as_an_old_generation_is_dropped_costs_no_later_commit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    with TieredStore.open(folder, dram="1MiB", keep=1) as store:
+        store.put("a", torch.ones(5))
+        store.commit()
+        ordinary = NvmeTier.release
+
+        def struck(tier: NvmeTier, generation: int) -> None:
+            monkeypatch.setattr(NvmeTier, "release", ordinary)
+            if not before:
+                ordinary(tier, generation)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(NvmeTier, "release", struck)
+        store.put("a", torch.ones(6))
+        with pytest.raises(KeyboardInterrupt):
+            store.commit()
+        for size in (7, 8):
+            store.put("a", torch.ones(size))
+            store.commit()
+        store.delete("a")
+        store.commit()
+        assert store.statistics().tiers[-1].used == 0, "nothing stays pinned"
+        assert store.generation == 5
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_ctrl_c_as_a_manifest_gets_its_name_costs_no_later_commit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    ordinary = commits._Draft.keep
+
+    def struck(draft: commits._Draft) -> None:
+        monkeypatch.setattr(commits._Draft, "keep", ordinary)
+        if when == "after":
+            ordinary(draft)
+        raise KeyboardInterrupt
+
+    with TieredStore.open(folder, dram="1MiB", keep=1) as store:
+        store.put("a", torch.ones(5))
+        store.commit()
+        monkeypatch.setattr(commits._Draft, "keep", struck)
+        store.put("a", torch.ones(6))
+        with pytest.raises(KeyboardInterrupt):
+            store.commit()
+        for size in (7, 8):
+            store.put("a", torch.ones(size))
+            store.commit()
+    with TieredStore.open(folder, dram="1MiB") as store:
+        assert torch.equal(store.get("a"), torch.ones(8))

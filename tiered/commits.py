@@ -278,7 +278,8 @@ class Commits:
             return
         with self._engine.lock:
             for generation in old:
-                self._nvme.release(generation)
+                if generation in self._nvme.generations:  # Ctrl-C may have come between this and the next line
+                    self._nvme.release(generation)
         self._kept = [generation for generation in self._kept if generation >= retained[0]]
 
 
