@@ -14,9 +14,14 @@ import torch
 
 from tests.rig import Rig, evicted, fill, where
 from tiered import CapacityError, CommitError, LeaseConflict, MisuseError, ReadError, TieredError, TieredStore
+from tiered.admission import Admission
+from tiered.ahead import Ahead
+from tiered.eviction import LRU, NextUse
 from tiered.generations import generations
-from tiered.prefetch import Plan
-from tiered.residency import State
+from tiered.prefetch import Plan, Touch
+from tiered.rehearsal import MovablePlaces, Places
+from tiered.residency import Entry, State
+from tiered.types import TensorSpec
 
 MIB = 1 << 20
 
@@ -189,3 +194,55 @@ def test_a_trace_of_at_most_so_many_touches(tmp_path: Path) -> None:
         order.clear()
         store.get("w")
         assert [touch.key for touch in order] == ["w"]
+
+
+def test_what_is_fetched_ahead_may_lose_its_source_to_what_leaves_for_it() -> None:
+    """Three full tiers: "x" goes up to the top, two dirty tensors leave there for it, and room for the first is made of "x" in
+    the middle. The second finds the bottom full, so a clean one leaves instead, and there is a slot but no source."""
+    top, middle, bottom = MovablePlaces(110), MovablePlaces(100), Places(100)
+    admission = Admission([top, middle, bottom], [LRU(), LRU(), LRU()], 0.0)
+
+    def below(key: str, nbytes: int) -> Entry:
+        slot = bottom.allocate(nbytes)
+        assert slot is not None
+        admission.places[2].account(slot)
+        number = admission.directory.next_id
+        entry = admission.directory.restore(key, TensorSpec("uint8", (nbytes,), 1), number, slot, b"", 1)
+        assert entry.copies[2] is not None
+        admission.install(entry.copies[2])
+        return entry
+
+    def up(entry: Entry, tier: int) -> None:
+        slot = admission.places[tier].allocate(entry.nbytes)
+        assert slot is not None
+        admission.directory.begin_fill(entry, tier, slot)
+        admission.directory.end_fill(entry, tier, None)
+        admission.places[tier].policy.touched(entry.key)
+
+    def put(key: str, nbytes: int, tier: int) -> None:
+        slot = admission.places[tier].allocate(nbytes)
+        assert slot is not None
+        copy = admission.directory.put(key, TensorSpec("uint8", (nbytes,), 1), tier, slot).copies[tier]
+        assert copy is not None
+        admission.install(copy)
+
+    x, clean = below("x", 50), below("clean", 50)
+    up(clean, 1)
+    up(clean, 0)
+    assert clean.copies[1] is not None
+    admission.directory.evict(clean.copies[1])
+    up(x, 1)
+    for key, nbytes, tier in (("first", 30, 0), ("second", 30, 0), ("y", 50, 1)):
+        put(key, nbytes, tier)
+    plan = Plan([Touch("x"), Touch("clean")])
+    ahead = Ahead(plan, ["top", "middle", "bottom"], lambda: [(0.0, 0.0)] * 2)
+    ahead.rooms = [110, 100]
+    rule = NextUse(plan.next_use, lambda: plan.cursor)
+    gives_up = NextUse(plan.next_use, lambda: plan.cursor, given_up=lambda key: key == "x")
+    admission.follow(ahead, [rule, gives_up])
+    ahead.needed, ahead.tier = 0, 0
+    admission.bring(x, 0, ahead)
+    assert x.copies[:2] == [None, None]
+    assert x.copies[2] is not None
+    for place in admission.places:
+        place.check()

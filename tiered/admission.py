@@ -122,11 +122,11 @@ class Admission:
         return False
 
     def _admit_fill(self, entry: Entry, tier: int, request: Request) -> None:
-        slot = self.room(tier, entry.nbytes, request)
-        if slot is None:
+        if (slot := self.room(tier, entry.nbytes, request)) is None:
             return
-        source = entry.copies[tier + 1]
-        assert source is not None
+        if (source := entry.copies[tier + 1]) is None:  # room below, for what left here, was made of it
+            self.places[tier].give_back(slot)
+            return
         copy = self.directory.begin_fill(entry, tier, slot)
         if request.urgency is Urgency.PREFETCH:
             copy.prefetched = True
