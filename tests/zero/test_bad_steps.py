@@ -133,3 +133,25 @@ def test_what_checkpointing_recomputed_before_an_exception_is_gone_after_zero_gr
     optimizer.zero_grad()
     assert store.statistics().tiers[0].held == 0
     assert not [key for key in store if key.endswith("/grad")]
+
+
+@pytest.mark.parametrize("how", ["refused", "clipped", "unscaled"])
+def test_a_gradient_that_was_assigned_is_no_longer_leased(store: TieredStore, how: str) -> None:
+    model = zero.page(nn.Linear(8, 8), store)
+    optimizer = zero.AdamW(model.parameters())
+    scaler = zero.GradScaler(enabled=how == "unscaled")
+    loss = scaler.scale(model(torch.ones(2, 8)).sum())
+    loss.backward()
+    for parameter in model.parameters():
+        parameter.grad = torch.full(parameter.shape, 1.0 if how == "clipped" else float("inf"))
+    if how == "refused":
+        with pytest.raises(MisuseError, match="not finite"):
+            optimizer.step()
+    elif how == "clipped":
+        optimizer.clip_grad_norm_(1.0)
+    else:
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert store.commit() == 1
+    optimizer.zero_grad()

@@ -276,6 +276,7 @@ class Unit:
         state = self.gradients[placement]
         state.orders.add(order)
         self.collect_gradient(placement)
+        self.close_gradient()
         if state.expected is not None and not state.wide_scales:
             state.norms.clear()  # this loss was not scaled, or it was not undone
             state.expected = None
@@ -299,6 +300,7 @@ class Unit:
         """Multiply the gradient by ``factor`` (0-d), as fp32 where its type is narrower, when it is next used. Returns whether
         it was finite before."""
         self.collect_gradient(placement)
+        self.close_gradient()
         state = self.gradients[placement]
         finite = _is_finite(state)
         if state.scales or state.wide_scales or state.expected is None or not torch.equal(state.expected, factor):
@@ -311,6 +313,7 @@ class Unit:
         """Raise MisuseError if the gradient has NaN or infinity, or is to be multiplied by such a factor."""
         self.collect_gradient(placement)
         if not _is_finite(self.gradients[placement]):
+            self.close_gradient()
             raise MisuseError(
                 f"the gradient of {placement.name!r} is not finite, and would make the parameter NaN: leave this step out "
                 "(optimizer.zero_grad()), or scale the loss with tiered.zero.GradScaler, which does so by itself"
