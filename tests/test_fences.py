@@ -64,6 +64,13 @@ class NoHurry:
         finally:
             lock.acquire()
 
+    def acquire(self) -> bool:
+        return self._world.engine.lock.acquire()
+
+    def _is_owned(self) -> bool:
+        owned: bool = self._world.engine.lock._is_owned()  # type: ignore[attr-defined]
+        return owned
+
 
 class Alias:
     """A tensor of a lease, perhaps of one that has ended; kernels on it run on the lease's stream. The ``since``th of the
