@@ -165,6 +165,34 @@ def test_a_disk_that_does_not_take_it_is_its_error(folder: Path, monkeypatch: py
 # The way back
 
 
+def test_a_commit_without_room_is_refused_before_anything_is_written(folder: Path) -> None:
+    with TieredStore.open(folder, dram=4 * MIB, nvme=MIB, keep=1) as store:
+        for number in range(6):
+            store.put(f"t{number}", torch.full((40_000,), float(number)))
+        assert store.commit({"step": 1}) == 1
+        for number in range(3):
+            with store.lease(f"t{number}", access="write") as tensor:
+                tensor.fill_(10.0 + number)
+        written = store.statistics().links[-1].down
+        with pytest.raises(CapacityError, match=r"has to write 480\.0 KiB .* room for 64\.0 KiB") as refused:
+            store.commit({"step": 2})
+        assert str(folder) in str(refused.value)
+        with pytest.raises(CapacityError, match=r"has to write 480\.0 KiB"):
+            store.commit_async({"step": 2}).result()
+        assert store.statistics().links[-1].down == written, "nothing was begun"
+        assert (store.generation, store.meta) == (1, {"step": 1})
+        with store.lease("t1") as tensor:
+            assert bool((tensor == 11.0).all()), "what is in memory is as it was"
+        for number in (1, 2):
+            store.delete(f"t{number}")
+        with pytest.raises(CapacityError, match=r"160\.0 KiB .* room for 64\.0 KiB"):
+            store.commit({"step": 2})  # the first commit still needs what was deleted
+        store.rollback()
+        with store.lease("t1") as tensor:
+            assert bool((tensor == 1.0).all())
+        assert store.commit({"step": 3}) == 2
+
+
 def test_rollback_moves_nothing(folder: Path) -> None:
     with opened(folder) as store:
         for number in range(50):

@@ -28,13 +28,7 @@ __all__ = ["StoreAtRest", "manifest_of"]
 
 def manifest_of(folder: Path, generation: int | None) -> Manifest:
     """Of ``generation``, or of the newest one. Raises MisuseError where there is none, ManifestError where it is damaged."""
-    if not folder.is_dir():
-        raise MisuseError(f"{folder} is not a folder: name that of a store")
-    there = generations.generations(folder)
-    if not there:
-        raise MisuseError(f"{folder} is not a tiered store with a commit: it has no manifest")
-    if generation is not None and generation not in there:
-        raise MisuseError(f"{folder} has no generation {generation}; there are: {', '.join(map(str, there))}")
+    generations.present(folder, generation)
     manifest = generations.load(folder, generation)
     assert manifest is not None
     return manifest

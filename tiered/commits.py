@@ -17,6 +17,7 @@ from tiered.errors import CapacityError, CommitError, LeaseConflict, ManifestErr
 from tiered.flush import Flush
 from tiered.requests import Request
 from tiered.residency import Copy, Entry
+from tiered.sizes import format_size
 from tiered.tiers.nvme import NvmeTier
 from tiered.types import Key, Slot, Urgency
 
@@ -295,6 +296,8 @@ class _Draft:
         self._generation = 0  # once its extents are pinned
 
     def begin(self, entries: Iterator[Entry], frozen: dict[Key, None]) -> None:
+        if frozen:
+            self._refuse_without_room(frozen)
         tensors, slots, encoded = self._tensors, list[Slot](), self._encoding.of
         for entry in entries:
             if entry.key in frozen:
@@ -307,6 +310,20 @@ class _Draft:
                 slots.append(copy.slot)
         self._generation = self._engine.admission.generation
         self._nvme.retain(self._generation, slots)
+
+    def _refuse_without_room(self, frozen: Iterable[Key]) -> None:
+        """A commit that cannot be is not begun. (While anything is under way, more room may come: then it is tried.)"""
+        nvme, admission = self._nvme, self._engine.admission
+        if admission.traffic.busy:
+            return
+        sizes = (max(1, admission.directory.entry(key).nbytes) for key in frozen)
+        needed, room = sum(-(-nbytes // nvme.alignment) for nbytes in sizes) * nvme.alignment, nvme.room
+        if needed > room:
+            raise CapacityError(
+                f"{nvme.folder}: a commit has to write {format_size(needed)} that changed since, and the disk has room for "
+                f"{format_size(room)}, for what kept generations need is not written over: make room there, give nvme= more "
+                "if it is the limit, or roll back. The last commit holds, and nothing in memory is lost"
+            )
 
     def add(self, entry: Entry) -> None:
         try:

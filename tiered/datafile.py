@@ -102,12 +102,14 @@ class DataFile:
         """Bytes of the largest extent that it would give without growing."""
         return self._space.largest
 
-    def free_on_device(self) -> int:
-        """Bytes that the filesystem would still give us; 0 once closed."""
+    def free_on_device(self, *, reserved: bool = False) -> int:
+        """Bytes that the filesystem would still give us, or give root (``reserved``); 0 once closed."""
         if self.fd < 0:
             return 0
         found = os.fstatvfs(self.fd)
-        return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize  # ramfs counts nothing
+        if not found.f_blocks:
+            return sys.maxsize  # ramfs counts nothing
+        return (found.f_bfree if reserved else found.f_bavail) * found.f_frsize
 
     # Extents
 

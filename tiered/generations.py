@@ -11,12 +11,13 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NoReturn
 
-from tiered.errors import CommitError, ManifestError
+from tiered.errors import CommitError, ManifestError, MisuseError
 from tiered.manifest import MAX_BYTES, Manifest, decode
 
-__all__ = ["Folder", "clean", "drop", "generations", "load", "prepare", "publish", "sync"]
+__all__ = ["Folder", "clean", "drop", "generations", "load", "prepare", "present", "publish", "sync"]
 
 Folder = int | str | os.PathLike[str]
 """A store's folder: an open descriptor of it, or its path."""
@@ -89,6 +90,21 @@ def generations(folder: Folder) -> list[int]:
         except OSError as error:
             _fail(ManifestError, "cannot list", folder, "", error)
     return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
+
+
+def present(folder: Path, generation: int | None) -> list[int]:
+    """The generations of the store in ``folder``, oldest first: at least one, and ``generation`` is among them if it is given.
+
+    Raises ``MisuseError`` where there is no such store or generation; that it can be read is not said.
+    """
+    if not folder.is_dir():
+        raise MisuseError(f"{folder} is not a folder: name that of a store")
+    there = generations(folder)
+    if not there:
+        raise MisuseError(f"{folder} is not a tiered store with a commit: it has no manifest")
+    if generation is not None and generation not in there:
+        raise MisuseError(f"{folder} has no generation {generation}; there are: {', '.join(map(str, there))}")
+    return there
 
 
 def load(folder: Folder, generation: int | None = None, *, limit: int = MAX_BYTES) -> Manifest | None:

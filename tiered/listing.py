@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiered import generations
-from tiered.errors import ManifestError, MisuseError
+from tiered.errors import ManifestError
 from tiered.manifest import Manifest
 from tiered.types import Key, TensorSpec
 
@@ -54,13 +54,7 @@ def listing(path: str | os.PathLike[str], generation: int | None = None) -> List
     Raises MisuseError (no store with a commit there, no such generation), ManifestError (that one is damaged, or all are).
     """
     folder = Path(os.path.expanduser(path))
-    if not folder.is_dir():
-        raise MisuseError(f"{folder} is not a folder: name that of a store")
-    there = generations.generations(folder)
-    if not there:
-        raise MisuseError(f"{folder} is not a tiered store with a commit: it has no manifest")
-    if generation is not None and generation not in there:
-        raise MisuseError(f"{folder} has no generation {generation}; there are: {', '.join(map(str, there))}")
+    there = generations.present(folder, generation)
     listed, chosen, different, error = [], None, {}, None
     for number in there:
         try:

@@ -379,9 +379,9 @@ class TieredStore:
     def commit(self, meta: Mapping[str, object] | None = None) -> int:
         """Make everything durable, with ``meta`` (JSON values); returns the generation. Without ``meta`` the last one stays.
 
-        When this returns, a crash or power loss leaves at least this state. Raises LeaseConflict under an open WRITE lease,
-        CommitError when the disk does not take it (then the commit before still holds), MisuseError where there is no disk,
-        durability is "none", or ``meta`` is not JSON, and what a failed write raises.
+        When this returns, a crash or power loss leaves at least this state; when it raises, the commit before holds. Raises
+        LeaseConflict under an open WRITE lease, CapacityError where the disk has no room for what changed, CommitError when it
+        fails, MisuseError without a disk, with durability "none" or a ``meta`` that is not JSON, or what a failed write raises.
         """
         return self._committing(meta).commit(meta)
 
@@ -389,8 +389,8 @@ class TieredStore:
         """``commit`` all as it is now, and go on meanwhile; the future gives the generation, or raises, when it is durable.
 
         Leases go on, too: only one that would change a tensor which is not on the disk yet waits, for that tensor alone, and
-        so do ``put`` and ``delete`` of it. Waits for a commit that is open; ``close`` waits for this one. Raises LeaseConflict
-        and MisuseError as ``commit``, at once.
+        so do ``put`` and ``delete`` of it. Waits for a commit that is open; ``close`` waits for this one. Raises LeaseConflict,
+        CapacityError and MisuseError as ``commit``, at once.
         """
         return self._committing(meta).commit_behind(meta, self)
 

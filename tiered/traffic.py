@@ -90,6 +90,11 @@ class Traffic:
                 return True
         return False
 
+    @property
+    def busy(self) -> bool:
+        """Whether a transfer is queued or under way."""
+        return bool(self._transfers)
+
     def add(self, index: int, entry: Entry, transfer: Transfer) -> None:
         if self.recorder is not None:
             self.recorder.queued(transfer.tag)

@@ -192,12 +192,17 @@ class TestOpening:
         assert str(folder) in str(refused.value)
         assert not folder.exists()
 
-    def test_a_store_that_is_there_opens_on_a_disk_that_others_filled(self, folder: Path) -> None:
-        NvmeTier.open(NvmeConfig(folder, MIB)).close()
-        found = os.statvfs(folder)
-        tier = NvmeTier.open(NvmeConfig(folder, found.f_bavail * found.f_frsize + (1 << 40)))
-        assert tier.capacity > found.f_bavail * found.f_frsize
+    def test_an_old_one_that_could_not_have_it_is_refused_and_left_as_it_is(self, folder: Path) -> None:
+        tier = NvmeTier.open(NvmeConfig(folder, MIB))
+        take(tier, 4096)
+        has = tier.file_bytes
         tier.close()
+        found = os.statvfs(folder)
+        with pytest.raises(CapacityError, match="give nvme= less, make room, or open it with access='read'"):
+            NvmeTier.open(NvmeConfig(folder, found.f_bavail * found.f_frsize + (1 << 40)))
+        assert [entry.name for entry in folder.iterdir()] == ["data.0"]
+        assert (folder / "data.0").stat().st_size == has
+        NvmeTier.open(NvmeConfig(folder, MIB)).close()
 
     def test_a_larger_file_than_the_capacity_stays_usable(self, folder: Path) -> None:
         tier = NvmeTier.open(NvmeConfig(folder, 4 * MIB, growth=MIB))
@@ -356,6 +361,18 @@ class TestExtents:
         take(tier, 8192)
         tier.free(first)
         assert take(tier, 8192) == first
+
+    def test_room_is_what_extents_could_still_take(self, tier: NvmeTier) -> None:
+        limit = tier.room
+        assert limit == tier.capacity
+        first, second = take(tier, 3 * 4096), take(tier, 4096)
+        assert tier.room == limit - 4 * 4096
+        tier.retain(1, [first])
+        tier.free(first)
+        tier.free(second)
+        assert tier.room == limit - 3 * 4096, "what a generation needs is not free"
+        tier.release(1)
+        assert tier.room == limit
 
     def test_without_a_capacity_the_device_is_the_limit(self, tmp_path: Path) -> None:
         tier = NvmeTier.open(NvmeConfig(tmp_path / "s"))

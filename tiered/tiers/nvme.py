@@ -106,15 +106,18 @@ class NvmeTier:
         self._left: dict[int, dict[int, int]] = {}  # generation -> what it does as the last one: slots' offsets and sizes
 
     def _planned(self) -> NvmeTier:
-        """Itself. A new store that could not have its capacity is refused here, and not after days; one that there is already
-        opens in any case, for what it has must be read."""
-        free = self.free_on_device()
-        if self.created and self._limit is not None and self._limit - sum(file.extents for file in self.files) > free:
-            folders = ", ".join(dict.fromkeys(str(file.folder) for file in self.files))
-            self.remove()
+        """Itself. Who could not have the capacity is refused here, and not after days."""
+        free, has = self.free_on_device(), sum(file.extents for file in self.files)
+        if self._limit is not None and self._limit - has > free:
+            folders, mend = ", ".join(dict.fromkeys(str(file.folder) for file in self.files)), "name another folder"
+            if self.created:
+                self.remove()
+            else:
+                self.close()
+                mend = f"open it with access='read', which needs no room beyond the {format_size(has)} that it has"
             raise CapacityError(
-                f"an NVMe capacity of {format_size(self._limit)} is more than the {format_size(free)} that {folders} has free: "
-                "give nvme= less, make room, or name another folder"
+                f"an NVMe capacity of {format_size(self._limit)} is more than {folders} can give, with {format_size(free)} "
+                f"free: give nvme= less, make room, or {mend}"
             )
         return self
 
@@ -146,6 +149,15 @@ class NvmeTier:
     def refusal(self) -> str | None:
         """Why the last ``allocate`` returned None, in one line; None when it did not."""
         return self._refusal
+
+    @property
+    def room(self) -> int:
+        """Bytes that extents could still take at the very most: free ones of the files, and what these can grow by."""
+        extents = sum(file.extents for file in self.files)
+        grow = sum({file.device: file.free_on_device(reserved=True) for file in self.files}.values())
+        if self._limit is not None:
+            grow = min(grow, self._limit - extents)
+        return extents - self.used + grow
 
     def free_on_device(self) -> int:
         """Bytes that the filesystems would still give us, each counted once; 0 once closed."""
