@@ -150,23 +150,48 @@ def lower_bound(trace: Trace, budget: int, *, final_writeback: bool = True) -> f
 
 
 def exact_bound(trace: Trace, budget: int, *, seconds: float, final_writeback: bool = True) -> tuple[float, float]:
-    """What whole keys move at least, and the least found (``inf``: none), after ``seconds`` of branch and bound.
+    """What whole keys move at least, and the least found (``inf``: none), after ``seconds`` of branch and cut.
 
     The same problem as ``lower_bound``, with every interval kept or not: the relaxation is not attainable where sizes do
     not fit together, nor where write-backs pull it apart. Both numbers are the optimum when the search ended in time.
+
+    Here what is held across an access is one row over all intervals that span it, a knapsack, instead of a sum carried from
+    one to the next: that says the same, and only from such rows does the solver find cover inequalities (Crowder, Johnson,
+    Padberg, "Solving large-scale zero-one linear programming problems", 1983), which is what closes the gap.
     """
     p = problem(trace, budget, final_writeback=final_writeback)
     if not p.binary:
         return float(p.base), float(p.base)
-    whole = np.zeros(len(p.cost))
-    whole[: p.binary] = 1
-    rows = [LinearConstraint(p.equal, 0, 0)]
+    held, room = _knapsacks(p)
+    width = p.at_least.shape[1] - p.equal.shape[0]
+    rows = [LinearConstraint(held, -np.inf, room)] if len(room) else []
     if p.at_least.shape[0]:
-        rows.append(LinearConstraint(p.at_least, 1, np.inf))
-    solved = milp(p.cost, constraints=rows, bounds=Bounds(0, p.upper), integrality=whole, options={"time_limit": seconds})
-    if solved.mip_dual_bound is None:
-        raise RuntimeError(f"HiGHS: {solved.message}")
-    return p.base + float(solved.mip_dual_bound), p.base + (np.inf if solved.fun is None else float(solved.fun))
+        rows.append(LinearConstraint(csc_array(p.at_least[:, :width]), 1, np.inf))
+    whole = np.zeros(width)
+    whole[: p.binary] = 1
+    options = {"time_limit": seconds}
+    solved = milp(p.cost[:width], constraints=rows, bounds=Bounds(0, 1), integrality=whole, options=options)
+    bound = lower_bound(trace, budget, final_writeback=final_writeback)  # the search may end before it has one
+    if solved.mip_dual_bound is not None:
+        bound = max(bound, p.base + float(solved.mip_dual_bound))
+    return bound, p.base + (np.inf if solved.fun is None else float(solved.fun))
+
+
+def _knapsacks(p: Problem) -> tuple[csc_array, np.ndarray]:
+    """Bytes that each variable but the last ones holds across an access, and the room there: where not all fits, and no
+    neighbour says more."""
+    accesses = p.equal.shape[0]
+    width = p.equal.shape[1] - accesses
+    held = -np.cumsum(p.equal[:, :width].toarray(), axis=0)
+    room = np.array(p.upper[width:])
+    rows = list[int]()
+    for t in np.flatnonzero(held.sum(axis=1) > room):
+        if rows and room[rows[-1]] <= room[t] and (held[t] <= held[rows[-1]]).all():
+            continue
+        if rows and room[t] <= room[rows[-1]] and (held[rows[-1]] <= held[t]).all():
+            rows.pop()
+        rows.append(t)
+    return csc_array(held[rows]), room[rows]
 
 
 def budget_of(trace: Trace, text: str) -> int:
