@@ -434,4 +434,4 @@ def evicted(rig: Rig, *keys: str) -> None:
     for key in keys:
         copy = rig.admission.directory.entry(key).copies[0]
         assert copy is not None
-        rig.admission._evict(copy)
+        rig.admission.leaving.evict(copy)

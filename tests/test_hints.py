@@ -99,7 +99,7 @@ def test_a_prefetch_passes_through_the_middle() -> None:
     fill(rig, "a", nbytes=4)
     for copy in rig.admission.directory.entry("a").copies[:2]:
         if copy is not None:
-            rig.admission._evict(copy)
+            rig.admission.leaving.evict(copy)
     rig.hint("a")
     rig.settle()
     assert where(rig, "a") == [State.CLEAN, State.CLEAN, State.CLEAN]
@@ -114,7 +114,7 @@ def test_a_prefetch_that_fails_half_way_is_not_tried_again() -> None:
     fill(rig, "a", nbytes=4)
     for copy in rig.admission.directory.entry("a").copies[:2]:
         if copy is not None:
-            rig.admission._evict(copy)
+            rig.admission.leaving.evict(copy)
     rig.hint("a")
     rig.run()
     (transfer,) = rig.links[1].pending.values()

@@ -15,6 +15,7 @@ from tiered.background import Background
 from tiered.errors import CapacityError, TieredError
 from tiered.flush import Flush, came_down
 from tiered.interfaces import EvictionPolicy, Planned, Tier
+from tiered.leaving import Leaving
 from tiered.occupancy import MOVED, Occupancy
 from tiered.prefetch import Record, Touch
 from tiered.requests import Request
@@ -24,10 +25,6 @@ from tiered.traffic import Traffic
 from tiered.types import Completion, Direction, Fence, Key, Slot, Transfer, Urgency, Use
 
 __all__ = ["Admission"]
-
-PACKINGS = 4
-"""How often a request may evict what it has itself, to fit better among the same neighbours."""
-
 
 class Admission:
     """Tiers from the top (0) to the bottom; ``places[i]`` is what is in tier i, ``policies[i]`` chooses who leaves it.
@@ -42,12 +39,13 @@ class Admission:
         pairs = enumerate(zip(tiers, policies, strict=True))
         self.places = [Occupancy(tier, policy, bottom=index == self.bottom) for index, (tier, policy) in pairs]
         self.own = list(policies)  # while no order is followed
-        self.directory = Directory(len(tiers), self._changed)
+        self.directory = Directory(len(tiers), self.changed)
         self.generation = 1  # of the commit that is open
         self.requests: list[Request] = []  # those that wait
         self.flush: Flush | None = None  # the one that is under way
         self.ahead: Ahead | None = None  # the order that is followed
         self.traffic = Traffic(self.bottom)
+        self.leaving = Leaving(self)
         self.unsaved: dict[Key, Copy] = {}  # copies that no tier below has got yet
         self.records: list[Record] = []  # what is leased is written down in each
         self.left: Callable[[Copy, object], None] | None = None  # called when a view of a copy, used on a stream, has died
@@ -186,11 +184,11 @@ class Admission:
             return self._beyond_capacity(tier, nbytes)
         if request.urgency is Urgency.PREFETCH and not self._may_prefetch(tier, nbytes, request):
             return None
-        slot = place.allocate(nbytes, 0) or self._in_its_place(tier, nbytes, request)
+        slot = place.allocate(nbytes, 0) or self.leaving.in_its_place(tier, nbytes, request)
         slot = slot or place.allocate(nbytes, MOVED if tier < self.bottom else math.inf)
         self.background.unsettled = True  # there is less room
         if slot is None and tier < self.bottom:
-            slot = self._make_room(tier, nbytes, request)
+            slot = self.leaving.make_room(tier, nbytes, request)
         if slot is None:
             request.lacks = (*request.lacks, tier)
         return slot
@@ -216,174 +214,12 @@ class Admission:
         place = self.places[tier]
         ready = place.free + place.bytes_of[Standing.CLEAN]
         if request.needed is None:
-            for key in self._wanted(tier, self._before(request)):
+            for key in self.leaving.wanted(tier, self.leaving.before(request)):
                 copy = place.leaves.get(key)
                 ready -= copy.slot.nbytes if copy is not None and copy.standing is Standing.CLEAN else 0
         else:  # along a known order dirty copies are written back for it
             ready += place.bytes_of[Standing.FRESH] + place.bytes_of[Standing.DIRTY] + place.bytes_of[Standing.LEAVING]
         return ready - nbytes >= place.largest
-
-    # -- who leaves --------------------------------------------------------------------------------------------------------
-
-    def _make_room(self, tier: int, nbytes: int, request: Request) -> Slot | None:
-        """Evict the policy's first victims once they are all clean, and none before: to evict in vain would be worse than
-        waste, two requests could take turns at it for ever."""
-        place = self.places[tier]
-        acceptable = self._acceptable(tier, request)
-        planned = self.ahead is not None and self.ahead.plans(tier)
-        chosen = place.enough(nbytes, [copy for copy in self.background.gone(tier) if acceptable(copy)]) if planned else None
-        if planned and chosen is None and request.needed is not None:
-            self._exchange(tier, nbytes, request)
-            chosen = place.enough(nbytes, [copy for copy in self.background.gone(tier) if acceptable(copy)])
-        elif chosen is None:
-            chosen = place.victims(nbytes, lambda copy: copy.standing is not Standing.FRESH and acceptable(copy))
-        if chosen is None and request.urgency is not Urgency.PREFETCH:
-            chosen = place.victims(nbytes, acceptable)
-            chosen = chosen or place.victims(nbytes, acceptable, math.inf)
-        if chosen is None:
-            chosen = self._packed(tier, nbytes, request)
-        if chosen is None:
-            self._push_out(tier, request)
-            return None
-        if self.ahead is not None:
-            for copy in chosen:
-                place.condemn(copy)
-        unsaved = [copy for copy in chosen if copy.dirty]
-        try:
-            for copy in unsaved:
-                self._write_out(copy, request)
-        except CapacityError:  # what is below is full: then something clean, even if it is needed sooner
-            clean = place.victims(nbytes, lambda copy: not copy.dirty and acceptable(copy))
-            if clean is None and not (self.traffic.rising[tier].transfers or place.bytes_of[Standing.LEAVING]):
-                raise
-            if clean is None:
-                return None  # what moves will be clean
-            chosen, unsaved = clean, []
-        if unsaved:
-            return None
-        slot = place.allocate(nbytes)
-        while chosen and slot is None:
-            self._evict(chosen.pop(0))
-            slot = place.allocate(nbytes)
-        slot = slot or place.allocate(nbytes, math.inf)
-        assert slot is not None
-        return slot
-
-    def _in_its_place(self, tier: int, nbytes: int, request: Request) -> Slot | None:
-        """The room of some that a plan gave up and that lie together: nothing is moved."""
-        if self.ahead is None or not self.ahead.plans(tier):
-            return None
-        place, acceptable = self.places[tier], self._acceptable(tier, request)
-        size, gone = place.rounded(nbytes), self.background.gone(tier)
-        same = next((copy for copy in gone if copy.nbytes == size and acceptable(copy)), None)
-        found = [same] if same is not None else place.together(size, [copy for copy in gone if acceptable(copy)])
-        for copy in found or ():
-            self._evict(copy)
-        return place.allocate(nbytes, 0) if found else None
-
-    def _exchange(self, tier: int, nbytes: int, request: Request) -> None:
-        """What is fetched ahead would come too late, with all that a plan gave up gone: then something like it that was to be
-        kept goes, and this stays instead when it has been used."""
-        assert request.needed is not None
-        assert self.ahead is not None
-        policy, plan, needed = self.ahead.planned[tier], self.ahead.plan, request.needed
-        wanted = self._wanted(tier, [request, *self._before(request)])
-        size = self.places[tier].rounded(nbytes)
-
-        def alike(copy: Copy) -> bool:
-            kept = copy.standing in (Standing.CLEAN, Standing.DIRTY) and copy.nbytes == size and copy.key not in wanted
-            return kept and plan.next_use(copy.key) > needed
-
-        for copy in self.places[tier].first(4 * size, alike):
-            if policy is not None and policy.exchange(copy.key, needed):
-                self._changed(copy)
-                return
-
-    def _write_out(self, copy: Copy, request: Request) -> None:
-        """Have ``copy`` written back, so that it can leave for ``request``."""
-        if copy.state is State.DIRTY:
-            background = request
-            if request.urgency is Urgency.PREFETCH:
-                background = Request(Urgency.WRITEBACK)
-                self.number(background)
-            self.admit_writeback(self.directory.entry(copy.key), copy.tier, background)
-        else:
-            self.traffic.hurry(copy.key, request.urgency)
-
-    def _push_out(self, tier: int, request: Request) -> None:
-        """All that may leave is too little: what is on its way out should go quickly. Raises what keeps others from going."""
-        place = self.places[tier]
-        if request.urgency is Urgency.PREFETCH:
-            return
-        for transfer in [t for t in self.traffic.queues[tier] if t.direction is Direction.DOWN]:
-            self.traffic.hurry(transfer.key, request.urgency)
-        failed = [copy for copy in place.leaves.values() if copy.stuck]
-        if failed and not place.bytes_of[Standing.LEAVING]:
-            failure = failed[0].failure
-            assert failure is not None
-            for copy in failed:
-                copy.failure = None  # a later request tries again
-            raise failure
-
-    def _acceptable(self, tier: int, request: Request) -> Callable[[Copy], bool]:
-        """Which copies may leave for ``request``: not what it or one before it still wants, not what cannot be written back;
-        for a hint, nothing that costs a write; for what is fetched along a known order, nothing that is needed sooner."""
-        wanted = self._wanted(tier, [request, *self._before(request)])
-        hint = request.urgency is Urgency.PREFETCH and request.needed is None
-
-        def acceptable(copy: Copy) -> bool:
-            if copy.key in wanted or copy.stuck:
-                return False
-            if request.needed is not None and self.ahead is not None:
-                return self.ahead.may_go(copy.key, tier) and self.ahead.plan.next_use(copy.key) > request.needed
-            return not (hint and copy.dirty)
-
-        return acceptable
-
-    def _packed(self, tier: int, nbytes: int, request: Request) -> list[Copy] | None:
-        """What the request has here already may lie in the middle: then that leaves, too, and comes back; PACKINGS times."""
-        place = self.places[tier]
-        others = self._wanted(tier, self._before(request))
-        own = [place.copies[key] for key in request.wants() if key in place.copies and key not in others]
-        if not own or any(copy.standing is Standing.USED or copy.stuck for copy in own):
-            return None
-        acceptable = self._acceptable(tier, request)
-        others_too = [copy for copy in place.leaves.values() if acceptable(copy) and copy not in own]
-        if not place.would_fit(nbytes, [*others_too, *own]):
-            return None
-        if any(copy.dirty for copy in (*others_too, *own)):
-            return [*others_too, *own]  # they are written back first
-        neighbours = place.neighbours([*others_too, *own])
-        tried = request.packed.count(neighbours)
-        if tried >= PACKINGS:
-            return None
-        request.packed = [neighbours] * (tried + 1)
-        for copy in own:
-            self._evict(copy)
-        if tried == 0:
-            return others_too
-        for copy in others_too:  # as few of them as make way for this tensor were too few for the next
-            self._evict(copy)
-        return []
-
-    def _before(self, request: Request) -> list[Request]:
-        """Those that go before it: the more urgent ones, whenever they came, and its equals that came earlier."""
-        mine = (request.urgency, request.sequence)
-        return [r for r in self.requests if (r.urgency, r.sequence) < mine]
-
-    def _wanted(self, tier: int, requests: Sequence[Request]) -> set[Key]:
-        return {key for r in requests for key in r.wants() if self._on_its_way(key, tier, r.tier)}
-
-    def _on_its_way(self, key: Key, tier: int, target: int) -> bool:
-        """Whether a copy in ``tier`` has still to serve a request for ``target``: none between them has the bytes yet."""
-        entry = self.directory.find(key)
-        return entry is not None and not any(copy is not None and copy.valid for copy in entry.copies[target:tier])
-
-    def _evict(self, copy: Copy) -> None:
-        self.evictions += 1
-        if copy.prefetched:
-            self.prefetched_unused += 1
-        self.directory.evict(copy)
 
     # -- slots -----------------------------------------------------------------------------------------------------------
 
@@ -395,7 +231,7 @@ class Admission:
         """Free a slot that ``room`` gave and that became no tensor; ``fences`` guard what was put into it."""
         self.places[tier].give_back(slot, fences)
 
-    def _changed(self, copy: Copy) -> None:
+    def changed(self, copy: Copy) -> None:
         """Called by the directory."""
         self.places[copy.tier].note(copy)
         if copy.dirty:
@@ -429,7 +265,7 @@ class Admission:
             copy.aliases -= 1
             place = self.places[copy.tier]
             if copy.state is not State.EMPTY:
-                self._changed(copy)
+                self.changed(copy)
             elif copy.aliases == 0:
                 place.orphans.remove(copy)
                 place.give_back(copy.slot, copy.fences)
