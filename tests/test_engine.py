@@ -8,8 +8,9 @@ import pytest
 
 from tests.rig import READ, WRITE, Put, Rig, evicted, failure, fill, pending, queued, where, woken
 from tiered.errors import CapacityError, LeaseConflict, ReadError, StoreClosed, TieredError, WriteError
+from tiered.occupancy import MOVED, Occupancy
 from tiered.requests import Lease, Request, Room
-from tiered.residency import State
+from tiered.residency import Copy, State
 from tiered.types import Direction, Transfer, Urgency
 
 # Urgency
@@ -133,6 +134,54 @@ def test_the_deadline_names_who_holds_the_room() -> None:
     assert [row.held for row in rig.admission.tier_statistics()] == [1, 0]
     rig.end(a)
     rig.drop(b.copies[0])
+    rig.wind_down()
+
+
+def test_what_is_pushed_out_is_chosen_once_and_each_that_goes_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(64, 400, reserve=0.0)
+    for letter in "abcdefgh":
+        rig.put(letter, letter.encode() * 8)
+    rig.run()
+    chosen = 0
+    enough = Occupancy.enough
+
+    def counting(self: Occupancy, nbytes: int, copies: list[Copy], most: float = MOVED) -> list[Copy] | None:
+        nonlocal chosen
+        chosen += 1
+        return enough(self, nbytes, copies, most)
+
+    monkeypatch.setattr(Occupancy, "enough", counting)
+    put = rig.put("x", bytes(64))
+    rig.run()
+    at_first, left = chosen, [put.room.left]
+    assert at_first > 0
+    for number in range(8):
+        assert not put.room.done
+        assert chosen == at_first, f"after {number} write-backs"
+        rig.complete(0, next(iter(rig.links[0].pending)))
+        rig.run()
+        left.append(put.room.left)
+    assert put.install is not None
+    assert put.install.done
+    assert len(set(left)) >= 8, "the deadline counts anew with each"
+    rig.wind_down()
+
+
+def test_who_was_pushed_out_in_vain_is_chosen_anew() -> None:
+    rig = Rig(64, 400, reserve=0.0)
+    for letter in "abcdefgh":
+        rig.put(letter, letter.encode() * 8)
+    rig.run()
+    put = rig.put("x", bytes(32))
+    rig.run()
+    pushed = [transfer.key for transfer in rig.links[0].pending.values()]
+    assert len(pushed) == 4
+    held = [rig.lease(key) for key in pushed]  # all of them are used again as they go
+    rig.settle()
+    assert put.install is not None
+    assert put.install.done, "the other four went"
+    for lease in held:
+        rig.end(lease)
     rig.wind_down()
 
 

@@ -327,3 +327,14 @@ def test_ten_thousand_tensors(tmp_path: Path) -> None:
         tracemalloc.stop()
         print(f"{each:.0f} bytes")
         assert each <= 2048
+
+
+def test_one_tensor_takes_the_room_of_thousands_that_changed(tmp_path: Path) -> None:
+    """Choosing them anew at the end of each write-back took longer than the deadline."""
+    with TieredStore.open(tmp_path / "state", dram=3000 * 4096, durability="none") as store:
+        for number in range(3000):
+            store.put(f"t{number}", torch.full((1024,), float(number)))
+        store.put("all", torch.ones(2900 * 1024))
+        assert store.statistics().tiers[0].used >= 2900 * 4096
+        for number in (0, 1500, 2999):
+            assert bool((store.get(f"t{number}") == number).all())

@@ -30,6 +30,8 @@ class Leaving:
         """Evict the policy's first victims once they are all clean, and none before: to evict in vain would be worse than
         waste, two requests could take turns at it for ever."""
         place, gone = self._of.places[tier], self._of.background.gone
+        if self._nothing_new(tier, nbytes, request):
+            return None
         acceptable = self._acceptable(tier, request)
         planned = self._of.ahead is not None and self._of.ahead.plans(tier)
         chosen = place.enough(nbytes, [copy for copy in gone(tier) if acceptable(copy)]) if planned else None
@@ -61,6 +63,7 @@ class Leaving:
                 return None  # what moves will be clean
             chosen, unsaved = clean, []
         if unsaved:
+            request.pushed = unsaved[::-1]
             return None
         slot = place.allocate(nbytes)
         while chosen and slot is None:
@@ -69,6 +72,17 @@ class Leaving:
         slot = slot or place.allocate(nbytes, math.inf)
         assert slot is not None
         return slot
+
+    def _nothing_new(self, tier: int, nbytes: int, request: Request) -> bool:
+        """What was pushed out for it is under way, and it would find too little. (To choose among ten thousand at the end of
+        each one's transfer would take longer than the transfers.)"""
+        place, pushed = self._of.places[tier], request.pushed
+        if not pushed:
+            return False
+        while pushed and pushed[-1].standing is not Standing.LEAVING:
+            pushed.pop()
+        request.still(len(pushed))
+        return bool(pushed) and place.free + place.bytes_of[Standing.CLEAN] + place.bytes_of[Standing.FRESH] < nbytes
 
     def in_its_place(self, tier: int, nbytes: int, request: Request) -> Slot | None:
         """The room of some that a plan gave up and that lie together: nothing is moved."""

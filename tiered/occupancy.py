@@ -21,6 +21,9 @@ __all__ = ["MOVED", "Occupancy"]
 MOVED = 16
 """Times its own bytes that a request may have moved within the tier to make room: no lease is granted meanwhile."""
 
+WEIGHED = 256
+"""So many copies, or groups of them, are looked at one by one to find out which have to leave."""
+
 
 class Occupancy:
     """``leaves`` are the copies that may leave, now or after a write-back; ``bytes_of[standing]`` the bytes of their slots.
@@ -219,10 +222,12 @@ class Occupancy:
         return list(among.values()) if keys is None else [self.leaves[key] for key in keys]
 
     def enough(self, nbytes: int, copies: list[Copy], most: float = MOVED) -> list[Copy] | None:
-        """Of the shortest beginning of ``copies`` without which ``nbytes`` fit in one piece, those that have to go for that."""
+        """Of the shortest beginning of ``copies`` without which ``nbytes`` fit in one piece, those that have to go for that;
+        of very many, some that lie beside these in that order, too."""
         if copies and copies[0].slot.nbytes >= nbytes:
             return copies[:1]
         movable = self._movable()
+        each = -(-len(copies) // WEIGHED)
 
         def enough(going: list[Copy]) -> bool:
             if self.free + sum(copy.slot.nbytes for copy in going) < nbytes:
@@ -234,18 +239,18 @@ class Occupancy:
         if not enough(copies):
             return None
         needed: list[Copy] = []
-        least = len(copies)  # so many of them are enough, beside those needed
+        least = -(-len(copies) // each)  # so many times ``each`` of them are enough, beside those needed
         while not enough(needed):
             low = 0
             while low + 1 < least:
                 middle = (low + least) // 2
-                if enough([*copies[:middle], *needed]):
+                if enough([*copies[: middle * each], *needed]):
                     least = middle
                 else:
                     low = middle
             least -= 1
-            needed.append(copies[least])
-        return needed[::-1]
+            needed = copies[least * each : (least + 1) * each] + needed
+        return needed
 
     def together(self, nbytes: int, copies: Iterable[Copy]) -> list[Copy] | None:
         """Of ``copies``, which are as good to lose as any, neighbours that leave ``nbytes`` in one piece: those with the fewest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -30,6 +31,8 @@ class Request:
         self.error: TieredError | None = None
         self.lacks: tuple[int, ...] = ()  # the tiers in which its last attempt found no room
         self.left = 0  # whenever this changes it has come closer, and the deadline counts anew
+        self.pushed: list[Copy] = []  # on their way out for it, the first last
+        self._missing = math.inf
         self.packed: list[frozenset[Slot]] = []  # among which slots it packed what it had anew, once for each time
         self.replaces = False  # whether it does away with the tensor that it waits for
         self.needed: int | None = None  # the position in a known order for which it fetches
@@ -41,6 +44,12 @@ class Request:
 
     def attempt(self, admission: Admission) -> bool:
         raise NotImplementedError
+
+    def still(self, missing: int) -> None:
+        """It waits for so much, of what it has to wait for; with less of that than ever it has come closer."""
+        if missing < self._missing:
+            self._missing = missing
+            self.left -= 1
 
     def wants(self) -> Sequence[Key]:
         """Tensors that must not be evicted to make room for this request or for a later one."""
