@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.filesystems import mounted, root
 from tiered import (
     CapacityError,
     CommitError,
@@ -174,10 +175,10 @@ def test_a_commit_without_room_is_refused_before_anything_is_written(folder: Pat
             with store.lease(f"t{number}", access="write") as tensor:
                 tensor.fill_(10.0 + number)
         written = store.statistics().links[-1].down
-        with pytest.raises(CapacityError, match=r"has to write 480\.0 KiB .* room for 64\.0 KiB") as refused:
+        with pytest.raises(CapacityError, match=r"has to write 491,520 bytes .* 65,536 bytes of it are left") as refused:
             store.commit({"step": 2})
         assert str(folder) in str(refused.value)
-        with pytest.raises(CapacityError, match=r"has to write 480\.0 KiB"):
+        with pytest.raises(CapacityError, match="has to write 491,520 bytes"):
             store.commit_async({"step": 2}).result()
         assert store.statistics().links[-1].down == written, "nothing was begun"
         assert (store.generation, store.meta) == (1, {"step": 1})
@@ -185,12 +186,79 @@ def test_a_commit_without_room_is_refused_before_anything_is_written(folder: Pat
             assert bool((tensor == 11.0).all()), "what is in memory is as it was"
         for number in (1, 2):
             store.delete(f"t{number}")
-        with pytest.raises(CapacityError, match=r"160\.0 KiB .* room for 64\.0 KiB"):
+        with pytest.raises(CapacityError, match=r"163,840 bytes .* 65,536 bytes of it are left"):
             store.commit({"step": 2})  # the first commit still needs what was deleted
         store.rollback()
         with store.lease("t1") as tensor:
             assert bool((tensor == 1.0).all())
         assert store.commit({"step": 3}) == 2
+
+
+@root
+@pytest.mark.filterwarnings("ignore:the filesystem of")
+@pytest.mark.parametrize("limited", [False, True])
+def test_a_disk_that_we_filled_takes_commits_again(tmp_path: Path, limited: bool) -> None:
+    """What the data file takes leaves room for manifests, so that deleting brings a store that can be committed."""
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=32m", "tmpfs") as disk:
+        nvme = 32 * MIB if limited else None
+        while True:
+            try:
+                store = TieredStore.open(disk / "state", dram=16 * MIB, nvme=nvme, keep=1)
+            except CapacityError:
+                assert nvme is not None
+                nvme -= 4096
+            else:
+                break
+        for number in range(1000):
+            store.put(f"small {number}", torch.tensor([number]))
+        for number in range(40):
+            store.put(f"large {number}", torch.full((MIB // 4,), float(number)))
+            try:
+                store.commit({"large": number})
+            except CapacityError:
+                break
+        else:
+            raise AssertionError("the disk has room for more than it has")
+        assert number > 20
+        with store.lease("small 7", access="write") as small:
+            small.fill_(-1)
+        for other in range(number - 4, number + 1):
+            store.delete(f"large {other}")
+        store.commit({"large": "fewer"})
+        store.close()
+        with TieredStore.open(disk / "state", dram=16 * MIB) as again:
+            assert again.meta == {"large": "fewer"}
+            assert again.get("small 7").item() == -1
+            assert len(again) == 1000 + number - 4
+
+
+def test_a_filesystem_that_does_not_say_what_it_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(fd: int) -> os.statvfs_result:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with TieredStore.open(folder, dram=4 * MIB) as store:
+        store.put("a", filled(1.0))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fstatvfs", failing)
+            assert store.commit() == 1
+        assert store.get("a")[0] == 1.0
+
+
+def test_rollback_makes_room_for_what_it_brings_back(folder: Path) -> None:
+    with TieredStore.open(folder, dram=MIB, nvme=MIB, keep=1) as store:
+        store.put("none", torch.empty(0))
+        store.put("a", filled(1.0))
+        store.commit()
+        store.delete("none")
+        with contextlib.suppress(CapacityError):
+            for number in range(1000):
+                store.put(f"more {number}", torch.ones(1024))
+        with pytest.raises(CapacityError, match="has to write"):
+            store.commit()
+        assert store.rollback() == 1
+        assert sorted(store) == ["a", "none"]
+        assert store.get("none").shape == (0,)
+        store.commit()
 
 
 def test_rollback_moves_nothing(folder: Path) -> None:

@@ -17,7 +17,6 @@ from tiered.errors import CapacityError, CommitError, LeaseConflict, ManifestErr
 from tiered.flush import Flush
 from tiered.requests import Request
 from tiered.residency import Copy, Entry
-from tiered.sizes import format_size
 from tiered.tiers.nvme import NvmeTier
 from tiered.types import Key, Slot, Urgency
 
@@ -102,6 +101,7 @@ class Commits:
                     nvme.free(slot)
         newest = _Generation.of(chosen)
         empty = self.empty_slots(chosen.tensors)
+        assert empty is not None
         for record in chosen.tensors:
             self.restore_tensor(record, newest.tensors[record.key], empty, claim=False)
         admission = self._engine.admission
@@ -109,17 +109,21 @@ class Commits:
         admission.generation = there[-1] + 1
         self._kept, self.newest = there, newest
 
-    def empty_slots(self, records: Iterable[manifests.TensorRecord]) -> dict[Key, Slot]:
-        """For tensors without bytes: they have no extent in the manifest, but a slot like any other here. All or none."""
+    def empty_slots(self, records: Iterable[manifests.TensorRecord], going: Sequence[Slot] = ()) -> dict[Key, Slot] | None:
+        """For tensors without bytes: they have no extent in the manifest, but a slot like any other here. All or none.
+
+        None: there will be room as soon as those that are ``going`` have gone. Raises CapacityError."""
         found: dict[Key, Slot] = {}
-        for record in records:
-            if record.extent is None:
-                slot = self._nvme.allocate(1)
-                if slot is None:
-                    for taken in found.values():
-                        self._nvme.free(taken)
-                    raise CapacityError(f"{self._nvme.folder}: {self._nvme.refusal}")
-                found[record.key] = slot
+        named = [record.key for record in records if record.extent is None]
+        for key in named:
+            slot = self._nvme.allocate(1)
+            if slot is None:
+                for taken in found.values():
+                    self._nvme.free(taken)
+                if sum(not self._nvme.pinned(slot) for slot in going) >= len(named):
+                    return None
+                raise CapacityError(f"{self._nvme.folder}: {self._nvme.refusal}")
+            found[key] = slot
         return found
 
     def restore_tensor(
@@ -312,17 +316,14 @@ class _Draft:
         self._nvme.retain(self._generation, slots)
 
     def _refuse_without_room(self, frozen: Iterable[Key]) -> None:
-        """A commit that cannot be is not begun. (While anything is under way, more room may come: then it is tried.)"""
+        """What plainly cannot be is not begun. What is under way has its room already, or may bring some."""
         nvme, admission = self._nvme, self._engine.admission
-        if admission.traffic.busy:
-            return
         sizes = (max(1, admission.directory.entry(key).nbytes) for key in frozen)
-        needed, room = sum(-(-nbytes // nvme.alignment) for nbytes in sizes) * nvme.alignment, nvme.room
-        if needed > room:
+        needed = sum(-(-nbytes // nvme.alignment) for nbytes in sizes) * nvme.alignment
+        if not nvme.reserve(needed - admission.traffic.nbytes(admission.bottom - 1)):
             raise CapacityError(
-                f"{nvme.folder}: a commit has to write {format_size(needed)} that changed since, and the disk has room for "
-                f"{format_size(room)}, for what kept generations need is not written over: make room there, give nvme= more "
-                "if it is the limit, or roll back. The last commit holds, and nothing in memory is lost"
+                f"a commit has to write {needed:,} bytes that changed, beside what kept generations need: {nvme.refusal}. Make "
+                "room there, give nvme= more if it is the limit, or roll back; the last commit holds, and no memory is lost"
             )
 
     def add(self, entry: Entry) -> None:
@@ -385,9 +386,12 @@ class _Return(Request):
             else:
                 changed.append(entry)
         records = [manifests.decode_tensor(encoded) for encoded in missing.values()]
-        empty = self._commits.empty_slots(records)  # the last that can be refused
+        there: list[Slot] = [copy.slot for copy in (entry.copies[-1] for entry in changed) if copy is not None]
+        empty = self._commits.empty_slots(records, there)  # the last that can be refused
         for entry in changed:
             admission.directory.forget(entry.key)
+        empty = empty if empty is not None else self._commits.empty_slots(records)
+        assert empty is not None
         for record in records:
             self._commits.restore_tensor(record, missing[record.key], empty)
         return True

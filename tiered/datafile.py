@@ -37,7 +37,10 @@ class DataFile:
 
     The file grows in steps and never shrinks: its blocks are allocated before an extent is handed out, so a write into an
     extent does not meet a full disk. ``full`` says that the filesystem had no room when it was last asked, ``refusal`` why.
+    ``leaves`` says how many bytes of the filesystem it leaves free when it grows.
     """
+
+    leaves: Callable[[], int] = staticmethod(lambda: 0)
 
     def __init__(self, folder: Path, name: str, accept: Callable[[list[str]], None], growth: int, *, flags: int) -> None:
         """Open it; then ``begin`` where it is ``blank``, else ``adopt``. Raises as ``LockedFile``, and ManifestError."""
@@ -102,14 +105,17 @@ class DataFile:
         """Bytes of the largest extent that it would give without growing."""
         return self._space.largest
 
-    def free_on_device(self, *, reserved: bool = False) -> int:
-        """Bytes that the filesystem would still give us, or give root (``reserved``); 0 once closed."""
+    def free_on_device(self) -> int:
+        """Bytes that the filesystem would still give us, ``sys.maxsize`` where it does not say; 0 once closed."""
         if self.fd < 0:
             return 0
-        found = os.fstatvfs(self.fd)
+        try:
+            found = os.fstatvfs(self.fd)
+        except OSError:  # it will say more when it is written to
+            return sys.maxsize
         if not found.f_blocks:
             return sys.maxsize  # ramfs counts nothing
-        return (found.f_bfree if reserved else found.f_bavail) * found.f_frsize
+        return (found.f_bavail if os.geteuid() else found.f_bfree) * found.f_frsize
 
     # Extents
 
@@ -146,23 +152,34 @@ class DataFile:
         step = old + self._growth
         for end in (most, None if share is None else self.alignment + share):
             step = step if end is None else min(step, end)
-        for end in (max(need, step - step % self.alignment), need):
-            try:
-                self._extend(old, end)
-            except OSError as error:
-                with contextlib.suppress(OSError):  # then it stays longer than it need be
-                    os.ftruncate(self.fd, old)  # a failed fallocate leaves the file extended
-                reason = (os.strerror(error.errno) or "no space").lower() if error.errno else "no space"
-                free = format_size(self.free_on_device())
-                self.refusal = f"{reason}: {self.folder} has {free} free, {format_size(need - old)} needed"
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # not for lack of room
-                    self.refusal = f"{self.path} cannot grow: {reason} (errno {error.errno})"
-            else:
-                self.refusal = None
-                self._space.grow(end)
-                return True
-        self.full = True
-        return False
+        return self._grow_to(max(need, step - step % self.alignment)) or self._grow_to(need)
+
+    def reserve(self, nbytes: int) -> bool:
+        """Whether it could grow by so many bytes, which are free then."""
+        return self._grow_to(self._space.capacity + self._space.round_up(nbytes))
+
+    def _grow_to(self, end: int) -> bool:
+        old = self._space.capacity
+        self.refusal = None
+        try:
+            self._extend(old, end)
+            if self.free_on_device() < self.leaves():
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            with contextlib.suppress(OSError):  # then it stays longer than it need be
+                os.ftruncate(self.fd, old)  # a failed fallocate leaves the file extended
+            self.refusal, self.full = self._why(error, end - old), True
+            return False
+        self._space.grow(end)
+        return True
+
+    def _why(self, error: OSError, nbytes: int) -> str:
+        reason = (os.strerror(error.errno) or "no space").lower() if error.errno else "no space"
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # not for lack of room
+            return f"{self.path} cannot grow: {reason} (errno {error.errno})"
+        free, leaves = self.free_on_device(), self.leaves()
+        besides = f" besides {format_size(leaves)} for manifests" if leaves else ""
+        return f"{reason}: {self.folder} has {format_size(free)} free, {format_size(nbytes)} needed{besides}"
 
     def _extend(self, old: int, end: int) -> None:
         try:

@@ -389,8 +389,8 @@ class TieredStore:
         """``commit`` all as it is now, and go on meanwhile; the future gives the generation, or raises, when it is durable.
 
         Leases go on, too: only one that would change a tensor which is not on the disk yet waits, for that tensor alone, and
-        so do ``put`` and ``delete`` of it. Waits for a commit that is open; ``close`` waits for this one. Raises LeaseConflict,
-        CapacityError and MisuseError as ``commit``, at once.
+        so do ``put`` and ``delete`` of it. Waits for a commit that is open; ``close`` waits for this one. Raises LeaseConflict
+        and MisuseError as ``commit``, at once, and CapacityError where there plainly is no room.
         """
         return self._committing(meta).commit_behind(meta, self)
 

@@ -90,10 +90,10 @@ class Traffic:
                 return True
         return False
 
-    @property
-    def busy(self) -> bool:
-        """Whether a transfer is queued or under way."""
-        return bool(self._transfers)
+    def nbytes(self, index: int) -> int:
+        """Of the slots below link ``index`` of all its transfers that have not ended."""
+        moving = (moved for moved in self._moving.values())
+        return sum(transfer.lower.nbytes for moved in moving for link, transfer in moved if link == index)
 
     def add(self, index: int, entry: Entry, transfer: Transfer) -> None:
         if self.recorder is not None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.contracts.tier import OpenTier, TierContract
 from tests.fakes import in_child
 from tests.filesystems import mounted, root, small_ext4
+from tiered.datafile import DataFile
 from tiered.errors import CapacityError, ManifestError, MisuseError, StoreLocked
 from tiered.tiers.nvme import NvmeConfig, NvmeTier
 from tiered.types import Slot
@@ -187,22 +188,50 @@ class TestOpening:
     def test_a_new_store_that_could_not_have_its_capacity_is_refused_and_leaves_nothing(self, folder: Path) -> None:
         found = os.statvfs(folder.parent)
         more = found.f_bavail * found.f_frsize + (1 << 40)
-        with pytest.raises(CapacityError, match="free: give nvme= less, make room, or name another folder") as refused:
+        with pytest.raises(CapacityError, match="can give: give nvme= less, make room, or name another folder") as refused:
             NvmeTier.open(NvmeConfig(folder, more))
         assert str(folder) in str(refused.value)
         assert not folder.exists()
 
-    def test_an_old_one_that_could_not_have_it_is_refused_and_left_as_it_is(self, folder: Path) -> None:
-        tier = NvmeTier.open(NvmeConfig(folder, MIB))
-        take(tier, 4096)
-        has = tier.file_bytes
-        tier.close()
-        found = os.statvfs(folder)
-        with pytest.raises(CapacityError, match="give nvme= less, make room, or open it with access='read'"):
-            NvmeTier.open(NvmeConfig(folder, found.f_bavail * found.f_frsize + (1 << 40)))
-        assert [entry.name for entry in folder.iterdir()] == ["data.0"]
-        assert (folder / "data.0").stat().st_size == has
+    def test_a_store_that_is_there_opens_on_a_disk_that_others_filled(self, folder: Path) -> None:
         NvmeTier.open(NvmeConfig(folder, MIB)).close()
+        found = os.statvfs(folder)
+        tier = NvmeTier.open(NvmeConfig(folder, found.f_bavail * found.f_frsize + (1 << 40)))
+        assert tier.capacity > found.f_bavail * found.f_frsize
+        tier.close()
+
+    @pytest.mark.parametrize("several", [False, True])
+    @pytest.mark.parametrize("created", [False, True])
+    def test_an_opening_that_is_interrupted_leaves_nothing_open(
+        self, folder: Path, created: bool, several: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = NvmeConfig(folder, MIB, paths=[folder.parent / "a", folder.parent / "b"] if several else ())
+        if not created:
+            NvmeTier.open(config).close()
+        before, descriptors = set(folder.parent.rglob("*")), len(os.listdir("/proc/self/fd"))
+
+        def interrupted(self: DataFile) -> int:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DataFile, "free_on_device", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                NvmeTier.open(config)
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+        assert set(folder.parent.rglob("*")) == before
+        NvmeTier.open(config).close()
+
+    def test_a_filesystem_that_does_not_say_what_it_has_is_written_to(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def failing(fd: int) -> os.statvfs_result:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, "fstatvfs", failing)
+        tier = NvmeTier.open(NvmeConfig(folder))
+        take(tier, MIB)
+        assert tier.reserve(MIB)
+        tier.close()
 
     def test_a_larger_file_than_the_capacity_stays_usable(self, folder: Path) -> None:
         tier = NvmeTier.open(NvmeConfig(folder, 4 * MIB, growth=MIB))
@@ -362,17 +391,21 @@ class TestExtents:
         tier.free(first)
         assert take(tier, 8192) == first
 
-    def test_room_is_what_extents_could_still_take(self, tier: NvmeTier) -> None:
-        limit = tier.room
-        assert limit == tier.capacity
+    def test_what_is_reserved_is_there_beside_what_is_used(self, tier: NvmeTier) -> None:
+        limit, before = tier.capacity, tier.file_bytes
         first, second = take(tier, 3 * 4096), take(tier, 4096)
-        assert tier.room == limit - 4 * 4096
+        assert tier.reserve(limit - 4 * 4096)
+        assert tier.file_bytes > before
+        assert not tier.reserve(limit - 3 * 4096)
+        assert f"{limit - 4 * 4096:,} bytes of it are left" in str(tier.refusal)
         tier.retain(1, [first])
         tier.free(first)
         tier.free(second)
-        assert tier.room == limit - 3 * 4096, "what a generation needs is not free"
+        assert tier.reserve(limit - 3 * 4096)
+        assert not tier.reserve(limit), "what a generation needs is not free"
         tier.release(1)
-        assert tier.room == limit
+        assert tier.reserve(limit)
+        assert tier.reserve(-4096)
 
     def test_without_a_capacity_the_device_is_the_limit(self, tmp_path: Path) -> None:
         tier = NvmeTier.open(NvmeConfig(tmp_path / "s"))

@@ -12,11 +12,16 @@ from tiered.datafile import MINIMUM_ALIGNMENT, DataFile
 from tiered.drives import IGNORED, LIST_FILE, MANIFEST, Drives, folders_of, open_drives
 from tiered.errors import CapacityError, ManifestError, MisuseError
 from tiered.sizes import format_size
-from tiered.types import Location, Slot
+from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Location, Slot
 
 __all__ = ["NvmeConfig", "NvmeTier"]
 
 DATA_FILE = "data.0"
+MANIFESTS = 3
+"""So many can be written when the data files have grown as they may: those of two commits that are kept, and the next one."""
+MANIFEST_BYTES = 64 << 10
+"""At most, of a manifest without its tensors. TENSOR_BYTES: of one of these, beside its checksums."""
+TENSOR_BYTES = 512
 FILE_BITS = 48
 """A slot's offset is that in its data file, with the file's index above so many bits."""
 
@@ -106,20 +111,32 @@ class NvmeTier:
         self._left: dict[int, dict[int, int]] = {}  # generation -> what it does as the last one: slots' offsets and sizes
 
     def _planned(self) -> NvmeTier:
-        """Itself. Who could not have the capacity is refused here, and not after days."""
-        free, has = self.free_on_device(), sum(file.extents for file in self.files)
-        if self._limit is not None and self._limit - has > free:
-            folders, mend = ", ".join(dict.fromkeys(str(file.folder) for file in self.files)), "name another folder"
+        """Itself. A new store that could not have its capacity is refused here, and not after days; one that there is already
+        opens in any case, for what it has must be read."""
+        try:
+            device = os.stat(self.folder).st_dev
+            for file in self.files:
+                file.leaves = self._for_manifests if file.device == device else file.leaves
+            free = {file.device: max(0, file.free_on_device() - file.leaves()) for file in self.files}
+            missing = 0 if self._limit is None else self._limit - sum(file.extents for file in self.files)
+            if self.created and missing > sum(free.values()):
+                folders = ", ".join(dict.fromkeys(str(file.folder) for file in self.files))
+                raise CapacityError(
+                    f"an NVMe capacity of {format_size(self.capacity)} is more than the {format_size(sum(free.values()))} that "
+                    f"{folders} can give: give nvme= less, make room, or name another folder"
+                )
+        except BaseException:
             if self.created:
                 self.remove()
             else:
                 self.close()
-                mend = f"open it with access='read', which needs no room beyond the {format_size(has)} that it has"
-            raise CapacityError(
-                f"an NVMe capacity of {format_size(self._limit)} is more than {folders} can give, with {format_size(free)} "
-                f"free: give nvme= less, make room, or {mend}"
-            )
+            raise
         return self
+
+    def _for_manifests(self) -> int:
+        """Bytes that those of the next commits take at most."""
+        pieces = self.used // PIECE_BYTES
+        return MANIFESTS * (MANIFEST_BYTES + TENSOR_BYTES * len(self._live) + 2 * CHECKSUM_BYTES * pieces)
 
     # What it is
 
@@ -150,15 +167,6 @@ class NvmeTier:
         """Why the last ``allocate`` returned None, in one line; None when it did not."""
         return self._refusal
 
-    @property
-    def room(self) -> int:
-        """Bytes that extents could still take at the very most: free ones of the files, and what these can grow by."""
-        extents = sum(file.extents for file in self.files)
-        grow = sum({file.device: file.free_on_device(reserved=True) for file in self.files}.values())
-        if self._limit is not None:
-            grow = min(grow, self._limit - extents)
-        return extents - self.used + grow
-
     def free_on_device(self) -> int:
         """Bytes that the filesystems would still give us, each counted once; 0 once closed."""
         return sum({file.device: file.free_on_device() for file in self.files}.values())
@@ -186,6 +194,27 @@ class NvmeTier:
             used_up = f"the capacity of {format_size(self._limit)} in {self.folder} is used up: {largest} in one piece is left"
         self._refusal = "; ".join(dict.fromkeys(file.refusal or used_up for file in self.files))
         return None
+
+    def reserve(self, nbytes: int) -> bool:
+        """Whether extents can have so many bytes together, in pieces of whatever size; if not, ``refusal`` says why.
+
+        A file grows for it; of several drives it is only looked at what they have.
+        """
+        extents = sum(file.extents for file in self.files)
+        missing = nbytes - (extents - self.used)
+        if self._limit is not None and missing > self._limit - extents:
+            left = f"{self._limit - self.used:,} bytes of it are left"
+            self._refusal = f"the capacity of {format_size(self._limit)} in {self.folder} is used up: {left}"
+            return False
+        self._refusal = None
+        if missing > 0 and len(self.files) == 1:
+            found = self.files[0].reserve(missing)
+            self._refusal = self.files[0].refusal
+            return found
+        found = missing <= self.free_on_device()  # which drive takes what is not known yet
+        if not found:
+            self._refusal = f"the drives of {self.folder} have {format_size(self.free_on_device())} free"
+        return found
 
     def free(self, slot: Slot) -> None:
         """End the store's reference; the space is free again when no kept generation references it either."""
@@ -264,6 +293,10 @@ class NvmeTier:
         if slot not in self._live:
             raise AssertionError(f"generation {generation} references an extent that is not in use")
         self._kept[generation].add(slot)
+
+    def pinned(self, slot: Slot) -> bool:
+        """Whether a kept generation references it."""
+        return self._last(slot) is not None
 
     def release(self, generation: int) -> None:
         """Unpin a generation. Only after whatever made it readable is durably gone."""
