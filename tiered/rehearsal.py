@@ -28,7 +28,7 @@ SETTLED = 50_000
 """Touches of an order up to which it is worth a second to know what stays; beyond, what is needed last leaves first."""
 REHEARSED = 4
 """Decisions, the most promising ones."""
-SLACKS = (0.998, 0.995, 0.97)
+SLACKS = (0.998, 0.995, 0.993, 0.97)
 """Of the room, for plans that may do where holes upset the one for all of it."""
 UPSET = 1.005
 """Times what was counted; holes cost a plan at least that much where others are tried."""
