@@ -28,10 +28,11 @@ import torch
 from torch import nn
 
 import tiered
-import tiered.config
 import tiered.errors
+import tiered.memory
 from tests.chains import CHAINS, MIB, Chain, kib, nothing_is_held, numbers, push_out, same
 from tiered import CapacityError, KeyNotFound, LeaseConflict, MisuseError, TensorSpec, TieredError, TieredStore, zero
+from tiered.memory import CgroupRoom
 
 WITH_DISK = [chain for chain in CHAINS if chain.disk]
 WITH_COMMITS = [chain for chain in CHAINS if chain.durable]
@@ -551,6 +552,6 @@ def test_the_default_budget(
             self.available = available * MIB
 
     monkeypatch.setattr(psutil, "virtual_memory", Memory)
-    monkeypatch.setattr(tiered.config, "_cgroup_headroom", lambda otherwise: headroom * MIB)
+    monkeypatch.setattr(tiered.memory, "cgroup_room", lambda: CgroupRoom("limited", 99 * MIB, headroom * MIB))
     with TieredStore.open(folder) as store:
         assert store.statistics().tiers[0].capacity == budget * MIB

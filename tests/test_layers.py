@@ -27,6 +27,7 @@ LAYERS = {
     "directio": "values",
     "wakeup": "values",
     "locked": "values",
+    "memory": "values",
     "datafile": "values",
     "drives": "values",
     "data": "values",
@@ -58,6 +59,7 @@ LAYERS = {
     "occupancy": "admission",
     "admission": "admission",
     "background": "admission",
+    "leaving": "admission",
     "engine": "engine",
     "tensors": "store",
     "commits": "store",
@@ -97,7 +99,7 @@ MAY_IMPORT = {
     "zero": {"package", "zero"},  # the public API only, and:
     "cli": set(LAYERS.values()),
 }
-ALSO = {"zero": {"errors", "types", "safetensors", "shards"}}  # modules, not layers
+ALSO = {"zero": {"errors", "memory", "types", "safetensors", "shards"}}  # modules, not layers
 
 # Compiled, without layers below it.
 EXTENSIONS = {"io._aio": "io.*"}

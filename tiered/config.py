@@ -6,16 +6,14 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple, get_args
-
-import psutil
+from typing import get_args
 
 from tiered.errors import CapacityError, MisuseError
 from tiered.eviction import LRU
 from tiered.interfaces import EvictionPolicy, IOBackend, Link, Memory, Tier
 from tiered.io.posix import PosixBackend, PosixConfig
 from tiered.links.disk import DiskConfig, DiskLink
+from tiered.memory import cgroup_room, headroom
 from tiered.tiers.dram import DramConfig, DramTier
 from tiered.tiers.hbm import HbmConfig, HbmTier
 from tiered.tiers.nvme import NvmeConfig, NvmeTier
@@ -149,66 +147,14 @@ def open_backend(backend: BackendName | Callable[[], IOBackend], depth: int) -> 
 
 def default_dram() -> int:
     """Half of the smaller of available memory and the cgroup's headroom, in bytes."""
-    available: int = psutil.virtual_memory().available
-    return max(SMALLEST_DRAM, min(available, _cgroup_headroom(available)) // 2)
-
-
-def _cgroup_headroom(otherwise: int) -> int:
-    """Bytes that this process's memory cgroup still allows; ``otherwise`` where it sets no limit."""
-    room = _cgroup_room()
-    return otherwise if room is None else room.headroom
+    return max(SMALLEST_DRAM, headroom() // 2)
 
 
 def _refuse_beyond_cgroup(dram: int) -> None:
     """Raises CapacityError for a pool that would end in the kernel's killing the process: its pages come at first touch."""
-    room = _cgroup_room()
+    room = cgroup_room()
     if room is not None and dram > room.headroom:
         raise CapacityError(
             f"a DRAM budget of {dram:,} bytes is more than the memory cgroup {room.folder} can hold: of its limit of "
             f"{room.limit:,} bytes {room.headroom:,} are left; ask for less, or raise the limit"
         )
-
-
-class _CgroupRoom(NamedTuple):
-    """``headroom``: bytes that processes may still take; what the page cache has of ``limit`` is theirs for the asking."""
-
-    folder: str
-    limit: int
-    headroom: int
-
-
-def _cgroup_room() -> _CgroupRoom | None:
-    """The least that this process's memory cgroup (v2 or v1) and those above it allow; None where none sets a limit."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    found: list[_CgroupRoom] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, limit, usage = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            root, limit, usage = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        inner = root / path.lstrip("/")
-        for folder in (inner, *inner.parents):
-            if folder == root.parent:
-                break
-            try:
-                most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
-                cached = _page_cache(folder / "memory.stat")
-            except (OSError, ValueError):
-                continue  # "max", or a hierarchy that is mounted elsewhere
-            found.append(_CgroupRoom(str(folder), most, max(0, most - used + cached)))
-    limited = [room for room in found if room.limit < 1 << 60]  # v1 writes "none" as nearly 2**63
-    return min(limited, key=lambda room: room.headroom, default=None)
-
-
-def _page_cache(statistics: Path) -> int:
-    """Bytes of file pages that the kernel takes back when a cgroup is full: without those of tmpfs. 0 where it does not
-    say: the limit holds all the same."""
-    values = dict(line.split(maxsplit=1) for line in statistics.read_text().splitlines())
-    total = "total_" if "total_inactive_file" in values else ""  # v1 counts those of the cgroups below apart
-    return sum(int(values.get(f"{total}{name}", 0)) for name in ("inactive_file", "active_file"))

@@ -16,7 +16,7 @@ from tests.stress.children import forked
 from tests.stress.syscalls import Child
 from tests.stress.tally import Tally, counts
 from tiered import CapacityError, TieredStore
-from tiered.config import _cgroup_room, _page_cache
+from tiered.memory import _page_cache, cgroup_room
 
 PROMISE = "17 (limits)"
 MIB = 1 << 20
@@ -96,7 +96,7 @@ def test_what_the_page_cache_has_is_free(tmp_path: Path, tally: Tally) -> None:
                     file.write(bytes(MIB))
                 file.flush()
                 os.fsync(file.fileno())
-            room = _cgroup_room()
+            room = cgroup_room()
             assert room is not None
             assert room.limit == limit
 

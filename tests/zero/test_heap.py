@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tiered.zero import heap
 from tiered.zero.heap import MOST, Trimmer
 
 MIB = 1 << 20
@@ -14,7 +15,9 @@ class Process:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, resident: int) -> None:
         self.resident, self.kept, self.trims = resident, 0, 0
+        self.left = 100 * MOST  # what it could still take
         monkeypatch.setattr(Trimmer, "_resident", lambda trimmer: self.resident + self.kept)
+        monkeypatch.setattr(heap, "headroom", lambda: self.left)
 
     def trimmer(self, every: int) -> Trimmer:
         made = Trimmer(every)
@@ -63,6 +66,17 @@ def test_a_large_process_keeps_no_more_for_that(monkeypatch: pytest.MonkeyPatch)
     trimmer.passed(8 * MIB)
     assert process.trims == 0
     process.kept += 1
+    trimmer.passed(8 * MIB)
+    assert process.trims == 1
+
+
+def test_a_process_that_has_little_left_keeps_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch, 400 * MIB)
+    trimmer = process.trimmer(8 * MIB)
+    process.kept, process.left = 20 * MIB, 60 * MIB  # of the 80 MiB that it had left
+    trimmer.passed(8 * MIB)
+    assert process.trims == 0
+    process.kept, process.left = 21 * MIB, 59 * MIB
     trimmer.passed(8 * MIB)
     assert process.trims == 1
 

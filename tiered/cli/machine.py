@@ -12,12 +12,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tiered import MisuseError
 from tiered.cli.measure import DATA_FILE, scratch_store
 from tiered.config import SMALLEST_DRAM
 from tiered.directio import direct_io_alignment
+from tiered.memory import cgroup_room
 from tiered.tiers.dram import HUGE_PAGE, DramConfig, DramTier
 from tiered.types import BackendName
 
@@ -162,37 +161,16 @@ def _pool_gets_them() -> bool | None:
 
 def limits() -> dict[str, int | None]:
     """Bytes and numbers; None is no limit, or not known."""
-    limit, headroom = _cgroup_memory()
+    room = cgroup_room()
     return {
         "memlock_bytes": _soft(resource.RLIMIT_MEMLOCK),
         "open_files": _soft(resource.RLIMIT_NOFILE),
         "address_space_bytes": _soft(resource.RLIMIT_AS),
-        "cgroup_memory_bytes": limit,
-        "cgroup_headroom_bytes": headroom,
+        "cgroup_memory_bytes": room.limit if room else None,
+        "cgroup_headroom_bytes": room.headroom if room else None,
         "aio_max_nr": _number("/proc/sys/fs/aio-max-nr"),
         "aio_nr": _number("/proc/sys/fs/aio-nr"),
     }
-
-
-def _cgroup_memory() -> tuple[int | None, int | None]:
-    """The lowest limit among this process's memory cgroup and those around it, and the least that one of them still allows."""
-    limits, headrooms = [], []
-    for line in (_read("/proc/self/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, names = "/sys/fs/cgroup", ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            root, names = "/sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        parts = Path(path).parts[1:]
-        for depth in range(len(parts) + 1):
-            folder = Path(root, *parts[:depth])
-            limit, used = (_number(str(folder / name)) for name in names)
-            if limit is not None and used is not None and limit < psutil.virtual_memory().total:  # v1: no limit is a huge one
-                limits.append(limit)
-                headrooms.append(max(0, limit - used))
-    return min(limits, default=None), min(headrooms, default=None)
 
 
 def _soft(which: int) -> int | None:

@@ -11,16 +11,19 @@ import os
 
 import psutil
 
+from tiered.memory import headroom
+
 __all__ = ["Trimmer"]
 
 SHARE = 4
 MOST = 256 << 20
-"""A process may grow by this share of what it has, and so many bytes at most, before it is trimmed."""
+"""A process may grow by this share of what it has, and of what it may still take, and so many bytes at most, before it is
+trimmed."""
 
 
 class Trimmer:
     """Looks after ``every`` bytes (8 MiB at least), and trims where the process has grown by more than these, and by a quarter,
-    beyond what it had after it was trimmed before.
+    or by a quarter of what it could have grown by, beyond what it had after it was trimmed before.
 
     What was trimmed must be faulted in anew, page by page; a step that trims after every few gradients takes a third longer.
     What glibc keeps and gives out again makes nothing grow.
@@ -36,7 +39,8 @@ class Trimmer:
         self._passed += nbytes
         if self._passed >= self._every:
             self._passed = 0
-            if self._resident() > self._most + max(self._every, min(self._most // SHARE, MOST)):
+            grown = self._resident() - self._most
+            if grown > self._every and grown > min(self._most // SHARE, MOST, (headroom() + grown) // SHARE):
                 self.trim()
 
     def trim(self) -> None:
