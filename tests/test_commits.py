@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.filesystems import mounted, root
+from tests.filesystems import mounted, root, small_ext4
 from tiered import (
     CapacityError,
     CommitError,
@@ -232,6 +232,40 @@ def test_a_disk_that_we_filled_takes_commits_again(tmp_path: Path, limited: bool
             assert len(again) == 1000 + number - 4
 
 
+@root
+@pytest.mark.parametrize("reserves", [True, False])
+def test_a_small_disk_that_one_commit_could_fill(
+    tmp_path: Path, reserves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an ext4, of which not even root gets all that is said to be free; and where nothing can be reserved."""
+
+    def refusing(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    if not reserves:
+        monkeypatch.setattr(os, "posix_fallocate", refusing)
+    with small_ext4(tmp_path, 32 * MIB) as disk, TieredStore.open(disk / "state", dram=64 * MIB, keep=1) as store:
+        for number in range(200):
+            store.put(f"small {number}", torch.tensor([number]))
+        for number in range(40):
+            store.put(f"large {number}", torch.full((MIB // 4,), float(number)))
+        with pytest.raises(CapacityError, match="for manifests"):
+            store.commit()
+        for number in range(30):
+            store.delete(f"large {number}")
+        assert store.commit() == 1
+        number = 40
+        with pytest.raises(CapacityError):  # noqa: PT012 - some of them fit
+            while number < 80:
+                store.put(f"large {number}", torch.full((MIB // 4,), float(number)))
+                store.commit()
+                number += 1
+        for other in range(30, number + 1):
+            store.delete(f"large {other}")
+        store.put("last", torch.ones(5))
+        store.commit()
+
+
 def test_a_filesystem_that_does_not_say_what_it_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(fd: int) -> os.statvfs_result:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -259,6 +293,20 @@ def test_rollback_makes_room_for_what_it_brings_back(folder: Path) -> None:
         assert sorted(store) == ["a", "none"]
         assert store.get("none").shape == (0,)
         store.commit()
+
+
+def test_rollback_counts_the_bytes_of_what_goes(folder: Path) -> None:
+    with TieredStore.open(folder, dram=4 * MIB, nvme=MIB, keep=1) as store:
+        store.put("a", filled(1.0))
+        for number in range(3):
+            store.put(f"none {number}", torch.empty(0))
+        store.commit()
+        for number in range(3):
+            store.delete(f"none {number}")
+        store.put("b", torch.ones(1_044_480 // 4))
+        store.put("c", torch.ones(3 * MIB // 4))  # b is written back for it
+        assert store.rollback() == 1
+        assert len(store) == 4
 
 
 def test_rollback_moves_nothing(folder: Path) -> None:

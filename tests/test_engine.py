@@ -10,7 +10,7 @@ from tests.rig import READ, WRITE, Put, Rig, evicted, failure, fill, pending, qu
 from tiered.errors import CapacityError, LeaseConflict, ReadError, StoreClosed, TieredError, WriteError
 from tiered.occupancy import MOVED, Occupancy
 from tiered.requests import Lease, Request, Room
-from tiered.residency import Copy, State
+from tiered.residency import Copy, Standing, State
 from tiered.types import Direction, Transfer, Urgency
 
 # Urgency
@@ -165,6 +165,27 @@ def test_what_is_pushed_out_is_chosen_once_and_each_that_goes_is_progress(monkey
     assert put.install.done
     assert len(set(left)) >= 8, "the deadline counts anew with each"
     rig.wind_down()
+
+
+def test_every_batch_that_goes_is_progress_but_not_for_ever() -> None:
+    rig = Rig(64, 4000, reserve=0.0)
+    request = Request()
+    for letter in "abcdefgh":
+        rig.put(letter, letter.encode() * 8)
+    rig.run()
+    copies = [rig.admission.places[0].copies[letter] for letter in "abcdefgh"]
+    seen = set()
+    for _ in range(10):
+        for copy in copies:
+            copy.standing = Standing.LEAVING
+        request.push(0, copies, 64)
+        for copy in copies:
+            assert request.pushes(0)
+            seen.add(request.left)
+            copy.standing = Standing.DIRTY
+        assert not request.pushes(0)
+        seen.add(request.left)
+    assert len(seen) == 1 + 2 * 8 + 1, "twice what the tier holds"
 
 
 def test_who_was_pushed_out_in_vain_is_chosen_anew() -> None:

@@ -338,3 +338,22 @@ def test_one_tensor_takes_the_room_of_thousands_that_changed(tmp_path: Path) -> 
         assert store.statistics().tiers[0].used >= 2900 * 4096
         for number in (0, 1500, 2999):
             assert bool((store.get(f"t{number}") == number).all())
+
+
+@pytest.mark.parametrize("wanted", [["k1", "k2", "x"], ["x", "k2", "k1"]])
+def test_all_that_is_there_is_wanted_and_the_room_lies_apart(tmp_path: Path, wanted: list[str]) -> None:
+    """Nothing may leave for it, and nothing has to: what is there is moved, however far."""
+    large = (2 * MIB - 8 * 1024) // 4
+    with TieredStore.open(tmp_path / "state", dram=4 * MIB) as store:
+        store.put("x", torch.full((4096,), 1.0))
+        store.commit()
+    with TieredStore.open(tmp_path / "state", dram=4 * MIB, deadline=5) as store:
+        for key, count in (("h1", 2048), ("k1", large), ("h2", 2048), ("k2", large)):
+            store.put(key, torch.full((count,), 2.0))
+        store.commit()
+        store.delete("h1")
+        store.delete("h2")
+        with store.lease(wanted) as found:
+            assert sorted(float(tensor[0]) for tensor in found) == [1.0, 2.0, 2.0]
+        del found
+        assert store.get("x")[0] == 1.0

@@ -18,12 +18,16 @@ from tiered.flush import Flush
 from tiered.requests import Request
 from tiered.residency import Copy, Entry
 from tiered.tiers.nvme import NvmeTier
-from tiered.types import Key, Slot, Urgency
+from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Key, Slot, Urgency
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
 __all__ = ["Commits"]
+
+MANIFEST_BYTES = 16 << 10
+TENSOR_BYTES = 384
+"""Of a manifest without its tensors, and of each of these without its name and checksums; rather too many."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Commits:
         self.newest: _Generation | None = None
         self._engine, self._nvme, self._keep, self._duplicate = engine, nvme, keep, duplicate
         self._encoding = Encoding(nvme)
+        self._meta_bytes = 0
         self._kept: list[int] = []
         self._condemned: str | None = None
         self._behind: Future[int] | None = None  # a commit that goes on behind its caller
@@ -64,8 +69,18 @@ class Commits:
         return manifests.decode_meta(self.newest.meta) if self.newest else {}
 
     def encode_early(self) -> None:
-        """Have each tensor encoded as it arrives on the disk: a commit then only puts together what there is."""
+        """Have each tensor encoded as it arrives on the disk: a commit then only puts together what there is; and the data
+        files leave room for manifests."""
         self._engine.admission.arrived = self._encoding.arrived
+        self._nvme.leave(self._for_manifests)
+
+    def _for_manifests(self) -> int:
+        """Bytes of those that may be there at once, the next one among them; rather too many."""
+        directory = self._engine.admission.directory
+        words = sum(map(len, directory))
+        pieces = self._nvme.used // PIECE_BYTES
+        each = MANIFEST_BYTES + self._meta_bytes + TENSOR_BYTES * len(directory) + 4 * words + 4 * CHECKSUM_BYTES * pieces
+        return (self._keep + 1) * each
 
     # -- opening ---------------------------------------------------------------------------------------------------------
 
@@ -120,7 +135,8 @@ class Commits:
             if slot is None:
                 for taken in found.values():
                     self._nvme.free(taken)
-                if sum(not self._nvme.pinned(slot) for slot in going) >= len(named):
+                freed = sum(slot.nbytes // self._nvme.alignment for slot in going if not self._nvme.pinned(slot))
+                if len(found) + freed >= len(named):
                     return None
                 raise CapacityError(f"{self._nvme.folder}: {self._nvme.refusal}")
             found[key] = slot
@@ -237,6 +253,7 @@ class Commits:
             raise CommitError(self._condemned)
         before = self.newest.meta if self.newest else manifests.encode_meta({})
         encoded = before if meta is None else manifests.encode_meta(dict(meta))
+        self._meta_bytes = len(encoded)
         return _Draft(self._engine, self._nvme, self._encoding, encoded, since)
 
     def _publish(self, draft: _Draft) -> int:
@@ -320,7 +337,7 @@ class _Draft:
         nvme, admission = self._nvme, self._engine.admission
         sizes = (max(1, admission.directory.entry(key).nbytes) for key in frozen)
         needed = sum(-(-nbytes // nvme.alignment) for nbytes in sizes) * nvme.alignment
-        if not nvme.reserve(needed - admission.traffic.nbytes(admission.bottom - 1)):
+        if not nvme.reserve(needed - admission.traffic.going_down(admission.bottom - 1)):
             raise CapacityError(
                 f"a commit has to write {needed:,} bytes that changed, beside what kept generations need: {nvme.refusal}. Make "
                 "room there, give nvme= more if it is the limit, or roll back; the last commit holds, and no memory is lost"

@@ -115,7 +115,7 @@ class DataFile:
             return sys.maxsize
         if not found.f_blocks:
             return sys.maxsize  # ramfs counts nothing
-        return (found.f_bavail if os.geteuid() else found.f_bfree) * found.f_frsize
+        return found.f_bavail * found.f_frsize
 
     # Extents
 
@@ -163,8 +163,6 @@ class DataFile:
         self.refusal = None
         try:
             self._extend(old, end)
-            if self.free_on_device() < self.leaves():
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             with contextlib.suppress(OSError):  # then it stays longer than it need be
                 os.ftruncate(self.fd, old)  # a failed fallocate leaves the file extended
@@ -182,12 +180,18 @@ class DataFile:
         return f"{reason}: {self.folder} has {format_size(free)} free, {format_size(nbytes)} needed{besides}"
 
     def _extend(self, old: int, end: int) -> None:
+        """With what it leaves to others, and then without: only the filesystem knows what it has."""
+        leaves = self.leaves()
         try:
-            os.posix_fallocate(self.fd, old, end - old)
+            os.posix_fallocate(self.fd, old, end - old + leaves)
+            if not leaves:
+                return
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
-            os.ftruncate(self.fd, end)  # no reservations on this filesystem: a full disk shows as a WriteError
+            if end - old + leaves > self.free_on_device():  # no reservations here: another's writes may make it a WriteError
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
+        os.ftruncate(self.fd, end)
 
     # The file
 

@@ -153,9 +153,11 @@ class Engine:
                 at_once = self._submit(request)
                 for_room = request.waits_for_room
             if not at_once:
+                patience, left = None if math.isinf(self.config.deadline) else self.config.deadline, math.nan
                 # Not wait_for: before Python 3.12 that forgets a cancellation which comes together with the result.
-                patience = None if math.isinf(self.config.deadline) else self.config.deadline
-                await asyncio.wait((done,), timeout=patience)
+                while not done.done() and left != request.left:
+                    left = request.left
+                    await asyncio.wait((done,), timeout=patience)
             with self.lock:
                 waited = self.config.clock() - asked
                 if not request.done:
@@ -190,9 +192,7 @@ class Engine:
     def _count(self, request: Request, asked: float, at_once: bool) -> None:
         if not isinstance(request, Lease):
             return
-        self.leases += 1
-        self.hits += at_once
-        self.misses += not at_once
+        self.leases, self.hits, self.misses = self.leases + 1, self.hits + at_once, self.misses + (not at_once)
         if self.admission.ahead is not None and request.copies:
             self.admission.ahead.touched(asked, self.config.clock())
         if self.recorder is not None and request.copies:

@@ -63,7 +63,7 @@ class Leaving:
                 return None  # what moves will be clean
             chosen, unsaved = clean, []
         if unsaved:
-            request.pushed = unsaved[::-1]
+            request.push(tier, unsaved, place.tier.capacity)
             return None
         slot = place.allocate(nbytes)
         while chosen and slot is None:
@@ -76,13 +76,8 @@ class Leaving:
     def _nothing_new(self, tier: int, nbytes: int, request: Request) -> bool:
         """What was pushed out for it is under way, and it would find too little. (To choose among ten thousand at the end of
         each one's transfer would take longer than the transfers.)"""
-        place, pushed = self._of.places[tier], request.pushed
-        if not pushed:
-            return False
-        while pushed and pushed[-1].standing is not Standing.LEAVING:
-            pushed.pop()
-        request.still(len(pushed))
-        return bool(pushed) and place.free + place.bytes_of[Standing.CLEAN] + place.bytes_of[Standing.FRESH] < nbytes
+        place = self._of.places[tier]
+        return request.pushes(tier) and place.free + place.bytes_of[Standing.CLEAN] + place.bytes_of[Standing.FRESH] < nbytes
 
     def in_its_place(self, tier: int, nbytes: int, request: Request) -> Slot | None:
         """The room of some that a plan gave up and that lie together: nothing is moved."""

@@ -227,7 +227,7 @@ class Occupancy:
         if copies and copies[0].slot.nbytes >= nbytes:
             return copies[:1]
         movable = self._movable()
-        each = -(-len(copies) // WEIGHED)
+        each = max(1, -(-len(copies) // WEIGHED))
 
         def enough(going: list[Copy]) -> bool:
             if self.free + sum(copy.slot.nbytes for copy in going) < nbytes:

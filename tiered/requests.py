@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from tiered.errors import CapacityError, LeaseConflict, TieredError
-from tiered.residency import Copy, Entry
+from tiered.residency import Copy, Entry, Standing
 from tiered.types import Access, Fence, Key, Slot, TensorSpec, Urgency, Use
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ class Request:
         self.error: TieredError | None = None
         self.lacks: tuple[int, ...] = ()  # the tiers in which its last attempt found no room
         self.left = 0  # whenever this changes it has come closer, and the deadline counts anew
-        self.pushed: list[Copy] = []  # on their way out for it, the first last
-        self._missing = math.inf
+        self._pushed: dict[int, list[Copy]] = {}  # by tier, what is on its way out for it, the first last
+        self._pushed_bytes, self._least = 0, math.inf
         self.packed: list[frozenset[Slot]] = []  # among which slots it packed what it had anew, once for each time
         self.replaces = False  # whether it does away with the tensor that it waits for
         self.needed: int | None = None  # the position in a known order for which it fetches
@@ -45,11 +45,25 @@ class Request:
     def attempt(self, admission: Admission) -> bool:
         raise NotImplementedError
 
-    def still(self, missing: int) -> None:
-        """It waits for so much, of what it has to wait for; with less of that than ever it has come closer."""
-        if missing < self._missing:
-            self._missing = missing
+    def push(self, tier: int, copies: Sequence[Copy], capacity: int) -> None:
+        """``copies`` are on their way out of ``tier`` for it, and each that goes brings it closer; but not for ever, where
+        others take the room: until it has pushed twice what the tier holds."""
+        self._pushed[tier] = list(reversed(copies))
+        self._pushed_bytes += sum(copy.slot.nbytes for copy in copies)
+        if self._pushed_bytes <= 2 * capacity:
+            self._least = math.inf
+
+    def pushes(self, tier: int) -> bool:
+        """Whether any of these are still under way."""
+        pushed = self._pushed.get(tier)
+        if not pushed:
+            return False
+        while pushed and pushed[-1].standing is not Standing.LEAVING:
+            pushed.pop()
+        if (count := sum(map(len, self._pushed.values()))) < self._least:
+            self._least = count
             self.left -= 1
+        return bool(pushed)
 
     def wants(self) -> Sequence[Key]:
         """Tensors that must not be evicted to make room for this request or for a later one."""

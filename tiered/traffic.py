@@ -90,10 +90,10 @@ class Traffic:
                 return True
         return False
 
-    def nbytes(self, index: int) -> int:
-        """Of the slots below link ``index`` of all its transfers that have not ended."""
-        moving = (moved for moved in self._moving.values())
-        return sum(transfer.lower.nbytes for moved in moving for link, transfer in moved if link == index)
+    def going_down(self, index: int) -> int:
+        """Bytes of the slots below link ``index`` that its transfers down have and will fill."""
+        under_way = (pair for moving in self._moving.values() for pair in moving)
+        return sum(t.lower.nbytes for link, t in under_way if link == index and t.direction is Direction.DOWN)
 
     def add(self, index: int, entry: Entry, transfer: Transfer) -> None:
         if self.recorder is not None:

@@ -188,7 +188,7 @@ class TestOpening:
     def test_a_new_store_that_could_not_have_its_capacity_is_refused_and_leaves_nothing(self, folder: Path) -> None:
         found = os.statvfs(folder.parent)
         more = found.f_bavail * found.f_frsize + (1 << 40)
-        with pytest.raises(CapacityError, match="can give: give nvme= less, make room, or name another folder") as refused:
+        with pytest.raises(CapacityError, match="has free: give nvme= less, make room, or name another folder") as refused:
             NvmeTier.open(NvmeConfig(folder, more))
         assert str(folder) in str(refused.value)
         assert not folder.exists()

@@ -12,16 +12,11 @@ from tiered.datafile import MINIMUM_ALIGNMENT, DataFile
 from tiered.drives import IGNORED, LIST_FILE, MANIFEST, Drives, folders_of, open_drives
 from tiered.errors import CapacityError, ManifestError, MisuseError
 from tiered.sizes import format_size
-from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Location, Slot
+from tiered.types import Location, Slot
 
 __all__ = ["NvmeConfig", "NvmeTier"]
 
 DATA_FILE = "data.0"
-MANIFESTS = 3
-"""So many can be written when the data files have grown as they may: those of two commits that are kept, and the next one."""
-MANIFEST_BYTES = 64 << 10
-"""At most, of a manifest without its tensors. TENSOR_BYTES: of one of these, beside its checksums."""
-TENSOR_BYTES = 512
 FILE_BITS = 48
 """A slot's offset is that in its data file, with the file's index above so many bits."""
 
@@ -114,29 +109,28 @@ class NvmeTier:
         """Itself. A new store that could not have its capacity is refused here, and not after days; one that there is already
         opens in any case, for what it has must be read."""
         try:
-            device = os.stat(self.folder).st_dev
-            for file in self.files:
-                file.leaves = self._for_manifests if file.device == device else file.leaves
-            free = {file.device: max(0, file.free_on_device() - file.leaves()) for file in self.files}
-            missing = 0 if self._limit is None else self._limit - sum(file.extents for file in self.files)
-            if self.created and missing > sum(free.values()):
+            free = self.free_on_device()
+            if self.created and self._limit is not None and self._limit - sum(file.extents for file in self.files) > free:
                 folders = ", ".join(dict.fromkeys(str(file.folder) for file in self.files))
                 raise CapacityError(
-                    f"an NVMe capacity of {format_size(self.capacity)} is more than the {format_size(sum(free.values()))} that "
-                    f"{folders} can give: give nvme= less, make room, or name another folder"
+                    f"an NVMe capacity of {format_size(self._limit)} is more than the {format_size(free)} that {folders} has "
+                    "free: give nvme= less, make room, or name another folder"
                 )
         except BaseException:
-            if self.created:
-                self.remove()
-            else:
+            try:
+                if self.created:
+                    self.remove()
+            finally:
                 self.close()
             raise
         return self
 
-    def _for_manifests(self) -> int:
-        """Bytes that those of the next commits take at most."""
-        pieces = self.used // PIECE_BYTES
-        return MANIFESTS * (MANIFEST_BYTES + TENSOR_BYTES * len(self._live) + 2 * CHECKSUM_BYTES * pieces)
+    def leave(self, room: Callable[[], int]) -> None:
+        """Files grow only where so many bytes are left on the filesystem of the store's own folder, for manifests."""
+        device = os.stat(self.folder).st_dev
+        for file in self.files:
+            if file.device == device:
+                file.leaves = room
 
     # What it is
 
