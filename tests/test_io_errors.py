@@ -88,7 +88,7 @@ def test_a_data_file_that_cannot_grow_says_why(tmp_path: Path, monkeypatch: pyte
     with TieredStore.open(tmp_path / "state", dram=MIB) as store:
         store.put("t", torch.ones(5))
         monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "")))
-        with pytest.raises(CapacityError, match=r"'t' .*data\.0 cannot grow: input/output error \(errno 5\)"):
+        with pytest.raises(CapacityError, match=r"write 4,096 bytes .*data\.0 cannot grow: input/output error \(errno 5\)"):
             store.commit()
         assert store.get("t").eq(1).all()
         monkeypatch.undo()

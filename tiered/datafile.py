@@ -126,7 +126,8 @@ class DataFile:
         """
         self.refusal = None
         found = self._space.allocate(nbytes)
-        if found is None and self._grow(nbytes, spare, share):
+        need = self._space.capacity + self._space.round_up(nbytes) - self._space.free_at_end
+        if found is None and self._grow(need, spare, share):
             found = self._space.allocate(nbytes)
         return found
 
@@ -142,10 +143,14 @@ class DataFile:
             raise ManifestError(f"{self.path}: the manifest names an extent of {nbytes} bytes at {offset}: {why}")
         self._space.claim(offset, nbytes)
 
-    def _grow(self, nbytes: int, spare: int | None, share: int | None) -> bool:
-        """Extend the file so that ``nbytes`` fit at its end."""
+    def reserve(self, nbytes: int, spare: int | None, share: int | None) -> bool:
+        """Whether there are so many free bytes, in pieces of whatever size. It grows as for ``allocate``."""
+        missing = self._space.round_up(nbytes) - self._space.free_bytes
+        return missing <= 0 or self._grow(self._space.capacity + missing, spare, share)
+
+    def _grow(self, need: int, spare: int | None, share: int | None) -> bool:
+        """Extend the file to ``need`` bytes at least."""
         old = self._space.capacity
-        need = old + self._space.round_up(nbytes) - self._space.free_at_end
         most = None if spare is None else old + spare - spare % self.alignment
         if most is not None and need > most:
             return False
@@ -153,10 +158,6 @@ class DataFile:
         for end in (most, None if share is None else self.alignment + share):
             step = step if end is None else min(step, end)
         return self._grow_to(max(need, step - step % self.alignment)) or self._grow_to(need)
-
-    def reserve(self, nbytes: int) -> bool:
-        """Whether it could grow by so many bytes, which are free then."""
-        return self._grow_to(self._space.capacity + self._space.round_up(nbytes))
 
     def _grow_to(self, end: int) -> bool:
         old = self._space.capacity

@@ -201,8 +201,9 @@ class NvmeTier:
             self._refusal = f"the capacity of {format_size(self._limit)} in {self.folder} is used up: {left}"
             return False
         self._refusal = None
-        if missing > 0 and len(self.files) == 1:
-            found = self.files[0].reserve(missing)
+        if len(self.files) == 1:
+            spare = None if self._limit is None else self._limit - extents
+            found = self.files[0].reserve(nbytes, spare, self._limit)
             self._refusal = self.files[0].refusal
             return found
         found = missing <= self.free_on_device()  # which drive takes what is not known yet
