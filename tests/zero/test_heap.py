@@ -59,6 +59,24 @@ def test_what_grew_for_good_is_trimmed_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert process.trims == 2
 
 
+def test_what_a_step_takes_again_is_trimmed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its activations, which are there in the middle of each step."""
+    process = Process(monkeypatch, 400 * MIB)
+    trimmer = process.trimmer(8 * MIB)
+    for _ in range(10):
+        process.kept = 600 * MIB
+        trimmer.passed(8 * MIB)
+        process.kept = 100 * MIB
+        trimmer.passed(8 * MIB)
+    assert process.trims == 1
+    process.kept = 600 * MIB + 250 * MIB
+    trimmer.passed(8 * MIB)
+    assert process.trims == 1, "a quarter more than that"
+    process.kept += MIB
+    trimmer.passed(8 * MIB)
+    assert process.trims == 2
+
+
 def test_a_large_process_keeps_no_more_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(monkeypatch, 100 * MOST)
     trimmer = process.trimmer(8 * MIB)
