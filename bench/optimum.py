@@ -22,8 +22,10 @@ sizes and no writes it is the optimum itself.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -170,11 +172,26 @@ def exact_bound(trace: Trace, budget: int, *, seconds: float, final_writeback: b
     whole = np.zeros(width)
     whole[: p.binary] = 1
     options = {"time_limit": seconds}
-    solved = milp(p.cost[:width], constraints=rows, bounds=Bounds(0, 1), integrality=whole, options=options)
+    with _silence():
+        solved = milp(p.cost[:width], constraints=rows, bounds=Bounds(0, 1), integrality=whole, options=options)
     bound = lower_bound(trace, budget, final_writeback=final_writeback)  # the search may end before it has one
     if solved.mip_dual_bound is not None:
         bound = max(bound, p.base + float(solved.mip_dual_bound))
     return bound, p.base + (np.inf if solved.fun is None else float(solved.fun))
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """HiGHS writes lines of its own to the standard output, in the middle of our tables."""
+    sys.stdout.flush()
+    kept, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nothing)
 
 
 def _knapsacks(p: Problem) -> tuple[csc_array, np.ndarray]:
