@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from tiered import TieredError
 from tiered.cli import fio
 from tiered.cli.flood import Flood
 from tiered.cli.machine import store_facts
-from tiered.cli.measure import Noise, Spread, Usage, environment, scratch_folder, scratch_store
+from tiered.cli.measure import DATA_FILE, Noise, Spread, Usage, environment, scratch_folder, scratch_store
 from tiered.cli.plot import plot_rounds, refuse_unplottable
 from tiered.cli.progress import Progress
 from tiered.cli.report import refuse_unwritable, write_report
@@ -63,7 +64,7 @@ def bench(options: Options, setup: Setup, json: str | None) -> int:
             ours: dict[fio.Mode, Run] = {"read": walk.read, "write": walk.write, "mixed": walk.mixed}
             runs = {mode: {"tiered": run} for mode, run in ours.items() if mode in options.modes}
             if options.beside == "fio" and runs:
-                report["fio"] |= _add_fio(options.folder, setup, runs, stack)
+                report["fio"] |= _add_fio(options.folder, setup, runs, stack, _descriptor(store.folder))
             measured = in_rounds(runs, options.rounds, stop, progress) if runs else {}
             if "flood" in options.modes:
                 flood = Flood(store, setup, stop)
@@ -88,11 +89,33 @@ def bench(options: Options, setup: Setup, json: str | None) -> int:
     return 0
 
 
-def _add_fio(folder: str, setup: Setup, runs: Mapping[fio.Mode, dict[str, Run]], stack: ExitStack) -> dict[str, Any]:
-    """A run of every mode for every engine that works here; what there is to know about them."""
+def _descriptor(folder: str) -> tuple[str, str] | None:
+    """Where another process finds the data file of the scratch store in ``folder``, which has no name any more: folder and
+    name. None where there is no /proc."""
+    open_files = "/proc/self/fd"
+    for number in os.listdir(open_files) if os.path.isdir(open_files) else ():
+        try:
+            found = os.readlink(f"{open_files}/{number}")
+        except OSError:  # that of listing them
+            continue
+        if found.removesuffix(" (deleted)") == os.path.join(folder, DATA_FILE):
+            return f"/proc/{os.getpid()}/fd", number
+    return None
+
+
+def _add_fio(
+    folder: str, setup: Setup, runs: Mapping[fio.Mode, dict[str, Run]], stack: ExitStack, data: tuple[str, str] | None
+) -> dict[str, Any]:
+    """A run of every mode for every engine that works here; what there is to know about them.
+
+    What it reads is the store's ``data`` itself, its first bytes, which are all written: one part of a drive may be quicker
+    than another. What it writes is a file of its own.
+    """
     buffers = stack.enter_context(fio.huge_buffers(fio.BLOCK * fio.DEPTH))
-    bench = fio.Fio(stack.enter_context(scratch_folder(folder)), setup.moved, buffers)
+    bench = reader = fio.Fio(stack.enter_context(scratch_folder(folder)), setup.moved, buffers)
     bench.prepare()
+    if data is not None:
+        reader = fio.Fio(data[0], setup.moved, buffers, name=data[1])
     unavailable = {}
     for engine in fio.ENGINES:
         try:
@@ -102,9 +125,10 @@ def _add_fio(folder: str, setup: Setup, runs: Mapping[fio.Mode, dict[str, Run]],
             continue
         for mode, named in runs.items():
             job = fio.Job(mode, engine, order=setup.order)
-            named[job.name] = partial(bench.run, job)
+            named[job.name] = partial((reader if mode == "read" else bench).run, job)
     command = bench.command(fio.Job("write", "libaio", order=setup.order))
-    return {"buffers": buffers.words, "unavailable": unavailable, "command": " ".join(command)}
+    where = "its own file" if reader is bench else "the store's own data file"
+    return {"buffers": buffers.words, "reads": where, "unavailable": unavailable, "command": " ".join(command)}
 
 
 def _describe(report: Mapping[str, Any], measured: Mapping[fio.Mode, Sequence[Series]]) -> str:
@@ -130,8 +154,8 @@ def _describe(report: Mapping[str, Any], measured: Mapping[fio.Mode, Sequence[Se
     if "fio" in report and measured:
         told.append(
             f"{report['fio']['version']}: direct, {exact_size(report['fio']['block_bytes'])} blocks, depth "
-            f"{report['fio']['depth']}, {report['fio']['buffers']}; what it writes ends with an fsync (end_fsync=1), as ours "
-            "with a commit"
+            f"{report['fio']['depth']}, {report['fio']['buffers']}; it reads {report['fio']['reads']}; what it writes ends "
+            "with an fsync (end_fsync=1), as ours with a commit"
         )
         told += [f"fio {engine} left out: {why}" for engine, why in report["fio"]["unavailable"].items()]
     if measured:
