@@ -116,6 +116,8 @@ class TestSweep:
         assert {"--filename=/there/name", "--bs=4096", "--iodepth=3", "--direct=0", "--runtime=0.500s"} <= set(told)
         assert f"--rw={ {'read': 'randread', 'write': 'randwrite', 'mixed': 'randrw'}[mode]}" in told
         assert ("--end_fsync=1" in told) == (mode != "read")
+        assert not any(word.startswith("--offset") for word in told)
+        assert "--offset=3" in fio.Fio("/there", MIB, fio.PLAIN, "name", 3).command(fio.Job(mode, "psync"))
 
     @root
     def test_in_memory_it_says_so(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -416,14 +416,17 @@ def test_no_more_bytes_are_in_flight_than_was_said() -> None:
     assert len(fake.backend.pending) == 1, "a block that is larger goes alone"
 
 
-def test_write_backs_that_nobody_waits_for_leave_half_of_the_ring_to_a_read() -> None:
+def test_a_read_that_comes_while_the_ring_is_full_of_write_backs_has_what_they_give_free() -> None:
     fake = Fake(ManualBackend(64), DiskConfig(block=MIB, flight=8 * MIB))
     upper, lower, _, checksums = fake.store(4 * MIB)
-    for _ in range(3):
+    for _ in range(4):
         assert fake.link.start(fake.loop.transfer(Direction.DOWN, *fake.pair(4 * MIB), 4 * MIB, Urgency.WRITEBACK))
-    assert len(fake.backend.pending) == 4
+    assert [what for what, *_ in fake.in_flight()] == ["write"] * 8
     assert fake.link.start(fake.loop.transfer(Direction.UP, upper, lower, 4 * MIB, checksums=checksums))
-    assert len(fake.backend.pending) == 8
+    assert [what for what, *_ in fake.in_flight()] == ["write"] * 8, "what is in flight stays"
+    fake.backend.complete_all()
+    fake.link.poll(0)
+    assert sorted(what for what, *_ in fake.in_flight()) == ["read"] * 4 + ["write"] * 4
 
 
 def test_of_equal_urgency_reads_go_first_and_writes_keep_a_quarter() -> None:

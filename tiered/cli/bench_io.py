@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from typing import Any, Literal
 
 from tiered import TieredError
@@ -103,32 +104,52 @@ def _descriptor(folder: str) -> tuple[str, str] | None:
     return None
 
 
+class _Beside:
+    """fio, where the store reads and writes: its own ``data`` file, for one part of a drive may be quicker than another.
+
+    What is read are its first bytes; what is written takes turns between the two sets of extents behind them, as a store that
+    overwrites nothing does. Nobody reads the tensors there (``Walk``). Without ``data``, a file of its own in ``folder``.
+    """
+
+    def __init__(self, folder: str, data: tuple[str, str] | None, nbytes: int, buffers: fio.Buffers) -> None:
+        end = os.stat(os.path.join(*data)).st_size if data is not None else 0
+        if data is not None and end > 3 * nbytes:  # and a header
+            at, name = data
+            self.where = "the store's own data file"
+            self.reader, *self.writers = (
+                fio.Fio(at, nbytes, buffers, name, place) for place in (0, end - 2 * nbytes, end - nbytes)
+            )
+        else:
+            self.where = "its own file"
+            self.reader = fio.Fio(folder, nbytes, buffers)
+            self.reader.prepare()
+            self.writers = [self.reader]
+
+    def of(self, job: fio.Job) -> Run:
+        if job.mode == "read":
+            return partial(self.reader.run, job)
+        places = cycle(self.writers)
+        return lambda: next(places).run(job)
+
+
 def _add_fio(
     folder: str, setup: Setup, runs: Mapping[fio.Mode, dict[str, Run]], stack: ExitStack, data: tuple[str, str] | None
 ) -> dict[str, Any]:
-    """A run of every mode for every engine that works here; what there is to know about them.
-
-    What it reads is the store's ``data`` itself, its first bytes, which are all written: one part of a drive may be quicker
-    than another. What it writes is a file of its own.
-    """
+    """A run of every mode for every engine that works here; what there is to know about them."""
     buffers = stack.enter_context(fio.huge_buffers(fio.BLOCK * fio.DEPTH))
-    bench = reader = fio.Fio(stack.enter_context(scratch_folder(folder)), setup.moved, buffers)
-    bench.prepare()
-    if data is not None:
-        reader = fio.Fio(data[0], setup.moved, buffers, name=data[1])
+    beside = _Beside(stack.enter_context(scratch_folder(folder)), data, setup.moved, buffers)
     unavailable = {}
     for engine in fio.ENGINES:
         try:
-            bench.run(fio.Job("read", engine))
+            beside.reader.run(fio.Job("read", engine))
         except TieredError as error:
             unavailable[engine] = str(error)
             continue
         for mode, named in runs.items():
             job = fio.Job(mode, engine, order=setup.order)
-            named[job.name] = partial((reader if mode == "read" else bench).run, job)
-    command = bench.command(fio.Job("write", "libaio", order=setup.order))
-    where = "its own file" if reader is bench else "the store's own data file"
-    return {"buffers": buffers.words, "reads": where, "unavailable": unavailable, "command": " ".join(command)}
+            named[job.name] = beside.of(job)
+    command = beside.writers[0].command(fio.Job("write", "libaio", order=setup.order))
+    return {"buffers": buffers.words, "place": beside.where, "unavailable": unavailable, "command": " ".join(command)}
 
 
 def _describe(report: Mapping[str, Any], measured: Mapping[fio.Mode, Sequence[Series]]) -> str:
@@ -154,8 +175,8 @@ def _describe(report: Mapping[str, Any], measured: Mapping[fio.Mode, Sequence[Se
     if "fio" in report and measured:
         told.append(
             f"{report['fio']['version']}: direct, {exact_size(report['fio']['block_bytes'])} blocks, depth "
-            f"{report['fio']['depth']}, {report['fio']['buffers']}; it reads {report['fio']['reads']}; what it writes ends "
-            "with an fsync (end_fsync=1), as ours with a commit"
+            f"{report['fio']['depth']}, {report['fio']['buffers']}, in {report['fio']['place']}; what it writes ends with an "
+            "fsync (end_fsync=1), as ours with a commit"
         )
         told += [f"fio {engine} left out: {why}" for engine, why in report["fio"]["unavailable"].items()]
     if measured:

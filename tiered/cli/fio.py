@@ -145,10 +145,11 @@ class Result:
 
 
 class Fio:
-    """Runs jobs on one file of ``nbytes`` in ``folder``; where that is new, ``prepare`` lays it out and writes it over once."""
+    """Runs jobs on ``nbytes`` of one file in ``folder``, from ``offset`` on; where that is new, ``prepare`` lays it out and
+    writes it over once."""
 
-    def __init__(self, folder: str, nbytes: int, buffers: Buffers, name: str = "fio") -> None:
-        self._file, self._nbytes, self._buffers = os.path.join(folder, name), nbytes, buffers
+    def __init__(self, folder: str, nbytes: int, buffers: Buffers, name: str = "fio", offset: int = 0) -> None:
+        self._file, self._nbytes, self._buffers, self._offset = os.path.join(folder, name), nbytes, buffers, offset
 
     def prepare(self) -> None:
         for _ in range(2):
@@ -175,6 +176,7 @@ class Fio:
             "--name=tiered",
             "--thread",
             f"--filename={self._file}",
+            *([f"--offset={self._offset}"] if self._offset else []),
             f"--size={self._nbytes}",
             f"--direct={int(job.cache == 'direct')}",
             f"--ioengine={job.engine}",

@@ -69,15 +69,17 @@ class Series:
 def in_rounds(
     runs: Mapping[Group, Mapping[str, Run]], rounds: int, stop: StopRequest, progress: Progress
 ) -> dict[Group, list[Series]]:
-    """Everything once in each round; by group, in the order of names."""
+    """Everything once in each round; by group, in the order of names. Who begins changes from round to round, for what ran
+    before leaves its trace: a drive's cache, a warm CPU."""
     measured = {group: {name: Series(name) for name in named} for group, named in runs.items()}
     total, done = rounds * sum(map(len, runs.values())), 0
     for turn in range(rounds):
         for group, named in runs.items():
-            for name, run in named.items():
+            first = turn % max(1, len(named))
+            for name in [*named, *named][first : first + len(named)]:
                 stop.check()
                 progress.working(f"round {turn + 1} of {rounds}: {group}, {name}", done / total)
-                measured[group][name].add(run())
+                measured[group][name].add(named[name]())
                 done += 1
     progress.working("done", 1.0)
     return {group: list(series.values()) for group, series in measured.items()}

@@ -114,11 +114,12 @@ class Walk:
         self._latencies: list[float] = []
 
     def prepare(self) -> None:
-        """Put what will be read, and write until extents are written over."""
+        """Put what will be read, at the begin of the file, and write until extents are written over."""
         value = bytes_of(self._setup.tensor)
         for key in self._reads:
             self._stop.check()
             self._store.put(key, value)
+        self._store.commit()
         for _ in range(WARM_UP):
             self.write()
 

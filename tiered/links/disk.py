@@ -43,9 +43,9 @@ __all__ = ["DiskConfig", "DiskLink"]
 
 @dataclass(frozen=True)
 class DiskConfig:
-    """Sizes in bytes. ``block``: one request to the drive. ``flight``: what the drive has at once, at most; where no one
-    waits for the end of write-backs, they have half of it. ``window``: what ``start`` accepts each way before it refuses; each
-    urgency counts only transfers at least as urgent, so write-backs never shut out a demand.
+    """Sizes in bytes. ``block``: one request to the drive. ``flight``: what the drive has at once, at most. ``window``: what
+    ``start`` accepts each way before it refuses; each urgency counts only transfers at least as urgent, so write-backs never
+    shut out a demand.
 
     On huge pages a block of 4 MiB is two segments and as quick as any, and costs a quarter of the calls that 1 MiB does. 8 MiB
     in flight reach a drive's rate (PERFORMANCE), as long as what comes next is handed over at once; a late demand waits for
@@ -122,13 +122,8 @@ class DiskLink:
         self._depth = backend.depth
         self._jobs: dict[int, _Job] = {}  # by the transfer's tag
         self._queues = {(urgency, way): deque[_Job]() for urgency in Urgency for way in Operation}  # with blocks to hand over
-        self._by_urgency = [  # reads, writes, and what these may have in flight
-            (
-                self._queues[urgency, Operation.READ],
-                self._queues[urgency, Operation.WRITE],
-                config.flight // 2 if urgency is Urgency.WRITEBACK else config.flight,
-            )
-            for urgency in Urgency
+        self._by_urgency = [
+            (self._queues[urgency, Operation.READ], self._queues[urgency, Operation.WRITE]) for urgency in Urgency
         ]
         self._accepted = {way: [0 for _ in Urgency] for way in Operation}  # bytes of unfinished transfers
         self._blocks: dict[int, tuple[_Job, int, int]] = {}  # in flight, by the request's tag: job, offset, length
@@ -238,14 +233,15 @@ class DiskLink:
 
     def _in_turn(self) -> Iterator[tuple[deque[_Job], int]]:
         """Queues, the most urgent first, each with the bytes that its kind, reads or writes, may have in flight. Among equals
-        reads go first, for somebody computes with what they bring; but a quarter is the writes'."""
-        for reads, writes, most in self._by_urgency:
+        reads go first, for somebody computes with what they bring; but a quarter is the writes'. (Half for writes that nobody
+        waits for cost a twentieth of a drive's rate, and a late demand came no sooner.)"""
+        for reads, writes in self._by_urgency:
             if reads and writes:
                 yield writes, self._flight // 4
             if reads:
                 yield reads, self._flight
             if writes:
-                yield writes, most
+                yield writes, self._flight
 
     def _take_off(self, job: _Job, size: int) -> IORequest:
         """The next block of ``job``, in flight from here on."""
@@ -361,6 +357,4 @@ def _io_error(job: _Job, at: int, size: int, result: int) -> TransferError:
 def _corruption(job: _Job, piece: int) -> CorruptionError:
     transfer = job.transfer
     path, offset = job.location.path, job.location.offset + piece * PIECE_BYTES
-    return CorruptionError(
-        "wrong checksum in", key=transfer.key, tier=DiskLink.dst, path=path, offset=offset, errno=None
-    )
+    return CorruptionError("wrong checksum in", key=transfer.key, tier=DiskLink.dst, path=path, offset=offset, errno=None)
