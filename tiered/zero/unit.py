@@ -281,7 +281,6 @@ class Unit:
             state.norms.clear()  # this loss was not scaled, or it was not undone
             state.expected = None
         if order not in state.norms:
-            self.close_gradient()
             with self.store.lease(self.gradient_key) as stored:
                 whole = _scaled(placement.view(stored), state)
                 state.norms[order] = torch.linalg.vector_norm(whole, order)
