@@ -232,6 +232,53 @@ def test_a_disk_that_we_filled_takes_commits_again(tmp_path: Path, limited: bool
             assert len(again) == 1000 + number - 4
 
 
+def fill(store: TieredStore) -> int:
+    """Put until there is no more room; how many there are."""
+    for number in range(100):
+        try:
+            store.put(f"large {number}", torch.full((MIB // 4,), float(number)))
+        except CapacityError:
+            return number
+    raise AssertionError("the disk has room for more than it has")
+
+
+@root
+@pytest.mark.filterwarnings("ignore:the filesystem of")
+def test_a_disk_that_we_filled_has_room_for_the_meta_that_was_there_before(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=32m", "tmpfs") as disk:
+        meta = {"cursor": "x" * MIB}
+        with TieredStore.open(disk / "state", dram=16 * MIB, keep=1) as store:
+            store.commit(meta)
+            store.close()
+        with TieredStore.open(disk / "state", dram=4 * MIB, keep=1) as store:
+            number = fill(store)
+            assert number > 20
+            for other in range(10, number):
+                store.delete(f"large {other}")
+            store.commit()
+            assert store.meta == meta
+            store.close()
+
+
+@root
+@pytest.mark.filterwarnings("ignore:the filesystem of")
+def test_a_meta_that_a_full_disk_has_no_room_for_is_refused_by_name(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=32m", "tmpfs") as disk:
+        with TieredStore.open(disk / "state", dram=4 * MIB, keep=1) as store:
+            number = fill(store)
+            for other in range(10, number):
+                store.delete(f"large {other}")
+            store.put("new", torch.ones(1000))
+            before = store.statistics().links[-1].down.bytes
+            with pytest.raises(CapacityError, match=r"the meta of this commit takes 4,194,3.. bytes of its manifest"):
+                store.commit({"cursor": "x" * (4 * MIB)})
+            assert store.statistics().links[-1].down.bytes == before, "nothing was written for it"
+            store.commit({"cursor": "less"})
+            store.close()
+        with TieredStore.open(disk / "state", dram=16 * MIB) as store:
+            assert (store.meta, "new" in store) == ({"cursor": "less"}, True)
+
+
 @root
 @pytest.mark.parametrize("reserves", [True, False])
 def test_a_small_disk_that_one_commit_could_fill(

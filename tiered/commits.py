@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -122,7 +123,7 @@ class Commits:
         admission = self._engine.admission
         admission.directory.next_id = max(admission.directory.next_id, chosen.next_tensor_id)
         admission.generation = there[-1] + 1
-        self._kept, self.newest = there, newest
+        self._kept, self.newest, self._meta_bytes = there, newest, len(newest.meta)
 
     def empty_slots(self, records: Iterable[manifests.TensorRecord], going: Sequence[Slot] = ()) -> dict[Key, Slot] | None:
         """For tensors without bytes: they have no extent in the manifest, but a slot like any other here. All or none.
@@ -253,8 +254,23 @@ class Commits:
             raise CommitError(self._condemned)
         before = self.newest.meta if self.newest else manifests.encode_meta({})
         encoded = before if meta is None else manifests.encode_meta(dict(meta))
+        if len(encoded) > self._meta_bytes:  # no room was left for so much
+            self._refuse_meta(len(encoded))
         self._meta_bytes = len(encoded)
         return _Draft(self._engine, self._nvme, self._encoding, encoded, since)
+
+    def _refuse_meta(self, nbytes: int) -> None:
+        """Raise CapacityError where a manifest with so much of it plainly has no room, before anything is written for it."""
+        try:
+            found = os.statvfs(self._nvme.folder)
+        except OSError:  # it will say more when the manifest is written
+            return
+        free = found.f_bavail * found.f_frsize
+        if found.f_blocks and nbytes > free:  # ramfs counts nothing
+            raise CapacityError(
+                f"the meta of this commit takes {nbytes:,} bytes of its manifest, and {self._nvme.folder} has {free:,} free: "
+                "give it less, or make room on that filesystem; the last commit holds, and no memory is lost"
+            )
 
     def _publish(self, draft: _Draft) -> int:
         """Make a draft that has everything durable."""

@@ -57,6 +57,9 @@ def cgroup_room() -> CgroupRoom | None:
 def _page_cache(statistics: Path) -> int:
     """Bytes of file pages that the kernel takes back when a cgroup is full: without those of tmpfs. 0 where it does not
     say: the limit holds all the same."""
-    values = dict(line.split(maxsplit=1) for line in statistics.read_text().splitlines())
+    try:
+        values = dict(line.split(maxsplit=1) for line in statistics.read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
     total = "total_" if "total_inactive_file" in values else ""  # v1 counts those of the cgroups below apart
     return sum(int(values.get(f"{total}{name}", 0)) for name in ("inactive_file", "active_file"))

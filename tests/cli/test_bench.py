@@ -17,8 +17,9 @@ import torch
 from tests.cli.test_train import MIB, ONE_THREAD, command, failure, message
 from tests.filesystems import mounted, root
 from tiered import MisuseError, TieredError, TieredStore
-from tiered.cli import bench_store, fio, main, measure, walk
+from tiered.cli import bench_io, bench_store, fio, main, measure, walk
 from tiered.cli.report import refuse_unwritable, write_report
+from tiered.cli.stop import StopRequest
 
 KIB = 1 << 10
 STORE = ["bench", "store", "--sizes", "4KiB,64KiB,1MiB", "--dram", "1MiB", "--seconds", "0.01"]
@@ -166,6 +167,34 @@ class TestFio:
             assert list(report["modes"][mode]) == ["tiered", "fio libaio", "ratios"]
             assert len(report["modes"][mode]["fio libaio"]["bytes_per_second"]["all"]) == 2
             assert report["modes"][mode]["ratios"]["fio libaio"]["median"] > 0
+        assert not list((tmp_path / "disk").iterdir())
+
+    @needs_fio
+    @pytest.mark.parametrize("size", [17 * MIB, 64 * MIB], ids=["17 MiB", "64 MiB"])
+    def test_fio_writes_where_the_store_writes_and_nothing_that_is_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+    ) -> None:
+        monkeypatch.setattr(fio, "RESERVED", tmp_path / "nobody may reserve")
+        (tmp_path / "disk").mkdir()
+        (tmp_path / "link").symlink_to(tmp_path / "disk")
+        setup = walk.Setup.of(size=size, dram=4 * MIB, backend="auto")
+        with (
+            measure.scratch_store(str(tmp_path / "link"), dram=setup.pool) as store,
+            fio.huge_buffers(MIB) as buffers,
+            StopRequest() as stop,
+        ):
+            passes = walk.Walk(store, setup, stop)
+            passes.prepare()
+            data = bench_io._descriptor(store.folder)
+            assert data is not None
+            beside = bench_io._Beside(str(tmp_path), data, setup.moved, buffers)
+            assert beside.where == "the store's own data file"
+            assert len(beside.writers) == 2
+            for mode in ("write", "mixed", "write", "read"):
+                beside.of(fio.Job(mode, "psync"))()  # type: ignore[arg-type]
+                beside.of(fio.Job(mode, "psync", order="random"))()  # type: ignore[arg-type]
+                passes.read()  # every checksum
+                passes.mixed()
         assert not list((tmp_path / "disk").iterdir())
 
     def test_none_here(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

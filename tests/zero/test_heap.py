@@ -77,6 +77,16 @@ def test_what_a_step_takes_again_is_trimmed_once(monkeypatch: pytest.MonkeyPatch
     assert process.trims == 2
 
 
+def test_what_a_step_takes_again_is_trimmed_each_time_where_little_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch, 400 * MIB)
+    trimmer = process.trimmer(8 * MIB)
+    process.left = 10 * MIB
+    for turn in range(3):
+        process.kept = 390 * MIB
+        trimmer.passed(8 * MIB)
+        assert (process.trims, process.kept) == (turn + 1, 0)
+
+
 def test_a_large_process_keeps_no_more_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(monkeypatch, 100 * MOST)
     trimmer = process.trimmer(8 * MIB)

@@ -99,7 +99,7 @@ def _descriptor(folder: str) -> tuple[str, str] | None:
             found = os.readlink(f"{open_files}/{number}")
         except OSError:  # that of listing them
             continue
-        if found.removesuffix(" (deleted)") == os.path.join(folder, DATA_FILE):
+        if found.removesuffix(" (deleted)") == os.path.join(os.path.realpath(folder), DATA_FILE):
             return f"/proc/{os.getpid()}/fd", number
     return None
 

@@ -41,11 +41,15 @@ from tiered.types import (
 __all__ = ["DiskConfig", "DiskLink"]
 
 
+LATER = 0.005
+"""Seconds that a demand may wait for write-backs, or as long as half of what may be in flight takes."""
+
+
 @dataclass(frozen=True)
 class DiskConfig:
-    """Sizes in bytes. ``block``: one request to the drive. ``flight``: what the drive has at once, at most. ``window``: what
-    ``start`` accepts each way before it refuses; each urgency counts only transfers at least as urgent, so write-backs never
-    shut out a demand.
+    """Sizes in bytes. ``block``: one request to the drive. ``flight``: what the drive has at once, at most; write-backs that
+    nobody waits for have half of it, and more on a drive that is through with that in 5 ms. ``window``: what ``start`` accepts
+    each way before it refuses; each urgency counts only transfers at least as urgent, so write-backs never shut out a demand.
 
     On huge pages a block of 4 MiB is two segments and as quick as any, and costs a quarter of the calls that 1 MiB does. 8 MiB
     in flight reach a drive's rate (PERFORMANCE), as long as what comes next is handed over at once; a late demand waits for
@@ -128,6 +132,8 @@ class DiskLink:
         self._accepted = {way: [0 for _ in Urgency] for way in Operation}  # bytes of unfinished transfers
         self._blocks: dict[int, tuple[_Job, int, int]] = {}  # in flight, by the request's tag: job, offset, length
         self._flying = dict.fromkeys(Operation, 0)  # bytes in flight
+        self._behind = config.flight // 2  # what write-backs may have of that
+        self._counted, self._since = 0, 0.0  # bytes that were written without a pause, and since when
         self._next_tag = 0
         self._arrived: deque[tuple[_Job, int]] = deque()  # pieces to check
         self._unhashed: deque[_Job] = deque()  # to be written, and perhaps without some checksums yet
@@ -149,6 +155,8 @@ class DiskLink:
             if length > transfer.nbytes:
                 ctypes.memset(job.memory + transfer.nbytes, 0, length - transfer.nbytes)
             self._unhashed.append(job)
+            if not any(self._accepted[way]):
+                self._counted, self._since = 0, time.monotonic()
         elif transfer.checksums:
             whole, rest = divmod(transfer.nbytes, PIECE_BYTES)
             job.missing = [PIECE_BYTES] * whole + ([rest] if rest else [])
@@ -182,6 +190,7 @@ class DiskLink:
             for completion in completions:
                 self._account(completion)
             if completions:
+                self._measure()
                 self._submit()
             worked = self._hash_some()
             if self._ended or not (worked or (left and self._blocks)):
@@ -233,15 +242,15 @@ class DiskLink:
 
     def _in_turn(self) -> Iterator[tuple[deque[_Job], int]]:
         """Queues, the most urgent first, each with the bytes that its kind, reads or writes, may have in flight. Among equals
-        reads go first, for somebody computes with what they bring; but a quarter is the writes'. (Half for writes that nobody
-        waits for cost a twentieth of a drive's rate, and a late demand came no sooner.)"""
-        for reads, writes in self._by_urgency:
+        reads go first, for somebody computes with what they bring; but a quarter is the writes'. What nobody waits for has
+        half, and more where the drive is through with that in no time."""
+        for urgency, (reads, writes) in enumerate(self._by_urgency):
             if reads and writes:
                 yield writes, self._flight // 4
             if reads:
                 yield reads, self._flight
             if writes:
-                yield writes, self._flight
+                yield writes, self._behind if urgency == Urgency.WRITEBACK else self._flight
 
     def _take_off(self, job: _Job, size: int) -> IORequest:
         """The next block of ``job``, in flight from here on."""
@@ -312,6 +321,8 @@ class DiskLink:
     def _account(self, completion: IOCompletion) -> None:
         """Match a completion to its block, and see what that was the last of."""
         job, at, size = self._land(completion.tag)
+        if job.way is Operation.WRITE:
+            self._counted += size
         if completion.result != size:
             self._fail(job, _io_error(job, at, size, completion.result))
         elif job.missing and job.error is None:
@@ -322,6 +333,14 @@ class DiskLink:
                     job.unchecked += 1
                     self._arrived.append((job, piece))
         self._end_if_over(job)
+
+    def _measure(self) -> None:
+        """How fast the drive writes says how much of what nobody waits for a late demand may find before it."""
+        if self._counted >= self._window:
+            now = time.monotonic()
+            rate = self._counted / max(now - self._since, 1e-9)
+            self._behind = min(self._flight, max(self._flight // 2, int(rate * LATER)))
+            self._counted, self._since = 0, now
 
     def _fail(self, job: _Job, error: TransferError) -> None:
         """The first error counts; what was not handed over yet is dropped."""

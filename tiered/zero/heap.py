@@ -27,7 +27,8 @@ class Trimmer:
 
     What was trimmed must be faulted in anew, page by page: a step that trims after every few gradients takes a third longer,
     one that trims its activations a tenth. So a process that has come back to the size at which it was trimmed is left alone,
-    and trimmed again where it is larger than ever. What glibc keeps and gives out again makes nothing grow.
+    unless little is left, and trimmed again where it is larger than ever. What glibc keeps and gives out again makes nothing
+    grow.
     """
 
     def __init__(self, every: int) -> None:
@@ -48,7 +49,8 @@ class Trimmer:
             allowed = max(self._every, min(self._most // SHARE, MOST, (headroom() + grown) // SHARE))
             if grown <= allowed:
                 return
-            if resident <= self._before + allowed:  # it came back to that: it uses what was trimmed
+            plenty = headroom() >= min(self._before // SHARE, MOST)
+            if plenty and resident <= self._before + allowed:  # it came back to that: it uses what was trimmed
                 self._most = resident
             else:
                 self.trim()
