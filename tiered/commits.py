@@ -254,7 +254,7 @@ class Commits:
             raise CommitError(self._condemned)
         before = self.newest.meta if self.newest else manifests.encode_meta({})
         encoded = before if meta is None else manifests.encode_meta(dict(meta))
-        if len(encoded) > self._meta_bytes:  # no room was left for so much
+        if len(encoded) > self._meta_bytes + MANIFEST_BYTES:  # no room was left for so much
             self._refuse_meta(len(encoded))
         self._meta_bytes = len(encoded)
         return _Draft(self._engine, self._nvme, self._encoding, encoded, since)
@@ -265,7 +265,7 @@ class Commits:
             found = os.statvfs(self._nvme.folder)
         except OSError:  # it will say more when the manifest is written
             return
-        free = found.f_bavail * found.f_frsize
+        free = found.f_bfree * found.f_frsize  # root may have the reserved blocks
         if found.f_blocks and nbytes > free:  # ramfs counts nothing
             raise CapacityError(
                 f"the meta of this commit takes {nbytes:,} bytes of its manifest, and {self._nvme.folder} has {free:,} free: "
