@@ -41,14 +41,14 @@ from tiered.types import (
 __all__ = ["DiskConfig", "DiskLink"]
 
 
-LATER = 0.005
+LATER = 0.006
 """Seconds that a demand may wait for write-backs, or as long as half of what may be in flight takes."""
 
 
 @dataclass(frozen=True)
 class DiskConfig:
     """Sizes in bytes. ``block``: one request to the drive. ``flight``: what the drive has at once, at most; write-backs that
-    nobody waits for have half of it, and more on a drive that is through with that in 5 ms. ``window``: what ``start`` accepts
+    nobody waits for have half of it, and more on a drive that is through with that in 6 ms. ``window``: what ``start`` accepts
     each way before it refuses; each urgency counts only transfers at least as urgent, so write-backs never shut out a demand.
 
     On huge pages a block of 4 MiB is two segments and as quick as any, and costs a quarter of the calls that 1 MiB does. 8 MiB
