@@ -38,9 +38,11 @@ Each command has its own help: tiered train --help
 def run() -> None:
     """The console script. Ctrl-C counts from the first moment, and a stopped run does not wait for torch to be taken down."""
     before = signal.signal(signal.SIGINT, _stop_early)
-    # torch's idle threads would spin for a while after each operation, on the core that a store's own thread could use. It is
-    # read when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # torch's idle threads would spin for milliseconds after each operation, on the core that a store's own thread could use;
+    # asleep at once, they come late to the next one. It is read when torch is imported; GNU's OpenMP knows both.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     _print_any_name(sys.stdout)
     code = main()
     signal.signal(signal.SIGINT, before)
