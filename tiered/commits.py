@@ -256,7 +256,7 @@ class Commits:
         encoded = before if meta is None else manifests.encode_meta(dict(meta))
         if len(encoded) > self._meta_bytes + MANIFEST_BYTES:  # no room was left for so much
             self._refuse_meta(len(encoded))
-        self._meta_bytes = len(encoded)
+        self._meta_bytes = max(len(before), len(encoded))
         return _Draft(self._engine, self._nvme, self._encoding, encoded, since)
 
     def _refuse_meta(self, nbytes: int) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import signal
 import subprocess
+from array import array
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,11 @@ from tests.cli.test_train import MIB, ONE_THREAD, command, failure, message
 from tests.filesystems import mounted, root
 from tiered import MisuseError, TieredError, TieredStore
 from tiered.cli import bench_io, bench_store, fio, main, measure, walk
+from tiered.cli.drive import Blocks
+from tiered.cli.measure import Usage
+from tiered.cli.progress import Progress
 from tiered.cli.report import refuse_unwritable, write_report
+from tiered.cli.series import in_rounds
 from tiered.cli.stop import StopRequest
 
 KIB = 1 << 10
@@ -231,6 +238,22 @@ class TestFio:
     def test_what_fio_says_reaches_the_caller(self, tmp_path: Path) -> None:
         with pytest.raises(TieredError, match="fio with ioengine=nonsense failed"):
             fio.Fio(str(tmp_path), MIB, fio.PLAIN).run(fio.Job("read", "nonsense"))
+
+
+@pytest.mark.parametrize("many", [1, 2, 3, 4])
+def test_each_begins_as_often(many: int) -> None:
+    ran: list[int] = []
+
+    def run(number: int) -> Blocks:
+        ran.append(number)
+        return Blocks(1, Usage(1.0, 0.0, 0, 0, None, None), array("d"))
+
+    runs = {"read": {str(number): partial(run, number) for number in range(many)}}
+    with StopRequest() as stop, Progress(io.StringIO()) as progress:
+        in_rounds(runs, 2 * many, stop, progress)
+    rounds = [ran[at : at + many] for at in range(0, len(ran), many)]
+    assert all(sorted(one) == list(range(many)) for one in rounds)
+    assert sorted(one[0] for one in rounds) == sorted([*range(many)] * 2)
 
 
 class TestOtherPeoplesFolders:

@@ -69,15 +69,14 @@ class Series:
 def in_rounds(
     runs: Mapping[Group, Mapping[str, Run]], rounds: int, stop: StopRequest, progress: Progress
 ) -> dict[Group, list[Series]]:
-    """Everything once in each round; by group, in the order of names. Who begins and who
-    follows whom changes from round to round, for what ran before leaves its trace: a drive's cache, a warm CPU."""
+    """Everything once in each round; by group, in the order of names. Who begins, and from three on who follows whom, changes
+    from round to round, for what ran before leaves its trace: a drive's cache, a warm CPU."""
     measured = {group: {name: Series(name) for name in named} for group, named in runs.items()}
     total, done = rounds * sum(map(len, runs.values())), 0
     for turn in range(rounds):
         for group, named in runs.items():
-            first = turn % max(1, len(named))
-            names = [*named, *named][first : first + len(named)]
-            for name in reversed(names) if turn % 2 else names:
+            names, onwards = list(named), -1 if turn % 2 else 1
+            for name in (names[(turn + onwards * place) % len(names)] for place in range(len(names))):
                 stop.check()
                 progress.working(f"round {turn + 1} of {rounds}: {group}, {name}", done / total)
                 measured[group][name].add(named[name]())

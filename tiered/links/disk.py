@@ -155,8 +155,8 @@ class DiskLink:
             if length > transfer.nbytes:
                 ctypes.memset(job.memory + transfer.nbytes, 0, length - transfer.nbytes)
             self._unhashed.append(job)
-            if not any(self._accepted[way]):
-                self._counted, self._since = 0, time.monotonic()
+            if not any(self._accepted[way]):  # after a pause the drive may be another one
+                self._counted, self._since, self._behind = 0, time.monotonic(), self._flight // 2
         elif transfer.checksums:
             whole, rest = divmod(transfer.nbytes, PIECE_BYTES)
             job.missing = [PIECE_BYTES] * whole + ([rest] if rest else [])
@@ -321,7 +321,7 @@ class DiskLink:
     def _account(self, completion: IOCompletion) -> None:
         """Match a completion to its block, and see what that was the last of."""
         job, at, size = self._land(completion.tag)
-        if job.way is Operation.WRITE:
+        if job.way is Operation.WRITE and completion.result == size:
             self._counted += size
         if completion.result != size:
             self._fail(job, _io_error(job, at, size, completion.result))
