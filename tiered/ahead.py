@@ -24,10 +24,9 @@ LATENCY = 0.005
 """Seconds that a fetch takes at least, however small."""
 ROOM = 64 << 20
 """Bytes that keep a link busy both ways: what arrives, what waits for its use, what is written behind."""
-SHARE_OF_TIER, SHARE_OF_MISSING = 8, 96
+SHARE_OF_TIER, SHARE_OF_MISSING = 8, 64
 """That room is at most one in so many bytes of the tier, for so much less is kept; and one in so many of what does not fit, for
-where little has to move there is little to hide. The largest tensor has its own beside it: it would wait until all else is
-gone, and so come on demand."""
+where little has to move there is little to hide."""
 MOST = 4
 """What was fetched ahead and is not used yet takes at most one in this many bytes of a tier. What is larger comes on demand: it
 would lie where nothing else as large has room beside it."""
@@ -38,7 +37,7 @@ HORIZON = 128
 def room_for(capacity: int, missing: int, largest: int) -> int:
     """Bytes of a tier that a plan should leave to what comes and goes, where ``missing`` do not fit and the largest tensor has
     ``largest``."""
-    return min(max(0, min(ROOM, capacity // SHARE_OF_TIER, missing // SHARE_OF_MISSING)) + largest, capacity // MOST)
+    return min(max(min(ROOM, capacity // SHARE_OF_TIER, missing // SHARE_OF_MISSING), largest), capacity // MOST)
 
 
 class Ahead(Request):
