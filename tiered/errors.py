@@ -17,6 +17,7 @@
      |   +- CorruptionError       the bytes came, and they are not the ones that were written
      +- CommitError
      +- ManifestError
+     +- RankError                another rank is lost, late, or does something else
      +- SafetensorsError
 """
 
@@ -34,6 +35,7 @@ __all__ = [
     "LeaseConflict",
     "ManifestError",
     "MisuseError",
+    "RankError",
     "ReadError",
     "SafetensorsError",
     "ShortTransfer",
@@ -128,6 +130,10 @@ class CommitError(TieredError):
 
 class ManifestError(TieredError):
     """A manifest or a store's folder is damaged, foreign, or of an unknown version."""
+
+
+class RankError(TieredError):
+    """Another rank of several is lost, did not answer in time, or does something else; the message says which, and what for."""
 
 
 class SafetensorsError(TieredError):

@@ -1,5 +1,6 @@
 """ZeRO-Infinity on a ``TieredStore``: parameters and Adam states paged around each layer's forward and backward."""
 
+from tiered.zero.accumulation import no_sync
 from tiered.zero.adopt import page
 from tiered.zero.checkpoint import commit, commit_async, resume, rollback
 from tiered.zero.construct import Construction, ConstructionStatistics, init
@@ -8,6 +9,7 @@ from tiered.zero.optimizer import AdamW
 from tiered.zero.policy import Policy
 from tiered.zero.rules import AdamWRule, UpdateRule
 from tiered.zero.scaler import GradScaler
+from tiered.zero.sharding import Stage, Stage1, Stage2, Stage3
 from tiered.zero.summary import PagingStatistics, statistics
 
 __all__ = [
@@ -18,11 +20,16 @@ __all__ = [
     "GradScaler",
     "PagingStatistics",
     "Policy",
+    "Stage",
+    "Stage1",
+    "Stage2",
+    "Stage3",
     "UpdateRule",
     "commit",
     "commit_async",
     "export",
     "init",
+    "no_sync",
     "page",
     "resume",
     "rollback",

@@ -8,15 +8,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from tiered import Access, CapacityError, MisuseError, TensorSpec, TieredError, TieredStore
+from tiered import CapacityError, MisuseError, TieredError, TieredStore
 from tiered.zero import checkpoint
 from tiered.zero.construct import unguard
 from tiered.zero.heap import Trimmer
 from tiered.zero.paging import TRIM_SHARE, Pager
 from tiered.zero.policy import Policy
+from tiered.zero.ranks import Ranks
 from tiered.zero.schedule import Prefetch
+from tiered.zero.sharding import Alone, Partition, Shared, Stage, Stage3
 from tiered.zero.split import KEPT_SHARE, refuse_batch_dependent, split_modules
 from tiered.zero.units import Limits, Placement, Plan, UnitPlan, divide
 from tiered.zero.weights import Pretrained
@@ -40,6 +43,9 @@ def page(
     param_init_fn: Init | None = None,
     policy: Policy = AS_IT_IS,
     weights: str | os.PathLike[str] | None = None,
+    stage: Stage | None = None,
+    group: dist.ProcessGroup | None = None,
+    timeout: float | None = None,
 ) -> nn.Module:
     """Move ``model``'s parameters into ``store`` and page them around each module's forward and backward. Returns ``model``.
 
@@ -67,12 +73,17 @@ def page(
     model is called, names a module that computes across the batch (BatchNorm in training, one of yours with an attribute
     ``batch_dependent = True``, one that changes a buffer), has it in the second dimension, or cannot be split otherwise.
 
+    ``stage``: where ``torch.distributed`` has several processes (of ``group``; None: all), each with a store of its own, what
+    of the model each has only its share of: ``zero.Stage1()``, ``Stage2()`` or ``Stage3()`` (the default). All of them call
+    what concerns the model together and have the values of rank 0 to begin with; gradients are averaged. ``timeout``: seconds
+    that a rank waits for the others before all raise RankError (default: that of ``group``).
+
     Raises MisuseError (paged before, name taken, wrong device, built for another store, no way to initialise; weights that are
-    missing, unexpected, or of another shape), SafetensorsError (damaged weights), CapacityError
-    when the store's DRAM budget is below the smallest that works for this model (the message says how much that is), and what
-    ``param_init_fn`` and the store raise. Then the model is as before, and ``page`` may be tried again; only what
-    ``existing="overwrite"`` had to overwrite may be gone, what a ``policy`` stores as another type may be rounded, and where
-    reading ``weights`` failed in between, some parameters may have their values from there.
+    missing, unexpected, or of another shape), SafetensorsError (damaged weights), CapacityError when the store's DRAM budget is
+    below the smallest that works for this model (the message says how much that is), and what ``param_init_fn`` and the store
+    raise. Then the model is as before, and ``page`` may be tried again; only what ``existing="overwrite"`` had to overwrite may
+    be gone (and, with several processes, the values of parameters), what a ``policy`` stores as another type may be rounded,
+    and where reading ``weights`` failed in between, some parameters may have their values from there.
     """
     if existing not in ("refuse", "overwrite", "resume") or prefetch not in ("on", "off"):
         raise MisuseError("existing is 'refuse', 'overwrite' or 'resume', prefetch is 'on' or 'off'")
@@ -105,19 +116,20 @@ def page(
     strides = {parameter: found.stride for parameter, found in staged.items()}
     pool = store.statistics().tiers[0].capacity
     limits = Limits.of(pool)
+    partition = _partition(stage, group, timeout)
     if existing == "resume":
         limits, kept = checkpoint.layout(store, name)
         strides |= {parameter: kept[qualified] for qualified, parameter in model.named_parameters() if qualified in kept}
-    tentative = divide(model, limits, strides, policy)
+    tentative = divide(model, limits, strides, policy, partition.shares)
     _refuse_small_pool(tentative, model, pool, micro_batch)
     for module, qualified in split_modules(model, tentative).items() if micro_batch > 1 else ():
         refuse_batch_dependent(module, qualified)
     if existing == "resume":
-        checkpoint.refuse_other(store, name, tentative)
+        checkpoint.refuse_other(store, name, tentative, partition)
         strides |= {fresh: strides[meta] for fresh, meta in _replace_meta(model).items()}
-        plan = divide(model, limits, strides, policy)
+        plan = divide(model, limits, strides, policy, partition.shares)
         _release(plan, window)
-        pager = Pager(model, store, name, plan, pool, prefetch=prefetch, micro_batch=micro_batch)
+        pager = Pager(model, store, name, plan, pool, prefetch=prefetch, micro_batch=micro_batch, partition=partition)
         checkpoint.recall(pager)
         unguard(model, window)
         return model
@@ -126,24 +138,34 @@ def page(
     with ExitStack() as stack:
         pretrained = None if weights is None else stack.enter_context(_opened(model, weights))
         meta = _replace_meta(model)
-        adoption = _Adoption(model, store, window, staged, meta, param_init_fn, pretrained)
+        adoption = _Adoption(model, store, window, partition, staged, meta, param_init_fn, pretrained)
         try:
             if pretrained is not None:
                 pretrained.renamed(meta)
-            plan = divide(model, limits, strides, policy)
+            plan = divide(model, limits, strides, policy, partition.shares)
             for key in held:
                 store.delete(key)
             adoption.move(plan, name, Trimmer(pool // TRIM_SHARE))
             if pretrained is not None:
                 pretrained.fill_buffers(model)
+            partition.same_buffers(model)
         except BaseException as error:
             adoption.undo()
             if isinstance(error, OSError):
                 raise _unreadable(error, weights) from error
             raise
-    Pager(model, store, name, plan, pool, prefetch=prefetch, micro_batch=micro_batch)
+    Pager(model, store, name, plan, pool, prefetch=prefetch, micro_batch=micro_batch, partition=partition)
     unguard(model, window)
     return model
+
+
+def _partition(stage: Stage | None, group: dist.ProcessGroup | None, timeout: float | None) -> Partition:
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+    if not several:
+        if group is not None or timeout is not None:
+            raise MisuseError("group= and timeout= are for several processes: call torch.distributed.init_process_group first")
+        return Alone()
+    return Shared(Ranks(group, timeout), stage if stage is not None else Stage3())
 
 
 def _opened(model: nn.Module, weights: str | os.PathLike[str]) -> Pretrained:
@@ -243,6 +265,7 @@ class _Adoption:
     model: nn.Module
     store: TieredStore
     window: Window
+    partition: Partition
     staged: dict[nn.Parameter, Staged]
     meta: dict[nn.Parameter, nn.Parameter]
     init: Init | None
@@ -260,30 +283,29 @@ class _Adoption:
         self.without_memory = set(self.meta)
         for unit in plan.units:
             key = f"{name}/param/{unit.name}"
-            self.store.create(key, TensorSpec("uint8", (unit.stored_nbytes,), 1))
-            self.created.append(key)
-            self._fill(key, unit, owner)
+            with self.partition.filling(self.store, key, unit) as memory:
+                self.created.append(key)
+                self._fill(key, memory, unit, owner)
+                del memory
             trimmer.passed(unit.nbytes)
         trimmer.trim()
 
     @torch.no_grad()
-    def _fill(self, key: str, unit: UnitPlan, owner: dict[nn.Parameter, nn.Module]) -> None:
-        with self.store.lease(key, access=Access.WRITE) as memory:
-            memory.zero_()
-            for placement in unit.placements:
-                parameter = placement.parameter
-                if parameter in self.without_memory and self.pretrained is None:
-                    self._materialise(owner[parameter])
-                if self.pretrained is not None:
-                    self.pretrained.fill(placement, memory)
-                elif parameter in self.staged:
-                    self.window.copy_to(placement.stored_view(memory), self.staged[parameter])
-                else:
-                    placement.stored_view(memory).copy_(parameter)
-                self.stored[parameter] = key, placement
-                parameter.data = torch.zeros((), dtype=placement.dtype).expand(placement.shape)
-                self.window.sweep()  # the waiting value, which nothing shows any more
-            del memory
+    def _fill(self, key: str, memory: torch.Tensor, unit: UnitPlan, owner: dict[nn.Parameter, nn.Module]) -> None:
+        memory.zero_()
+        for placement in unit.placements:
+            parameter = placement.parameter
+            if parameter in self.without_memory and self.pretrained is None:
+                self._materialise(owner[parameter])
+            if self.pretrained is not None:
+                self.pretrained.fill(placement, memory)
+            elif parameter in self.staged:
+                self.window.copy_to(placement.stored_view(memory), self.staged[parameter])
+            else:
+                placement.stored_view(memory).copy_(parameter)
+            self.stored[parameter] = key, placement
+            parameter.data = torch.zeros((), dtype=placement.dtype).expand(placement.shape)
+            self.window.sweep()  # the waiting value, which nothing shows any more
 
     def _materialise(self, module: nn.Module) -> None:
         """Give the parameters and buffers that are directly on ``module`` memory and their initial values.
@@ -322,7 +344,7 @@ class _Adoption:
                 if parameter in self.meta:
                     module._parameters[name] = self.meta[parameter]
         for parameter, (key, placement) in self.stored.items():
-            if parameter in self.meta:
+            if parameter in self.meta or self.partition.shares > 1:  # of which this store has a share only
                 continue
             value = torch.empty_strided(placement.shape, placement.stride, dtype=placement.dtype)
             with self.store.lease(key) as memory:

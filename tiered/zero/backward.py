@@ -66,9 +66,9 @@ class BackwardUpdates:
             return False
         expected = self._last_time.get(unit)
         if expected is None:
-            expected = {p for p in unit.gradients if p.parameter.requires_grad and unit.stepper(p) is not None}
+            expected = {p for p in unit.gradients.states if p.parameter.requires_grad and unit.stepper(p) is not None}
         return expected <= self._arrived[unit]
 
     def _apply(self, unit: Unit) -> None:
         waiting = self._waiting.pop(unit)
-        unit.update([placement for placement in unit.gradients if placement in waiting])
+        unit.update([placement for placement in unit.gradients.states if placement in waiting])

@@ -12,10 +12,12 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from tiered import ManifestError, MisuseError, TieredStore
+from tiered.zero.home import placement_of
 from tiered.zero.optimizer import AdamW
-from tiered.zero.paging import Pager, placement_of
+from tiered.zero.paging import Pager
 from tiered.zero.record import dumps, loads
 from tiered.zero.rules import AdamWRule
+from tiered.zero.sharding import Partition
 from tiered.zero.states import Pending, Update
 from tiered.zero.unit import Unit
 from tiered.zero.units import Limits, Placement, Plan, UnitPlan
@@ -119,7 +121,7 @@ def rollback(
     pager = _pager_of(model)
     pager.reset()
     for unit in pager.units:
-        unit.close_gradient()
+        unit.gradients.close()
     pager.store.rollback(needs=[pager.validity.key])
     recall(pager)
     return _load(pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
@@ -149,10 +151,12 @@ def _prepare(
         raise MisuseError("the gradients are unscaled and not used yet: commit before scaler.unscale_ or after scaler.step")
     if not pager.computing:
         pager.reset()  # what an exception left held
+        pager.exchange.synchronise()
+        pager.exchange.refresh()
     for unit in pager.units:
         if unit.held:
             raise MisuseError(f"the parameters of {unit.plan.name!r} are in use: commit outside forward and backward")
-        unit.close_gradient()
+        unit.gradients.close()
     larger: list[torch.Tensor] = []
 
     def keep(tensor: torch.Tensor) -> str:
@@ -161,7 +165,7 @@ def _prepare(
 
     record = {
         "version": VERSION,
-        "layout": _layout([unit.plan for unit in pager.units], pager.limits),
+        "layout": _layout([unit.plan for unit in pager.units], pager.limits, pager.partition),
         "units": [_of_unit(unit) for unit in pager.units],
         "buffers": dict(model.named_buffers()),
         "persistent": persistent_buffers(model),
@@ -184,11 +188,11 @@ def _prepare(
 
 def _of_unit(unit: Unit) -> dict[str, Any]:
     gradients = {}
-    for placement, state in unit.gradients.items():
-        if unit.has_gradient(placement):
-            unit.collect_gradient(placement)  # what somebody assigned to ``parameter.grad``
+    for placement, state in unit.gradients.states.items():
+        if unit.gradients.has(placement):
+            unit.gradients.collect(placement)  # what somebody assigned to ``parameter.grad``
         gradients[placement.name] = {
-            "there": unit.has_gradient(placement),
+            "there": unit.gradients.has(placement),
             "scales": list(state.scales),
             "wide_scales": list(state.wide_scales),
             "expected": state.expected,
@@ -196,7 +200,7 @@ def _of_unit(unit: Unit) -> dict[str, Any]:
             "orders": sorted(state.orders),
             "finite": state.finite,
         }
-    unit.close_gradient()
+    unit.gradients.close()
     return {
         "gradients": gradients,
         "stale_masters": sorted(placement.name for placement in unit.states.stale_masters),
@@ -267,11 +271,11 @@ def recall(pager: Pager) -> None:
     """Have the units and buffers be as they were committed; their tensors are in the store."""
     record = read_record(pager.store, pager.name)
     for unit, found in zip(pager.units, record["units"], strict=True):
-        named = {placement.name: placement for placement in unit.plan.placements}
+        named = {part.name: part for part in unit.parts.values()}
         unit.states.stale_masters = {named[name] for name in found["stale_masters"]}
         unit.pending = None if found["pending"] is None else pending_of(found["pending"], named)
         unit.version += 1
-        for placement, state in unit.gradients.items():
+        for placement, state in unit.gradients.states.items():
             kept = found["gradients"][placement.name]
             state.scales, state.wide_scales = list(kept["scales"]), list(kept["wide_scales"])
             state.expected, state.norms, state.orders = kept["expected"], dict(kept["norms"]), set(kept["orders"])
@@ -409,15 +413,16 @@ def persistent_buffers(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_buffers() if name not in transient]
 
 
-def refuse_other(store: TieredStore, name: str, plan: Plan) -> None:
+def refuse_other(store: TieredStore, name: str, plan: Plan, partition: Partition) -> None:
     """Raises MisuseError where ``plan`` is not of the model that was committed as ``name``."""
-    committed, here = read_record(store, name)["layout"], _layout(plan.units, plan.limits)
+    committed, here = read_record(store, name)["layout"], _layout(plan.units, plan.limits, partition)
     if committed != here:
         raise MisuseError(f"this model is not what was committed as {name!r}: {_difference(committed, here)}")
 
 
-def _layout(units: Sequence[UnitPlan], limits: Limits) -> dict[str, Any]:
-    """Where everything lies: of each unit its name, and of each parameter its own, shape, types and strides."""
+def _layout(units: Sequence[UnitPlan], limits: Limits, partition: Partition) -> dict[str, Any]:
+    """Where everything lies: of each unit its name, and of each parameter its own, shape, types and strides; and, where several
+    ranks have a share each, which one this is."""
     described = [
         [
             unit.name,
@@ -425,4 +430,5 @@ def _layout(units: Sequence[UnitPlan], limits: Limits) -> dict[str, Any]:
         ]
         for unit in units
     ]
-    return {"limit": limits.unit, "chunk": limits.chunk, "units": described}
+    layout = {"limit": limits.unit, "chunk": limits.chunk, "units": described}
+    return layout if partition.shares == 1 else {**layout, "share": partition.share()}

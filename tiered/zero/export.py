@@ -15,7 +15,8 @@ from tiered import Access, MisuseError, TensorSpec, TieredStore
 from tiered.safetensors import Entry, entry_of
 from tiered.shards import Existing, Shards
 from tiered.zero.checkpoint import Readable, pending_of, plans, read_record
-from tiered.zero.paging import Pager, placement_of
+from tiered.zero.home import placement_of
+from tiered.zero.paging import Pager
 from tiered.zero.states import States
 from tiered.zero.units import Placement, UnitPlan, even_chunks
 
@@ -52,7 +53,7 @@ def export(
     for unit in pager.units:
         if unit.held:
             raise MisuseError(f"the parameters of {unit.plan.name!r} are in use: export outside forward and backward")
-        unit.close_gradient()
+        unit.gradients.close()
     parameters, buffers = _listed(pager)
     order = [p for unit in pager.units for p in unit.plan.placements if p.parameter in parameters]
     entries = [_entry(parameters[p.parameter], p.shape, _goal(p.dtype, dtype)) for p in order]
@@ -91,7 +92,7 @@ def _of_paged(
     pager: Pager, wanted: set[nn.Parameter], buffers: Iterable[torch.Tensor], dtype: torch.dtype | None
 ) -> Iterator[memoryview]:
     for unit in pager.units:
-        unit.hold()
+        pager.take(unit)
         try:
             assert unit.base is not None
             for placement in unit.plan.placements:

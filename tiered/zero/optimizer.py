@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,10 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from tiered.errors import MisuseError
 from tiered.zero.gradients import SpentGradient
-from tiered.zero.paging import Pager, placement_of
+from tiered.zero.home import placement_of
+from tiered.zero.paging import Pager
 from tiered.zero.rules import AdamWRule
-from tiered.zero.states import Pending, Update
+from tiered.zero.states import Update
 from tiered.zero.unit import Unit
 from tiered.zero.units import Placement
 
@@ -76,7 +77,7 @@ class AdamW(Optimizer):
         try:
             for parameter in group["params"]:
                 _, unit, _ = placement_of(parameter)
-                kinds = {placement.dtype for placement in unit.gradients}
+                kinds = {placement.dtype for placement in unit.gradients.states}
                 if torch.float64 in kinds and len(kinds) > 1:
                     raise MisuseError(f"unit {unit.plan.name!r} mixes float64 with other element types: use one of them")
         except MisuseError:
@@ -104,14 +105,16 @@ class AdamW(Optimizer):
         updates: dict[Unit, dict[Placement, Update]] = {}
         for pager in self._pagers():
             pager.reset()
+            pager.exchange.synchronise()
+            pager.exchange.refresh()
         for group in self.param_groups:
             rule = _rule(group)
             for parameter in group["params"]:
                 _, unit, placement = placement_of(parameter)
-                unit.close_step(placement)
+                unit.gradients.close_step(placement)
                 if parameter.grad is not None:
-                    unit.refuse_infinite(placement)
-                    unit.close_gradient()
+                    unit.gradients.refuse_infinite(placement)
+                    unit.gradients.close()
                     step = self.steps.get(placement, 0) + 1
                     updates.setdefault(unit, {})[placement] = Update(rule, step)
         for unit in updates:  # the last that can fail, before anything is marked
@@ -124,11 +127,10 @@ class AdamW(Optimizer):
 
     def _mark(self, unit: Unit, changed: dict[Placement, Update]) -> None:
         for placement, update in changed.items():
-            state = unit.gradients[placement]
+            state = unit.gradients.states[placement]
             changed[placement] = Update(update.rule, update.step, tuple(state.scales), tuple(state.wide_scales))
             self.steps[placement] = update.step
-        unit.pending = Pending(changed)
-        unit.version += 1
+        unit.mark(changed)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; with ``set_to_none=False`` they become zeros (hence an update follows), as in torch.
@@ -155,8 +157,8 @@ class AdamW(Optimizer):
             for unit, placements in units.items():
                 unit.settle()
                 for placement in placements:
-                    unit.take_gradient(placement, torch.zeros((), dtype=placement.dtype).expand(placement.shape))
-                unit.close_gradient()
+                    unit.gradients.take(placement, torch.zeros((), dtype=placement.dtype).expand(placement.shape))
+                unit.gradients.close()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -169,25 +171,39 @@ class AdamW(Optimizer):
         """
         self._refuse_in_backward("clip_grad_norm_")
         order = float(norm_type)
+        for pager in self._pagers():
+            pager.reset()
+            pager.exchange.synchronise()
         graded = [placement_of(p) for p in self._parameters() if p.grad is not None]
         if not graded:
             return torch.tensor(0.0)
         graded.sort(key=lambda found: found[2].index)
-        for pager in self._pagers():
-            pager.reset()
-        norms = [unit.gradient_norm(placement, order) for _, unit, placement in graded]
+        norms = self._norms(graded, order)
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(f"The total norm of order {norm_type} of the gradients is not finite: {total.item()}")
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for _, unit, placement in graded:
-            unit.scale_gradient(placement, factor)
+            unit.gradients.scale(placement, factor)
         return total
+
+    def _norms(self, graded: Sequence[tuple[Pager, Unit, Placement]], order: float) -> list[torch.Tensor]:
+        """Of each whole gradient."""
+        norms: dict[Placement, torch.Tensor] = {}
+        for pager in dict.fromkeys(pager for pager, _, _ in graded):
+            mine = [(unit, placement) for home, unit, placement in graded if home is pager]
+            here = [unit.gradients.norm(placement, order) for unit, placement in mine]
+            if pager.partition.shares > 1:
+                here = list(pager.exchange.norms(torch.stack(here).double(), order).float())
+            norms.update(zip((placement for _, placement in mine), here, strict=True))
+        return [norms[placement] for _, _, placement in graded]
 
     def grad(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """A copy of the gradient of ``parameter``, of its shape and dtype, or None when it has none. Raises MisuseError for a
         parameter that is not paged."""
-        _, unit, placement = placement_of(parameter)
+        pager, unit, placement = placement_of(parameter)
+        if not pager.computing:
+            pager.exchange.synchronise()
         return unit.gradient(placement)
 
     def flush(self) -> None:
@@ -253,10 +269,11 @@ class AdamW(Optimizer):
     def _unscale(self, factor: torch.Tensor) -> list[bool]:
         """Multiply all gradients by ``factor`` (0-d) when they are used; says of each whether it was finite before."""
         self._refuse_in_backward("GradScaler")
-        graded = [placement_of(p) for p in self._parameters() if p.grad is not None]
         for pager in self._pagers():
             pager.reset()
-        return [unit.unscale_gradient(placement, factor) for _, unit, placement in graded]
+            pager.exchange.synchronise()
+        graded = [placement_of(p) for p in self._parameters() if p.grad is not None]
+        return [unit.gradients.unscale(placement, factor) for _, unit, placement in graded]
 
     def _refuse_in_backward(self, what: str) -> None:
         """Raise MisuseError where the gradients are gone when ``step()`` is called."""

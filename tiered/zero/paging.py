@@ -12,7 +12,6 @@ pushed only where no others are active, and its recomputation is an ordinary for
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -26,14 +25,16 @@ from tiered import MisuseError, Span, TieredStore
 from tiered.types import Access
 from tiered.zero.backward import BackwardUpdates
 from tiered.zero.heap import Trimmer
+from tiered.zero.home import Home, no_copy, told
 from tiered.zero.kept import Kept
 from tiered.zero.schedule import Prefetch, Rehearsal
+from tiered.zero.sharding import Partition
 from tiered.zero.split import Splitter
 from tiered.zero.unit import Unit
-from tiered.zero.units import Placement, Plan, even_chunks, is_called
+from tiered.zero.units import Placement, Plan, is_called
 from tiered.zero.validity import Validity
 
-__all__ = ["TRIM_SHARE", "Pager", "placement_of"]
+__all__ = ["TRIM_SHARE", "Pager"]
 
 TRIM_SHARE = 4
 """Freed memory goes back to the system whenever this fraction of the pool came and went as gradients."""
@@ -64,27 +65,6 @@ class _Frame:
         self.span: Span | None = None
 
 
-class _Home:
-    """Whose a parameter is. Weakly: the collector does not see through autograd's node, which keeps the parameter, so a model
-    that its parameters referred to would never be collected."""
-
-    def __init__(self, pager: Pager, unit: Unit, placement: Placement) -> None:
-        self._pager, self._unit, self._placement = weakref.ref(pager), weakref.ref(unit), weakref.ref(placement)
-
-    def found(self) -> tuple[Pager, Unit, Placement] | None:
-        """None: the model is gone."""
-        pager, unit, placement = self._pager(), self._unit(), self._placement()
-        return None if pager is None or unit is None or placement is None else (pager, unit, placement)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Called by copy and pickle."""
-        raise _no_copy()
-
-
-def _no_copy() -> MisuseError:
-    return MisuseError("a paged model cannot be copied or pickled: copy or save model.state_dict() instead")
-
-
 class _Watched(dict[str, Any]):
     """A module's parameters; tells the pager when one is read by name."""
 
@@ -101,12 +81,22 @@ class Pager:
     """A model whose parameters live in a store. Used by one thread at a time, as a module is."""
 
     def __init__(
-        self, model: nn.Module, store: TieredStore, name: str, plan: Plan, pool: int, *, prefetch: Prefetch, micro_batch: int
+        self,
+        model: nn.Module,
+        store: TieredStore,
+        name: str,
+        plan: Plan,
+        pool: int,
+        *,
+        prefetch: Prefetch,
+        micro_batch: int,
+        partition: Partition,
     ) -> None:
         self.model, self.store, self.name = model, store, name
         self.limits = plan.limits
         self.validity, chunk = Validity(store, name), plan.limits.chunk
-        self.units = [Unit(store, name, u, even_chunks(u.elements, chunk), self.validity) for u in plan.units]
+        self.units = [Unit(store, name, u, chunk, self.validity, partition) for u in plan.units]
+        self.partition, self.exchange = partition, partition.exchange(self.units)
         self.placements = sorted((p for u in plan.units for p in u.placements), key=lambda p: p.index)
         self._home = {p.parameter: (u, p) for u in self.units for p in u.plan.placements}
         self._held = {module: [self.units[i] for i in indices] for module, indices in plan.held.items()}
@@ -133,7 +123,7 @@ class Pager:
         for unit in self.units:
             unit.release_parameters()
             for placement in unit.plan.placements:
-                placement.parameter._tiered = _Home(self, unit, placement)  # type: ignore[attr-defined]
+                placement.parameter._tiered = Home(self, unit, placement)  # type: ignore[attr-defined]
         for module in self.model.modules():
             if module._parameters:
                 module._parameters = _Watched(module._parameters, self)
@@ -147,7 +137,7 @@ class Pager:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Called by copy and pickle."""
-        raise _no_copy()
+        raise no_copy()
 
     # -- forward -----------------------------------------------------------------------------------------------------------
 
@@ -156,6 +146,7 @@ class Pager:
             self._begin_backward()
         elif module is self.model or not self._frames:
             self.reset()
+            self.exchange.pass_begins()
             if module is self.model:
                 self.rehearsal.forward_begins("training" if torch.is_grad_enabled() else "inference")
         frame = _Frame(module)
@@ -173,16 +164,30 @@ class Pager:
         if not unit.held:
             self._look_ahead(unit)
         self._hook_gradients(unit)
-        unit.hold()
+        self.take(unit)
         self._defer_hidden(unit)
         frame.units.append(unit)
         assert unit.base is not None
         self._bases[unit.base.untyped_storage().data_ptr()] = unit
 
+    def take(self, unit: Unit, access: Access = Access.READ) -> None:
+        """``Unit.hold``, with what other processes have to do with it."""
+        if unit.held:
+            unit.hold(access)
+            return
+        self.exchange.before_hold(unit)
+        unit.hold(access)
+        self.exchange.after_hold(unit)
+
     def _defer_hidden(self, unit: Unit) -> None:
         """Where a forward that records runs something without: reentrant checkpointing, whose gradients come apart."""
         if self._frames[0].recording and not torch.is_grad_enabled():
-            self._updates.defer(unit)
+            self._defer(unit)
+
+    def _defer(self, unit: Unit) -> None:
+        """More gradients of it may come until backward ends."""
+        self._updates.defer(unit)
+        self.exchange.defer(unit)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._frames and self._frames[-1].module is module:
@@ -221,7 +226,7 @@ class Pager:
             unit.refuse_written(placement)
         recomputed = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
         if recomputed:
-            unit.refuse_spent(placement)
+            unit.gradients.refuse_spent(placement)
         if self._frames:
             if not unit.held:
                 self._hold(self._frames[-1], unit)
@@ -293,7 +298,7 @@ class Pager:
             self._leave_backward()
             self._updates.apply_ready()
         for unit in wanted:
-            unit.hold()
+            self.take(unit)
             self._backward_units += (unit,)
             assert unit.base is not None
             self._bases[unit.base.untyped_storage().data_ptr()] = unit
@@ -333,6 +338,7 @@ class Pager:
     def _begin_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
+            self.exchange.pass_begins()
             self._backward_task = torch._C._current_graph_task_id()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
             self._passing = self.store.span("backward", type(self.model).__name__)
@@ -340,9 +346,17 @@ class Pager:
     def _finish_backward(self) -> None:
         self._leave_backward()
         try:
+            self._close_gradients()
+            for unit, placement in self.exchange.backward_ended():
+                self._updates.arrived(unit, placement)
             self._updates.finish()
         finally:
             self._end_backward()
+
+    def _close_gradients(self) -> None:
+        if self._gradient_unit is not None:
+            self._gradient_unit.arriving.close()
+            self._gradient_unit = None
 
     def _end_backward(self) -> None:
         """Also after an exception."""
@@ -351,9 +365,8 @@ class Pager:
         if self._passing is not None:
             self._passing.end()
         self._updates.abandon()
-        if self._gradient_unit is not None:
-            self._gradient_unit.close_gradient()
-            self._gradient_unit = None
+        self._close_gradients()
+        self.exchange.abandon()
         if self.splitter is not None:
             self.splitter.keeper.sweep()
 
@@ -365,7 +378,7 @@ class Pager:
             return
         for placement in unit.plan.placements:
             if placement.parameter.requires_grad and placement not in self._accumulators:
-                if placement not in unit.gradients:
+                if placement not in unit.gradients.states:
                     raise MisuseError(
                         f"parameter {placement.name!r} is {placement.dtype}: only real floating point can be trained"
                     )
@@ -373,20 +386,22 @@ class Pager:
                 # On the node, which accumulates; a hook on the parameter would run for torch.autograd.grad, too. The parameter
                 # holds its node weakly.
                 node = self._accumulators[placement] = get_gradient_edge(parameter).node
-                node.register_prehook(_told(parameter, Pager._gradient_arrives))
-                parameter.register_post_accumulate_grad_hook(_told(parameter, Pager._gradient_arrived))
+                node.register_prehook(told(parameter, Pager._gradient_arrives))
+                parameter.register_post_accumulate_grad_hook(told(parameter, Pager._gradient_arrived))
 
     def _gradient_arrives(self, unit: Unit, placement: Placement) -> None:
         self._open_gradients(unit)
-        unit.before_gradient(placement)
+        unit.arriving.before(placement)
 
     def _gradient_arrived(self, unit: Unit, placement: Placement) -> None:
         assert placement.parameter.grad is not None
-        unit.add_gradient(placement, placement.parameter.grad)
+        unit.arriving.add(placement, placement.parameter.grad)
         self._trimmer.passed(placement.nbytes)
-        self._updates.arrived(unit, placement)
+        self.exchange.arrived(unit, placement)
+        if self.partition.shares == 1:  # else once all ranks' are there
+            self._updates.arrived(unit, placement)
         if torch._C._current_graph_task_id() != self._backward_task:  # a backward pass within: more may come
-            self._updates.defer(unit)
+            self._defer(unit)
 
     def _open_gradients(self, unit: Unit) -> None:
         """One unit's gradients are leased at a time."""
@@ -395,8 +410,8 @@ class Pager:
             if self._updates.waiting and not any(held.references for held in self._backward_units):
                 self._leave_backward()
             self._updates.apply_ready()
-            if self._gradient_unit is not None:
-                self._gradient_unit.close_gradient()
+            self._close_gradients()
+            self.exchange.moved_on()
             self._gradient_unit = unit
 
     def _look_ahead(self, unit: Unit) -> None:
@@ -422,7 +437,7 @@ class Pager:
     def value(self, parameter: nn.Parameter) -> torch.Tensor:
         """A copy of a parameter's value, with pending updates applied."""
         unit, placement = self._home[parameter]
-        unit.hold()
+        self.take(unit)
         try:
             return placement.parameter.detach().clone()
         finally:
@@ -435,34 +450,11 @@ class Pager:
         if metadata.get("assign_to_params_buffers"):
             raise MisuseError("load_state_dict(assign=True) would replace paged parameters: load without assign")
         for unit in self._loading(module):
-            unit.hold(Access.WRITE)
+            self.take(unit, Access.WRITE)
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         for unit in self._loading(module):
             unit.drop()
-
-
-def placement_of(parameter: torch.Tensor) -> tuple[Pager, Unit, Placement]:
-    """Raises MisuseError for a parameter that was not paged, or whose model is gone."""
-    home = getattr(parameter, "_tiered", None)
-    if home is None:
-        raise MisuseError("this parameter is not paged: call tiered.zero.page(model, store) before making the optimizer")
-    found: tuple[Pager, Unit, Placement] | None = home.found()
-    if found is None:
-        raise MisuseError("the model of this parameter is gone: keep it as long as its parameters are used")
-    return found
-
-
-def _told(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement], None]) -> Callable[[Any], None]:
-    """A hook. It must not keep the model: neither does it refer to the parameter."""
-    home: _Home = parameter._tiered  # type: ignore[attr-defined]
-
-    def hook(_: Any) -> None:
-        found = home.found()
-        assert found is not None, "what computes a gradient still has the model"
-        what(*found)
-
-    return hook
 
 
 def _drop_queued() -> None:

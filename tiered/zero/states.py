@@ -187,6 +187,11 @@ class States:
 
     # -- by parameter ------------------------------------------------------------------------------------------------------
 
+    def blank(self, placement: Placement) -> dict[str, torch.Tensor]:
+        """``copies`` of a parameter that has no element here."""
+        kept = () if _NARROW.get(placement.stored) is None else ("master",)
+        return {name: torch.empty(0, dtype=torch.float32 if name == "master" else self._dtype) for name in ("m", "v", *kept)}
+
     def copies(self, placement: Placement, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Copies of ``m``, ``v`` and, of bf16 and fp16 parameters, ``master`` (fp32), in the parameter's shape and strides.
 

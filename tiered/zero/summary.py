@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from tiered import MisuseError
-from tiered.zero.paging import placement_of
+from tiered.zero.home import placement_of
 
 __all__ = ["PagingStatistics", "statistics"]
 

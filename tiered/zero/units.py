@@ -75,6 +75,10 @@ class Placement:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """What this is of ``whole``, which is of the parameter's shape."""
+        return whole
+
     def view(self, unit: torch.Tensor) -> torch.Tensor:
         """This parameter in ``unit``, a uint8 tensor of the unit's layout (or of the beginning of it)."""
         flat = unit[self.offset : self.offset + self.nbytes].view(self.dtype)
@@ -96,20 +100,49 @@ class Placement:
 
 
 @dataclass(eq=False)
+class Part(Placement):
+    """Elements of a parameter, ``begin`` of them after its first in memory order, as a placement of one dimension in what one
+    of several ranks has of the unit."""
+
+    begin: int = 0
+    _whole: Placement = field(init=False)
+
+    @classmethod
+    def of(cls, whole: Placement, begin: int, end: int, at: int) -> Part:
+        """Elements ``begin`` to ``end`` of ``whole``, which are at element ``at`` of what the rank has."""
+        size, stored = whole.dtype.itemsize, whole.stored.itemsize
+        part = cls(whole.parameter, whole.name, whole.index, whole.stride, whole.stored, at * size, at * stored, at, begin)
+        part._whole = whole
+        part.shape, part.stride = torch.Size((end - begin,)), (1,)
+        return part
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        dense = torch.empty_strided(self._whole.shape, self._whole.stride, dtype=whole.dtype).copy_(whole)
+        return dense.as_strided((dense.numel(),), (1,))[self.begin : self.begin + self.numel]
+
+
+@dataclass(eq=False)
 class UnitPlan:
     """Placements, those that need a gradient first, so that gradients and states cover only the beginning of the unit.
 
     ``nbytes``: those of the unit in use, ``stored_nbytes``: in the store; ``converted``: these are not the same bytes.
+
+    With several ``shares`` the unit is one row of elements of one type (``divide`` sees to it), padded so that all shares are
+    equal, at multiples of 64 bytes: the same row in the unit, in the store, in gradients and in states.
     """
 
     name: str
     placements: list[Placement]
+    shares: int = 1
     nbytes: int = 0
     stored_nbytes: int = 0
-    elements: int = 0  # of each kind of optimizer state
+    elements: int = 0  # of each kind of optimizer state; of one share
 
     def __post_init__(self) -> None:
         self.placements.sort(key=lambda placement: not placement.parameter.requires_grad)
+        if self.shares > 1:
+            self._lay_out_shares()
+            return
         offset = stored = element = 0
         for placement in self.placements:
             placement.offset, placement.stored_offset, placement.element = offset, stored, element
@@ -118,6 +151,31 @@ class UnitPlan:
             element += _round_up(placement.numel, ALIGNMENT // 4)
         self.nbytes, self.stored_nbytes = max(ALIGNMENT, offset), max(ALIGNMENT, stored)
         self.elements = max(ALIGNMENT // 4, element)
+
+    def _lay_out_shares(self) -> None:
+        step, row = ALIGNMENT // 2, 0  # elements: of two bytes, the smallest that can be trained
+        for placement in self.placements:
+            placement.offset, placement.stored_offset = row * placement.dtype.itemsize, row * placement.stored.itemsize
+            placement.element = row
+            row += _round_up(placement.numel, step)
+        self.elements = max(step, _round_up(math.ceil(row / self.shares), step))
+        first = self.placements[0]
+        self.nbytes = self.shares * self.elements * first.dtype.itemsize
+        self.stored_nbytes = self.shares * self.elements * first.stored.itemsize
+
+    def parts(self, rank: int) -> dict[Placement, Placement]:
+        """What one share has of each parameter; nothing of one that has no element there."""
+        if self.shares == 1:
+            return {placement: placement for placement in self.placements}
+        begin = rank * self.elements
+        parts: dict[Placement, Placement] = {}
+        for placement in self.placements:
+            start = max(placement.element, begin)
+            stop = min(placement.element + placement.numel, begin + self.elements)
+            if start < stop:
+                own = Part.of(placement, start - placement.element, stop - placement.element, start - begin)
+                parts[placement] = own
+        return parts
 
     @property
     def converted(self) -> bool:
@@ -137,20 +195,32 @@ class Plan:
         return max((unit.nbytes for unit in self.units), default=0)
 
 
-def divide(model: nn.Module, limits: Limits, strides: Mapping[nn.Parameter, tuple[int, ...]], policy: Policy) -> Plan:
+def divide(
+    model: nn.Module,
+    limits: Limits,
+    strides: Mapping[nn.Parameter, tuple[int, ...]],
+    policy: Policy,
+    shares: int = 1,
+) -> Plan:
     """Divide ``model``'s parameters into units of at most ``limits.unit`` bytes where a single parameter allows it.
 
-    ``strides``: those of parameters that do not show their own, because they were released.
+    ``strides``: those of parameters that do not show their own, because they were released. ``shares``: by how many ranks each
+    unit is divided in turn; then parameters of different types, and those that need no gradient, are in units of their own.
     """
     order = {parameter: index for index, parameter in enumerate(model.parameters())}
     plan, limit = Plan([], {}, limits), limits.unit
     home: dict[nn.Parameter, int] = {}
 
     def make(name: str, named: list[tuple[str, nn.Parameter]]) -> None:
-        for _, parameter in named:
-            home[parameter] = len(plan.units)
-        placements = [Placement(p, n, order[p], strides.get(p, p.stride()), policy.stored(p.dtype)) for n, p in named]
-        plan.units.append(UnitPlan(name, placements))
+        kinds: dict[object, list[tuple[str, nn.Parameter]]] = {}
+        for qualified, parameter in named:
+            kind = (parameter.dtype, parameter.requires_grad) if shares > 1 else None
+            kinds.setdefault(kind, []).append((qualified, parameter))
+        for number, alike in enumerate(kinds.values()):
+            for _, parameter in alike:
+                home[parameter] = len(plan.units)
+            placements = [Placement(p, n, order[p], strides.get(p, p.stride()), policy.stored(p.dtype)) for n, p in alike]
+            plan.units.append(UnitPlan(f"{name}#{number}" if number else name, placements, shares))
 
     def fresh(named: Iterator[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in named if parameter not in home]

@@ -1,0 +1,323 @@
+"""When ranks reduce their gradients, gather what comes next, and agree on what all of them have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from tiered import Access, MisuseError, TensorSpec
+from tiered.zero.gradients import SpentGradient
+from tiered.zero.local_gradients import LocalGradients
+from tiered.zero.ranks import Ranks, Under
+from tiered.zero.units import Placement
+
+if TYPE_CHECKING:
+    from tiered.zero.unit import Unit
+
+__all__ = ["Exchange", "NoExchange", "Reductions"]
+
+
+class Exchange(Protocol):
+    """With other processes. All of them call the same, with one exception: which gradients arrive, and when, may differ."""
+
+    paused: bool
+    """Gradients stay where they are: more backward passes come before they are used."""
+
+    def pass_begins(self) -> None:
+        """A forward or backward pass."""
+        ...
+
+    def before_hold(self, unit: Unit) -> None:
+        """A unit's parameters will be used now."""
+        ...
+
+    def after_hold(self, unit: Unit) -> None:
+        """They are."""
+        ...
+
+    def refresh(self) -> None:
+        """Have all parameters that other processes updated."""
+        ...
+
+    def arrived(self, unit: Unit, placement: Placement) -> None:
+        """A gradient was stored."""
+        ...
+
+    def defer(self, unit: Unit) -> None:
+        """More may come that add up with it, until the end of backward."""
+        ...
+
+    def moved_on(self) -> None:
+        """Backward goes on to another unit."""
+        ...
+
+    def backward_ended(self) -> Iterable[tuple[Unit, Placement]]:
+        """What got a gradient, here or elsewhere, in this pass."""
+        ...
+
+    def abandon(self) -> None:
+        """An exception struck, or all has ended: wait for what is under way, and forget it."""
+        ...
+
+    def synchronise(self) -> None:
+        """Reduce all that was not yet, because somebody wants to use it."""
+        ...
+
+    def norms(self, partial: torch.Tensor, order: float) -> torch.Tensor:
+        """Of whole gradients, given those of this process's parts, shape (parameters,)."""
+        ...
+
+    def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
+        """Each as it is where all processes have it True."""
+        ...
+
+
+class NoExchange:
+    """There are no others."""
+
+    paused = False
+
+    def pass_begins(self) -> None: ...
+
+    def before_hold(self, unit: Unit) -> None: ...
+
+    def after_hold(self, unit: Unit) -> None: ...
+
+    def refresh(self) -> None: ...
+
+    def arrived(self, unit: Unit, placement: Placement) -> None: ...
+
+    def defer(self, unit: Unit) -> None: ...
+
+    def moved_on(self) -> None: ...
+
+    def backward_ended(self) -> Iterable[tuple[Unit, Placement]]:
+        return ()
+
+    def abandon(self) -> None: ...
+
+    def synchronise(self) -> None: ...
+
+    def norms(self, partial: torch.Tensor, order: float) -> torch.Tensor:
+        return partial
+
+    def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
+        return list(flags)
+
+
+class Reductions:
+    """Reductions are begun in one order on all ranks, the last unit of the model first, whenever backward moves on and the next
+    in that order is complete; the end of backward begins and ends what is left. Nothing waits for another rank before that: a
+    rank whose data leave a unit out is behind with its reductions, and never in the way of a gather. One is under way at a
+    time; what is complete before waits in the store.
+
+    Parameters are gathered as units are held, the next one while this one computes, where the pass is as the last.
+    """
+
+    def __init__(self, ranks: Ranks, units: Sequence[Unit], *, early: bool, replicated: bool) -> None:
+        self._ranks, self._early = ranks, early
+        self._replicas = list(units) if replicated else []
+        self.paused = False
+        self._units = units
+        self._order: list[Unit] = []
+        self._begun = 0  # of these, in this pass
+        self._arrived: dict[Unit, set[Placement]] = {}
+        self._deferred: set[Unit] = set()
+        self._flight: _Flight | None = None
+        self._unsettled = False  # something may have arrived that was not reduced
+        self._after: dict[tuple[Unit | None, Unit], Unit] = {}  # what was held after these two
+        self._last: tuple[Unit | None, Unit | None] = None, None
+        self._ahead: Unit | None = None
+
+    # -- parameters --------------------------------------------------------------------------------------------------------
+
+    def pass_begins(self) -> None:
+        self._give_up_ahead(None)
+        self._last = None, None
+        self._unsettled = True
+        self._forget_pass()
+
+    def before_hold(self, unit: Unit) -> None:
+        self._give_up_ahead(unit)
+        if self._replicas:
+            self._refresh(self._replicas[: self._replicas.index(unit) + 1])
+
+    def after_hold(self, unit: Unit) -> None:
+        before, last = self._last
+        if last is not None:
+            self._after[before, last] = unit
+        self._last = last, unit
+        follows = None if self._replicas else self._after.get((last, unit))
+        if follows is not None and not follows.held:
+            follows.settle()
+            follows.stored.begin()
+            self._ahead = follows
+
+    def _give_up_ahead(self, unit: Unit | None) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead is not unit:
+            ahead.stored.give_up()
+
+    def refresh(self) -> None:
+        self._give_up_ahead(None)
+        self._refresh(self._replicas)
+
+    def _refresh(self, units: Iterable[Unit]) -> None:
+        """In the order of the model, also what this rank skipped: ranks may use different ones of them."""
+        for unit in units:
+            if not unit.held:
+                unit.settle()
+                unit.stored.refresh()
+
+    # -- gradients ---------------------------------------------------------------------------------------------------------
+
+    def arrived(self, unit: Unit, placement: Placement) -> None:
+        self._arrived.setdefault(unit, set()).add(placement)
+
+    def defer(self, unit: Unit) -> None:
+        self._deferred.add(unit)
+
+    def moved_on(self) -> None:
+        if self._early and not self.paused:
+            while self._landed() and self._begun < len(self._order) and self._is_complete(self._order[self._begun]):
+                self._begin(self._order[self._begun])
+
+    def backward_ended(self) -> Iterable[tuple[Unit, Placement]]:
+        found: list[tuple[Unit, Placement]] = []
+        if self._early and not self.paused:
+            for unit in self._order[self._begun :]:
+                self._begin(unit)
+            self._land()
+            found = self._agree()
+        self._forget_pass()
+        return found
+
+    def abandon(self) -> None:
+        self._give_up_ahead(None)
+        if self._flight is not None:
+            self._land()
+        self._forget_pass()
+
+    def _forget_pass(self) -> None:
+        self._begun = 0
+        self._order = [unit for unit in reversed(self._units) if any(map(_is_trained, unit.gradients.states))]
+        self._arrived.clear()
+        self._deferred.clear()
+
+    def synchronise(self) -> None:
+        if not self._unsettled:
+            return
+        self.abandon()
+        some = [_local(unit).any for unit in self._order]
+        anywhere = self._ranks.shared(torch.tensor(some, dtype=torch.uint8), "which gradients there are").amax(0)
+        for unit, there in zip(self._order, anywhere.tolist(), strict=True):
+            if there:
+                self._begin(unit)
+        self._land()
+        self._agree()
+
+    def _is_complete(self, unit: Unit) -> bool:
+        if unit in self._deferred:
+            return False
+        return set(filter(_is_trained, unit.gradients.states)) <= self._arrived.get(unit, set())
+
+    def _begin(self, unit: Unit) -> None:
+        self._land()
+        self._begun += 1
+        self._flight = _Flight(self._ranks, unit)
+
+    def _landed(self) -> bool:
+        """Whether nothing is under way any more."""
+        if self._flight is not None and self._flight.under.done:
+            self._land()
+        return self._flight is None
+
+    def _land(self) -> None:
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.land()
+
+    def _agree(self) -> list[tuple[Unit, Placement]]:
+        """On which parameters have a gradient, and whether it is finite; gives those that do."""
+        flags, owners = [], []
+        for unit in self._order:
+            for placement, state in unit.gradients.states.items():
+                flags.append(int(placement.parameter.grad is not None) + (0 if state.finite else 2))
+                owners.append((unit, placement))
+        everybody = self._ranks.shared(torch.tensor(flags, dtype=torch.uint8), "which parameters have a gradient")
+        there, infinite = (everybody & 1).amax(0).tolist(), (everybody & 2).amax(0).tolist()
+        found = []
+        for (unit, placement), present, wrong in zip(owners, there, infinite, strict=True):
+            state = unit.gradients.states[placement]
+            state.finite = not wrong
+            state.accumulate = bool(present)
+            if present:
+                if placement.parameter.grad is None:
+                    placement.parameter.grad = state.marker
+                if not isinstance(placement.parameter.grad, SpentGradient):
+                    found.append((unit, placement))
+        self._unsettled = False
+        return found
+
+    # -- agreeing ----------------------------------------------------------------------------------------------------------
+
+    def norms(self, partial: torch.Tensor, order: float) -> torch.Tensor:
+        everybody = self._ranks.shared(partial, "norms of gradients")
+        if order == float("inf"):
+            return everybody.amax(0)
+        if order <= 0:
+            raise MisuseError(f"norms of order {order} are not computed over several ranks: use a positive one, or infinity")
+        whole: torch.Tensor = torch.linalg.vector_norm(everybody, order, dim=0)
+        return whole
+
+    def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
+        return self._ranks.shared(torch.tensor(flags, dtype=torch.uint8), what).amin(0).bool().tolist() if flags else []
+
+
+class _Flight:
+    """A reduction of one unit's gradients that is under way."""
+
+    def __init__(self, ranks: Ranks, unit: Unit) -> None:
+        self._ranks, self._unit, self._local = ranks, unit, _local(unit)
+        self._room = ExitStack()
+        whole = self._local.complete()
+        key = f"{self._local.key}/received"
+        unit.store.create(key, TensorSpec("uint8", (whole.numel(),), 1))
+        self._room.callback(unit.store.delete, key)
+        self._received = self._room.enter_context(unit.store.lease(key, access=Access.WRITE))
+        self.under: Under = ranks.exchange(self._received, whole, f"gradients of {unit.key!r}")
+
+    @torch.no_grad()
+    def land(self) -> None:
+        """Wait for it, and add it to this rank's share."""
+        try:
+            self.under.wait()
+            gradients = self._unit.gradients
+            mean = self._ranks.add_up(self._received, self._unit.plan.placements[0].dtype)
+            gradients.open()
+            for placement, state in gradients.states.items():
+                part = gradients.parts.get(placement)
+                if part is None:
+                    state.finite = True
+                    state.scales.clear()
+                    state.wide_scales.clear()
+                elif _is_trained(placement):
+                    gradients.write(placement, mean[part.element : part.element + part.numel])
+            gradients.close()
+            del mean
+        finally:
+            del self._received
+            self._room.close()
+        self._local.discard()
+
+
+def _is_trained(placement: Placement) -> bool:
+    return placement.parameter.requires_grad
+
+
+def _local(unit: Unit) -> LocalGradients:
+    assert isinstance(unit.arriving, LocalGradients)
+    return unit.arriving

@@ -1,0 +1,182 @@
+"""The processes that train a model together, over ``torch.distributed``: which collectives there are, and what is said when
+one fails.
+
+Every collective is told what it is for, and all ranks compare that before they look at the data: ranks that went different
+ways get an error that names both, never each other's bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tiered import RankError
+
+__all__ = ["Ranks", "Under"]
+
+TAG = 192
+"""Bytes that say what a collective is for."""
+PIECE = 1 << 18
+"""Elements that are added up at a time."""
+GRACE = timedelta(seconds=5)
+"""For the other ranks to say what failed there."""
+
+
+class Under:
+    """A collective that is under way."""
+
+    def __init__(self, ranks: Ranks, what: str, tags: torch.Tensor, works: Sequence[Any]) -> None:
+        self._ranks, self._what, self._tags, self._works = ranks, what, tags, list(works)
+
+    @property
+    def done(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        """Raises RankError where another rank is lost, late, or does something else."""
+        with self._ranks.named(self._what):
+            for number, work in enumerate(self._works):
+                work.wait()
+                if number == 0:
+                    self._compare()
+        self._works = []
+
+    def _compare(self) -> None:
+        said = [bytes(tag.tolist()).rstrip(b"\0").decode(errors="replace") for tag in self._tags]
+        here = said[self._ranks.rank]
+        for rank, other in enumerate(said):
+            if other != here:
+                raise RankError(
+                    f"the ranks do different things: rank {self._ranks.rank} is at {here!r}, and rank {rank} at {other!r}. All "
+                    "ranks must run the same modules in the same order, and call what looks at a model (state_dict, "
+                    "evaluation, clipping, commit) together"
+                )
+
+
+class Ranks:
+    """``group`` (None: all processes), twice over: gathers of parameters and reductions of gradients are each in an order of
+    their own, so that one is never in the way of the other. ``timeout``: seconds that a rank waits for the others (None: as
+    ``group`` has it)."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float | None = None) -> None:
+        members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self.rank, self.size = dist.get_rank(group), len(members)
+        seconds = timeout if timeout is not None else _timeout_of(group)
+        self.timeout = timedelta(seconds=seconds)
+        with self.named("the other ranks"):
+            self._gathers, self._reductions = (
+                dist.new_group(members, timeout=self.timeout, backend="gloo", use_local_synchronization=len(members) > 1)
+                for _ in range(2)
+            )
+        self._numbers = {self._gathers: 0, self._reductions: 0}
+
+    # -- collectives -------------------------------------------------------------------------------------------------------
+
+    def gather(self, whole: torch.Tensor, own: torch.Tensor, what: str) -> Under:
+        """Begin to fill ``whole`` with all ranks' ``own``, in order. ``own`` may be its place in ``whole``. Both uint8."""
+        return self._begin(self._gathers, what, lambda: dist.all_gather_into_tensor(
+            whole, own, group=self._gathers, async_op=True
+        ))
+
+    def exchange(self, received: torch.Tensor, whole: torch.Tensor, what: str) -> Under:
+        """Begin to send each rank its part of ``whole``; ``received`` will have what each had of this rank's part, in order.
+        Both uint8 of one size. ``add_up`` makes their sum of it.
+
+        That is a reduce-scatter whose sum has the same order everywhere. gloo's own sends twice as many bytes: it is its
+        all-reduce, of which each rank keeps a part.
+        """
+        return self._begin(self._reductions, what, lambda: dist.all_to_all_single(
+            received, whole, group=self._reductions, async_op=True
+        ))
+
+    def add_up(self, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The mean over the ranks of what ``exchange`` received, in its memory. bf16 and fp16 are added up as fp32."""
+        parts = received.view(dtype).view(self.size, -1)
+        total = parts[0]
+        for start in range(0, total.numel(), PIECE):
+            pieces = parts[:, start : start + PIECE]
+            mean = pieces[0].to(torch.float64 if dtype is torch.float64 else torch.float32)
+            for piece in pieces[1:]:
+                mean.add_(piece)
+            mean.div_(self.size)
+            total[start : start + PIECE].copy_(mean)
+        return total
+
+    def shared(self, own: torch.Tensor, what: str) -> torch.Tensor:
+        """Everybody's ``own``, which has as many elements everywhere: shape (ranks, elements). For little."""
+        flat = own.contiguous().view(-1)
+        found = torch.empty(self.size * flat.numel(), dtype=own.dtype)
+        if flat.numel():
+            self._begin(self._reductions, what, lambda: dist.all_gather_into_tensor(
+                found.view(torch.uint8), flat.view(torch.uint8), group=self._reductions, async_op=True
+            )).wait()
+        return found.view(self.size, -1)
+
+    def broadcast(self, tensor: torch.Tensor, what: str) -> None:
+        """Have rank 0's."""
+        if tensor.numel():
+            source = dist.get_global_rank(self._gathers, 0)
+            self._begin(self._gathers, what, lambda: dist.broadcast(
+                tensor, source, group=self._gathers, async_op=True
+            )).wait()
+
+    def _begin(self, group: Any, what: str, start: Any) -> Under:
+        self._numbers[group] += 1
+        tag = torch.zeros(TAG, dtype=torch.uint8)
+        said = f"{what} (number {self._numbers[group]})".encode()[:TAG]
+        tag[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        tags = torch.empty(self.size * TAG, dtype=torch.uint8)
+        with self.named(what):
+            works = [dist.all_gather_into_tensor(tags, tag, group=group, async_op=True), start()]
+        return Under(self, what, tags.view(self.size, TAG), works)
+
+    # -- failure -----------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def named(self, what: str) -> Iterator[None]:
+        """What torch raises inside becomes a RankError that says who is missing."""
+        try:
+            yield
+        except RankError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            missing = self._missing(what)
+            who = f"rank {', '.join(map(str, missing))}" if missing else "another rank"
+            raise RankError(
+                f"rank {self.rank} waited for {what}, and {who} did not answer: it ended, hangs, or cannot be reached (within "
+                f"{self.timeout.total_seconds():g} s). The last commit of all ranks is whole: start all of them again; "
+                f"torchrun --max-restarts does so by itself. ({_first_line(error)})"
+            ) from error
+
+    def _missing(self, what: str) -> list[int]:
+        """Ranks that do not say either that something failed."""
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"tiered/failed/{self.rank}", what)
+        except (RuntimeError, ValueError):
+            return []  # it was rank 0's, perhaps
+        missing = []
+        for rank in range(self.size):
+            try:
+                store.wait([f"tiered/failed/{rank}"], GRACE)
+            except (RuntimeError, ValueError):
+                missing.append(rank)
+        return missing
+
+
+def _timeout_of(group: dist.ProcessGroup | None) -> float:
+    found = group if group is not None else dist.group.WORLD
+    try:
+        options: Any = found._get_backend(torch.device("cpu")).options  # type: ignore[union-attr]
+        return float(options._timeout.total_seconds())
+    except (RuntimeError, AttributeError):
+        return 1800.0  # torch's own default for gloo
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,201 @@
+"""How the ranks of a training divide what a model takes: ZeRO's stages, as what each rank keeps only its share of.
+
+After Rajbhandari et al., 2020 (https://arxiv.org/abs/1910.02054). Per step and rank, of Φ parameters and N ranks, stages 1 and
+2 send 2Φ(N-1)/N elements (gradients scattered, updated parameters gathered), stage 3 sends 3Φ(N-1)/N (parameters gathered in
+forward and in backward, gradients scattered).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+
+from tiered import Access, TensorSpec, TieredStore
+from tiered.zero.exchange import Exchange, NoExchange, Reductions
+from tiered.zero.local_gradients import Arriving, LocalGradients
+from tiered.zero.ranks import Ranks
+from tiered.zero.stored import Gathered, Replicated, Stored, Whole
+from tiered.zero.unit_gradients import UnitGradients
+from tiered.zero.units import Placement, UnitPlan
+from tiered.zero.validity import Validity
+
+if TYPE_CHECKING:
+    from tiered.zero.unit import Unit
+
+__all__ = ["Alone", "Partition", "Shared", "Stage", "Stage1", "Stage2", "Stage3"]
+
+
+class Stage(Protocol):
+    """What is divided beside the optimizer's states."""
+
+    @property
+    def early(self) -> bool:
+        """Whether gradients are reduced as soon as backward is through with a unit, and else once a step."""
+        ...
+
+    @property
+    def replicated(self) -> bool:
+        """Whether each rank has all parameters."""
+        ...
+
+    def stored(self, store: TieredStore, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks) -> Stored:
+        """Parameters of one unit."""
+        ...
+
+    def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
+        """See ``Partition``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Stage1:
+    """Optimizer states are divided. Each rank's store has all parameters, and its own gradients of all of them until
+    ``step()``: however many backward passes there are before it, they are reduced once."""
+
+    early, replicated = False, True
+
+    def stored(self, store: TieredStore, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks) -> Stored:
+        return Replicated(store, key, validity, plan, ranks)
+
+    def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
+        return Alone().filling(store, key, plan)
+
+
+@dataclass(frozen=True)
+class Stage2:
+    """Optimizer states and gradients are divided: each backward pass reduces them, unless it is within ``zero.no_sync``. Each
+    rank's store has all parameters."""
+
+    early, replicated = True, True
+
+    def stored(self, store: TieredStore, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks) -> Stored:
+        return Replicated(store, key, validity, plan, ranks)
+
+    def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
+        return Alone().filling(store, key, plan)
+
+
+@dataclass(frozen=True)
+class Stage3:
+    """Parameters are divided, too: those of a unit are gathered before it computes."""
+
+    early, replicated = True, False
+
+    def stored(self, store: TieredStore, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks) -> Stored:
+        return Gathered(store, key, validity, plan, ranks)
+
+    @contextmanager
+    def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> Iterator[torch.Tensor]:
+        share = plan.stored_nbytes // plan.shares
+        gathered = Gathered(store, key, Validity(store, key), plan, ranks)
+        store.create(key, TensorSpec("uint8", (share,), 1))
+        with gathered.room() as unit:
+            yield unit
+            gathered.write_back(unit)
+            del unit
+
+
+class Partition(Protocol):
+    """Of one model."""
+
+    shares: int
+    rank: int
+
+    def share(self) -> dict[str, int | str]:
+        """What is written down of it in a checkpoint."""
+        ...
+
+    def stored(self, store: TieredStore, key: str, plan: UnitPlan, validity: Validity) -> Stored: ...
+
+    def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
+        """Where backward's gradients go."""
+        ...
+
+    def exchange(self, units: Sequence[Unit]) -> Exchange: ...
+
+    def filling(self, store: TieredStore, key: str, plan: UnitPlan) -> AbstractContextManager[torch.Tensor]:
+        """Memory for all of a unit as it is in the store (uint8), where its first values are put; they are then in ``key``."""
+        ...
+
+    def same_buffers(self, model: nn.Module) -> None:
+        """All have the values of rank 0's."""
+        ...
+
+    def whole(self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str) -> torch.Tensor:
+        """All of a parameter, or of what is like it, of which this rank has ``part``. In the parameter's shape and strides."""
+        ...
+
+
+class Alone:
+    """One process has everything."""
+
+    shares, rank = 1, 0
+
+    def share(self) -> dict[str, int | str]:
+        return {"stage": "Alone", "rank": 0, "ranks": 1}
+
+    def stored(self, store: TieredStore, key: str, plan: UnitPlan, validity: Validity) -> Stored:
+        return Whole(store, key, validity)
+
+    def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
+        return gradients
+
+    def exchange(self, units: Sequence[Unit]) -> Exchange:
+        return NoExchange()
+
+    @contextmanager
+    def filling(self, store: TieredStore, key: str, plan: UnitPlan) -> Iterator[torch.Tensor]:
+        store.create(key, TensorSpec("uint8", (plan.stored_nbytes,), 1))
+        with store.lease(key, access=Access.WRITE) as unit:
+            yield unit
+            del unit
+
+    def same_buffers(self, model: nn.Module) -> None: ...
+
+    def whole(self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str) -> torch.Tensor:
+        return part
+
+
+class Shared:
+    """Several have a share each."""
+
+    def __init__(self, ranks: Ranks, stage: Stage) -> None:
+        self.ranks, self.stage = ranks, stage
+        self.shares, self.rank = ranks.size, ranks.rank
+
+    def share(self) -> dict[str, int | str]:
+        return {"stage": type(self.stage).__name__, "rank": self.rank, "ranks": self.shares}
+
+    def stored(self, store: TieredStore, key: str, plan: UnitPlan, validity: Validity) -> Stored:
+        return self.stage.stored(store, key, plan, validity, self.ranks)
+
+    def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
+        return LocalGradients(store, f"{key}/local", plan, gradients)
+
+    def exchange(self, units: Sequence[Unit]) -> Exchange:
+        return Reductions(self.ranks, units, early=self.stage.early, replicated=self.stage.replicated)
+
+    @contextmanager
+    def filling(self, store: TieredStore, key: str, plan: UnitPlan) -> Iterator[torch.Tensor]:
+        with self.stage.filling(store, key, plan, self.ranks) as unit:
+            yield unit
+            self.ranks.broadcast(unit, f"the first values of {key!r}")
+            del unit
+
+    def same_buffers(self, model: nn.Module) -> None:
+        for name, buffer in model.named_buffers():
+            self.ranks.broadcast(buffer, f"the buffer {name!r}")
+
+    def whole(self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str) -> torch.Tensor:
+        shares = [plan.parts(rank).get(placement) for rank in range(self.shares)]
+        sizes = [0 if share is None else share.numel for share in shares]
+        padded = torch.zeros(max(sizes, default=0), dtype=part.dtype)
+        padded[: part.numel()] = part.reshape(-1)
+        found = self.ranks.shared(padded, f"{what} of {placement.name!r}")
+        flat = torch.cat([row[:size] for row, size in zip(found, sizes, strict=True)])
+        return flat.as_strided(placement.shape, placement.stride)

@@ -1,0 +1,236 @@
+"""How a unit's parameters come out of the store to be used, and back when they were written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Protocol
+
+import torch
+
+from tiered import Access, TensorSpec, TieredStore
+from tiered.zero.ranks import Ranks, Under
+from tiered.zero.units import UnitPlan
+from tiered.zero.validity import Validity
+
+__all__ = ["Converted", "Gathered", "Replicated", "Stored", "Whole"]
+
+
+class Stored(Protocol):
+    """One unit's parameters. ``open`` and ``close`` in turn."""
+
+    def begin(self) -> None:
+        """``open`` for READ comes soon."""
+        ...
+
+    def give_up(self) -> None:
+        """It does not, or what it would give is not right any more."""
+        ...
+
+    def refresh(self) -> None:
+        """Other processes updated their parts of the unit: have them here. All of them call it."""
+        ...
+
+    def open(self, access: Access) -> torch.Tensor:
+        """All of the unit, as uint8; what is written to it, with WRITE, is taken over by ``write_back``."""
+        ...
+
+    def write_back(self, unit: torch.Tensor) -> None:
+        """``unit`` is what ``open`` gave for WRITE."""
+        ...
+
+    def close(self) -> None:
+        """Nothing of what ``open`` gave is used any more."""
+        ...
+
+    def own(self, access: Access) -> AbstractContextManager[torch.Tensor]:
+        """What this process updates of the unit, as it is in the store (uint8)."""
+        ...
+
+
+class Whole:
+    """They are in the store as they are used: a lease, no copy."""
+
+    def __init__(self, store: TieredStore, key: str, validity: Validity) -> None:
+        self._store, self._key, self._validity = store, key, validity
+        self._lease = ExitStack()
+
+    def begin(self) -> None:
+        """Nothing takes long that the store does not know of."""
+
+    def give_up(self) -> None:
+        """Nothing began."""
+
+    def refresh(self) -> None:
+        """There are no others."""
+
+    def open(self, access: Access) -> torch.Tensor:
+        return self._lease.enter_context(self.own(access))
+
+    def write_back(self, unit: torch.Tensor) -> None:
+        """It is the store's own memory."""
+
+    def close(self) -> None:
+        self._lease.close()
+
+    def own(self, access: Access) -> AbstractContextManager[torch.Tensor]:
+        if access is Access.WRITE:
+            self._validity.end()
+        return self._store.lease(self._key, access=access)
+
+
+class Replicated(Whole):
+    """Each rank has all of them in its store, and updates its share: the others are gathered before they are used again."""
+
+    def __init__(self, store: TieredStore, key: str, validity: Validity, plan: UnitPlan, ranks: Ranks) -> None:
+        super().__init__(store, key, validity)
+        self._ranks = ranks
+        share = plan.stored_nbytes // plan.shares
+        self._share = slice(ranks.rank * share, (ranks.rank + 1) * share)
+        self._stale = False
+
+    def refresh(self) -> None:
+        if self._stale:
+            with super().own(Access.WRITE) as unit:
+                self._ranks.gather(unit, unit[self._share], f"the updated parameters of {self._key!r}").wait()
+                del unit
+            self._stale = False
+
+    def open(self, access: Access) -> torch.Tensor:
+        assert not self._stale
+        return self._lease.enter_context(super().own(access))
+
+    @contextmanager
+    def own(self, access: Access) -> Iterator[torch.Tensor]:
+        with super().own(access) as unit:
+            self._stale |= access is Access.WRITE
+            share = unit[self._share]
+            del unit
+            yield share
+            del share
+
+
+class Gathered:
+    """Each rank has its share of them in its store; all come together in a tensor in the pool, which is deleted before it could
+    be written to the disk."""
+
+    def __init__(self, store: TieredStore, key: str, validity: Validity, plan: UnitPlan, ranks: Ranks) -> None:
+        self._store, self._key, self._validity, self._ranks = store, key, validity, ranks
+        self._nbytes = plan.stored_nbytes
+        share = plan.stored_nbytes // plan.shares
+        self._share = slice(ranks.rank * share, (ranks.rank + 1) * share)
+        self._lease = ExitStack()
+        self._sources = ExitStack()
+        self._begun: tuple[torch.Tensor, Under] | None = None
+
+    def begin(self) -> None:
+        if self._begun is not None:
+            return
+        with ExitStack() as leases, ExitStack() as sources:
+            whole = leases.enter_context(self.room())
+            own = sources.enter_context(self.own(Access.READ))
+            self._begun = whole, self._ranks.gather(whole, own, f"parameters of {self._key!r}")
+            del whole, own
+            self._lease, self._sources = leases.pop_all(), sources.pop_all()
+
+    def give_up(self) -> None:
+        if self._begun is not None:
+            _, under = self._begun
+            try:
+                under.wait()  # it writes to the pool
+            finally:
+                self._begun = None
+                self._sources.close()
+                self._lease.close()
+
+    def refresh(self) -> None:
+        """They are gathered whenever they are used."""
+
+    def open(self, access: Access) -> torch.Tensor:
+        self.begin()
+        assert self._begun is not None
+        whole, under = self._begun
+        try:
+            under.wait()
+        except BaseException:
+            self._lease.close()
+            raise
+        finally:
+            self._begun = None
+            self._sources.close()
+        return whole
+
+    def write_back(self, unit: torch.Tensor) -> None:
+        with self.own(Access.WRITE) as own:
+            own.copy_(unit[self._share])
+            del own
+
+    def close(self) -> None:
+        self._lease.close()
+
+    def own(self, access: Access) -> AbstractContextManager[torch.Tensor]:
+        if access is Access.WRITE:
+            self._validity.end()
+        return self._store.lease(self._key, access=access)
+
+    @contextmanager
+    def room(self) -> Iterator[torch.Tensor]:
+        """For all of the unit."""
+        key = f"{self._key}/gathered"
+        self._store.create(key, TensorSpec("uint8", (self._nbytes,), 1))
+        try:
+            with self._store.lease(key, access=Access.WRITE) as whole:
+                yield whole
+                del whole
+        finally:
+            self._store.delete(key)
+
+
+class Converted:
+    """They are of other types in the store, where ``stored`` finds them: a tensor in the pool, which is deleted before it could
+    be written to the disk."""
+
+    def __init__(self, stored: Stored, store: TieredStore, key: str, plan: UnitPlan) -> None:
+        self._stored, self._store, self._plan = stored, store, plan
+        self._key = f"{key}/converted"
+        self._lease = ExitStack()
+
+    def begin(self) -> None:
+        self._stored.begin()
+
+    def give_up(self) -> None:
+        self._stored.give_up()
+
+    def refresh(self) -> None:
+        self._stored.refresh()
+
+    def open(self, access: Access) -> torch.Tensor:
+        with ExitStack() as leases:
+            self._store.create(self._key, TensorSpec("uint8", (self._plan.nbytes,), 1))
+            leases.callback(self._store.delete, self._key)
+            converted = leases.enter_context(self._store.lease(self._key, access=Access.WRITE))
+            stored = self._stored.open(Access.READ)
+            try:
+                for placement in self._plan.placements:
+                    placement.view(converted).copy_(placement.stored_view(stored))
+            finally:
+                del stored
+                self._stored.close()
+            self._lease = leases.pop_all()
+        return converted
+
+    def write_back(self, unit: torch.Tensor) -> None:
+        stored = self._stored.open(Access.WRITE)
+        try:
+            for placement in self._plan.placements:
+                placement.stored_view(stored).copy_(placement.view(unit))
+            self._stored.write_back(stored)
+        finally:
+            del stored
+            self._stored.close()
+
+    def close(self) -> None:
+        self._lease.close()
+
+    def own(self, access: Access) -> AbstractContextManager[torch.Tensor]:
+        return self._stored.own(access)

@@ -1,0 +1,294 @@
+"""The gradients of one unit's parameters, in one tensor of the store that exists while there are some."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+
+from tiered import Access, MisuseError, TensorSpec, TieredStore
+from tiered.zero.gradients import SpentGradient, StoredGradient
+from tiered.zero.master import all_finite
+from tiered.zero.units import Placement
+from tiered.zero.validity import Validity
+
+__all__ = ["GradientState", "UnitGradients"]
+
+
+@dataclass(eq=False)
+class GradientState:
+    """``scales``: factors that the stored gradient has yet to be multiplied by; and then, as fp32 where its type is narrower,
+    ``wide_scales``, of which there are some once a scaled loss was undone. ``norms``: those known of it, by order. ``orders``:
+    those that somebody asked for before, worth computing while a gradient is at hand; they will be asked for when it has been
+    multiplied by ``expected``, if it is as last time. ``finite``: whether the stored gradient, as it is, has neither NaN nor
+    infinity. ``accumulate``: the next one is added to it. ``spent``: it was used up by an update within backward, and
+    ``optimizer.step()`` was not called since."""
+
+    marker: StoredGradient
+    scales: list[torch.Tensor] = field(default_factory=list)
+    wide_scales: list[torch.Tensor] = field(default_factory=list)
+    expected: torch.Tensor | None = None
+    norms: dict[float, torch.Tensor] = field(default_factory=dict)
+    orders: set[float] = field(default_factory=set)
+    accumulate: bool = False
+    finite: bool = True
+    spent: bool = False
+
+
+class UnitGradients:
+    """``states`` has what is known of each parameter's, ``parts`` what this process has of each. ``settle``, a method, applies
+    the unit's pending update before anything new is written: it needs what is there."""
+
+    def __init__(
+        self,
+        store: TieredStore,
+        key: str,
+        placements: Sequence[Placement],
+        parts: Mapping[Placement, Placement],
+        validity: Validity,
+        settle: Callable[[], None],
+    ) -> None:
+        self.store, self.key, self._validity = store, key, validity
+        self._settle = weakref.WeakMethod(settle)
+        self.states = {
+            p: GradientState(StoredGradient(p.parameter, p.name)) for p in placements if p.dtype.is_floating_point
+        }
+        self.parts = {placement: part for placement, part in parts.items() if placement in self.states}
+        self.opened: torch.Tensor | None = None  # while gradients arrive: leased
+        self._lease = ExitStack()
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensor: the unit as far as its last parameter that needs a gradient, or was given one."""
+        graded = (part for p, part in self.parts.items() if p.parameter.requires_grad or p.parameter.grad is not None)
+        return max((part.offset + part.nbytes for part in graded), default=0)
+
+    def has(self, placement: Placement) -> bool:
+        grad = placement.parameter.grad
+        return grad is not None and not isinstance(grad, SpentGradient)
+
+    @property
+    def any(self) -> bool:
+        return any(self.has(placement) for placement in self.states)
+
+    # -- arriving ----------------------------------------------------------------------------------------------------------
+
+    def before(self, placement: Placement) -> None:
+        """Autograd is about to accumulate into ``parameter.grad``: clear what stands there, remembering what it meant."""
+        grad = placement.parameter.grad
+        state = self.states[placement]
+        self.refuse_another(placement)
+        if grad is None:
+            state.accumulate = False
+        else:
+            if not isinstance(grad, StoredGradient):
+                self.take(placement, grad)
+            state.accumulate = True
+        placement.parameter.grad = None
+
+    def refuse_another(self, placement: Placement) -> None:
+        """Raise MisuseError if the parameter's last gradient was used up and the step is not over."""
+        if self.states[placement].spent:
+            raise MisuseError(
+                f"another gradient of {placement.name!r} arrived after its update, without optimizer.step() in between: to "
+                'accumulate, or to share parameters with a reentrant checkpoint, make the optimizer with update="on_fetch"'
+            )
+
+    def take(self, placement: Placement, grad: torch.Tensor) -> None:
+        """Overwrite the stored gradient of one parameter."""
+        self.states[placement].accumulate = False
+        self.add(placement, grad)
+
+    def collect(self, placement: Placement) -> None:
+        """Store a gradient that somebody assigned to ``parameter.grad``."""
+        grad = placement.parameter.grad
+        assert grad is not None
+        if not isinstance(grad, StoredGradient):
+            self.take(placement, grad)
+
+    @torch.no_grad()  # also where backward records itself (create_graph)
+    def add(self, placement: Placement, grad: torch.Tensor) -> None:
+        """``grad`` is of the parameter's shape."""
+        if grad.layout is not torch.strided:
+            raise MisuseError(f"the gradient of {placement.name!r} is {grad.layout}: use sparse=False")
+        part = self.parts.get(placement)
+        if part is not None:
+            self.write(placement, part.cut(grad))
+        placement.parameter.grad = self.states[placement].marker
+
+    def write(self, placement: Placement, grad: torch.Tensor) -> None:
+        """``grad`` is what this process has of it, or adds to what there is."""
+        state = self.states[placement]
+        target = self.parts[placement].view(self.open())
+        if state.accumulate:
+            if state.scales or state.wide_scales:
+                target.copy_(_scaled(target, state))
+            target.add_(grad)
+        else:
+            target.copy_(grad)
+        state.scales.clear()
+        state.wide_scales.clear()
+        if state.orders:
+            ready = target if state.expected is None else _widened(target).mul(state.expected)
+            state.norms = {order: torch.linalg.vector_norm(ready, order) for order in state.orders}
+        state.finite = _has_finite_norm(state) or all_finite(target)
+
+    def prepare(self) -> None:
+        """Something new will be written."""
+        self._validity.end()
+        settle = self._settle()
+        assert settle is not None
+        settle()
+
+    def open(self) -> torch.Tensor:
+        """The tensor, leased until ``close``; made where there is none."""
+        if self.opened is None:
+            self.prepare()
+            needed = self.nbytes
+            if self.key not in self.store:
+                self.store.create(self.key, TensorSpec("uint8", (needed,), 1))
+            elif self.store.spec(self.key).nbytes < needed:  # a parameter was unfrozen between two backward passes
+                old = self.store.get(self.key)
+                grown = torch.zeros(needed, dtype=torch.uint8)
+                grown[: old.numel()] = old
+                self.store.put(self.key, grown)
+            self.opened = self._lease.enter_context(self.store.lease(self.key, access=Access.WRITE))
+        return self.opened
+
+    def close(self) -> None:
+        self.opened = None
+        self._lease.close()
+
+    # -- asked for ---------------------------------------------------------------------------------------------------------
+
+    def copy(self, placement: Placement) -> torch.Tensor | None:
+        """A copy of what this process has of the gradient as torch would have it in ``parameter.grad``, or None."""
+        grad = placement.parameter.grad
+        if isinstance(grad, SpentGradient):
+            raise MisuseError(
+                f"{placement.name!r} was updated during backward, and its gradient is gone: to look at gradients, make the "
+                'optimizer with update="on_fetch"'
+            )
+        if grad is None:
+            return None
+        part = self.parts.get(placement)
+        if part is None:
+            return torch.empty(0, dtype=placement.dtype)
+        if not isinstance(grad, StoredGradient):
+            return part.cut(grad)
+        self.close()
+        with self.store.lease(self.key) as stored:
+            copy = part.view(stored).clone()
+        return _scaled(copy, self.states[placement]).to(placement.dtype)
+
+    def norm(self, placement: Placement, order: float) -> torch.Tensor:
+        """``vector_norm`` of what this process has of the gradient, from when it arrived where that is known already."""
+        state = self.states[placement]
+        state.orders.add(order)
+        self.collect(placement)
+        self.close()
+        if state.expected is not None and not state.wide_scales:
+            state.norms.clear()  # this loss was not scaled, or it was not undone
+            state.expected = None
+        part = self.parts.get(placement)
+        if part is None:
+            return torch.zeros((), dtype=torch.float64 if placement.dtype is torch.float64 else torch.float32)
+        if order not in state.norms:
+            with self.store.lease(self.key) as stored:
+                whole = _scaled(part.view(stored), state)
+                state.norms[order] = torch.linalg.vector_norm(whole, order)
+            del stored, whole
+        return state.norms[order]
+
+    def scale(self, placement: Placement, factor: torch.Tensor) -> None:
+        """Multiply the gradient by ``factor`` (0-d), when it is next used."""
+        if factor == 1:
+            return
+        state = self.states[placement]
+        (state.wide_scales or state.scales).append(factor)
+        state.norms.clear()
+
+    def unscale(self, placement: Placement, factor: torch.Tensor) -> bool:
+        """Multiply the gradient by ``factor`` (0-d), as fp32 where its type is narrower, when it is next used. Returns whether
+        it was finite before."""
+        self.collect(placement)
+        self.close()
+        state = self.states[placement]
+        finite = _is_finite(state)
+        if state.scales or state.wide_scales or state.expected is None or not torch.equal(state.expected, factor):
+            state.norms.clear()
+        state.expected = factor
+        state.wide_scales.append(factor)
+        return finite
+
+    def refuse_infinite(self, placement: Placement) -> None:
+        """Raise MisuseError if the gradient has NaN or infinity, or is to be multiplied by such a factor."""
+        self.collect(placement)
+        if not _is_finite(self.states[placement]):
+            self.close()
+            raise MisuseError(
+                f"the gradient of {placement.name!r} is not finite, and would make the parameter NaN: leave this step out "
+                "(optimizer.zero_grad()), or scale the loss with tiered.zero.GradScaler, which does so by itself"
+            )
+
+    # -- used up -----------------------------------------------------------------------------------------------------------
+
+    def spend(self, placement: Placement) -> None:
+        """An update within backward uses the gradient up."""
+        self.states[placement].spent = True
+        placement.parameter.grad = SpentGradient(placement.parameter, placement.name)
+
+    def refuse_spent(self, placement: Placement) -> None:
+        """Raise MisuseError if the parameter was updated within this backward pass."""
+        state = self.states.get(placement)
+        if state is not None and state.spent:
+            raise MisuseError(
+                f"a checkpointed segment reads {placement.name!r} again after its update during this backward pass, because it "
+                'uses it without a gradient there: make the optimizer with update="on_fetch"'
+            )
+
+    def close_step(self, placement: Placement) -> None:
+        """The gradient that an update within backward used up counts as none from now on."""
+        state = self.states.get(placement)
+        if state is not None and state.spent:
+            state.spent = False
+            if isinstance(placement.parameter.grad, SpentGradient):
+                placement.parameter.grad = None
+
+    def delete(self) -> None:
+        """Nothing refers to the stored gradients any more."""
+        self.close()
+        if self.key in self.store:
+            self._validity.end()
+            self.store.delete(self.key)
+        for state in self.states.values():
+            state.scales.clear()
+            state.wide_scales.clear()
+
+
+def _has_finite_norm(state: GradientState) -> bool:
+    """Then it is known of all elements. From order 1 on: one NaN or infinity makes these NaN or infinite."""
+    return any(order >= 1 and math.isfinite(norm) for order, norm in state.norms.items())
+
+
+def _is_finite(state: GradientState) -> bool:
+    return state.finite and all(bool(torch.isfinite(scale)) for scale in (*state.scales, *state.wide_scales))
+
+
+def _widened(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.float() if gradient.dtype in (torch.bfloat16, torch.float16) else gradient
+
+
+def _scaled(gradient: torch.Tensor, state: GradientState) -> torch.Tensor:
+    """``gradient`` times all its factors; the same tensor where there are none."""
+    for scale in state.scales:
+        gradient = gradient.mul(scale)
+    if state.wide_scales:
+        gradient = _widened(gradient)
+        for scale in state.wide_scales:
+            gradient = gradient.mul(scale)
+    return gradient
