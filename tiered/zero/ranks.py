@@ -8,7 +8,7 @@ ways get an error that names both, never each other's bytes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -28,23 +28,27 @@ GRACE = timedelta(seconds=5)
 
 
 class Under:
-    """A collective that is under way."""
+    """A collective that is under way; and before it, another, of what it is for."""
 
-    def __init__(self, ranks: Ranks, what: str, tags: torch.Tensor, works: Sequence[Any]) -> None:
-        self._ranks, self._what, self._tags, self._works = ranks, what, tags, list(works)
+    def __init__(self, ranks: Ranks, what: str, tags: torch.Tensor, tagging: Any) -> None:
+        self._ranks, self._what, self._tags, self._tagging = ranks, what, tags, tagging
+        self.moving: Any = None
 
     @property
     def done(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        return bool(self._tagging.is_completed() and self.moving.is_completed())
 
-    def wait(self) -> None:
+    def agree(self) -> None:
         """Raises RankError where another rank is lost, late, or does something else."""
         with self._ranks.named(self._what):
-            for number, work in enumerate(self._works):
-                work.wait()
-                if number == 0:
-                    self._compare()
-        self._works = []
+            self._tagging.wait()
+            self._compare()
+
+    def wait(self) -> None:
+        """Until it has ended; raises as ``agree``."""
+        self.agree()
+        with self._ranks.named(self._what):
+            self.moving.wait()
 
     def _compare(self) -> None:
         said = [bytes(tag.tolist()).rstrip(b"\0").decode(errors="replace") for tag in self._tags]
@@ -77,11 +81,10 @@ class Ranks:
 
     # -- collectives -------------------------------------------------------------------------------------------------------
 
-    def gather(self, whole: torch.Tensor, own: torch.Tensor, what: str) -> Under:
-        """Begin to fill ``whole`` with all ranks' ``own``, in order. ``own`` may be its place in ``whole``. Both uint8."""
-        return self._begin(self._gathers, what, lambda: dist.all_gather_into_tensor(
-            whole, own, group=self._gathers, async_op=True
-        ))
+    def gather(self, whole: torch.Tensor, own: torch.Tensor, what: str, *, ahead: bool = False) -> Under:
+        """Begin to fill ``whole`` with all ranks' ``own``, in order. ``own`` may be its place in ``whole``. Both uint8.
+        ``ahead``: it is not waited for at once, so it does not wait for agreement either."""
+        return self._begin(self._gathers, what, lambda: _gather(whole, own, self._gathers), ahead)
 
     def exchange(self, received: torch.Tensor, whole: torch.Tensor, what: str) -> Under:
         """Begin to send each rank its part of ``whole``; ``received`` will have what each had of this rank's part, in order.
@@ -90,9 +93,12 @@ class Ranks:
         That is a reduce-scatter whose sum has the same order everywhere. gloo's own sends twice as many bytes: it is its
         all-reduce, of which each rank keeps a part.
         """
-        return self._begin(self._reductions, what, lambda: dist.all_to_all_single(
-            received, whole, group=self._reductions, async_op=True
-        ))
+        return self._begin(
+            self._reductions,
+            what,
+            lambda: dist.all_to_all_single(received, whole, group=self._reductions, async_op=True),
+            ahead=True,
+        )
 
     def add_up(self, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The mean over the ranks of what ``exchange`` received, in its memory. bf16 and fp16 are added up as fp32."""
@@ -112,28 +118,30 @@ class Ranks:
         flat = own.contiguous().view(-1)
         found = torch.empty(self.size * flat.numel(), dtype=own.dtype)
         if flat.numel():
-            self._begin(self._reductions, what, lambda: dist.all_gather_into_tensor(
-                found.view(torch.uint8), flat.view(torch.uint8), group=self._reductions, async_op=True
-            )).wait()
+            into, mine = found.view(torch.uint8), flat.view(torch.uint8)
+            self._begin(self._reductions, what, lambda: _gather(into, mine, self._reductions)).wait()
         return found.view(self.size, -1)
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:
         """Have rank 0's."""
         if tensor.numel():
             source = dist.get_global_rank(self._gathers, 0)
-            self._begin(self._gathers, what, lambda: dist.broadcast(
-                tensor, source, group=self._gathers, async_op=True
-            )).wait()
+            group = self._gathers
+            self._begin(group, what, lambda: dist.broadcast(tensor, source, group=group, async_op=True)).wait()
 
-    def _begin(self, group: Any, what: str, start: Any) -> Under:
+    def _begin(self, group: Any, what: str, start: Callable[[], Any], ahead: bool = False) -> Under:
         self._numbers[group] += 1
         tag = torch.zeros(TAG, dtype=torch.uint8)
         said = f"{what} (number {self._numbers[group]})".encode()[:TAG]
         tag[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         tags = torch.empty(self.size * TAG, dtype=torch.uint8)
         with self.named(what):
-            works = [dist.all_gather_into_tensor(tags, tag, group=group, async_op=True), start()]
-        return Under(self, what, tags.view(self.size, TAG), works)
+            under = Under(self, what, tags.view(self.size, TAG), _gather(tags, tag, group))
+        if not ahead:
+            under.agree()  # gloo ends a process that receives more than it expects
+        with self.named(what):
+            under.moving = start()
+        return under
 
     # -- failure -----------------------------------------------------------------------------------------------------------
 
@@ -167,6 +175,11 @@ class Ranks:
             except (RuntimeError, ValueError):
                 missing.append(rank)
         return missing
+
+
+def _gather(whole: torch.Tensor, own: torch.Tensor, group: Any) -> Any:
+    renamed = getattr(dist, "all_gather_single", None)  # in torch 2.13
+    return (renamed or dist.all_gather_into_tensor)(whole, own, group=group, async_op=True)
 
 
 def _timeout_of(group: dist.ProcessGroup | None) -> float:

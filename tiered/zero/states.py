@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,15 +49,23 @@ class States:
     """The states of one unit's parameters. A chunk is a tensor per kind of state, over the same elements of the unit.
 
     ``m`` and ``v`` are fp32 (fp64 for fp64 parameters). The fp32 master of a bf16 parameter is the parameter and ``lo``
-    (int16), that of an fp16 parameter is ``master``; other parameters are their own masters.
+    (int16), that of an fp16 parameter is ``master``; other parameters are their own masters. ``kinds``: the types in the store
+    of all of the unit's parameters, where ``placements`` are a rank's share of it.
     """
 
-    def __init__(self, store: TieredStore, key: str, placements: Sequence[Placement], chunk_elements: int) -> None:
+    def __init__(
+        self,
+        store: TieredStore,
+        key: str,
+        placements: Sequence[Placement],
+        chunk_elements: int,
+        kinds: Collection[torch.dtype] = (),
+    ) -> None:
         self.store, self.key, self.chunk_elements = store, key, chunk_elements
         self._placements = placements
         self.update_seconds = 0.0
         self.stale_masters = set(placements)  # whose fp32 master does not yet have the parameter's value
-        kinds = {placement.stored for placement in placements}
+        kinds = kinds or {placement.stored for placement in placements}
         self._dtype = torch.float64 if torch.float64 in kinds else torch.float32
         self._layout = {"m": self._dtype, "v": self._dtype}
         if torch.bfloat16 in kinds:

@@ -124,12 +124,15 @@ class Gathered:
         self._begun: tuple[torch.Tensor, Under] | None = None
 
     def begin(self) -> None:
+        self._begin(ahead=True)
+
+    def _begin(self, ahead: bool) -> None:
         if self._begun is not None:
             return
         with ExitStack() as leases, ExitStack() as sources:
             whole = leases.enter_context(self.room())
             own = sources.enter_context(self.own(Access.READ))
-            self._begun = whole, self._ranks.gather(whole, own, f"parameters of {self._key!r}")
+            self._begun = whole, self._ranks.gather(whole, own, f"parameters of {self._key!r}", ahead=ahead)
             del whole, own
             self._lease, self._sources = leases.pop_all(), sources.pop_all()
 
@@ -147,7 +150,7 @@ class Gathered:
         """They are gathered whenever they are used."""
 
     def open(self, access: Access) -> torch.Tensor:
-        self.begin()
+        self._begin(ahead=False)
         assert self._begun is not None
         whole, under = self._begun
         try:

@@ -55,7 +55,8 @@ class Unit:
         self._steppers: dict[Placement, weakref.WeakMethod[Stepper]] = {}
         self._lent: list[StorageWeakRef] = []
         self.references: weakref.WeakSet[object] = weakref.WeakSet()  # what graphs saved of it, which has no memory of its own
-        self.states = States(store, self.key, list(self.parts.values()), even_chunks(plan.elements, chunk))
+        kinds = {placement.stored for placement in plan.placements}
+        self.states = States(store, self.key, list(self.parts.values()), even_chunks(plan.elements, chunk), kinds)
 
     # -- parameters --------------------------------------------------------------------------------------------------------
 

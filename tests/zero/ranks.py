@@ -1,0 +1,73 @@
+"""Functions that run in several processes of one process group, over gloo on the loopback device."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["on_ranks"]
+
+PATIENCE = 240.0
+"""Seconds until processes that do not end are killed, and the test fails."""
+
+
+def on_ranks(
+    size: int, scenario: Callable[..., Any], folder: Path, *arguments: Any, timeout: float = 60.0, lost: bool = False
+) -> list[Any]:
+    """What ``scenario(rank, folder, *arguments)`` returns on each of ``size`` ranks; all tracebacks where one fails.
+
+    ``lost``: ranks may fail or be killed; the result of one that was is None.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "tiered.zero", "tests.zero.models"])
+    folder.mkdir(parents=True, exist_ok=True)
+    processes = [
+        context.Process(target=_run, args=(rank, size, scenario, folder, arguments, timeout)) for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + PATIENCE
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+    late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        process.kill()
+        process.join()
+    assert not late, f"ranks {late} did not end within {PATIENCE:g} s\n{_tracebacks(folder, size)}"
+    if not lost:
+        assert not _tracebacks(folder, size), _tracebacks(folder, size)
+        assert all(process.exitcode == 0 for process in processes), [process.exitcode for process in processes]
+    found = [folder / f"result{rank}" for rank in range(size)]
+    return [torch.load(path, weights_only=False) if path.exists() else None for path in found]
+
+
+def _tracebacks(folder: Path, size: int) -> str:
+    found = [folder / f"traceback{rank}" for rank in range(size)]
+    return "\n".join(f"rank {rank}:\n{path.read_text()}" for rank, path in enumerate(found) if path.exists())
+
+
+def _run(
+    rank: int, size: int, scenario: Callable[..., Any], folder: Path, arguments: tuple[Any, ...], timeout: float
+) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+        )
+        result = scenario(rank, folder, *arguments)
+        torch.save(result, folder / f"part{rank}")
+        (folder / f"part{rank}").rename(folder / f"result{rank}")
+    except BaseException:
+        (folder / f"traceback{rank}").write_text(traceback.format_exc())
+        raise SystemExit(1) from None
+    dist.destroy_process_group()

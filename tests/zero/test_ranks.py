@@ -1,0 +1,306 @@
+"""Several ranks against one process that does the same sums in memory: bit for bit, and the same whatever the stage; and beside
+DistributedDataParallel, whose sums have another order."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.zero.models import Mixed, Tied
+from tests.zero.ranks import on_ranks
+from tiered import TieredStore, zero
+
+SIZES = [2, 3, 4]
+STAGES = [zero.Stage1(), zero.Stage2(), zero.Stage3()]
+STEPS = 4
+LR = 1e-2
+
+
+class Uneven(nn.Module):
+    """Sizes that no number of ranks divides, one of 1, one that is used by some ranks only where ``by_rank``, and a type that
+    is wider."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 13)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.sometimes = nn.Linear(13, 13)
+        self.last = nn.Linear(13, 5)
+        self.never = nn.Linear(3, 3)
+        self.wide = nn.Parameter(torch.linspace(0, 1, 5, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, sometimes: bool) -> torch.Tensor:
+        x = torch.tanh(self.first(x)) * self.gain
+        if sometimes:
+            x = x + self.sometimes(x)
+        return self.last(x) * self.wide
+
+    def loss(self, seed: int) -> torch.Tensor:
+        x = torch.randn(6, 7, generator=torch.Generator().manual_seed(seed))
+        return self(x, sometimes=seed % 3 == 0).square().mean().float()
+
+
+@dataclass(frozen=True)
+class Case:
+    """``batches``: backward passes of a step; ``synced``: each of them is reduced."""
+
+    make: Any
+    batches: int = 1
+    synced: bool = False
+    clip: float | None = None
+    update: str = "on_fetch"
+    schedule: bool = False
+    look: bool = False
+
+
+CASES = {
+    "tied": Case(Tied, batches=2, schedule=True),
+    "checkpointed": Case(functools.partial(Tied, layers=2, mode="checkpoint")),
+    "reentrant": Case(functools.partial(Tied, layers=2, mode="reentrant")),
+    "mixed": Case(Mixed, look=True),
+    "clipped": Case(functools.partial(Tied, layers=2), clip=0.1),
+    "synced": Case(functools.partial(Tied, layers=2), batches=2, synced=True),
+    "in_backward": Case(functools.partial(Tied, layers=2), update="in_backward"),
+}
+BY_RANK = {"uneven": Case(Uneven, batches=2), "uneven, synced": Case(Uneven, batches=2, synced=True)}
+"""Ranks use different modules: not with stage 3, whose ranks gather parameters together."""
+
+
+NOT_DDP = {"reentrant"}
+"""DistributedDataParallel refuses parameters that several reentrant checkpoints share."""
+
+
+def seed_of(rank: int, step: int, batch: int) -> int:
+    return 100 * rank + 10 * step + batch + 1
+
+
+def train(
+    loss_of: Any, model: nn.Module, optimizer: Any, case: Case, rank: int, no_sync: Any, clip: Any, grad: Any
+) -> dict[str, Any]:
+    """``STEPS`` steps of one rank."""
+    losses, norms, gradients = [], [], {}
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) if case.schedule else None
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for batch in range(case.batches):
+            with nullcontext() if case.synced or batch == case.batches - 1 else no_sync():
+                loss = loss_of(seed_of(rank, step, batch)) / case.batches
+                loss.backward()
+            losses.append(loss.item())
+        if case.clip is not None:
+            norms.append(float(clip(case.clip)))
+        elif step == 0 and case.update == "on_fetch":
+            gradients = {name: grad(parameter) for name, parameter in model.named_parameters()}
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return {"losses": losses, "norms": norms, "gradients": gradients}
+
+
+def paged(rank: int, folder: Path, names: list[str], stages: list[zero.Stage]) -> dict[Any, Any]:
+    """All cases with each stage, on one rank."""
+    results = {}
+    for name in names:
+        case = (CASES | BY_RANK)[name]
+        for stage in stages:
+            torch.manual_seed(5 if rank == 0 else 1000 + rank)  # all take over rank 0's values
+            model = case.make()
+            with TieredStore.open(folder / f"{name}-{type(stage).__name__}-{rank}", dram="2MiB") as store:
+                zero.page(model, store, stage=stage)
+                optimizer = zero.AdamW(model.parameters(), lr=LR, update=case.update)
+                no_sync = functools.partial(zero.no_sync, model)
+                clip, grad = optimizer.clip_grad_norm_, optimizer.grad
+                found = train(model.loss, model, optimizer, case, rank, no_sync, clip, grad)
+                if case.look:
+                    model.eval()
+                    with torch.no_grad():
+                        found["evaluated"] = model.loss(3)
+                    model.train()
+                found["model"] = {key: value.clone() for key, value in model.state_dict().items()}
+                found["optimizer"] = optimizer.state_dict()["state"]
+                found["bytes"] = {key: store.spec(key).nbytes for key in store}
+            results[name, type(stage).__name__] = found
+    return results
+
+
+def distributed(rank: int, names: list[str]) -> dict[Any, Any]:
+    """The same cases with DistributedDataParallel and torch's AdamW, in memory."""
+    results = {}
+    for name in names:
+        case = (CASES | BY_RANK)[name]
+        torch.manual_seed(5)
+        inner = case.make()
+        model = DistributedDataParallel(_Loss(inner), find_unused_parameters=True)
+        optimizer = torch.optim.AdamW(inner.parameters(), lr=LR, fused=True)
+        clip = functools.partial(torch.nn.utils.clip_grad_norm_, list(inner.parameters()))
+        found = train(model, inner, optimizer, case, rank, model.no_sync, clip, _copy_of_grad)
+        results[name] = found | {"model": {key: value.clone() for key, value in inner.state_dict().items()}}
+    return results
+
+
+def _copy_of_grad(parameter: nn.Parameter) -> torch.Tensor | None:
+    return None if parameter.grad is None else parameter.grad.clone()
+
+
+class _Loss(nn.Module):
+    """DistributedDataParallel wants a forward."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, seed: int) -> torch.Tensor:
+        found: torch.Tensor = self.model.loss(seed)
+        return found
+
+
+def expected(case: Case, size: int, stage: str) -> dict[str, Any]:
+    """In one process, in memory: the ranks one after the other, and their gradients added up in order."""
+    torch.manual_seed(5)
+    model = case.make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) if case.schedule else None
+    losses: list[list[float]] = [[] for _ in range(size)]
+    for step in range(STEPS):
+        batches_of_all = list(range(case.batches))
+        passes = [[batch] for batch in batches_of_all] if case.synced and stage != "Stage1" else [batches_of_all]
+        total: dict[nn.Parameter, torch.Tensor] = {}
+        for batches in passes:
+            gradients = []
+            for rank in range(size):
+                optimizer.zero_grad()
+                for batch in batches:
+                    loss = model.loss(seed_of(rank, step, batch)) / case.batches
+                    loss.backward()
+                    losses[rank].append(loss.item())
+                gradients.append({p: p.grad.clone() for p in model.parameters() if p.grad is not None})
+            for parameter in model.parameters():
+                if any(parameter in found for found in gradients):
+                    parts = [found.get(parameter, torch.zeros_like(parameter)) for found in gradients]
+                    mean = functools.reduce(torch.add, parts) / size
+                    total[parameter] = total[parameter] + mean if parameter in total else mean
+        for parameter in model.parameters():
+            parameter.grad = total.get(parameter)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    found: dict[str, Any] = {"losses": losses, "model": model.state_dict()}
+    names = {parameter: index for index, parameter in enumerate(model.parameters())}
+    found["optimizer"] = {names[p]: state for p, state in optimizer.state.items()}
+    if case.look:
+        model.eval()
+        with torch.no_grad():
+            found["evaluated"] = model.loss(3)
+    return found
+
+
+@pytest.fixture(scope="module")
+def results() -> Iterator[Any]:
+    """``results(size)``: what all ranks found in all cases; run once."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        @functools.cache
+        def run(size: int) -> list[dict[Any, Any]]:
+            return on_ranks(size, both, Path(folder) / str(size))
+
+        yield run
+
+
+def both(rank: int, folder: Path) -> dict[Any, Any]:
+    found = paged(rank, folder, list(CASES), STAGES) | paged(rank, folder, list(BY_RANK), STAGES[:2])
+    return {"ours": found, "ddp": distributed(rank, [name for name in (*CASES, *BY_RANK) if name not in NOT_DDP])}
+
+
+KINDS = [(name, type(stage).__name__) for name in CASES for stage in STAGES] + [
+    (name, type(stage).__name__) for name in BY_RANK for stage in STAGES[:2]
+]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("name", "stage"), KINDS)
+def test_ranks_are_what_one_process_would_be(results: Any, size: int, name: str, stage: str) -> None:
+    case = (CASES | BY_RANK)[name]
+    ranks = [found["ours"][name, stage] for found in results(size)]
+    want = expected(case, size, stage)
+    for rank, found in enumerate(ranks):
+        for key, value in want["model"].items():
+            if case.clip is None and "running" not in key and "num_batches" not in key:  # each rank's own
+                assert torch.equal(found["model"][key], value), (rank, key)
+        if case.clip is None:
+            assert found["losses"] == want["losses"][rank]
+            for index, state in want["optimizer"].items():
+                for kind, value in state.items():
+                    assert torch.equal(found["optimizer"][index][kind], value), (rank, index, kind)
+            assert found["optimizer"].keys() == want["optimizer"].keys()
+        if case.look:
+            assert "evaluated" in found
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", [*CASES, *BY_RANK])
+def test_all_stages_are_the_same_bit_for_bit(results: Any, size: int, name: str) -> None:
+    stages = STAGES if name in CASES else STAGES[:2]
+    for found in results(size):
+        first, *others = (found["ours"][name, type(stage).__name__] for stage in stages)
+        if (CASES | BY_RANK)[name].synced:  # which stage 1 does once, and so in another order
+            first = others.pop(0)
+        for other in others:
+            for kind in ("losses", "norms", "gradients", "model", "optimizer"):
+                assert same(other[kind], first[kind]), kind
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", [name for name in (*CASES, *BY_RANK) if name not in NOT_DDP])
+def test_ranks_are_what_distributed_data_parallel_is(results: Any, size: int, name: str) -> None:
+    """Equal bit for bit with two ranks, where a sum has but one order and halves are exact, unless a norm is a sum, too. With
+    more, each gradient is within 2(N + 1) roundings of the mean of its absolute values on the ranks: N - 1 additions and a
+    division either way. Nothing bounds parameters after that: Adam makes a step of a gradient that is nothing but rounding, as
+    that of a key's bias is. So losses are compared, which such parameters do not change."""
+    case = (CASES | BY_RANK)[name]
+    exact = size == 2 and case.clip is None and not case.synced
+    for found in results(size):
+        ours, ddp = found["ours"][name, "Stage2"], found["ddp"][name]
+        for key, value in ddp["model"].items():
+            if exact and "running" not in key and "num_batches" not in key:
+                assert torch.equal(ours["model"][key], value), key
+        sizes = magnitudes(case, size)
+        for key, gradient in ddp["gradients"].items():
+            assert (ours["gradients"][key] is None) == (gradient is None)
+            if gradient is not None and not case.synced:
+                error = (ours["gradients"][key] - gradient).abs()
+                assert (error <= 2 * (size + 1) * torch.finfo(gradient.dtype).eps / 2 * sizes[key] + 1e-38).all(), key
+        for mine, other in zip(ours["losses"], ddp["losses"], strict=True):
+            assert mine == other if exact else abs(mine - other) <= 1e-4 * abs(other)
+        for mine, other in zip(ours["norms"], ddp["norms"], strict=True):
+            assert abs(mine - other) <= 1e-5 * other
+
+
+def magnitudes(case: Case, size: int) -> dict[str, torch.Tensor]:
+    """The mean over the ranks of each gradient's absolute values, in the first step."""
+    torch.manual_seed(5)
+    model = case.make()
+    total = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+    for rank in range(size):
+        model.zero_grad()
+        for batch in range(case.batches):
+            (model.loss(seed_of(rank, 0, batch)) / case.batches).backward()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                total[name] += parameter.grad.abs() / size
+    return total
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
