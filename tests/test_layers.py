@@ -99,7 +99,7 @@ MAY_IMPORT = {
     "zero": {"package", "zero"},  # the public API only, and:
     "cli": set(LAYERS.values()),
 }
-ALSO = {"zero": {"errors", "memory", "types", "safetensors", "shards"}}  # modules, not layers
+ALSO = {"zero": {"atrest", "errors", "listing", "memory", "types", "safetensors", "shards"}}  # modules, not layers
 
 # Compiled, without layers below it.
 EXTENSIONS = {"io._aio": "io.*"}

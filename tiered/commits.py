@@ -85,17 +85,25 @@ class Commits:
 
     # -- opening ---------------------------------------------------------------------------------------------------------
 
-    def restore(self, generation: int | None) -> None:
+    def restore(self, generation: int | None, *, drop_newer: bool = False) -> None:
         """Fill the directory from ``generation`` (None: the newest); pin what the others that are kept reference.
+        ``drop_newer``: those after it are forgotten, durably; of 0 nothing is left.
 
         Raises ManifestError, also where there is no such generation.
         """
         folder, nvme = self._nvme.folder, self._nvme
         generations.clean(folder)
-        chosen = generations.load(folder, generation)
+        there = generations.generations(folder)
+        newer = [number for number in there if drop_newer and generation is not None and number > generation]
+        chosen = None if drop_newer and generation == 0 else generations.load(folder, generation)
+        for number in reversed(newer):  # the newest first: what is left is always as after a commit
+            generations.drop(folder, number)
+        if newer:
+            generations.sync(folder)
+        self._engine.admission.generation = max(there, default=0) + 1
         if chosen is None:
             return
-        there = generations.generations(folder)
+        there = [number for number in there if number not in newer]
         for number in [*(other for other in there if other != chosen.generation), chosen.generation]:
             manifest = chosen if number == chosen.generation else generations.load(folder, number)
             assert manifest is not None
@@ -122,7 +130,6 @@ class Commits:
             self.restore_tensor(record, newest.tensors[record.key], empty, claim=False)
         admission = self._engine.admission
         admission.directory.next_id = max(admission.directory.next_id, chosen.next_tensor_id)
-        admission.generation = there[-1] + 1
         self._kept, self.newest, self._meta_bytes = there, newest, len(newest.meta)
 
     def empty_slots(self, records: Iterable[manifests.TensorRecord], going: Sequence[Slot] = ()) -> dict[Key, Slot] | None:

@@ -17,11 +17,14 @@ from tiered.errors import MisuseError, TieredError
 from tiered.interfaces import EvictionPolicy, IOBackend
 from tiered.residency import Copy
 from tiered.sizes import parse_size
-from tiered.types import BackendName, Slot
+from tiered.types import Access, BackendName, Slot
 
-__all__ = ["Durability", "Wishes", "assemble", "begin", "config_of", "refuse", "warn_buffered"]
+__all__ = ["Durability", "Newer", "Wishes", "access_of", "assemble", "begin", "config_of", "refuse", "warn_buffered"]
 
 Durability = Literal["commit", "none"]
+Newer = Literal["keep", "drop"]
+
+_ACCESS: dict[str | Access, Access] = {name: access for access in Access for name in (access, access.value)}
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Wishes:
     keep: int
     deadline: float
     paths: Sequence[str | os.PathLike[str]] | None
+    newer: Newer = "keep"
 
     @property
     def scratch(self) -> bool:
@@ -57,7 +61,7 @@ def assemble(wishes: Wishes) -> tuple[Parts, Engine, Commits | None]:
         commits = None
         if parts.nvme is not None:
             commits = Commits(engine, parts.nvme, wishes.keep, _duplicator(parts, engine))
-            commits.restore(wishes.generation)
+            commits.restore(wishes.generation, drop_newer=wishes.newer == "drop")
             if wishes.scratch and commits.newest is not None:
                 raise MisuseError(
                     f"{parts.nvme.folder} holds a store with commits, which durability='none' would write over: "
@@ -115,6 +119,8 @@ def refuse(wishes: Wishes) -> None:
         raise MisuseError("there are no generations without a disk or with durability='none'")
     if generation is not None and type(generation) is not int:
         raise MisuseError(f"a generation is an int, not {generation!r}")
+    if wishes.newer not in ("keep", "drop") or (wishes.newer == "drop" and generation is None):
+        raise MisuseError(f"newer is 'keep' or 'drop' (with generation=: those after it), not {wishes.newer!r}")
     if path is None and wishes.nvme is not None:
         raise MisuseError("a store without a disk (path None) has no nvme=: leave it out, or name a folder")
     if path is not None and not _is_path(path):
@@ -124,6 +130,13 @@ def refuse(wishes: Wishes) -> None:
             raise MisuseError("a store without a disk (path None) has no paths=: leave them out, or name a folder")
         if not isinstance(wishes.paths, list | tuple) or not wishes.paths or not all(map(_is_path, wishes.paths)):
             raise MisuseError(f"paths is a list of folders, one on each drive, not {wishes.paths!r}")
+
+
+def access_of(access: Access | str) -> Access:
+    found = _ACCESS.get(access) if isinstance(access, str | Access) else None
+    if found is None:
+        raise MisuseError(f"access is 'read' or 'write', not {access!r}")
+    return found
 
 
 def _is_path(path: object) -> bool:

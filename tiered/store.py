@@ -20,7 +20,7 @@ from tiered.errors import ForkedStore, MisuseError, StoreClosed
 from tiered.eviction import LRU
 from tiered.interfaces import EvictionPolicy, IOBackend
 from tiered.lease import LeaseOfMany, LeaseOfOne
-from tiered.opening import Wishes, assemble
+from tiered.opening import Newer, Wishes, access_of, assemble
 from tiered.prefetch import Record, Touch, touch_of
 from tiered.rehearsal import choose, policy_of
 from tiered.requests import Delete, Install, Room
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TieredStore"]
 
-_ACCESS: dict[str | Access, Access] = {name: access for access in Access for name in (access, access.value)}
 AT_ONCE = 4 << 20
 """Bytes that a coroutine copies itself; more is copied in a thread, so that the event loop goes on."""
 
@@ -81,6 +80,7 @@ class TieredStore:
         device: str | torch.device = "cuda",
         nvme: int | str | None = None,
         generation: int | None = None,
+        newer: Newer = "keep",
         access: Access | str = Access.WRITE,
         durability: Literal["commit", "none"] = "commit",
         backend: BackendName | Callable[[], IOBackend] = "auto",
@@ -94,7 +94,8 @@ class TieredStore:
         Sizes are bytes or "256MiB". ``dram`` is the hard budget of the pool (default: half of what is available), ``hbm`` that
         on ``device`` (default: no such tier; device="cpu" stands in for one), ``nvme`` that of the disk (default: what it has).
         ``path`` None is a store without a disk. ``durability="none"`` is scratch: nothing can be committed, and the files are
-        gone at close. ``keep`` is how many generations stay on disk. ``deadline`` is how many seconds a call waits for room
+        gone at close. ``keep`` is how many generations stay on disk; ``newer="drop"``: those after ``generation`` are given up
+        (all, with 0). ``deadline`` is how many seconds a call waits for room
         before it raises and names who holds it. ``access="read"`` opens a commit to look at it, beside a job that died, or in a
         folder that cannot be written to: nothing there is created or changed, several may do so at once, and what would raises.
 
@@ -110,8 +111,8 @@ class TieredStore:
         CapacityError (a budget too small, or more than there is), ManifestError (damaged, no such generation, a drive that is
         missing or another store's).
         """
-        wishes = Wishes(path, dram, hbm, device, nvme, generation, durability, backend, eviction, keep, deadline, paths)
-        if _access(access) is Access.READ:
+        wishes = Wishes(path, dram, hbm, device, nvme, generation, durability, backend, eviction, keep, deadline, paths, newer)
+        if access_of(access) is Access.READ:
             from tiered.reading import open_to_read
 
             return open_to_read(wishes)
@@ -232,7 +233,7 @@ class TieredStore:
         Entering raises KeyNotFound, LeaseConflict, TransferError, and CapacityError after the deadline. Leaving a READ lease
         whose tensor was written to raises MisuseError.
         """
-        wanted = _access(access)
+        wanted = access_of(access)
         if wanted is Access.WRITE:
             self._refuse_to_read_only()
         index = self._tier_index(tier)
@@ -480,13 +481,6 @@ class TieredStore:
 
     def _refuse_to_read_only(self) -> None:
         """Raise MisuseError where nothing may be changed."""
-
-
-def _access(access: Access | str) -> Access:
-    found = _ACCESS.get(access) if isinstance(access, str | Access) else None
-    if found is None:
-        raise MisuseError(f"access is 'read' or 'write', not {access!r}")
-    return found
 
 
 def _shut_down(engine: Engine, parts: Parts, pid: int, scratch: bool) -> None:

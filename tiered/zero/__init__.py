@@ -7,6 +7,7 @@ from tiered.zero.construct import Construction, ConstructionStatistics, init
 from tiered.zero.export import export
 from tiered.zero.optimizer import AdamW
 from tiered.zero.policy import Policy
+from tiered.zero.rank_stores import open_store
 from tiered.zero.rules import AdamWRule, UpdateRule
 from tiered.zero.scaler import GradScaler
 from tiered.zero.sharding import Stage, Stage1, Stage2, Stage3
@@ -30,6 +31,7 @@ __all__ = [
     "export",
     "init",
     "no_sync",
+    "open_store",
     "page",
     "resume",
     "rollback",

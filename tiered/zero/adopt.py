@@ -18,6 +18,7 @@ from tiered.zero.heap import Trimmer
 from tiered.zero.paging import TRIM_SHARE, Pager
 from tiered.zero.policy import Policy
 from tiered.zero.ranks import Ranks
+from tiered.zero.reshard import Source, opened, reshard
 from tiered.zero.schedule import Prefetch
 from tiered.zero.sharding import Alone, Partition, Shared, Stage, Stage3
 from tiered.zero.split import KEPT_SHARE, refuse_batch_dependent, split_modules
@@ -43,6 +44,7 @@ def page(
     param_init_fn: Init | None = None,
     policy: Policy = AS_IT_IS,
     weights: str | os.PathLike[str] | None = None,
+    source: str | os.PathLike[str] | None = None,
     stage: Stage | None = None,
     group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
@@ -73,6 +75,9 @@ def page(
     model is called, names a module that computes across the batch (BatchNorm in training, one of yours with an attribute
     ``batch_dependent = True``, one that changes a buffer), has it in the second dimension, or cannot be split otherwise.
 
+    ``source``: with ``existing="resume"``, where the store has no checkpoint of ``name`` yet: the folder of another store, or
+    of the stores of all ranks (``zero.open_store``), whose last checkpoint is taken over: of any number of ranks, with any
+    stage, and any budget. It is not changed.
     ``stage``: where ``torch.distributed`` has several processes (of ``group``; None: all), each with a store of its own, what
     of the model each has only its share of: ``zero.Stage1()``, ``Stage2()`` or ``Stage3()`` (the default). All of them call
     what concerns the model together and have the values of rank 0 to begin with; gradients are averaged. ``timeout``: seconds
@@ -89,6 +94,8 @@ def page(
         raise MisuseError("existing is 'refuse', 'overwrite' or 'resume', prefetch is 'on' or 'off'")
     if type(micro_batch) is not int or micro_batch < 1:
         raise MisuseError(f"micro_batch is into how many parts units divide the batch, at least 1, not {micro_batch!r}")
+    if source is not None and existing != "resume":
+        raise MisuseError("source= is for existing='resume': where the checkpoint is that this model goes on from")
     if weights is not None and (existing == "resume" or param_init_fn is not None):
         raise MisuseError("weights= gives a model its values: leave out param_init_fn=, and existing='resume'")
     if current.get() is not None:
@@ -117,6 +124,8 @@ def page(
     pool = store.statistics().tiers[0].capacity
     limits = Limits.of(pool)
     partition = _partition(stage, group, timeout)
+    if existing == "resume" and source is not None and f"{name}/checkpoint" not in store:
+        _take_over(source, model, store, name, limits, policy, partition)
     if existing == "resume":
         limits, kept = checkpoint.layout(store, name)
         strides |= {parameter: kept[qualified] for qualified, parameter in model.named_parameters() if qualified in kept}
@@ -165,7 +174,22 @@ def _partition(stage: Stage | None, group: dist.ProcessGroup | None, timeout: fl
         if group is not None or timeout is not None:
             raise MisuseError("group= and timeout= are for several processes: call torch.distributed.init_process_group first")
         return Alone()
-    return Shared(Ranks(group, timeout), stage if stage is not None else Stage3())
+    return Shared(Ranks.of(group, timeout), stage if stage is not None else Stage3())
+
+
+def _take_over(
+    source: str | os.PathLike[str],
+    model: nn.Module,
+    store: TieredStore,
+    name: str,
+    limits: Limits,
+    policy: Policy,
+    partition: Partition,
+) -> None:
+    with ExitStack() as stack:
+        there = Source(opened(source, stack), name)
+        strides = {p: there.named(qualified).stride for qualified, p in model.named_parameters()}
+        reshard(there, store, divide(model, limits, strides, policy, partition.shares), partition)
 
 
 def _opened(model: nn.Module, weights: str | os.PathLike[str]) -> Pretrained:

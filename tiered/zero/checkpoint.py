@@ -21,6 +21,7 @@ from tiered.zero.sharding import Partition
 from tiered.zero.states import Pending, Update
 from tiered.zero.unit import Unit
 from tiered.zero.units import Limits, Placement, Plan, UnitPlan
+from tiered.zero.validity import Validity
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -64,11 +65,12 @@ def commit(
     in memory. Between steps, or between backward and ``step()``; not within forward or backward. After an exception in one of
     these call ``optimizer.zero_grad()`` first (with ``update="in_backward"``, ``rollback``).
 
-    ``meta`` is the store's, for people to read (default: as before). Raises MisuseError for what cannot be written down, and
-    what ``TieredStore.commit`` raises.
+    Several ranks call it together, each with the store that ``zero.open_store`` gave it; it is acknowledged once all have
+    committed. ``meta`` is the store's, for people to read (default: as before). Raises MisuseError for what cannot be written
+    down, and what ``TieredStore.commit`` raises.
     """
     store = _prepare(model, optimizer, scheduler, scaler, data, extra)
-    return store.commit(meta)
+    return _pager_of(model).partition.commit(store, meta)
 
 
 def commit_async(
@@ -82,6 +84,8 @@ def commit_async(
     meta: Mapping[str, object] | None = None,
 ) -> Future[int]:
     """``commit`` all as it is now, while training goes on: see ``TieredStore.commit_async``."""
+    if _pager_of(model).partition.shares > 1:
+        raise MisuseError("ranks acknowledge a commit together, which commit_async does not: call zero.commit")
     store = _prepare(model, optimizer, scheduler, scaler, data, extra)
     return store.commit_async(meta)
 
@@ -157,15 +161,9 @@ def _prepare(
         if unit.held:
             raise MisuseError(f"the parameters of {unit.plan.name!r} are in use: commit outside forward and backward")
         unit.gradients.close()
-    larger: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> str:
-        larger.append(tensor)
-        return f"{name}/checkpoint/{len(larger)}"
-
     record = {
         "version": VERSION,
-        "layout": _layout([unit.plan for unit in pager.units], pager.limits, pager.partition),
+        "layout": layout_of([unit.plan for unit in pager.units], pager.limits, pager.partition),
         "units": [_of_unit(unit) for unit in pager.units],
         "buffers": dict(model.named_buffers()),
         "persistent": persistent_buffers(model),
@@ -176,14 +174,25 @@ def _prepare(
         "random": _random_states(),
         "extra": None if extra is None else dict(extra),
     }
+    write_record(store, name, record)
+    return store
+
+
+def write_record(store: TieredStore, name: str, record: Mapping[str, Any]) -> None:
+    """As the checkpoint of model ``name``. Raises MisuseError, with nothing changed, for what cannot be written down."""
+    larger: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> str:
+        larger.append(tensor)
+        return f"{name}/checkpoint/{len(larger)}"
+
     written = dumps(record, "the checkpoint", keep)
-    pager.validity.end()  # what comes now is another record's
+    Validity(store, name).end()  # what comes now is another record's
     for key in [key for key in store if key.startswith(f"{name}/checkpoint/") and int(key.rsplit("/", 1)[1]) > len(larger)]:
         store.delete(key)
     for number, tensor in enumerate(larger, 1):
         store.put(f"{name}/checkpoint/{number}", tensor)
     store.put(f"{name}/checkpoint", torch.frombuffer(bytearray(written), dtype=torch.uint8))
-    return store
 
 
 def _of_unit(unit: Unit) -> dict[str, Any]:
@@ -275,11 +284,13 @@ def recall(pager: Pager) -> None:
         unit.states.stale_masters = {named[name] for name in found["stale_masters"]}
         unit.pending = None if found["pending"] is None else pending_of(found["pending"], named)
         unit.version += 1
+        unit.stored.restored()
+        unit.arriving.restored()
         for placement, state in unit.gradients.states.items():
             kept = found["gradients"][placement.name]
             state.scales, state.wide_scales = list(kept["scales"]), list(kept["wide_scales"])
             state.expected, state.norms, state.orders = kept["expected"], dict(kept["norms"]), set(kept["orders"])
-            state.finite, state.spent, state.accumulate = kept["finite"], False, False
+            state.finite, state.spent, state.accumulate = kept["finite"], False, kept["there"]
             placement.parameter.grad = state.marker if kept["there"] else None
     modules = dict(pager.model.named_modules())
     for name, value in record["buffers"].items():
@@ -392,7 +403,7 @@ def plans(record: Mapping[str, Any]) -> tuple[list[UnitPlan], Limits]:
             blank = torch.empty(shape, dtype=_dtype(dtype), device="meta")
             parameter = nn.Parameter(blank, requires_grad=False)  # then the order of a unit stays what it is
             placements.append(Placement(parameter, qualified, index, tuple(stride), _dtype(stored)))
-        units.append(UnitPlan(name, placements))
+        units.append(UnitPlan(name, placements, found.get("share", {}).get("ranks", 1)))
     return units, Limits(found["limit"], found["chunk"])
 
 
@@ -415,12 +426,12 @@ def persistent_buffers(model: nn.Module) -> list[str]:
 
 def refuse_other(store: TieredStore, name: str, plan: Plan, partition: Partition) -> None:
     """Raises MisuseError where ``plan`` is not of the model that was committed as ``name``."""
-    committed, here = read_record(store, name)["layout"], _layout(plan.units, plan.limits, partition)
+    committed, here = read_record(store, name)["layout"], layout_of(plan.units, plan.limits, partition)
     if committed != here:
         raise MisuseError(f"this model is not what was committed as {name!r}: {_difference(committed, here)}")
 
 
-def _layout(units: Sequence[UnitPlan], limits: Limits, partition: Partition) -> dict[str, Any]:
+def layout_of(units: Sequence[UnitPlan], limits: Limits, partition: Partition) -> dict[str, Any]:
     """Where everything lies: of each unit its name, and of each parameter its own, shape, types and strides; and, where several
     ranks have a share each, which one this is."""
     described = [

@@ -34,6 +34,10 @@ class Arriving(Protocol):
         """Nothing refers to the unit's stored gradients any more."""
         ...
 
+    def restored(self) -> None:
+        """The store went back to a commit."""
+        ...
+
 
 class LocalGradients:
     """Sums over this rank's backward passes, in a tensor of the unit's layout that exists until they are reduced; the mean over
@@ -89,6 +93,10 @@ class LocalGradients:
     def delete(self) -> None:
         self.discard()
         self._gradients.delete()
+
+    def restored(self) -> None:
+        self.close()
+        self._arrived.clear()
 
     # -- reduced -----------------------------------------------------------------------------------------------------------
 

@@ -79,6 +79,20 @@ class Ranks:
             )
         self._numbers = {self._gathers: 0, self._reductions: 0}
 
+    @staticmethod
+    def of(group: dist.ProcessGroup | None, timeout: float | None = None) -> Ranks:
+        """One for each group and timeout, for as long as the group is there: all ranks ask in the same order."""
+        key = (id(group if group is not None else dist.group.WORLD), timeout)
+        found = _made.get(key)
+        if found is None or not found.alive:
+            found = _made[key] = Ranks(group, timeout)
+        return found
+
+    @property
+    def alive(self) -> bool:
+        """Whether its groups were not destroyed."""
+        return dist.is_initialized() and self._gathers in dist.distributed_c10d._world.pg_map
+
     # -- collectives -------------------------------------------------------------------------------------------------------
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor, what: str, *, ahead: bool = False) -> Under:
@@ -175,6 +189,9 @@ class Ranks:
             except (RuntimeError, ValueError):
                 missing.append(rank)
         return missing
+
+
+_made: dict[tuple[int, float | None], Ranks] = {}
 
 
 def _gather(whole: torch.Tensor, own: torch.Tensor, group: Any) -> Any:

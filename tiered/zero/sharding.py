@@ -7,17 +7,19 @@ forward and in backward, gradients scattered).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+from uuid import uuid4
 
 import torch
 from torch import nn
 
-from tiered import Access, TensorSpec, TieredStore
+from tiered import Access, CommitError, TensorSpec, TieredError, TieredStore
 from tiered.zero.exchange import Exchange, NoExchange, Reductions
 from tiered.zero.local_gradients import Arriving, LocalGradients
+from tiered.zero.rank_stores import META
 from tiered.zero.ranks import Ranks
 from tiered.zero.stored import Gathered, Replicated, Stored, Whole
 from tiered.zero.unit_gradients import UnitGradients
@@ -106,6 +108,11 @@ class Partition(Protocol):
     shares: int
     rank: int
 
+    @property
+    def replicated(self) -> bool:
+        """Whether each process has all parameters."""
+        ...
+
     def share(self) -> dict[str, int | str]:
         """What is written down of it in a checkpoint."""
         ...
@@ -126,6 +133,10 @@ class Partition(Protocol):
         """All have the values of rank 0's."""
         ...
 
+    def commit(self, store: TieredStore, meta: Mapping[str, object] | None) -> int:
+        """``store.commit`` on all ranks, or on none of them that counts."""
+        ...
+
     def whole(self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str) -> torch.Tensor:
         """All of a parameter, or of what is like it, of which this rank has ``part``. In the parameter's shape and strides."""
         ...
@@ -134,7 +145,7 @@ class Partition(Protocol):
 class Alone:
     """One process has everything."""
 
-    shares, rank = 1, 0
+    shares, rank, replicated = 1, 0, True
 
     def share(self) -> dict[str, int | str]:
         return {"stage": "Alone", "rank": 0, "ranks": 1}
@@ -157,6 +168,9 @@ class Alone:
 
     def same_buffers(self, model: nn.Module) -> None: ...
 
+    def commit(self, store: TieredStore, meta: Mapping[str, object] | None) -> int:
+        return store.commit(meta)
+
     def whole(self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str) -> torch.Tensor:
         return part
 
@@ -167,6 +181,11 @@ class Shared:
     def __init__(self, ranks: Ranks, stage: Stage) -> None:
         self.ranks, self.stage = ranks, stage
         self.shares, self.rank = ranks.size, ranks.rank
+        self._failed: str | None = None  # the last commit, on some rank
+
+    @property
+    def replicated(self) -> bool:
+        return self.stage.replicated
 
     def share(self) -> dict[str, int | str]:
         return {"stage": type(self.stage).__name__, "rank": self.rank, "ranks": self.shares}
@@ -190,6 +209,35 @@ class Shared:
     def same_buffers(self, model: nn.Module) -> None:
         for name, buffer in model.named_buffers():
             self.ranks.broadcast(buffer, f"the buffer {name!r}")
+
+    def commit(self, store: TieredStore, meta: Mapping[str, object] | None) -> int:
+        """Each rank commits to its own store; acknowledged once all have. Those that have the generation, and those that do
+        not, go back to the last one of all when the stores are opened again (``zero.open_store``)."""
+        if self._failed is not None:
+            raise CommitError(
+                f"{self._failed}; so some ranks have a generation that others lack, and another one could drop the last that "
+                "all have: open the stores again with zero.open_store"
+            )
+        name = torch.frombuffer(bytearray(uuid4().bytes), dtype=torch.uint8).clone()
+        self.ranks.broadcast(name, "the name of a commit")
+        before = store.meta if meta is None else dict(meta)
+        last = store.meta.get(META)
+        number = int(last["number"]) + 1 if isinstance(last, Mapping) else 1
+        numbers = self.ranks.shared(torch.tensor([number]), "the number of a commit")
+        said = {"name": bytes(name.tolist()).hex(), "number": int(numbers.amax()), "of": self.shares}
+        generation, error = 0, None
+        try:
+            generation = store.commit({**before, META: said})
+        except TieredError as problem:
+            error = problem
+        done = self.ranks.shared(torch.tensor([error is None]), "the end of a commit").view(-1).tolist()
+        if all(done):
+            return generation
+        lost = ", ".join(str(rank) for rank, fine in enumerate(done) if not fine)
+        self._failed = f"the commit failed on rank {lost}"
+        if error is not None:
+            raise error
+        raise CommitError(f"{self._failed}, which says why; the last commit of all ranks holds")
 
     def whole(self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str) -> torch.Tensor:
         shares = [plan.parts(rank).get(placement) for rank in range(self.shares)]

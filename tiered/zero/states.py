@@ -205,6 +205,19 @@ class States:
 
         ``param`` is the parameter, flat.
         """
+        flat = self.flat_copies(placement, param)
+        return {name: copy.as_strided(placement.shape, placement.stride) for name, copy in flat.items()}
+
+    def known(self, placement: Placement) -> bool:
+        """Whether there are states of all elements of a parameter."""
+        for index, keys in self.chunks([placement]):
+            last = self._within(placement, index * self.chunk_elements)[2].stop
+            if keys[0] not in self.store or self.store.spec(keys[0]).shape[0] < last:
+                return False
+        return True
+
+    def flat_copies(self, placement: Placement, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        """``copies``, of one dimension."""
         narrow = _NARROW.get(placement.stored)
         kept = () if narrow is None or placement in self.stale_masters else (narrow,)
         flat = {name: torch.empty(placement.numel, dtype=self._layout[name]) for name in ("m", "v", *kept)}
@@ -219,7 +232,7 @@ class States:
             join(param, flat.pop("lo"), flat["master"], torch.empty(placement.numel))
         elif narrow is not None and not kept:
             flat["master"] = param.to(torch.float32)
-        return {name: copy.as_strided(placement.shape, placement.stride) for name, copy in flat.items()}
+        return flat
 
     def load(self, placement: Placement, param: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
         """The opposite of ``copies``. A master that is missing, or is another value than the parameter has, starts from the

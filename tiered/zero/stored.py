@@ -27,6 +27,10 @@ class Stored(Protocol):
         """It does not, or what it would give is not right any more."""
         ...
 
+    def restored(self) -> None:
+        """The store went back to a commit."""
+        ...
+
     def refresh(self) -> None:
         """Other processes updated their parts of the unit: have them here. All of them call it."""
         ...
@@ -61,6 +65,9 @@ class Whole:
     def give_up(self) -> None:
         """Nothing began."""
 
+    def restored(self) -> None:
+        """All is in the store."""
+
     def refresh(self) -> None:
         """There are no others."""
 
@@ -87,6 +94,9 @@ class Replicated(Whole):
         self._ranks = ranks
         share = plan.stored_nbytes // plan.shares
         self._share = slice(ranks.rank * share, (ranks.rank + 1) * share)
+        self._stale = False
+
+    def restored(self) -> None:
         self._stale = False
 
     def refresh(self) -> None:
@@ -146,6 +156,9 @@ class Gathered:
                 self._sources.close()
                 self._lease.close()
 
+    def restored(self) -> None:
+        """Nothing is known that is not in the store."""
+
     def refresh(self) -> None:
         """They are gathered whenever they are used."""
 
@@ -203,6 +216,9 @@ class Converted:
 
     def give_up(self) -> None:
         self._stored.give_up()
+
+    def restored(self) -> None:
+        self._stored.restored()
 
     def refresh(self) -> None:
         self._stored.refresh()

@@ -259,6 +259,9 @@ class UnitGradients:
             if isinstance(placement.parameter.grad, SpentGradient):
                 placement.parameter.grad = None
 
+    def restored(self) -> None:
+        """The store went back to a commit; what is known of gradients comes from its record."""
+
     def delete(self) -> None:
         """Nothing refers to the stored gradients any more."""
         self.close()

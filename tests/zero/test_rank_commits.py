@@ -1,0 +1,154 @@
+"""Commits of several ranks: resumed bit for bit, by another number of ranks too, and never half."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.zero.models import Tied
+from tests.zero.ranks import on_ranks
+from tests.zero.test_ranks import same
+from tiered import CommitError, TieredStore, zero
+
+MAKE = functools.partial(Tied, layers=2)
+STAGES = {"1": zero.Stage1(), "2": zero.Stage2(), "3": zero.Stage3()}
+LR = 1e-2
+
+
+def begin(store: TieredStore, stage: str, rank: int, **options: Any) -> tuple[Any, zero.AdamW, Any]:
+    torch.manual_seed(5 + rank)
+    model = MAKE()
+    if torch.distributed.get_world_size() > 1:
+        options["stage"] = STAGES[stage]
+    zero.page(model, store, **options)
+    optimizer = zero.AdamW(model.parameters(), lr=LR)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def step(model: Any, optimizer: zero.AdamW, scheduler: Any, rank: int, number: int) -> float:
+    optimizer.zero_grad()
+    loss = model.loss(100 * rank + number)
+    loss.backward()
+    optimizer.clip_grad_norm_(0.5)
+    optimizer.step()
+    scheduler.step()
+    return float(loss.item())
+
+
+def state(model: Any, optimizer: zero.AdamW) -> dict[str, Any]:
+    model_state = {key: value.clone() for key, value in model.state_dict().items()}
+    return {"model": model_state, "optimizer": optimizer.state_dict()["state"]}
+
+
+def train(rank: int, folder: Path, where: Path, stage: str, steps: list[int], between: bool = False) -> dict[str, Any]:
+    """Steps from nothing, or from the last commit in ``where``; and a commit, with updates that are pending (or, ``between``,
+    with gradients that no step has used)."""
+    with zero.open_store(where, dram="2MiB") as store:
+        there = "model/checkpoint" in store
+        model, optimizer, scheduler = begin(store, stage, rank, **({"existing": "resume"} if there else {}))
+        extra = zero.resume(model, optimizer, scheduler=scheduler) if there else {"done": 0}
+        losses = [step(model, optimizer, scheduler, rank, number) for number in steps if number >= extra["done"]]
+        if between:
+            optimizer.zero_grad()
+            model.loss(7 + rank).backward()
+        done = steps[-1] + 1
+        zero.commit(model, optimizer, scheduler=scheduler, extra={"done": done}, meta={"note": "ours"})
+        noted = store.meta["note"]
+        found = state(model, optimizer)
+        if between:
+            gradients = {name: optimizer.grad(parameter) for name, parameter in model.named_parameters()}
+            found["gradients"] = gradients
+        store.close()
+    return {"losses": losses, "note": noted, **found}
+
+
+def take_over(rank: int, folder: Path, source: Path, where: Path, stage: str, between: bool = False) -> dict[str, Any]:
+    """Another number of ranks goes on."""
+    with zero.open_store(where, dram="3MiB") as store:
+        model, optimizer, scheduler = begin(store, stage, rank, existing="resume", source=source)
+        extra = zero.resume(model, optimizer, scheduler=scheduler)
+        found = state(model, optimizer)
+        if between:
+            found["gradients"] = {name: optimizer.grad(parameter) for name, parameter in model.named_parameters()}
+        loss = step(model, optimizer, scheduler, rank, extra["done"])
+        assert loss == loss
+        zero.commit(model, optimizer, scheduler=scheduler, extra={"done": extra["done"] + 1})
+        store.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("between", [False, True])
+def test_a_commit_of_ranks_is_gone_on_with_bit_for_bit(tmp_path: Path, stage: str, between: bool) -> None:
+    on_ranks(2, train, tmp_path / "a", tmp_path / "cut", stage, [0, 1], between)
+    cut = on_ranks(2, train, tmp_path / "b", tmp_path / "cut", stage, [0, 1, 2, 3])
+    whole = on_ranks(2, train, tmp_path / "c", tmp_path / "whole", stage, [0, 1, 2, 3])
+    for one, other in zip(cut, whole, strict=True):
+        assert same(one["model"], other["model"])
+        assert same(one["optimizer"], other["optimizer"])
+        assert one["losses"] == other["losses"][2:]
+        assert one["note"] == "ours"
+
+
+WAYS = [(1, "1", 2, "3"), (2, "3", 1, "1"), (2, "1", 2, "3"), (2, "2", 3, "3"), (3, "3", 2, "2"), (4, "1", 3, "3")]  # fmt: skip
+MORE = [(1, "1", 3, "1"), (1, "1", 4, "2"), (2, "3", 2, "1"), (2, "1", 4, "3"), (3, "1", 1, "1"), (3, "3", 4, "3"),
+        (4, "3", 1, "1"), (4, "2", 2, "3")]  # fmt: skip
+"""Ranks and stage, before and after: together each number of ranks to each other, and to itself with another stage."""
+ALL = [(*way, number % 2 == 0) for number, way in enumerate(WAYS)] + [
+    pytest.param(*way, between, marks=pytest.mark.soak)
+    for number, way in enumerate(WAYS + MORE)
+    for between in (True, False)
+    if way in MORE or between is not (number % 2 == 0)
+]
+
+
+@pytest.mark.parametrize(("before", "stage", "after", "then", "between"), ALL)
+def test_other_ranks_go_on_with_the_same_state(
+    tmp_path: Path, before: int, stage: str, after: int, then: str, between: bool
+) -> None:
+    had = on_ranks(before, train, tmp_path / "a", tmp_path / "old", stage, [0, 1], between)
+    has = on_ranks(after, take_over, tmp_path / "b", tmp_path / "old", tmp_path / "new", then, between)
+    for found in has:
+        assert same(found["model"], had[0]["model"])
+        assert same(found["optimizer"], had[0]["optimizer"])
+        assert same(found.get("gradients"), had[0].get("gradients"))
+
+
+def fail_on_one(rank: int, folder: Path, where: Path) -> dict[str, Any]:
+    """Rank 1 cannot commit the second time."""
+    with zero.open_store(where, dram="2MiB") as store:
+        model, optimizer, scheduler = begin(store, "2", rank)
+        step(model, optimizer, scheduler, rank, 0)
+        zero.commit(model, optimizer, scheduler=scheduler, extra={"done": 1})
+        step(model, optimizer, scheduler, rank, 1)
+        if rank == 1:
+            store.commit = refuse  # type: ignore[method-assign]
+        said = []
+        for _ in range(2):  # the second one is not even begun
+            try:
+                zero.commit(model, optimizer, scheduler=scheduler, extra={"done": 2})
+            except CommitError as error:
+                said.append(str(error))
+        generation = store.generation
+        store.close()
+    return {"said": said, "generation": generation}
+
+
+def refuse(meta: Any) -> int:
+    raise CommitError("no room for this one")
+
+
+def test_a_commit_that_fails_on_one_rank_counts_on_none(tmp_path: Path) -> None:
+    found = on_ranks(2, fail_on_one, tmp_path / "a", tmp_path / "state")
+    assert "failed on rank 1" in found[0]["said"][0]
+    assert found[1]["said"][0] == "no room for this one"
+    assert all("zero.open_store" in one["said"][1] for one in found)
+    assert [one["generation"] for one in found] == [2, 1]
+    cut = on_ranks(2, train, tmp_path / "b", tmp_path / "state", "2", [0, 1, 2])
+    whole = on_ranks(2, train, tmp_path / "c", tmp_path / "whole", "2", [0, 1, 2])
+    assert same(cut[0]["model"], whole[0]["model"])
+    assert cut[0]["losses"] == whole[0]["losses"][1:]

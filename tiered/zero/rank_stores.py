@@ -1,0 +1,115 @@
+"""A store for each rank, all of them as of one commit.
+
+Each rank commits to its own store; a commit is acknowledged once all of them have. It has a name and a number in each store's
+meta, and after a restart the ranks open the newest one that is in all of their stores: what only some of them have was never
+acknowledged, and is given up. No file is shared, so each node may use a drive of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tiered import ManifestError, MisuseError, TieredStore
+from tiered.listing import listing
+from tiered.zero.ranks import Ranks
+
+__all__ = ["META", "Joint", "folder_of", "joints", "open_store", "sets_in"]
+
+META = "tiered.ranks"
+"""Where a commit's meta says which one of all ranks it belongs to."""
+_NAME = re.compile(r"rank-(\d+)-of-(\d+)")
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A commit of all ranks, as one rank has it: the ``generation`` of its store."""
+
+    number: int
+    name: str
+    generation: int
+
+
+def folder_of(path: str | os.PathLike[str], rank: int, ranks: int) -> Path:
+    """Of one rank's store below ``path``."""
+    return Path(os.path.expanduser(path)) / f"rank-{rank}-of-{ranks}"
+
+
+def joints(folder: Path) -> list[Joint]:
+    """The commits of all ranks that are in one rank's store, as far as they have checkpoints; of each the newest generation."""
+    found: dict[str, Joint] = {}
+    if not folder.is_dir() or not any(name.startswith("manifest.") for name in os.listdir(folder)):
+        return []
+    for one in listing(folder).generations:
+        said = one.meta.get(META)
+        if isinstance(said, Mapping) and one.problem is None:
+            keys = [tensor.key for tensor in listing(folder, one.number).tensors]
+            if any(key.endswith("/checkpoint") for key in keys):
+                found[str(said["name"])] = Joint(int(said["number"]), str(said["name"]), one.number)
+    return sorted(found.values(), key=lambda joint: joint.number)
+
+
+def sets_in(path: str | os.PathLike[str]) -> dict[int, list[Path]]:
+    """The folders of all ranks below ``path``, by how many ranks they are of; only those of which all are there."""
+    root = Path(os.path.expanduser(path))
+    names = [_NAME.fullmatch(name) for name in os.listdir(root)] if root.is_dir() else []
+    sizes = {int(match[2]) for match in names if match}
+    sets = {size: [folder_of(root, rank, size) for rank in range(size)] for size in sorted(sizes)}
+    return {size: folders for size, folders in sets.items() if all(folder.is_dir() for folder in folders)}
+
+
+def in_all(of_each: Iterable[list[Joint]]) -> list[Joint] | None:
+    """The newest commit that all ranks have, as each has it."""
+    named = [{joint.name: joint for joint in found} for found in of_each]
+    shared = set.intersection(*(set(found) for found in named))
+    if not shared:
+        return None
+    newest = max(shared, key=lambda name: named[0][name].number)
+    return [found[newest] for found in named]
+
+
+def open_store(path: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None, **options: Any) -> TieredStore:
+    """This rank's store below ``path``, made or reopened as of the newest commit that all ranks have; ``options`` are those of
+    ``TieredStore.open``. All ranks call it. With one process it is ``TieredStore.open(path)``.
+
+    The store is in ``path/rank-R-of-N``. ``path`` may be on a drive of the node, or on a filesystem that all share. What a
+    rank committed and another did not, because the training ended in between, was never acknowledged, and is given up.
+    Raises what ``TieredStore.open`` raises, and RankError.
+    """
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+    if not several:
+        return TieredStore.open(path, **options)
+    if "generation" in options or "newer" in options or options.get("paths") is not None:
+        raise MisuseError("open_store finds the generation that all ranks have: leave generation=, newer= and paths= out")
+    ranks = Ranks.of(group)
+    folder = folder_of(path, ranks.rank, ranks.size)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    problem, mine = "", []
+    try:
+        mine = joints(folder)
+    except (MisuseError, ManifestError) as error:
+        problem = str(error)
+    everybody = shared_json(ranks, {"problem": problem, "joints": [[j.number, j.name, j.generation] for j in mine]})
+    for rank, said in enumerate(everybody):
+        if said["problem"]:
+            raise ManifestError(f"the store of rank {rank} cannot be read: {said['problem']}")
+    common = in_all([[Joint(*joint) for joint in said["joints"]] for said in everybody])
+    generation = 0 if common is None else common[ranks.rank].generation
+    return TieredStore.open(folder, generation=generation, newer="drop", **options)
+
+
+def shared_json(ranks: Ranks, value: Any) -> list[Any]:
+    """Everybody's ``value``."""
+    data = json.dumps(value).encode()
+    longest = int(ranks.shared(torch.tensor([len(data)]), "the length of what ranks say").amax())
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in ranks.shared(padded, "what ranks say")]
