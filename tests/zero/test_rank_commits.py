@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.zero.models import Tied
 from tests.zero.ranks import on_ranks
 from tests.zero.test_ranks import same
-from tiered import CommitError, TieredStore, zero
+from tiered import CommitError, MisuseError, TieredStore, zero
+from tiered.cli import main
 
 MAKE = functools.partial(Tied, layers=2)
 STAGES = {"1": zero.Stage1(), "2": zero.Stage2(), "3": zero.Stage3()}
@@ -152,3 +154,31 @@ def test_a_commit_that_fails_on_one_rank_counts_on_none(tmp_path: Path) -> None:
     whole = on_ranks(2, train, tmp_path / "c", tmp_path / "whole", "2", [0, 1, 2])
     assert same(cut[0]["model"], whole[0]["model"])
     assert cut[0]["losses"] == whole[0]["losses"][1:]
+
+
+def export_together(rank: int, folder: Path, where: Path, out: Path, stage: str) -> list[str]:
+    """By all ranks, with updates that are pending."""
+    with zero.open_store(where, dram="2MiB") as store:
+        model, optimizer, scheduler = begin(store, stage, rank)
+        step(model, optimizer, scheduler, rank, 0)
+        zero.commit(model, optimizer, scheduler=scheduler, extra={"done": 1})
+        files = zero.export(model, out)
+        refused = ""
+        try:
+            zero.export(model, out)
+        except MisuseError as error:
+            refused = str(error)
+        assert refused
+        store.close()
+    return files
+
+
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_ranks_and_one_process_export_the_same(tmp_path: Path, stage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    files = on_ranks(2, export_together, tmp_path / "a", tmp_path / "state", tmp_path / "ours", stage)
+    assert main(["export", str(tmp_path / "state"), "--out", str(tmp_path / "alone")]) == 0
+    assert "the last commit of all ranks" in capsys.readouterr().out
+    assert files[0] == files[1] == ["model.safetensors"]
+    ours, alone = (load_file(tmp_path / where / "model.safetensors") for where in ("ours", "alone"))
+    assert same(ours, alone)
+    assert len(ours) > 20

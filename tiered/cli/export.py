@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tiered.cli.arguments import command, count, size
 
@@ -31,7 +31,7 @@ examples:
 def add_parser(commands: Commands) -> None:
     """Add ``export`` to the commands."""
     parser = command(commands, "export", "take tensors out as safetensors", DESCRIPTION, EXAMPLES)
-    parser.add_argument("folder", metavar="FOLDER", help="the store's own")
+    parser.add_argument("folder", metavar="FOLDER", help="the store's own, or the one above those of all ranks")
     parser.add_argument("--out", metavar="FOLDER", required=True, help="where the files go; it is made where absent")
     parser.add_argument("--paths", metavar="PATH", nargs="+", help="folders of its data files, where it has several drives")
     parser.add_argument("--generation", metavar="N", type=count, help="as of this one (default: the newest)")
@@ -51,7 +51,8 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     from tiered.cli.progress import Progress
     from tiered.cli.stop import Stopped, StopRequest
     from tiered.sizes import format_size
-    from tiered.zero.export import export_at_rest
+    from tiered.zero.export import export_at_rest, export_of_ranks
+    from tiered.zero.rank_stores import sets_in
 
     written = 0
     try:
@@ -63,20 +64,22 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
                 written = done
                 progress.working(f"wrote {format_size(done)} of {format_size(total)}", done / total)
 
-            with StoreAtRest(parsed.folder, paths=parsed.paths, generation=parsed.generation) as store:
-                names = export_at_rest(
-                    store,
-                    parsed.out,
-                    model=parsed.model,
-                    shard=parsed.shard,
-                    dtype=None if parsed.dtype is None else getattr(torch, parsed.dtype),
-                    existing=parsed.existing,
-                    progress=advanced,
-                )
-                generation = store.manifest.generation
+            wanted: dict[str, Any] = {
+                "model": parsed.model,
+                "shard": parsed.shard,
+                "dtype": None if parsed.dtype is None else getattr(torch, parsed.dtype),
+                "existing": parsed.existing,
+                "progress": advanced,
+            }
+            if sets_in(parsed.folder) and parsed.generation is None and parsed.paths is None:
+                names, of = export_of_ranks(parsed.folder, parsed.out, **wanted), "the last commit of all ranks"
+            else:
+                with StoreAtRest(parsed.folder, paths=parsed.paths, generation=parsed.generation) as store:
+                    names = export_at_rest(store, parsed.out, **wanted)
+                    of = f"generation {store.manifest.generation}"
     except Stopped as stopped:
         print("tiered: stopped; nothing was left behind", file=sys.stderr)
         return stopped.exit_code
     files = names[0] if len(names) == 1 else f"{len(names)} files"
-    print(f"{parsed.out}: {files} of generation {generation}, {format_size(written)}")
+    print(f"{parsed.out}: {files} of {of}, {format_size(written)}")
     return 0

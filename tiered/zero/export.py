@@ -17,10 +17,11 @@ from tiered.shards import Existing, Shards
 from tiered.zero.checkpoint import Readable, pending_of, plans, read_record
 from tiered.zero.home import placement_of
 from tiered.zero.paging import Pager
+from tiered.zero.reshard import Source, opened
 from tiered.zero.states import States
 from tiered.zero.units import Placement, UnitPlan, even_chunks
 
-__all__ = ["AtRest", "Progress", "export", "export_at_rest", "models_in", "parameters_of"]
+__all__ = ["AtRest", "Progress", "export", "export_at_rest", "export_of_ranks", "models_in", "parameters_of"]
 
 PIECE = 4 << 20
 """Bytes of a parameter that are converted at a time."""
@@ -44,7 +45,8 @@ def export(
     wants. Updates that are pending are applied first. One unit is in memory at a time, however large the model is. A parameter
     of several names is written once, under the first. ``dtype``: of all floating point tensors (default: as they are).
     ``existing="overwrite"`` replaces an earlier export; files of anybody else are never touched. Nothing has its name before
-    all is on the disk, and an error leaves nothing behind. Returns the names of the files.
+    all is on the disk, and an error leaves nothing behind. All ranks call it, and rank 0 writes. Returns the names of the
+    files.
 
     Raises MisuseError (not paged, within forward or backward, files that are there, a ``state_dict`` with more than parameters
     and buffers), CapacityError (no room), and what the store raises.
@@ -58,8 +60,19 @@ def export(
     order = [p for unit in pager.units for p in unit.plan.placements if p.parameter in parameters]
     entries = [_entry(parameters[p.parameter], p.shape, _goal(p.dtype, dtype)) for p in order]
     entries += [_entry(name, buffer.shape, _goal(buffer.dtype, dtype)) for name, buffer in buffers.items()]
-    shards = Shards(folder, entries, shard, existing)
-    shards.write(_of_paged(pager, set(parameters), buffers.values(), dtype), progress)
+    contents, shards = _of_paged(pager, set(parameters), buffers.values(), dtype), None
+    first = pager.partition.rank == 0
+    try:
+        shards = Shards(folder, entries, shard, existing)
+    finally:  # a rank that cannot begin keeps the others from it
+        ready = pager.exchange.everywhere([shards is not None or not first], "the begin of an export")
+    if not all(ready):
+        raise MisuseError("rank 0 cannot export, and says why")
+    if first:
+        shards.write(contents, progress)
+    else:
+        for _ in contents:  # takes part in what rank 0 gathers
+            pass
     return shards.files
 
 
@@ -161,6 +174,45 @@ def export_at_rest(
     shards = Shards(folder, entries, shard, existing)
     shards.write(contents, progress)
     return shards.files
+
+
+def export_of_ranks(
+    path: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    model: str | None = None,
+    shard: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    existing: Existing = "refuse",
+    progress: Progress | None = None,
+) -> list[str]:
+    """``export_at_rest`` of the last commit of all ranks whose stores are below ``path`` (``zero.open_store``), by one process.
+    In memory are what two ranks have of a unit, and one parameter. Raises as ``export_at_rest`` and ``reshard.opened``."""
+    with contextlib.ExitStack() as stack:
+        stores = opened(path, stack)
+        name = _chosen(stores[0], model)
+        assert name is not None, "a commit of ranks has a checkpoint"
+        source = Source(stores, name, states=False)
+        order = [p for unit in source.units for p in unit.placements]
+        record = source.records[0]
+        buffers = {key: record["buffers"][key] for key in record["persistent"]}
+        entries = [_entry(p.name, p.shape, _goal(p.dtype, dtype)) for p in order]
+        entries += [_entry(key, buffer.shape, _goal(buffer.dtype, dtype)) for key, buffer in buffers.items()]
+        shards = Shards(folder, entries, shard, existing)
+        shards.write(_of_source(source, order, list(buffers.values()), dtype), progress)
+        return shards.files
+
+
+def _of_source(
+    source: Source, order: Sequence[Placement], buffers: Sequence[torch.Tensor], dtype: torch.dtype | None
+) -> Iterator[memoryview]:
+    for placement in order:
+        values = source.values(placement.name, "param", 0, placement.numel)
+        if values is not None:
+            strided = values.as_strided(placement.shape, placement.stride)
+            yield from _pieces(strided.to(placement.dtype), _goal(placement.dtype, dtype))
+    for buffer in buffers:
+        yield from _pieces(buffer, _goal(buffer.dtype, dtype))
 
 
 def _chosen(store: AtRest, model: str | None) -> str | None:

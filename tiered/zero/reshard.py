@@ -42,9 +42,10 @@ class _Share:
 class Source:
     """Model ``name``, from the stores of all ranks that committed it, in order."""
 
-    def __init__(self, stores: Sequence[Readable], name: str) -> None:
-        """Raises MisuseError where they are not those of one commit, and as ``read_record``."""
-        self._stores, self.name = stores, name
+    def __init__(self, stores: Sequence[Readable], name: str, *, states: bool = True) -> None:
+        """``states``: whether optimizer states are asked for, too. Raises MisuseError where the stores are not those of one
+        commit, and as ``read_record``."""
+        self._stores, self.name, self._states = stores, name, states
         self.records = [read_record(store, name) for store in stores]
         self.ranks = len(stores)
         self.units, self.limits = plans(self.records[0])
@@ -121,7 +122,7 @@ class Source:
         for name, part in parts.items():
             param = part.stored_flat(memory, 0, part.numel)
             values = {"param": param}
-            if states.known(part):
+            if self._states and states.known(part):
                 values |= {kind: copy.reshape(-1) for kind, copy in states.flat_copies(part, param).items()}
             if gradient is not None and record["pending"] is None and record["gradients"].get(name, {}).get("there"):
                 values["grad"] = part.flat(gradient, 0, part.numel)
