@@ -4,6 +4,7 @@ DistributedDataParallel, whose sums have another order."""
 from __future__ import annotations
 
 import functools
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -18,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.zero.models import Mixed, Tied
 from tests.zero.ranks import on_ranks
-from tiered import TieredStore, zero
+from tiered import CapacityError, TieredStore, zero
 
-SIZES = [2, 3, 4]
+SIZES = [2, 3, pytest.param(4, marks=pytest.mark.soak)]
 STAGES = [zero.Stage1(), zero.Stage2(), zero.Stage3()]
 STEPS = 4
 LR = 1e-2
@@ -304,3 +305,46 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+class Wide(nn.Module):
+    """Units of 1 MiB, the largest 4 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)), nn.Linear(512, 2048), nn.Linear(2048, 512))
+
+    def loss(self, seed: int) -> torch.Tensor:
+        found: torch.Tensor = self.layers(torch.randn(4, 512, generator=torch.Generator().manual_seed(seed))).square().mean()
+        return found
+
+
+def least(rank: int, folder: Path) -> list[int]:
+    """With each stage, in the smallest pool that is not refused."""
+    pools = []
+    for stage in STAGES:
+        model = Wide()
+        with TieredStore.open(folder / f"small{rank}", dram="4MiB", durability="none") as store:
+            try:
+                zero.page(model, store, stage=stage)
+            except CapacityError as error:
+                found = re.search(r"the smallest that works is ([\d,]+) bytes", str(error))
+                assert found is not None
+        pools.append(int(found[1].replace(",", "")))
+        path = folder / f"least-{rank}-{type(stage).__name__}"
+        with TieredStore.open(path, dram=pools[-1], durability="none", deadline=10.0) as store:
+            zero.page(model, store, stage=stage)
+            optimizer = zero.AdamW(model.parameters())
+            for step in range(3):
+                optimizer.zero_grad()
+                model.loss(10 * rank + step).backward()
+                optimizer.clip_grad_norm_(1.0)
+                optimizer.step()
+            assert model.state_dict().keys()
+            assert store.statistics().tiers[0].peak <= pools[-1]
+    return pools
+
+
+def test_the_smallest_pool_that_is_not_refused_works(tmp_path: Path) -> None:
+    first, *others = on_ranks(2, least, tmp_path / "a")
+    assert all(pools == first for pools in others)

@@ -122,15 +122,15 @@ def page(
     staged = _staged(model, window)
     strides = {parameter: found.stride for parameter, found in staged.items()}
     pool = store.statistics().tiers[0].capacity
-    limits = Limits.of(pool)
     partition = _partition(stage, group, timeout)
+    limits = Limits.of(pool, partition.shares)
     if existing == "resume" and source is not None and f"{name}/checkpoint" not in store:
         _take_over(source, model, store, name, limits, policy, partition)
     if existing == "resume":
         limits, kept = checkpoint.layout(store, name)
         strides |= {parameter: kept[qualified] for qualified, parameter in model.named_parameters() if qualified in kept}
     tentative = divide(model, limits, strides, policy, partition.shares)
-    _refuse_small_pool(tentative, model, pool, micro_batch)
+    _refuse_small_pool(tentative, model, pool, micro_batch, partition.shares)
     for module, qualified in split_modules(model, tentative).items() if micro_batch > 1 else ():
         refuse_batch_dependent(module, qualified)
     if existing == "resume":
@@ -228,10 +228,10 @@ def _staged(model: nn.Module, window: Window) -> dict[nn.Parameter, Staged]:
     return staged
 
 
-def _refuse_small_pool(plan: Plan, model: nn.Module, pool: int, micro_batch: int) -> None:
+def _refuse_small_pool(plan: Plan, model: nn.Module, pool: int, micro_batch: int, shares: int) -> None:
     """A unit, its gradient, and what the modules around it hold must fit at the same time, wherever they happen to lie. Where
     units divide the batch, a piece of what is kept for backward, too; and the largest unit twice more, for it may lie in the
-    middle."""
+    middle. Of several ranks one has what it gathers or sends of a unit beside what it receives, and its share."""
     sizes = [-(-unit.nbytes // 4096) * 4096 for unit in plan.units]
 
     def deepest(module: nn.Module, above: frozenset[int]) -> int:
@@ -240,7 +240,7 @@ def _refuse_small_pool(plan: Plan, model: nn.Module, pool: int, micro_batch: int
 
     together = deepest(model, frozenset()) if sizes else 0
     converted = max((unit.stored_nbytes for unit in plan.units if unit.converted), default=0)  # it is there twice meanwhile
-    together += max(sizes, default=0) + converted
+    together += (max(sizes, default=0) if shares == 1 else 4 * max(sizes, default=0)) + converted
     if micro_batch > 1:
         together += 2 * max(sizes, default=0)
         together = -(-together * KEPT_SHARE // (KEPT_SHARE - 1) // 4096) * 4096

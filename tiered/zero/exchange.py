@@ -114,11 +114,14 @@ class Reductions:
     rank whose data leave a unit out is behind with its reductions, and never in the way of a gather. One is under way at a
     time; what is complete before waits in the store.
 
-    Parameters are gathered as units are held, the next one while this one computes, where the pass is as the last.
+    Parameters are gathered as units are held, the next one while this one computes, where the pass is as the last. Without
+    room for that (``overlapped``) one thing is done after the other.
     """
 
-    def __init__(self, ranks: Ranks, units: Sequence[Unit], *, early: bool, replicated: bool) -> None:
-        self._ranks, self._early = ranks, early
+    def __init__(
+        self, ranks: Ranks, units: Sequence[Unit], *, early: bool, replicated: bool, overlapped: bool
+    ) -> None:
+        self._ranks, self._early, self._overlapped = ranks, early, overlapped
         self._replicas = list(units) if replicated else []
         self.paused = False
         self._units = units
@@ -150,7 +153,7 @@ class Reductions:
         if last is not None:
             self._after[before, last] = unit
         self._last = last, unit
-        follows = None if self._replicas else self._after.get((last, unit))
+        follows = None if self._replicas or not self._overlapped else self._after.get((last, unit))
         if follows is not None and not follows.held:
             follows.settle()
             follows.stored.begin()
@@ -181,7 +184,7 @@ class Reductions:
         self._deferred.add(unit)
 
     def moved_on(self) -> None:
-        if self._early and not self.paused:
+        if self._early and self._overlapped and not self.paused:
             while self._landed() and self._begun < len(self._order) and self._is_complete(self._order[self._begun]):
                 self._begin(self._order[self._begun])
 

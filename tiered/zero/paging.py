@@ -96,7 +96,7 @@ class Pager:
         self.limits = plan.limits
         self.validity, chunk = Validity(store, name), plan.limits.chunk
         self.units = [Unit(store, name, u, chunk, self.validity, partition) for u in plan.units]
-        self.partition, self.exchange = partition, partition.exchange(self.units)
+        self.partition, self.exchange = partition, partition.exchange(self.units, pool)
         self.placements = sorted((p for u in plan.units for p in u.placements), key=lambda p: p.index)
         self._home = {p.parameter: (u, p) for u in self.units for p in u.plan.placements}
         self._held = {module: [self.units[i] for i in indices] for module, indices in plan.held.items()}

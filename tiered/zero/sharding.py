@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 __all__ = ["Alone", "Partition", "Shared", "Stage", "Stage1", "Stage2", "Stage3"]
 
 
+ROOMY = 12
+"""Times the largest unit that a pool has to be so that the next unit is gathered, and another one's gradients are on their way,
+while one computes: that is six tensors in use of at most this size, and wherever they lie, a seventh has room."""
+
+
 class Stage(Protocol):
     """What is divided beside the optimizer's states."""
 
@@ -123,7 +128,9 @@ class Partition(Protocol):
         """Where backward's gradients go."""
         ...
 
-    def exchange(self, units: Sequence[Unit]) -> Exchange: ...
+    def exchange(self, units: Sequence[Unit], pool: int) -> Exchange:
+        """``pool``: bytes of memory in the store."""
+        ...
 
     def filling(self, store: TieredStore, key: str, plan: UnitPlan) -> AbstractContextManager[torch.Tensor]:
         """Memory for all of a unit as it is in the store (uint8), where its first values are put; they are then in ``key``."""
@@ -156,7 +163,7 @@ class Alone:
     def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
         return gradients
 
-    def exchange(self, units: Sequence[Unit]) -> Exchange:
+    def exchange(self, units: Sequence[Unit], pool: int) -> Exchange:
         return NoExchange()
 
     @contextmanager
@@ -196,8 +203,10 @@ class Shared:
     def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
         return LocalGradients(store, f"{key}/local", plan, gradients)
 
-    def exchange(self, units: Sequence[Unit]) -> Exchange:
-        return Reductions(self.ranks, units, early=self.stage.early, replicated=self.stage.replicated)
+    def exchange(self, units: Sequence[Unit], pool: int) -> Exchange:
+        roomy = pool >= ROOMY * max((unit.plan.nbytes for unit in units), default=0)
+        early, replicated = self.stage.early, self.stage.replicated
+        return Reductions(self.ranks, units, early=early, replicated=replicated, overlapped=roomy)
 
     @contextmanager
     def filling(self, store: TieredStore, key: str, plan: UnitPlan) -> Iterator[torch.Tensor]:

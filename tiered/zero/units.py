@@ -37,9 +37,10 @@ class Limits:
     chunk: int
 
     @classmethod
-    def of(cls, pool: int) -> Limits:
-        """For a store with so many bytes of memory."""
-        return cls(pool // UNIT_SHARE, max(4096, min(LARGEST_CHUNK, pool // CHUNK_SHARE) // 4096 * 4096) // 4)
+    def of(cls, pool: int, shares: int = 1) -> Limits:
+        """For a store with so many bytes of memory; with several ranks more of a unit's size are in use at a time."""
+        share = UNIT_SHARE if shares == 1 else 2 * UNIT_SHARE
+        return cls(pool // share, max(4096, min(LARGEST_CHUNK, pool // CHUNK_SHARE) // 4096 * 4096) // 4)
 
 
 @dataclass(eq=False)
