@@ -1,0 +1,150 @@
+"""What one process can do, ranks can: with the same data on each of two ranks sums and means are exact, so every bit has to
+be that of one process with that data."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.zero.models import Tied
+from tests.zero.ranks import on_ranks
+from tests.zero.test_ranks import STAGES, same
+from tiered import TieredStore, zero
+
+Found = dict[str, Any]
+
+
+def looks(model: Any, optimizer: zero.AdamW) -> Found:
+    return {
+        "model": {key: value.clone() for key, value in model.state_dict().items()},
+        "optimizer": optimizer.state_dict()["state"],
+    }
+
+
+def plain(store: TieredStore, paged: Callable[..., Any], **options: Any) -> Found:
+    model = paged(Tied(layers=2), **options)
+    optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model.loss(step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, **looks(model, optimizer)}
+
+
+def converted(store: TieredStore, paged: Callable[..., Any]) -> Found:
+    return plain(store, paged, policy=zero.Policy(storage=torch.bfloat16))
+
+
+def half(store: TieredStore, paged: Callable[..., Any]) -> Found:
+    return plain(store, paged, policy=zero.Policy(storage=torch.float16))
+
+
+def split(store: TieredStore, paged: Callable[..., Any]) -> Found:
+    return plain(store, paged, micro_batch=2)
+
+
+def true_bf16(store: TieredStore, paged: Callable[..., Any]) -> Found:
+    layers = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Tanh(), torch.nn.Linear(30, 20))
+    model = paged(layers.to(torch.bfloat16))
+    optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
+        model(x).float().square().mean().backward()
+        optimizer.step()
+    return looks(model, optimizer)
+
+
+def scaled(store: TieredStore, paged: Callable[..., Any]) -> Found:
+    """The second step overflows, and is left out on all ranks."""
+    model = paged(Tied(layers=2))
+    optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+    scaler = zero.GradScaler(init_scale=2.0**10, growth_interval=2)
+    scales = []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model.loss(step) * (float("inf") if step == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales[1] < scales[0]
+    return {"scales": scales, **looks(model, optimizer)}
+
+
+def looked_at(store: TieredStore, paged: Callable[..., Any]) -> Found:
+    """Evaluation, state_dict and a rollback in between; one parameter is unfrozen, one loses its gradient."""
+    model = paged(Tied(layers=2))
+    optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+    found: Found = {"seen": []}
+    for step in range(6):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        model.loss(step).backward()
+        if step == 1:
+            model.blocks[0].out.weight.grad = None
+        optimizer.step()
+        if step == 2:
+            model.blocks[1].norm.requires_grad_(True)  # it is in the optimizer from the beginning
+        with torch.no_grad():
+            found["seen"].append(model.loss(100 + step).item())
+        if step == 3:
+            found["between"] = looks(model, optimizer)
+            zero.commit(model, optimizer)
+        if step == 4:
+            zero.rollback(model, optimizer)
+    return {**found, **looks(model, optimizer)}
+
+
+def loaded(store: TieredStore, paged: Callable[..., Any]) -> Found:
+    """Values and states from elsewhere."""
+    torch.manual_seed(11)
+    other = Tied(layers=2)
+    theirs = torch.optim.AdamW(other.parameters(), lr=1e-2, fused=True)
+    other.loss(1).backward()
+    theirs.step()
+    model = paged(Tied(layers=2))
+    optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+    model.load_state_dict(other.state_dict())
+    optimizer.load_state_dict(theirs.state_dict())
+    optimizer.zero_grad()
+    model.loss(2).backward()
+    optimizer.step()
+    return looks(model, optimizer)
+
+
+FEATURES = {made.__name__: made for made in (converted, half, split, true_bf16, scaled, looked_at, loaded)}
+
+
+def all_of(rank: int, folder: Path) -> dict[Any, Found]:
+    found = {}
+    for name, feature in FEATURES.items():
+        for stage in STAGES:
+            torch.manual_seed(3)
+            with TieredStore.open(folder / f"{name}-{type(stage).__name__}-{rank}", dram="3MiB") as store:
+                found[name, type(stage).__name__] = feature(store, functools.partial(zero.page, store=store, stage=stage))
+                store.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Found]]:
+    return on_ranks(2, all_of, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_ranks_with_the_same_data_are_one_process(ranks: list[dict[Any, Found]], name: str, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    with TieredStore.open(tmp_path / "alone", dram="3MiB") as store:
+        alone = FEATURES[name](store, functools.partial(zero.page, store=store))
+        store.close()
+    for found in ranks:
+        for stage in STAGES:
+            assert same(found[name, type(stage).__name__], alone), type(stage).__name__
