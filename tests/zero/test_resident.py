@@ -1,0 +1,521 @@
+"""Parameters that stay in memory, states in the store: the bits of torch's own AdamW, in one process, and with two ranks under
+``fully_shard`` and DistributedDataParallel."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.zero.models import Tied, parameter_groups
+from tests.zero.narrow import MasterAdamW, Narrow
+from tests.zero.ranks import on_ranks
+from tests.zero.test_identity import equal
+from tiered import MisuseError, TieredStore, zero
+
+STEPS = 5
+LR = 1e-2
+
+
+def train(model: Any, optimizer: Any, first: int, last: int, scheduler: Any = None, clip: float | None = 0.1) -> list[float]:
+    """Losses and norms."""
+    numbers = []
+    for step in range(first, last):
+        optimizer.zero_grad()
+        loss = model.loss(step)
+        loss.backward()
+        numbers.append(loss.item())
+        if clip is not None:
+            numbers.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return numbers
+
+
+def moments(optimizer: torch.optim.Optimizer) -> list[dict[str, torch.Tensor]]:
+    return list(optimizer.state_dict()["state"].values())
+
+
+def same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
+    left, right = one.state_dict()["state"], other.state_dict()["state"]
+    return left.keys() == right.keys() and all(equal(left[index], right[index]) for index in left)
+
+
+class Wide(nn.Module):
+    """Types of two widths, a matrix with strides of its own, some parameters frozen and some unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(300, 500)
+        self.inner.weight = nn.Parameter(self.inner.weight.detach().t().contiguous().t())
+        self.outer = nn.Linear(500, 3, dtype=torch.float64)
+        self.outer.bias.requires_grad_(False)
+        self.unused = nn.Linear(4, 4)
+        self.scalar = nn.Parameter(torch.ones(()))
+
+    def loss(self, seed: int) -> torch.Tensor:
+        x = torch.randn(2, 300, generator=torch.Generator().manual_seed(seed))
+        return self.outer(self.inner(x).double() * self.scalar).square().mean().float()
+
+
+# One process
+
+
+@pytest.mark.parametrize("make", [functools.partial(Tied, width=64), Wide])
+def test_training_is_that_of_torch_bit_for_bit(tmp_path: Path, make: Any) -> None:
+    """Groups, clipping, a scheduler, states that do not fit the budget."""
+    torch.manual_seed(0)
+    reference = make()
+    model = copy.deepcopy(reference)
+    theirs = torch.optim.AdamW(parameter_groups(reference), lr=LR, fused=True)
+    expected = train(reference, theirs, 0, STEPS, torch.optim.lr_scheduler.StepLR(theirs, 2, 0.5))
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        ours = zero.AdamW(parameter_groups(model), lr=LR, store=store)
+        assert train(model, ours, 0, STEPS, torch.optim.lr_scheduler.StepLR(ours, 2, 0.5)) == expected
+        assert equal(reference.state_dict(), model.state_dict())
+        assert same(ours, theirs)
+        statistics = store.statistics()
+        kept = sum(store.spec(key).nbytes for key in store)
+        assert statistics.tiers[0].peak <= 1 << 20 < kept
+        graded = [p for p in model.parameters() if p.grad is not None]
+        assert sum(2 * p.numel() * p.element_size() for p in graded) <= kept
+        store.close()
+
+
+@pytest.mark.parametrize("make", [Narrow, lambda: Tied(width=64).to(torch.bfloat16)])
+def test_narrow_parameters_have_masters(tmp_path: Path, make: Any) -> None:
+    torch.manual_seed(0)
+    reference = make()
+    model = copy.deepcopy(reference)
+    masters = MasterAdamW([{"params": list(reference.parameters())}], lr=LR)
+    expected = train(reference, masters, 0, STEPS, clip=None)
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        ours = zero.AdamW(model.parameters(), lr=LR, store=store)
+        assert train(model, ours, 0, STEPS, clip=None) == expected
+        assert equal(reference.state_dict(), model.state_dict())
+        flat = [master for group in masters.param_groups for master in group["params"]]
+        narrow = {id(master) for _, master in masters.pairs}
+        found = ours.state_dict()["state"]
+        for index, state in masters.state_dict()["state"].items():
+            whole = {**state, "master": flat[index].detach()} if id(flat[index]) in narrow else state
+            assert equal(whole, found[index])
+        store.close()
+
+
+@pytest.mark.parametrize("make", [functools.partial(Tied, layers=2), Narrow])
+def test_it_goes_on_from_a_commit_bit_for_bit(tmp_path: Path, make: Any) -> None:
+    torch.manual_seed(0)
+    model = make()
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        optimizer = zero.AdamW(model.parameters(), lr=LR, store=store, name="adam")
+        train(model, optimizer, 0, 3, clip=None)
+        values = copy.deepcopy(model.state_dict())
+        store.commit()
+        expected = train(model, optimizer, 3, STEPS, clip=None)
+        store.close()
+    other = make()
+    with TieredStore.open(tmp_path / "store", dram="2MiB") as store:
+        with pytest.raises(MisuseError, match=r"tensors under 'adam': give another name=, existing='overwrite'"):
+            zero.AdamW(other.parameters(), lr=LR, store=store, name="adam")
+        optimizer = zero.AdamW(other.parameters(), lr=LR, store=store, name="adam", existing="resume")
+        assert {int(state["step"]) for state in optimizer.state.values()} == {3}
+        other.load_state_dict(values)
+        assert train(other, optimizer, 3, STEPS, clip=None) == expected
+        assert equal(model.state_dict(), other.state_dict())
+        store.rollback()
+        other.load_state_dict(values)
+        assert train(other, optimizer, 3, STEPS, clip=None) == expected
+        fresh = zero.AdamW(other.parameters(), lr=LR, store=store, name="adam", existing="overwrite")
+        assert not moments(fresh)
+        assert {key for key in store if "#" in key} == set()
+        store.close()
+
+
+def test_groups_that_were_added_later_go_on_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    reference = Tied(layers=2)
+    model = copy.deepcopy(reference)
+    first, *others = list(model.parameters())
+    theirs = torch.optim.AdamW([next(reference.parameters())], lr=LR, fused=True)
+    train(reference, theirs, 0, 1)
+    theirs.add_param_group({"params": list(reference.parameters())[1:], "lr": 1e-3})
+    train(reference, theirs, 1, STEPS)
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        optimizer = zero.AdamW([first], lr=LR, store=store)
+        train(model, optimizer, 0, 1)
+        optimizer.add_param_group({"params": others, "lr": 1e-3})
+        train(model, optimizer, 1, 3)
+        store.commit()
+        optimizer = zero.AdamW([first], lr=LR, store=store, existing="resume")
+        with pytest.raises(MisuseError, match="add the param groups that it had"):
+            optimizer.step()
+        optimizer.add_param_group({"params": others, "lr": 1e-3})
+        train(model, optimizer, 3, STEPS)
+        assert equal(reference.state_dict(), model.state_dict())
+        assert same(optimizer, theirs)
+
+
+@pytest.mark.parametrize("make", [functools.partial(Tied, layers=2), Narrow])
+def test_state_dicts_go_both_ways(tmp_path: Path, make: Any) -> None:
+    torch.manual_seed(0)
+    model = make()
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        optimizer = zero.AdamW(model.parameters(), lr=LR, store=store, name="one")
+        train(model, optimizer, 0, 3, clip=None)
+        twin = copy.deepcopy(model)
+        for parameter in twin.parameters():
+            parameter.grad = None
+        other = zero.AdamW(twin.parameters(), lr=1.0, store=store, name="other")
+        other.load_state_dict(optimizer.state_dict())
+        assert other.param_groups[0]["lr"] == LR
+        assert train(model, optimizer, 3, STEPS, clip=None) == train(twin, other, 3, STEPS, clip=None)
+        assert equal(model.state_dict(), twin.state_dict())
+        assert same(optimizer, other)
+        if make is not Narrow:
+            plain = copy.deepcopy(model)
+            theirs = torch.optim.AdamW(plain.parameters(), lr=1.0, fused=True)
+            theirs.load_state_dict(optimizer.state_dict())
+            assert train(plain, theirs, STEPS, 7) == train(model, optimizer, STEPS, 7)
+
+
+def test_a_value_that_was_changed_is_its_own_master(tmp_path: Path) -> None:
+    """An fp16 one; the master of a bf16 one keeps bits below the value's last place."""
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        for dtype in (torch.float16, torch.bfloat16):
+            weight = nn.Parameter(torch.randn(40, dtype=dtype))
+            optimizer = zero.AdamW([weight], lr=LR, store=store, name=str(dtype))
+            for _ in range(2):
+                weight.grad = torch.randn(40, dtype=dtype)
+                optimizer.step()
+            with torch.no_grad():
+                weight.fill_(3.0)
+            optimizer.param_groups[0]["lr"] = 0.0
+            optimizer.step()
+            assert torch.equal(weight, torch.full((40,), 3.0, dtype=dtype))
+
+
+def test_what_is_no_gradient_moves_nothing(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        model = nn.Linear(3, 3)
+        optimizer = zero.AdamW(model.parameters(), lr=LR, store=store)
+        optimizer.step()
+        assert not optimizer.state_dict()["state"]
+        model.weight.grad = torch.ones(3, 3).t()
+        assert optimizer.step(lambda: 5.0) == 5.0
+        assert list(optimizer.state_dict()["state"]) == [0]
+        grad = optimizer.grad(model.weight)
+        assert grad is not None
+        assert torch.equal(grad, torch.ones(3, 3))
+        assert float(optimizer.clip_grad_norm_(1.0)) == 3.0
+        optimizer.zero_grad()
+        assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, zero.GradScaler])
+def test_loss_scaling_is_torchs_own(tmp_path: Path, scaler: Any) -> None:
+    torch.manual_seed(0)
+    reference = Tied(layers=2)
+    model = copy.deepcopy(reference)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=LR, fused=True)
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        for mine, optimizer in ((reference, theirs), (model, zero.AdamW(model.parameters(), lr=LR, store=store))):
+            scale = scaler("cpu", growth_interval=2)
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                scale.scale(mine.loss(step)).backward()  # type: ignore[operator]
+                if step == 1:
+                    next(mine.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
+                scale.unscale_(optimizer)
+                scale.step(optimizer)
+                scale.update()
+        assert equal(reference.state_dict(), model.state_dict())
+
+
+# What is refused
+
+
+def test_a_step_that_was_interrupted_is_not_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Tied(layers=2)
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        optimizer = zero.AdamW(model.parameters(), lr=LR, store=store)
+        train(model, optimizer, 0, 2)
+        store.commit()
+        values = copy.deepcopy(model.state_dict())
+        real, calls = zero.AdamWRule.update, 0
+
+        def interrupted(*arguments: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise KeyboardInterrupt
+            real(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(zero.AdamWRule, "update", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                train(model, optimizer, 2, 3)
+        for again in (optimizer.step, optimizer.state_dict):
+            with pytest.raises(MisuseError, match=r"'optimizer' was interrupted.*store\.rollback"):
+                again()
+        with pytest.raises(MisuseError, match="interrupted"):
+            zero.AdamW(model.parameters(), lr=LR, store=store, existing="resume")
+        store.rollback()
+        model.load_state_dict(values)
+        train(model, optimizer, 2, 3)
+        assert {int(state["step"]) for state in moments(optimizer)} == {3}
+
+
+def test_a_bfloat16_gradient_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(torch.bfloat16)
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        optimizer = zero.AdamW(model.named_parameters(), lr=LR, store=store)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        model[1].bias.grad[2] = float("nan")  # type: ignore[index]
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(MisuseError, match=r"gradient of '1\.bias' is not finite"):
+            optimizer.step()
+        assert equal(model.state_dict(), before)
+        optimizer.zero_grad()
+        optimizer.step()
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        make = functools.partial(zero.AdamW, model.parameters(), lr=LR, store=store)
+        for options, why in (
+            ({"update": "in_backward"}, "for paged parameters"),
+            ({"stage": zero.Stage3()}, r"Stage3 divides more than states.*zero\.Stage1\(\)"),
+            ({"stage": zero.Stage1()}, "init_process_group first"),
+            ({"timeout": 5.0}, "give stage="),
+            ({"existing": "perhaps"}, "'perhaps'"),
+            ({"existing": "resume"}, "no states under 'optimizer'"),
+        ):
+            with pytest.raises(MisuseError, match=why):
+                make(**options)  # type: ignore[arg-type]
+        with pytest.raises(MisuseError, match=r"not paged: .* or make it with store="):
+            zero.AdamW(model.parameters())
+        with pytest.raises(MisuseError, match="go with store="):
+            zero.AdamW(model.parameters(), name="adam")
+        for parameter, why in (
+            (torch.zeros(3, dtype=torch.complex64), r"parameter 1 \(of shape \(3,\)\) is torch.complex64"),
+            (torch.zeros(3, device="meta"), "is on meta"),
+            (torch.zeros(3, 4)[:, :2], "gaps in memory"),
+        ):
+            with pytest.raises(MisuseError, match=why):
+                zero.AdamW([torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(parameter)], lr=LR, store=store)
+        assert len(store) == 0
+        optimizer = make()
+        with pytest.raises(MisuseError, match="gaps"):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3, 4)[:, :2])]})
+        optimizer.step()
+        with pytest.raises(MisuseError, match=r"param group 0 .*: parameter 0 was \[\[3, 3\].* and is \[\[3, 4\]"):
+            zero.AdamW(nn.Linear(4, 3).parameters(), lr=LR, store=store, existing="resume")
+        paged = zero.page(nn.Linear(5, 5), store)
+        with pytest.raises(MisuseError, match="leave store= out"):
+            zero.AdamW(paged.parameters(), lr=LR, store=store, name="other")
+        for options in ({}, {"store": store, "name": "other"}):
+            with pytest.raises(MisuseError, match="an optimizer for each kind"):
+                zero.AdamW([*paged.parameters(), *model.parameters()], lr=LR, **options)  # type: ignore[arg-type]
+
+
+# Two ranks
+
+
+class Uneven(nn.Module):
+    """Sizes that two do not divide, a parameter that only one rank has some of, one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 1300)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.last = nn.Linear(1300, 5)
+        self.never = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(torch.tanh(self.first(x)) * self.gain)
+        return found
+
+
+class Losses:
+    """What ``train`` wants, of a model that its ranks give batches of their own."""
+
+    def __init__(self, model: nn.Module, rank: int, dtype: torch.dtype = torch.float32) -> None:
+        self.model, self.rank, self.dtype = model, rank, dtype
+        self.parameters = model.parameters
+
+    def loss(self, seed: int) -> torch.Tensor:
+        x = torch.randn(6, 7, generator=torch.Generator().manual_seed(10 * seed + self.rank)).to(self.dtype)
+        loss: torch.Tensor = self.model(x).float().square().mean()
+        return loss
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: found.full_tensor().clone() if hasattr(found, "full_tensor") else found.clone()
+            for name, found in model.state_dict().items()}
+
+
+def held(store: TieredStore) -> int:
+    return sum(store.spec(key).nbytes for key in store if "#" in key)
+
+
+def sharded(rank: int, folder: Path) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    mesh = init_device_mesh("cpu", (2,))
+
+    def make(dtype: torch.dtype = torch.float32) -> Any:
+        torch.manual_seed(5)
+        model = Uneven().to(dtype)
+        for layer in (model.first, model.last):
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    reference, model = make(), make()
+    theirs = torch.optim.AdamW(reference.parameters(), lr=LR, fused=True)
+    found: dict[str, Any] = {"expected": train(Losses(reference, rank), theirs, 0, STEPS)}
+    with TieredStore.open(folder / f"store{rank}", dram="1MiB") as store:
+        ours = zero.AdamW(model.parameters(), lr=LR, store=store)
+        found["numbers"] = train(Losses(model, rank), ours, 0, 3)
+        store.commit()
+        ours = zero.AdamW(model.parameters(), lr=LR, store=store, existing="resume")
+        found["numbers"] += train(Losses(model, rank), ours, 3, STEPS)
+        found["models"] = whole(reference), whole(model)
+        left, right = theirs.state_dict()["state"], ours.state_dict()["state"]
+        found["wrapped"] = all(isinstance(state["exp_avg"], DTensor) for state in right.values())
+        found["states"] = [
+            {index: {name: getattr(value, "to_local", lambda value=value: value)() for name, value in state.items()}
+             for index, state in states.items()}
+            for states in (left, right)
+        ]
+        found["bytes"] = held(store)
+        found["local"] = sum(p.to_local().numel() for p in model.parameters() if p.grad is not None)
+
+        state = get_optimizer_state_dict(model, ours)
+        other = make()
+        other.load_state_dict(model.state_dict())
+        third = zero.AdamW(other.parameters(), lr=1.0, store=store, name="third")
+        loose = StateDictOptions(strict=False)  # torch wants states of parameters that were never used, otherwise
+        set_optimizer_state_dict(other, third, state, options=loose)
+        full = zero.AdamW(make().parameters(), lr=1.0, store=store, name="full")
+        gathered = ours.state_dict()
+        for kept in gathered["state"].values():
+            kept.update({name: kept[name].full_tensor() for name in ("exp_avg", "exp_avg_sq")})
+        full.load_state_dict(gathered)
+        found["checkpointed"] = all(
+            torch.equal(one[name].to_local(), another[name].to_local())
+            for states in (third.state_dict()["state"], full.state_dict()["state"])
+            for one, another in zip(right.values(), states.values(), strict=True)
+            for name in ("exp_avg", "exp_avg_sq")
+        )
+        found["again"] = train(Losses(model, rank), ours, 6, 8), train(Losses(other, rank), third, 6, 8)
+
+        narrow = make(torch.bfloat16)
+        lows = zero.AdamW(narrow.parameters(), lr=LR, store=store, name="narrow")
+        found["narrow"] = train(Losses(narrow, rank, torch.bfloat16), lows, 0, STEPS)
+        found["master"] = {str(state["master"].to_local().dtype) for state in lows.state_dict()["state"].values()}
+        with pytest.raises(MisuseError, match="leave stage= out"):
+            zero.AdamW(make().parameters(), lr=LR, store=store, name="divided", stage=zero.Stage1())
+        store.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_ranks(2, sharded, tmp_path_factory.mktemp("sharded") / "run")
+
+
+def test_sharded_parameters_are_those_of_torch_bit_for_bit(shards: list[dict[str, Any]]) -> None:
+    for found in shards:
+        assert found["numbers"] == found["expected"]
+        assert equal(*found["models"])
+        theirs, ours = found["states"]
+        assert theirs.keys() == ours.keys()
+        assert all(equal(theirs[index], ours[index]) for index in theirs)
+
+
+def test_each_rank_has_the_states_of_its_shard(shards: list[dict[str, Any]]) -> None:
+    for found in shards:
+        assert 8 * found["local"] <= found["bytes"] <= 8 * (found["local"] + 7 * 16)  # each parameter begins a line of its own
+    sizes = [found["bytes"] for found in shards]
+    assert max(sizes) < 0.56 * sum(sizes)
+
+
+def test_distributed_checkpoints_take_and_give_them(shards: list[dict[str, Any]]) -> None:
+    for found in shards:
+        assert found["wrapped"]
+        assert found["checkpointed"]
+        one, other = found["again"]
+        assert one == other
+        assert found["master"] == {"torch.float32"}
+
+
+def replicated(rank: int, folder: Path) -> dict[str, Any]:
+    def make(dtype: torch.dtype = torch.float32) -> Any:
+        torch.manual_seed(5 + 100 * rank)  # all take over rank 0's
+        return DistributedDataParallel(Uneven().to(dtype), find_unused_parameters=True)
+
+    found: dict[str, Any] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        reference, model = make(dtype), make(dtype)
+        narrow = dtype is torch.bfloat16
+        groups = [{"params": list(reference.parameters())}]
+        theirs: Any = MasterAdamW(groups, lr=LR) if narrow else torch.optim.AdamW(groups, lr=LR, fused=True)
+        clip = None if narrow else 0.1
+        numbers = train(Losses(reference, rank, dtype), theirs, 0, STEPS, clip=clip)
+        with TieredStore.open(folder / f"{dtype}{rank}", dram="1MiB") as store:
+            options: Any = {"lr": LR, "store": store, "stage": zero.Stage1()}
+            ours = zero.AdamW(model.parameters(), **options)
+            mine = train(Losses(model, rank, dtype), ours, 0, 3, clip=clip)
+            store.commit()
+            ours = zero.AdamW(model.parameters(), **options, existing="resume")
+            mine += train(Losses(model, rank, dtype), ours, 3, STEPS, clip=clip)
+            states = theirs.state_dict()["state"], ours.state_dict()["state"]
+            twin = zero.AdamW(make(dtype).parameters(), **options, name="twin")
+            twin.load_state_dict(ours.state_dict())
+            found[str(dtype)] = {
+                "numbers": (numbers, mine),
+                "models": (whole(reference), whole(model)),
+                "states": states,
+                "twin": twin.state_dict()["state"],
+                "bytes": sum(store.spec(key).nbytes for key in store if key.startswith("optimizer/") and "#" in key),
+                "elements": sum(p.numel() for p in model.parameters() if p.grad is not None),
+            }
+            store.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_ranks(2, replicated, tmp_path_factory.mktemp("replicated") / "run")
+
+
+@pytest.mark.parametrize("dtype", ["torch.float32", "torch.bfloat16"])
+def test_replicas_are_those_of_torch_bit_for_bit(replicas: list[dict[str, Any]], dtype: str) -> None:
+    for found in (one[dtype] for one in replicas):
+        numbers, mine = found["numbers"]
+        assert mine == numbers
+        assert equal(*found["models"])
+        theirs, ours = found["states"]
+        assert theirs.keys() == ours.keys() == found["twin"].keys()
+        for index in theirs:
+            assert equal(theirs[index], {name: ours[index][name] for name in theirs[index]})
+
+
+@pytest.mark.parametrize(("dtype", "each"), [("torch.float32", 8), ("torch.bfloat16", 10)])
+def test_each_replica_has_the_states_of_half(replicas: list[dict[str, Any]], dtype: str, each: int) -> None:
+    for found in (one[dtype] for one in replicas):
+        half = found["elements"] / 2
+        assert each * (half - 64) <= found["bytes"] <= each * (half + 64)
