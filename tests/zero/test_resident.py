@@ -238,6 +238,24 @@ def test_loss_scaling_is_torchs_own(tmp_path: Path, scaler: Any) -> None:
         assert equal(reference.state_dict(), model.state_dict())
 
 
+def test_torchs_kernel_does_not_care_for_cuts_at_multiples_of_sixteen() -> None:
+    """Elsewhere it does: the end of a tensor is rounded in another way."""
+    rule = zero.AdamWRule(LR, (0.9, 0.999), 1e-8, 1e-2, False)
+    size = 40_003
+
+    def after(cut: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        state = torch.zeros(3, size)
+        for step in range(1, 4):
+            gradient = torch.randn(size, generator=generator)
+            for pieces in zip(*(row.split(cut) for row in (gradient, *state)), strict=True):
+                rule.update(pieces[1], pieces[0], {"m": pieces[2], "v": pieces[3]}, step)
+        return state
+
+    expected = after(size)
+    assert all(torch.equal(after(16 * cut), expected) for cut in (1, 7, 100))
+
+
 # What is refused
 
 
@@ -482,6 +500,12 @@ def replicated(rank: int, folder: Path) -> dict[str, Any]:
             store.commit()
             ours = zero.AdamW(model.parameters(), **options, existing="resume")
             mine += train(Losses(model, rank, dtype), ours, 3, STEPS, clip=clip)
+            store.commit()
+            if rank == 0:  # as if its last commit were older than the other's
+                store.put("optimizer/steps", store.get("optimizer/steps") - 1)
+            with pytest.raises(MisuseError, match="ranks have states of different steps under 'optimizer'"):
+                zero.AdamW(model.parameters(), **options, existing="resume")
+            store.rollback()
             states = theirs.state_dict()["state"], ours.state_dict()["state"]
             twin = zero.AdamW(make(dtype).parameters(), **options, name="twin")
             twin.load_state_dict(ours.state_dict())
