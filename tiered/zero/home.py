@@ -44,7 +44,10 @@ def placement_of(parameter: torch.Tensor) -> tuple[Pager, Unit, Placement]:
     """Raises MisuseError for a parameter that was not paged, or whose model is gone."""
     home = getattr(parameter, "_tiered", None)
     if home is None:
-        raise MisuseError("this parameter is not paged: call tiered.zero.page(model, store) before making the optimizer")
+        raise MisuseError(
+            "this parameter is not paged: call tiered.zero.page(model, store) before making the optimizer, or make it with "
+            "store= to keep only the states there"
+        )
     found: tuple[Pager, Unit, Placement] | None = home.found()
     if found is None:
         raise MisuseError("the model of this parameter is gone: keep it as long as its parameters are used")

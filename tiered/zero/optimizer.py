@@ -1,23 +1,34 @@
-"""AdamW for paged parameters: ``step()`` marks, each unit is updated when it is next needed."""
+"""AdamW for paged parameters: ``step()`` marks, each unit is updated when it is next needed. Or, for parameters that stay in
+memory, with states in a store (``resident.py``): ``step()`` updates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from tiered import TieredStore
 from tiered.errors import MisuseError
 from tiered.zero.gradients import SpentGradient
 from tiered.zero.home import placement_of
 from tiered.zero.paging import Pager
+from tiered.zero.ranks import Ranks
+from tiered.zero.resident import Resident
 from tiered.zero.rules import AdamWRule
+from tiered.zero.sharding import Stage, Stage1
 from tiered.zero.states import Update
 from tiered.zero.unit import Unit
 from tiered.zero.units import Placement
 
 __all__ = ["AdamW"]
+
+MIXED = (
+    "some of these parameters are paged and others are not: make an optimizer for each kind, with store= for those that stay "
+    "in memory"
+)
 
 
 class AdamW(Optimizer):
@@ -37,8 +48,23 @@ class AdamW(Optimizer):
       second backward before ``step()``. Units that take part in reentrant checkpoints, or that get fewer gradients than in the
       step before, are updated at the end of backward. After an exception in backward some are updated and others are not.
 
+    ``store``: where the states of parameters are that stay in memory as they are (not paged: those of any model, of one in
+    ``DistributedDataParallel``, or DTensors, as ``fully_shard`` makes them, of which each rank updates its shard). ``step()``
+    updates them at once; gradients are ordinary tensors, and torch's own functions clip and scale them.
+
+    - ``name``: keys in the store begin with it and a slash. ``existing``: what to do when there are some: "refuse",
+      "overwrite", or "resume": go on bit for bit with the states and step counts that were committed there, for parameters
+      of the same groups, shapes and types; their values, and what a scheduler sets, are the caller's to bring back.
+    - ``stage=zero.Stage1()``: the parameters and gradients are the same on all ranks (of ``group``; None: all), each of which
+      has the states of its share of the elements and updates that; all call ``step``, ``state_dict`` and ``add_param_group``
+      together. ``timeout``: seconds that a rank waits for the others before all raise RankError (default: that of ``group``).
+
+    A bf16 parameter that is given another value between steps keeps the low bits of its master, which are less than half a
+    unit of its last place.
+
     Parameters whose gradient is None are left alone. ``lr``, ``betas``, ``eps``, ``weight_decay``, ``maximize`` as in torch
-    (Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101). Raises MisuseError for parameters that are not paged.
+    (Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101). Raises MisuseError for parameters that are not paged where
+    there is no ``store``, for those that are where there is one, and for a name that is taken.
     """
 
     def __init__(
@@ -51,9 +77,19 @@ class AdamW(Optimizer):
         *,
         maximize: bool = False,
         update: str = "on_fetch",
+        store: TieredStore | None = None,
+        name: str = "optimizer",
+        existing: str = "refuse",
+        stage: Stage | None = None,
+        group: dist.ProcessGroup | None = None,
+        timeout: float | None = None,
     ) -> None:
         if update not in ("on_fetch", "in_backward"):
             raise MisuseError(f"update is 'on_fetch' or 'in_backward', not {update!r}")
+        if store is not None and update == "in_backward":
+            raise MisuseError("update='in_backward' is for paged parameters: leave it or store= out")
+        if store is None and (stage, group, timeout, name, existing) != (None, None, None, "optimizer", "refuse"):
+            raise MisuseError("name, existing, stage, group and timeout go with store=; a paged model was given them by page")
         self._in_backward = update == "in_backward"
         self._group_of: dict[Placement, int] = {}
         for what, value, wrong in (
@@ -66,15 +102,26 @@ class AdamW(Optimizer):
                 raise MisuseError(f"{what}={value} is out of range")
         self.steps: dict[Placement, int] = {}
         """How many each parameter has had."""
+        self._resident = None if store is None else Resident(store, name, existing, _ranks(stage, group, timeout))
+        self._made = False
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         )
+        self._made = True
+        if self._resident is not None:
+            self._show(self._resident.write())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; every parameter must be paged."""
+        """As in torch; every parameter must be paged, or none where there is a store."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
+            self._refuse_mixed()
+            if self._resident is not None:
+                self._resident.add(group["params"], self._names(group))
+                if self._made:
+                    self._show(self._resident.write())
+                return
             for parameter in group["params"]:
                 _, unit, _ = placement_of(parameter)
                 kinds = {placement.dtype for placement in unit.gradients.states}
@@ -96,12 +143,17 @@ class AdamW(Optimizer):
 
         Applies updates of an earlier step that nothing has asked for yet; so it may wait for the store, and raise what that
         raises. Raises MisuseError where a gradient has infinity or NaN. After either no parameter has had this step:
-        ``zero_grad`` leaves it out.
+        ``zero_grad`` leaves it out. With ``store=``, where parameters are updated at once, that is so of gradients of bf16
+        parameters only (others become NaN, as in torch); after another error some parameters may have had the step and others
+        not, and further steps raise MisuseError until ``store.rollback()``, or ``load_state_dict``.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._resident is not None:
+            self._show(self._resident.step([_rule(group) for group in self.param_groups]))
+            return loss
         updates: dict[Unit, dict[Placement, Update]] = {}
         for pager in self._pagers():
             pager.reset()
@@ -138,6 +190,9 @@ class AdamW(Optimizer):
         After an exception in forward or backward nothing is held any more, and all is as before that step (with
         ``update="in_backward"``, where units may have been updated by then, ``zero.rollback`` does that).
         """
+        if self._resident is not None:
+            super().zero_grad(set_to_none)
+            return
         for pager in self._pagers():
             if not pager.computing:
                 pager.reset()  # what an exception left held
@@ -169,6 +224,8 @@ class AdamW(Optimizer):
         The norm of each whole gradient, then the norm of these in ``model.parameters()`` order; the factor is applied when
         the update is. Raises RuntimeError for a norm that is not finite when ``error_if_nonfinite``.
         """
+        if self._resident is not None:
+            return torch.nn.utils.clip_grad_norm_(self._parameters(), max_norm, norm_type, error_if_nonfinite)
         self._refuse_in_backward("clip_grad_norm_")
         order = float(norm_type)
         for pager in self._pagers():
@@ -200,7 +257,9 @@ class AdamW(Optimizer):
 
     def grad(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """A copy of the gradient of ``parameter``, of its shape and dtype, or None when it has none. Raises MisuseError for a
-        parameter that is not paged."""
+        parameter that is not paged, where there is no store."""
+        if self._resident is not None:
+            return None if parameter.grad is None else parameter.grad.detach().clone()
         pager, unit, placement = placement_of(parameter)
         if not pager.computing:
             pager.exchange.synchronise()
@@ -208,6 +267,8 @@ class AdamW(Optimizer):
 
     def flush(self) -> None:
         """Apply every pending update now. Raises what the store raises."""
+        if self._resident is not None:
+            return  # none waits
         for unit in self._units():
             unit.settle()
 
@@ -216,19 +277,13 @@ class AdamW(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Copies, in the form of ``torch.optim.AdamW``'s: step, exp_avg and exp_avg_sq per parameter, and the param groups.
 
-        bf16 and fp16 parameters also have their fp32 ``master``.
+        bf16 and fp16 parameters also have their fp32 ``master``. Those of a DTensor are DTensors with its placements.
         """
         packed = super().state_dict()
         state = {}
-        for index, parameter in enumerate(self._parameters()):
-            _, unit, placement = placement_of(parameter)
-            if placement in self.steps:
-                kept = unit.state_copies(placement)
-                state[index] = {
-                    "step": torch.tensor(float(self.steps[placement])),
-                    "exp_avg": kept["m"],
-                    "exp_avg_sq": kept["v"],
-                }
+        for index, (step, kept) in enumerate(self._kept()):
+            if step:
+                state[index] = {"step": torch.tensor(float(step)), "exp_avg": kept["m"], "exp_avg_sq": kept["v"]}
                 if "master" in kept:
                     state[index]["master"] = kept["master"]
         packed["state"] = state
@@ -240,26 +295,69 @@ class AdamW(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what ``state_dict`` gave, here or from ``torch.optim.AdamW``. Pending updates are applied first.
 
-        Load the model's values before: a master that is another value than its parameter has is not taken.
+        Load the model's values before: a master that is another value than its parameter has is not taken. A state of a DTensor
+        may be a DTensor, or an ordinary tensor with all of it or with the shard of this rank.
         """
         if any(group.get("amsgrad") for group in state_dict["param_groups"]):
             raise MisuseError("this state was trained with amsgrad=True, which tiered.zero.AdamW does not have")
         self.flush()
-        moments = state_dict["state"]
+        named = [name for group in state_dict["param_groups"] for name in group["params"]]  # numbers, or what there is instead
+        moments = {index: state_dict["state"][name] for index, name in enumerate(named) if name in state_dict["state"]}
         super().load_state_dict({**state_dict, "state": {}})
+        ours = {"exp_avg": "m", "exp_avg_sq": "v", "master": "master"}
+        states = {
+            index: {ours[name]: value for name, value in found.items() if name in ours} for index, found in moments.items()
+        }
+        steps = {index: int(found["step"]) for index, found in moments.items()}
+        if self._resident is not None:
+            self._show(self._resident.load(states, steps))
+            return
         self.steps.clear()
         for index, parameter in enumerate(self._parameters()):
             _, unit, placement = placement_of(parameter)
-            found = moments.get(index)
-            if found is None:
-                continue
-            state = {"m": found["exp_avg"], "v": found["exp_avg_sq"]}
-            if "master" in found:
-                state["master"] = found["master"]
-            unit.load_state(placement, state)
-            self.steps[placement] = int(found["step"])
+            if index in states:
+                unit.load_state(placement, states[index])
+                self.steps[placement] = steps[index]
 
     # -- within ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def resident(self) -> bool:
+        """Whether the parameters stay in memory, and only their states are in a store."""
+        return self._resident is not None
+
+    def _kept(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """Of each parameter in turn how many steps it has had, and copies of its states."""
+        if self._resident is not None:
+            yield from zip(self._resident.steps(), self._resident.copies(), strict=True)
+            return
+        for parameter in self._parameters():
+            _, unit, placement = placement_of(parameter)
+            yield self.steps.get(placement, 0), unit.state_copies(placement) if placement in self.steps else {}
+
+    def _show(self, steps: Sequence[int]) -> None:
+        """In ``state``, as in torch: torch.distributed.checkpoint takes an optimizer without any for a fresh one, and makes a
+        step with it."""
+        for parameter, step in zip(self._parameters(), steps, strict=True):
+            if step:
+                self.state[parameter] = {"step": torch.tensor(float(step))}
+
+    def _refuse_mixed(self) -> None:
+        paged = [hasattr(parameter, "_tiered") for parameter in self._parameters()]
+        if self._resident is not None and any(paged):
+            both = "these parameters are paged, and their states are kept beside them: leave store= out"
+            raise MisuseError(both if all(paged) else MIXED)
+        if self._resident is None and any(paged) and not all(paged):
+            raise MisuseError(MIXED)
+
+    def _names(self, group: dict[str, Any]) -> list[str]:
+        """For messages, by parameter of ``group``, the last one."""
+        first = sum(len(other["params"]) for other in self.param_groups) - len(group["params"])
+        given = group.get("param_names")
+        return [
+            repr(given[index]) if given else f"parameter {first + index} (of shape {tuple(parameter.shape)})"
+            for index, parameter in enumerate(group["params"])
+        ]
 
     def _update_now(self, placement: Placement) -> Update:
         """Called within backward when a gradient is complete: counts one step, and returns it."""
@@ -296,3 +394,19 @@ class AdamW(Optimizer):
 
 def _rule(group: dict[str, Any]) -> AdamWRule:
     return AdamWRule(float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"], group["maximize"])
+
+
+def _ranks(stage: Stage | None, group: dist.ProcessGroup | None, timeout: float | None) -> Ranks | None:
+    """Who has a share of the states of parameters that stay in memory."""
+    if stage is None:
+        if group is not None or timeout is not None:
+            raise MisuseError("group= and timeout= are for states that are divided: give stage=zero.Stage1()")
+        return None
+    if not isinstance(stage, Stage1):
+        raise MisuseError(
+            f"{type(stage).__name__} divides more than states, and these parameters and gradients stay whole: give stage="
+            "zero.Stage1(), or page the model with zero.page"
+        )
+    if not (dist.is_available() and dist.is_initialized()):
+        raise MisuseError("stage= is for several processes: call torch.distributed.init_process_group first")
+    return Ranks(group, timeout) if dist.get_world_size(group) > 1 else None

@@ -35,7 +35,8 @@ class UpdateRule(Protocol):
 @dataclass(frozen=True)
 class AdamWRule:
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101), by torch's own fused
-    kernel: bit-identical to ``torch.optim.AdamW(fused=True)`` however a tensor is cut."""
+    kernel: bit-identical to ``torch.optim.AdamW(fused=True)`` wherever a tensor is cut at multiples of 16 elements. (What is
+    left over at the end of a tensor, it computes in another way, with other roundings.)"""
 
     lr: float
     betas: tuple[float, float]

@@ -20,8 +20,8 @@ class GradScaler(torch.amp.GradScaler):
     ``unscale_`` (multiplication by the inverse), not those of the division in its fused kernel.
 
     Arguments as in torch (https://docs.pytorch.org/docs/stable/amp.html), but ``device`` is "cpu" unless said otherwise. Other
-    optimizers are treated as torch does. ``unscale_`` and ``step`` raise MisuseError for an optimizer with
-    ``update="in_backward"``.
+    optimizers, and one whose parameters stay in memory, are treated as torch does. ``unscale_`` and ``step`` raise MisuseError
+    for an optimizer with ``update="in_backward"``.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         """What torch calls from ``unscale_``. Sets ``found_inf`` (0-d) to 1 where a gradient is infinite or NaN."""
-        if not isinstance(optimizer, AdamW):
+        if not isinstance(optimizer, AdamW) or optimizer.resident:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         finite = optimizer._unscale(inv_scale)
         if not all(finite):

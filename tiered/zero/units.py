@@ -16,7 +16,7 @@ from torch import nn
 
 from tiered.zero.policy import Policy
 
-__all__ = ["ALIGNMENT", "Limits", "Placement", "Plan", "UnitPlan", "divide", "even_chunks", "is_called"]
+__all__ = ["ALIGNMENT", "Limits", "Placement", "Plan", "UnitPlan", "divide", "even_chunks", "is_called", "is_dense"]
 
 ALIGNMENT = 64
 """Bytes: parameters start at multiples of this in their unit, as torch's own allocations do: kernels take the same path."""
@@ -65,7 +65,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         self.shape, self.dtype = self.parameter.shape, self.parameter.dtype
-        if not _is_dense(self.shape, self.stride):
+        if not is_dense(self.shape, self.stride):
             self.stride = _row_major(self.shape)
 
     @property
@@ -293,7 +293,7 @@ def _row_major(shape: torch.Size) -> tuple[int, ...]:
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
-def _is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+def is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
     """Every element once, without gaps: sorted by stride, each stride is the product of the smaller dimensions."""
     expected = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):

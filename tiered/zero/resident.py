@@ -1,0 +1,412 @@
+"""Adam states in the store of parameters that stay in memory: of a model, of a DTensor's shard, or of a replica's share.
+
+The elements of a param group that are of one type are a row. It is cut into *rounds*, each of which has a chunk of states for
+every rank that has a share, and of which each is updated, and gathered, before the next but one begins. So what a step takes
+beside the parameters does not grow with them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tiered import ManifestError, MisuseError, TieredStore
+from tiered.zero.local import Local
+from tiered.zero.ranks import Ranks, Under
+from tiered.zero.rules import UpdateRule
+from tiered.zero.states import Pending, States, Update
+from tiered.zero.units import Limits, Placement
+
+__all__ = ["Resident"]
+
+VERSION = 1
+ROUND = 8 << 20
+"""Elements of all ranks' shares of a round at most: what is gathered at once has room twice."""
+STEP = 16
+"""Elements at multiples of which parameters are cut: within them the kernel computes as it would on the whole, and not as it
+computes what is left over at the end of a tensor."""
+AHEAD = 2
+"""Rounds whose states are asked for before they are needed."""
+NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(eq=False)
+class Segment(Placement):
+    """Elements ``begin`` to ``end`` of what a ``Local`` has, whose states are at ``element`` of a chunk."""
+
+    begin: int = 0
+    end: int = 0
+    local: Local = field(kw_only=True)
+
+    @classmethod
+    def of(cls, local: Local, begin: int, end: int, element: int) -> Segment:
+        return cls(
+            local.parameter, local.name, 0, (1,), local.dtype, element=element, begin=begin, end=end, local=local
+        )
+
+    def __post_init__(self) -> None:
+        self.shape, self.dtype = torch.Size((self.end - self.begin,)), self.local.dtype
+
+    def stored_flat(self, unit: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        return self.local.values[self.begin + start : self.begin + stop]
+
+    def flat(self, unit: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        return self.local.gradient[self.begin + start : self.begin + stop]
+
+    @property
+    def all(self) -> torch.Tensor:
+        """Its values, in their own memory."""
+        return self.local.values[self.begin : self.end]
+
+    def take(self, row: torch.Tensor) -> torch.Tensor:
+        """This of a rank's chunk, or of what is as long."""
+        return row[self.element : self.element + self.numel]
+
+
+class Round:
+    """``segments[rank]``: in order. ``share``: elements of each rank's chunk."""
+
+    def __init__(self, store: TieredStore, key: str, segments: list[list[Segment]], share: int, rank: int) -> None:
+        self.segments, self.share, self.rank = segments, share, rank
+        self.own = segments[rank]
+        self.dtype = segments[0][0].dtype
+        self.states = States(store, key, self.own, share, {self.dtype})
+        self.states.stale_masters.clear()  # a first step begins with the parameter anyway
+
+    def concerns(self, locals_: Mapping[Local, object]) -> bool:
+        return any(segment.local in locals_ for mine in self.segments for segment in mine)
+
+    def keys(self, locals_: Mapping[Local, object]) -> list[str]:
+        """What of the store ``update`` will use."""
+        return [key for _, keys in self.states.chunks(s for s in self.own if s.local in locals_) for key in keys]
+
+    def update(self, updates: Mapping[Local, Update]) -> None:
+        mine: dict[Placement, Update] = {s: updates[s.local] for s in self.own if s.local in updates}
+        if self.dtype is torch.float16:
+            for segment in self.own:
+                if segment in mine and mine[segment].step > 1:
+                    self._follow(segment)
+        self.states.apply(Pending(mine), NOTHING, NOTHING)
+
+    def _follow(self, segment: Segment) -> None:
+        """Where a value was changed otherwise since the last step, its fp16 master begins with it. (The master of a bf16 one is
+        the value itself and more bits.)"""
+        value, copies = segment.all, self.states.copies(segment, segment.all)
+        kept = copies["master"].to(torch.float16) == value
+        if not bool(kept.all()):
+            self.load(segment, {**copies, "master": torch.where(kept, copies["master"], value.float())})
+
+    def load(self, segment: Segment, state: dict[str, torch.Tensor]) -> None:
+        """``States.load``, with the master that belongs to the value where there is none, or another's."""
+        self.states.load(segment, segment.all, state)
+        if segment in self.states.stale_masters and segment.dtype in (torch.bfloat16, torch.float16):
+            self.states.load(segment, segment.all, {**state, "master": segment.all.float()})
+        self.states.stale_masters.discard(segment)
+
+    # -- what the ranks tell each other --------------------------------------------------------------------------------------
+
+    def gather(self, ranks: Ranks, updates: Mapping[Local, Update]) -> tuple[Under, torch.Tensor]:
+        """Begin to exchange the values that each rank has updated."""
+        size = self.share * self.dtype.itemsize
+        whole = torch.empty(ranks.size * size, dtype=torch.uint8)
+        own = whole[self.rank * size : (self.rank + 1) * size]
+        values = own.view(self.dtype)
+        for segment in self.own:
+            if segment.local in updates:
+                segment.take(values).copy_(segment.all)
+        return ranks.gather(whole, own, f"the updated parameters of {self.states.key!r}"), whole
+
+    def scatter(self, whole: torch.Tensor, updates: Mapping[Local, Update]) -> None:
+        """Take over those of the others."""
+        rows = whole.view(self.dtype).view(len(self.segments), -1)
+        for rank, segments in enumerate(self.segments):
+            for segment in segments if rank != self.rank else ():
+                if segment.local in updates:
+                    segment.all.copy_(segment.take(rows[rank]))
+
+    def copies(self, into: Mapping[Local, dict[str, torch.Tensor]], ranks: Ranks | None) -> None:
+        """All states of this round, those of other ranks too, into flat tensors of each parameter's size."""
+        kinds = self.states.blank(self.segments[0][0])
+        own = {name: torch.zeros(self.share, dtype=kind.dtype) for name, kind in kinds.items()}
+        for segment in self.own:
+            if segment.local in into:
+                found = self.states.copies(segment, segment.all)
+                for name, value in found.items():
+                    segment.take(own[name]).copy_(value)
+        for name, row in own.items():
+            rows = row.view(1, -1) if ranks is None else ranks.shared(row, f"{name} of {self.states.key!r}")
+            for here, segments in zip(rows, self.segments, strict=True):
+                for segment in segments:
+                    if segment.local in into:
+                        whole = into[segment.local].setdefault(name, torch.empty(segment.local.numel, dtype=row.dtype))
+                        whole[segment.begin : segment.end] = segment.take(here)
+
+
+class Resident:
+    """The states of one optimizer's parameters, under ``name``; ``ranks``: who has a share of each (None: this process all).
+
+    ``NAME/steps`` says how many steps each parameter has had. While a step is under way it is not there, so that neither a
+    commit nor a step goes on from one that was interrupted. It is what counts: after ``store.rollback()`` it is the older one.
+    """
+
+    def __init__(self, store: TieredStore, name: str, existing: str, ranks: Ranks | None) -> None:
+        if existing not in ("refuse", "overwrite", "resume"):
+            raise MisuseError(f"existing is 'refuse', 'overwrite' or 'resume', not {existing!r}")
+        if store.device.type != "cpu":
+            raise MisuseError(
+                f"the store's top tier is on {store.device}, and states are updated on the CPU so far: open the store without "
+                "hbm= for this optimizer"
+            )
+        self.store, self.name, self._ranks, self._resume = store, name, ranks, existing == "resume"
+        self.locals: list[Local] = []
+        self._rounds: list[Round] = []
+        self._layouts: list[bytes] = []
+        self._written = False
+        self._forward = True
+        self._limit = min(Limits.of(store.statistics().tiers[0].capacity).chunk, max(1, ROUND // self._size // STEP) * STEP)
+        self._held = [key for key in store if key.startswith(f"{name}/")]
+        if self._held and existing == "refuse":
+            raise MisuseError(
+                f"the store already holds {len(self._held)} tensors under {name!r}: give another name=, existing='overwrite', "
+                "or existing='resume' to go on with the states that an optimizer left there"
+            )
+        if self._resume and not self._held:
+            raise MisuseError(f"{store} has no states under {name!r} to go on with: leave existing='resume' out")
+        if self._resume and self._key not in store:
+            raise MisuseError(
+                f"what {store} has under {name!r} are no states to go on with: not an optimizer's, or of a step that was "
+                "interrupted; then open an earlier generation"
+            )
+
+    @property
+    def _size(self) -> int:
+        return 1 if self._ranks is None else self._ranks.size
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._ranks is None else self._ranks.rank
+
+    @property
+    def _key(self) -> str:
+        return f"{self.name}/steps"
+
+    # -- parameters --------------------------------------------------------------------------------------------------------
+
+    def add(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
+        """One more param group. Changes nothing in the store, and nothing here where it raises MisuseError."""
+        group = len(self._layouts)
+        fresh = [Local(parameter, name, group) for parameter, name in zip(parameters, names, strict=True)]
+        for local in fresh:
+            if local.divided and self._ranks is not None:
+                raise MisuseError(f"{local.name} is a DTensor, whose states are divided as it is: leave stage= out")
+        key = f"{self.name}/{group}/layout"
+        limit = self._limit
+        layout: dict[str, Any] = {
+            "version": VERSION,
+            "rank": self._rank,
+            "ranks": self._size,
+            "limit": limit,
+            "parameters": [local.describe() for local in fresh],
+        }
+        if self._resume and key in self.store:
+            committed = _read(self.store, key)
+            layout["limit"] = committed.get("limit")
+            if committed != layout:
+                difference = _difference(committed, layout)
+                raise MisuseError(f"param group {group} is not what was committed as {self.name!r}: {difference}")
+            limit = int(committed["limit"])
+        self._rounds += self._divided(fresh, group, limit)
+        self._layouts.append(json.dumps(layout).encode())
+        self.locals += fresh
+
+    def _divided(self, locals_: Sequence[Local], group: int, limit: int) -> list[Round]:
+        rounds: list[Round] = []
+        for dtype in dict.fromkeys(local.dtype for local in locals_):
+            row = [local for local in locals_ if local.dtype is dtype]
+            share = _even(math.ceil(sum(_up(local.numel) for local in row) / self._size), limit)
+            cut: list[list[list[Segment]]] = []
+            at = share * self._size
+            for local in row:
+                begin = 0
+                while begin < local.numel:
+                    if at == share * self._size:
+                        cut.append([[] for _ in range(self._size)])
+                        at = 0
+                    rank, element = divmod(at, share)
+                    end = min(local.numel, begin + share - element)
+                    cut[-1][rank].append(Segment.of(local, begin, end, element))
+                    at, begin = at + _up(end - begin), end
+            first = len(rounds)
+            for number, segments in enumerate(cut, first):
+                rounds.append(Round(self.store, f"{self.name}/{group}/{number}", segments, share, self._rank))
+        return rounds
+
+    def write(self) -> list[int]:
+        """Have what was added in the store; returns ``steps``. Raises MisuseError where the ranks' stores differ in these."""
+        for key in () if self._resume else self._held:
+            self.store.delete(key)
+        fresh = not self._written and not self._resume
+        steps = torch.zeros(0, dtype=torch.int64) if fresh else self._counted()
+        self._held, self._written = [], True
+        for group, layout in enumerate(self._layouts):
+            key = f"{self.name}/{group}/layout"
+            if key not in self.store:
+                self.store.put(key, torch.frombuffer(bytearray(layout), dtype=torch.uint8))
+        if len(steps) < len(self.locals):
+            steps = torch.cat([steps, torch.zeros(len(self.locals) - len(steps), dtype=torch.int64)])
+            self.store.put(self._key, steps)
+        if self._ranks is not None:
+            everybody = self._ranks.shared(steps, f"the step counts of {self.name!r}")
+            if not bool((everybody == steps).all()):
+                raise MisuseError(
+                    f"the stores of the ranks have states of different steps under {self.name!r} (this one's highest is "
+                    f"{int(steps.max())}, of all {everybody.max(1).values.tolist()}): open generations of one step"
+                )
+        return [int(step) for step in steps[: len(self.locals)]]
+
+    # -- stepping ----------------------------------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """How many each parameter has had. Raises MisuseError after a step that was interrupted."""
+        found = [int(step) for step in self._counted()]
+        if len(found) != len(self.locals):
+            raise MisuseError(
+                f"{self.name!r} was committed with {len(found)} parameters, and this optimizer has {len(self.locals)}: add the "
+                "param groups that it had"
+            )
+        return found
+
+    def _counted(self) -> torch.Tensor:
+        if self._key not in self.store:
+            raise MisuseError(
+                f"a step of {self.name!r} was interrupted, and some parameters were updated, others not: go back to the last "
+                "commit (store.rollback(), and the parameters of then), or load_state_dict"
+            )
+        return self.store.get(self._key)
+
+    def step(self, rules: Sequence[UpdateRule]) -> list[int]:
+        """Update all parameters that have a gradient; ``rules``: by param group. Returns ``steps``. All ranks call it."""
+        steps = self.steps()
+        updates = {
+            local: Update(rules[local.group], step + 1)
+            for local, step in zip(self.locals, steps, strict=True)
+            if local.parameter.grad is not None
+        }
+        if not updates:
+            return steps
+        try:
+            for local in updates:
+                local.show()
+                local.refuse_infinite()
+            self.store.delete(self._key)
+            self._run(updates)
+        finally:
+            for local in updates:
+                local.hide()
+        steps = [step + (local in updates) for local, step in zip(self.locals, steps, strict=True)]
+        self.store.put(self._key, torch.tensor(steps, dtype=torch.int64))
+        return steps
+
+    def _run(self, updates: Mapping[Local, Update]) -> None:
+        """There and back in turn: what a step used last, the next uses first, and it may still be in memory."""
+        rounds = [found for found in self._rounds if found.concerns(updates)]
+        if not self._forward:
+            rounds.reverse()
+        self._forward = not self._forward
+        under: tuple[Round, Under, torch.Tensor] | None = None
+        for number, here in enumerate(rounds):
+            coming = [key for later in rounds[number + 1 : number + 1 + AHEAD] for key in later.keys(updates)]
+            self.store.prefetch([key for key in coming if key in self.store])
+            here.update(updates)
+            if self._ranks is not None:
+                _finish(under, updates)
+                under = here, *here.gather(self._ranks, updates)
+        _finish(under, updates)
+
+    # -- state -------------------------------------------------------------------------------------------------------------
+
+    def copies(self) -> list[dict[str, torch.Tensor]]:
+        """Of each parameter ``m``, ``v`` and, of bf16 and fp16 ones, ``master``, all like it; nothing of one without a step.
+        All ranks call it."""
+        found: dict[Local, dict[str, torch.Tensor]] = {
+            local: {} for local, step in zip(self.locals, self.steps(), strict=True) if step
+        }
+        try:
+            for local in found:
+                local.show()
+                if not local.numel:
+                    empty = States(self.store, "", [], 1, {local.dtype}).blank(Segment.of(local, 0, 0, 0))
+                    found[local] = dict(empty)
+            for here in self._rounds:
+                if here.concerns(found):
+                    here.copies(found, self._ranks)
+        finally:
+            for local in found:
+                local.hide()
+        return [{name: local.like(value) for name, value in found.get(local, {}).items()} for local in self.locals]
+
+    def load(self, states: Mapping[int, Mapping[str, torch.Tensor]], steps: Mapping[int, int]) -> list[int]:
+        """The opposite, by the parameters' numbers; those that are missing begin anew. Returns ``steps``."""
+        given = {self.locals[index]: state for index, state in states.items()}
+        if self._key in self.store:
+            self.store.delete(self._key)
+        flat: dict[Local, dict[str, torch.Tensor]] = {}
+        try:
+            for local, state in given.items():
+                local.show()
+                wide = torch.float64 if local.dtype is torch.float64 else torch.float32
+                flat[local] = {name: local.flat(value, wide) for name, value in state.items()}
+            for here in self._rounds:
+                for segment in here.own:
+                    if segment.local in flat:
+                        parts = {name: value[segment.begin : segment.end] for name, value in flat[segment.local].items()}
+                        here.load(segment, parts)
+        finally:
+            for local in given:
+                local.hide()
+        counts = [steps.get(index, 0) for index in range(len(self.locals))]
+        self.store.put(self._key, torch.tensor(counts, dtype=torch.int64))
+        return counts
+
+
+def _finish(under: tuple[Round, Under, torch.Tensor] | None, updates: Mapping[Local, Update]) -> None:
+    if under is not None:
+        here, moving, whole = under
+        moving.wait()
+        here.scatter(whole, updates)
+
+
+def _even(elements: int, limit: int) -> int:
+    """Elements of each chunk where ``elements`` are cut into as few as ``limit`` allows, alike."""
+    return max(STEP, min(limit, _up(math.ceil(elements / max(1, math.ceil(elements / limit))))))
+
+
+def _up(elements: int) -> int:
+    return -(-elements // STEP) * STEP
+
+
+def _read(store: TieredStore, key: str) -> dict[str, Any]:
+    try:
+        found = json.loads(store.get(key).numpy().tobytes())
+    except ValueError as error:
+        raise ManifestError(f"{key!r} is damaged, or of another version: {error!r}") from error
+    if not isinstance(found, dict) or found.get("version") != VERSION:
+        raise ManifestError(f"{key!r} is of another version than {VERSION}, which this release reads")
+    return found
+
+
+def _difference(committed: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """The first one, in words."""
+    for what in ("ranks", "rank"):
+        if committed.get(what) != here[what]:
+            return f"it was {what} {committed.get(what)}, and is {what} {here[what]}"
+    old, new = committed["parameters"], here["parameters"]
+    if len(old) != len(new):
+        return f"it had {len(old)} parameters, and has {len(new)}"
+    index = next(index for index, (before, after) in enumerate(zip(old, new, strict=True)) if before != after)
+    return f"parameter {index} was {old[index]} (shape, strides, type), and is {new[index]}"
