@@ -60,7 +60,7 @@ REDUCTIONS = {
 
 @dataclass
 class Found:
-    """``sent``: in each step but the first. ``stored``: bytes of tensors by kind, when all updates are applied; ``used``: of the
+    """``sent``: in each step but the first. ``stored``: bytes of tensors by kind, with all updates applied; ``used``: of the
     pool, which is large enough for everything, then; ``peak``: at most."""
 
     sent: list[int]
