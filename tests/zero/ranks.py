@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,25 +20,38 @@ PATIENCE = 240.0
 """Seconds until processes that do not end are killed, and the test fails."""
 
 
+def _on_loopback(rank: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+
 def on_ranks(
-    size: int, scenario: Callable[..., Any], folder: Path, *arguments: Any, timeout: float = 60.0, lost: bool = False
+    size: int,
+    scenario: Callable[..., Any],
+    folder: Path,
+    *arguments: Any,
+    timeout: float = 60.0,
+    lost: bool = False,
+    hung: Collection[int] = (),
+    meet: str | None = None,
+    before: Callable[[int], None] = _on_loopback,
 ) -> list[Any]:
     """What ``scenario(rank, folder, *arguments)`` returns on each of ``size`` ranks; all tracebacks where one fails.
 
-    ``lost``: ranks may fail or be killed; the result of one that was is None.
+    ``lost``: ranks may fail or be killed; the result of one that was is None. ``hung`` are not waited for, but killed when all
+    others have ended. ``meet``: as ``init_method`` of torch.distributed (None: a file). ``before``: called with the rank first.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "tiered.zero", "tests.zero.models"])
     folder.mkdir(parents=True, exist_ok=True)
-    processes = [
-        context.Process(target=_run, args=(rank, size, scenario, folder, arguments, timeout)) for rank in range(size)
-    ]
+    more = (size, scenario, folder, arguments, timeout, meet, before)
+    processes = [context.Process(target=_run, args=(rank, *more)) for rank in range(size)]
     for process in processes:
         process.start()
     end = time.monotonic() + PATIENCE
-    for process in processes:
-        process.join(max(0.0, end - time.monotonic()))
-    late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    awaited = [rank for rank in range(size) if rank not in hung]
+    for rank in awaited:
+        processes[rank].join(max(0.0, end - time.monotonic()))
+    late = [rank for rank in awaited if processes[rank].is_alive()]
     for process in processes:
         process.kill()
         process.join()
@@ -47,6 +60,8 @@ def on_ranks(
         assert not _tracebacks(folder, size), _tracebacks(folder, size)
         assert all(process.exitcode == 0 for process in processes), [process.exitcode for process in processes]
     found = [folder / f"result{rank}" for rank in range(size)]
+    failed = {rank: process.exitcode for rank, process in enumerate(processes) if found[rank].exists() and process.exitcode}
+    assert not failed, f"ranks came to their end, and their processes failed then: {failed}"
     return [torch.load(path, weights_only=False) if path.exists() else None for path in found]
 
 
@@ -56,13 +71,24 @@ def _tracebacks(folder: Path, size: int) -> str:
 
 
 def _run(
-    rank: int, size: int, scenario: Callable[..., Any], folder: Path, arguments: tuple[Any, ...], timeout: float
+    rank: int,
+    size: int,
+    scenario: Callable[..., Any],
+    folder: Path,
+    arguments: tuple[Any, ...],
+    timeout: float,
+    meet: str | None,
+    before: Callable[[int], None],
 ) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    before(rank)
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+            "gloo",
+            init_method=meet or f"file://{folder}/rendezvous",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout),
         )
         result = scenario(rank, folder, *arguments)
         torch.save(result, folder / f"part{rank}")

@@ -199,10 +199,13 @@ class Reductions:
         return found
 
     def abandon(self) -> None:
-        self._give_up_ahead(None)
-        if self._flight is not None:
-            self._land()
-        self._forget_pass()
+        try:
+            self._give_up_ahead(None)
+        finally:
+            try:
+                self._land()
+            finally:
+                self._forget_pass()
 
     def _forget_pass(self) -> None:
         self._begun = 0
@@ -290,8 +293,13 @@ class _Flight:
         key = f"{self._local.key}/received"
         unit.store.create(key, TensorSpec("uint8", (whole.numel(),), 1))
         self._room.callback(unit.store.delete, key)
-        self._received = self._room.enter_context(unit.store.lease(key, access=Access.WRITE))
-        self.under: Under = ranks.exchange(self._received, whole, f"gradients of {unit.key!r}")
+        try:
+            self._received = self._room.enter_context(unit.store.lease(key, access=Access.WRITE))
+            self.under: Under = ranks.exchange(self._received, whole, f"gradients of {unit.key!r}")
+        except BaseException:
+            self._received = torch.empty(0)
+            self._room.close()
+            raise
 
     @torch.no_grad()
     def land(self) -> None:

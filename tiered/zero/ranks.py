@@ -8,6 +8,7 @@ ways get an error that names both, never each other's bytes.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -23,8 +24,8 @@ TAG = 192
 """Bytes that say what a collective is for."""
 PIECE = 1 << 18
 """Elements that are added up at a time."""
-GRACE = timedelta(seconds=5)
-"""For the other ranks to say what failed there."""
+GRACE = 5.0
+"""Seconds in which the other ranks, which waited for as long, say that it failed there, too."""
 
 
 class Under:
@@ -45,8 +46,13 @@ class Under:
             self._compare()
 
     def wait(self) -> None:
-        """Until it has ended; raises as ``agree``."""
-        self.agree()
+        """Until it has ended, also where it failed: nothing reads or writes its tensors any more. Raises as ``agree``."""
+        try:
+            self.agree()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                self.moving.wait()
+            raise
         with self._ranks.named(self._what):
             self.moving.wait()
 
@@ -63,20 +69,22 @@ class Under:
 
 
 class Ranks:
-    """``group`` (None: all processes), twice over: gathers of parameters and reductions of gradients are each in an order of
-    their own, so that one is never in the way of the other. ``timeout``: seconds that a rank waits for the others (None: as
-    ``group`` has it)."""
+    """``group`` (None: all processes), three times over: gathers of parameters and reductions of gradients are each in an order
+    of their own, so that one is never in the way of the other, and calls for help are out of order. ``timeout``: seconds that
+    a rank waits for the others (None: as ``group`` has it)."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: float | None = None) -> None:
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self.rank, self.size = dist.get_rank(group), len(members)
         seconds = timeout if timeout is not None else _timeout_of(group)
         self.timeout = timedelta(seconds=seconds)
+        self._calls: _Calls | None = None
         with self.named("the other ranks"):
-            self._gathers, self._reductions = (
+            self._gathers, self._reductions, calls = (
                 dist.new_group(members, timeout=self.timeout, backend="gloo", use_local_synchronization=len(members) > 1)
-                for _ in range(2)
+                for _ in range(3)
             )
+            self._calls = _Calls(calls, [self._gathers, self._reductions], self.rank, self.size)
         self._numbers = {self._gathers: 0, self._reductions: 0}
 
     @staticmethod
@@ -162,33 +170,76 @@ class Ranks:
     @contextlib.contextmanager
     def named(self, what: str) -> Iterator[None]:
         """What torch raises inside becomes a RankError that says who is missing."""
+        until = time.monotonic() + self.timeout.total_seconds() + GRACE
         try:
             yield
         except RankError:
             raise
         except (RuntimeError, ValueError) as error:
-            missing = self._missing(what)
-            who = f"rank {', '.join(map(str, missing))}" if missing else "another rank"
+            who = "another rank did not answer" if self._calls is None else self._calls.missing(until)
             raise RankError(
-                f"rank {self.rank} waited for {what}, and {who} did not answer: it ended, hangs, or cannot be reached (within "
-                f"{self.timeout.total_seconds():g} s). The last commit of all ranks is whole: start all of them again; "
-                f"torchrun --max-restarts does so by itself. ({_first_line(error)})"
+                f"rank {self.rank} waited for {what}, and {who} (timeout: {self.timeout.total_seconds():g} s). The last commit "
+                "of all ranks is whole: start all of them again; torchrun --max-restarts does so by itself. "
+                f"({_first_line(error)})"
             ) from error
 
-    def _missing(self, what: str) -> list[int]:
-        """Ranks that do not say either that something failed."""
-        try:
-            store = dist.distributed_c10d._get_default_store()
-            store.set(f"tiered/failed/{self.rank}", what)
-        except (RuntimeError, ValueError):
-            return []  # it was rank 0's, perhaps
-        missing = []
-        for rank in range(self.size):
+
+class _Calls:
+    """For help: a byte to each other rank, once. Each listens for the others' from the beginning, so a call arrives whatever
+    its receiver does, and a connection that breaks before that is a process that ended.
+
+    That is not left to the store in which the processes met: it ends or hangs with the rank that has it, and then blocks.
+    """
+
+    def __init__(self, group: Any, failing: list[Any], rank: int, size: int) -> None:
+        self._group, self._failing = group, failing
+        self._call = torch.ones(1, dtype=torch.uint8)
+        self._heard = {other: _receive(group, other) for other in range(size) if other != rank}
+        self._sent: list[Any] = []
+        self._found: str | None = None
+
+    def missing(self, until: float) -> str:
+        """Who does not call, and why; waits for calls until then (of ``time.monotonic``)."""
+        if self._found is None:
+            for other in self._heard:
+                with contextlib.suppress(RuntimeError):  # it is gone
+                    self._sent.append(self._group.send([self._call], other, 0))
+            self._hang_up()
+            self._found = self._listen(until)
+        return self._found
+
+    def _hang_up(self) -> None:
+        """Ranks that wait for this one need not wait for their timeout: where anything times out, gloo ends all connections."""
+        for group in self._failing:
+            for other in self._heard:
+                with contextlib.suppress(RuntimeError):
+                    _receive(group, other).wait(timedelta(milliseconds=1))
+
+    def _listen(self, until: float) -> str:
+        ended: list[int] = []
+        silent: list[int] = []
+        for other, heard in self._heard.items():
+            left = max(0.001, until - time.monotonic())  # 0 would be without a limit
             try:
-                store.wait([f"tiered/failed/{rank}"], GRACE)
-            except (RuntimeError, ValueError):
-                missing.append(rank)
-        return missing
+                heard.wait(timedelta(seconds=left))
+            except RuntimeError as error:
+                # The first that is waited for in vain ends all connections; what came before is still there to be had.
+                timed_out = "imeout" in str(error) or "imed out" in str(error)
+                (silent if timed_out else ended).append(other)
+        told = []
+        if ended:
+            told.append(f"{_named(ended)} ended")
+        if silent:
+            told.append(f"{_named(silent)} did not answer: it hangs, or cannot be reached")
+        return ", and ".join(told) or "it failed, though all ranks are there"
+
+
+def _receive(group: Any, other: int) -> Any:
+    return group.recv([torch.zeros(1, dtype=torch.uint8)], other, 0)
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))}"
 
 
 _made: dict[tuple[int, float | None], Ranks] = {}

@@ -1,0 +1,153 @@
+"""What stages cost and bring: bytes that each rank sends in a step, counted at its sockets, against the volumes of the paper
+(tiered/zero/sharding.py), and bytes in its store and in its pool against one process's."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bench.wire import traffic
+from tests.zero.ranks import on_ranks
+from tiered import TieredStore, zero
+from tiered.zero import units
+
+WIDTH, LAYERS = 480, 8  # 2, 3 and 4 ranks divide the layers without padding
+UNIT = 4 * WIDTH * WIDTH
+PHI = LAYERS * UNIT
+"""Bytes of all parameters, and of all gradients."""
+HEADERS = 800
+"""Bytes that a collective sends to each other rank beside the data: 192 say what it is for, the rest is gloo's."""
+POOL = 8 * PHI
+ROUNDING = 3 * LAYERS * 4096
+"""Of tensors in the pool, to pages."""
+STEPS = 2
+SIZES = [2, 3, 4]
+STAGES = {type(stage).__name__: stage for stage in (zero.Stage1(), zero.Stage2(), zero.Stage3())}
+
+
+@dataclass(frozen=True)
+class Way:
+    """``batches``: passes a step; ``synced``: each of them is reduced, and else the last."""
+
+    batches: int = 1
+    synced: bool = False
+    clip: bool = False
+
+
+WAYS = {
+    "one": Way(),
+    "clipped": Way(clip=True),
+    "accumulated": Way(batches=4),
+    "synced": Way(batches=4, synced=True),
+}
+GATHERS = {"Stage1": lambda way: 1, "Stage2": lambda way: 1, "Stage3": lambda way: 2 * way.batches}
+"""How often all parameters are gathered in a step: the updated ones; for each forward and backward."""
+REDUCTIONS = {
+    "Stage1": lambda way: 1,
+    "Stage2": lambda way: way.batches if way.synced else 1,
+    "Stage3": lambda way: way.batches if way.synced else 1,
+}
+
+
+@dataclass
+class Found:
+    """``sent``: in each step but the first. ``stored``: bytes of tensors by kind, with all updates applied; ``used``: of the
+    pool, which is large enough for everything, then; ``peak``: at most."""
+
+    sent: list[int]
+    stored: dict[str, int]
+    used: int
+    peak: int
+
+
+def train(rank: int, folder: Path, stage: zero.Stage | None, way: Way) -> Found:
+    torch.manual_seed(rank)
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+    model = nn.Sequential(*(module for layer in layers for module in (layer, nn.Tanh())))
+    sent = []
+    with TieredStore.open(folder, dram=POOL) as store, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(units, "UNIT_SHARE", POOL // UNIT)  # a layer is a unit, though all of them would fit
+        zero.page(model, store, stage=stage)
+        optimizer = zero.AdamW(model.parameters())
+        for _ in range(STEPS + 1):
+            before = traffic()
+            for batch in range(way.batches):
+                with nullcontext() if way.synced or batch == way.batches - 1 else zero.no_sync(model):
+                    # so that the first layer's parameters are needed in backward, as all others are
+                    x = torch.randn(4, WIDTH, requires_grad=True)
+                    model(x).square().mean().backward()
+            if way.clip:
+                optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            sent.append((traffic() - before).sent)
+        optimizer.flush()
+        stored: dict[str, int] = {}
+        for key in store:
+            kind = "parameters" if key.count("/") == 2 else "states"
+            stored[kind] = stored.get(kind, 0) + store.spec(key).nbytes
+        pool = store.statistics().tiers[0]
+        return Found(sent[1:], stored, pool.used, pool.peak)
+
+
+def all_ways(rank: int, folder: Path) -> dict[tuple[str, str], Found]:
+    return {
+        (name, kind): train(rank, folder / f"{name}-{kind}-{rank}", stage, way)
+        for kind, way in WAYS.items()
+        for name, stage in STAGES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def results() -> Iterator[Any]:
+    """``results(size)``: what each rank found; run once."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield functools.cache(lambda size: on_ranks(size, all_ways, Path(folder) / str(size)))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_rank_sends_its_volume_and_nothing_else(results: Any, stage: str, way: str, size: int) -> None:
+    passes = GATHERS[stage](WAYS[way]) + REDUCTIONS[stage](WAYS[way])
+    volume = passes * PHI * (size - 1) // size
+    collectives = passes * LAYERS + 2 * WAYS[way].batches + 2  # and which gradients there are, whether finite, and norms
+    for found in results(size):
+        for sent in found[stage, way].sent:
+            assert volume <= sent <= volume + HEADERS * (size - 1) * collectives, sent / volume
+
+
+@pytest.mark.parametrize("stage", ["Stage1", "Stage2"])
+def test_accumulating_sends_no_more_than_one_pass(results: Any, stage: str) -> None:
+    for found in results(2):
+        assert max(found[stage, "accumulated"].sent) <= max(found[stage, "one"].sent)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_each_rank_stores_is_its_share(results: Any, size: int) -> None:
+    for found in results(size):
+        for stage in STAGES:
+            stored = found[stage, "one"].stored
+            assert stored["states"] == 2 * PHI // size
+            assert stored["parameters"] == (PHI // size if stage == "Stage3" else PHI)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_pool_holds_a_share_and_what_is_under_way(results: Any, size: int, tmp_path: Path) -> None:
+    """Under way are, whole: the unit that computes and the next one; a unit's gradients as they arrive, as they are sent and as
+    they are received; and what waits to be sent. How much waits is a matter of speed: it may be all."""
+    alone = train(0, tmp_path, None, WAYS["one"])
+    for found in results(size):
+        three, two = found["Stage3", "one"], found["Stage2", "one"]
+        assert three.used <= alone.used // size + ROUNDING
+        assert two.used <= PHI + (alone.used - PHI) // size + ROUNDING
+        assert three.peak <= alone.peak // size + PHI + 5 * UNIT + ROUNDING
