@@ -24,6 +24,7 @@ from tiered.atrest import StoreAtRest
 from tiered.cli.launched import Launched
 from tiered.cli.peers import One
 from tiered.cli.places import find
+from tiered.generations import generations
 from tiered.zero.rank_stores import newest_set
 
 STEPS = 6
@@ -73,8 +74,7 @@ def values(folder: Path, ranks: int) -> dict[str, torch.Tensor]:
 def step_of(folder: Path) -> int:
     """Of the newest commit of all ranks."""
     newest = newest_set(folder)
-    if newest is None:
-        return 0
+    assert newest is not None
     with StoreAtRest(newest.folders[0], generation=newest.joints[0].generation) as store:
         return int(store.manifest.meta["step"])  # type: ignore[call-overload,no-any-return]
 
@@ -123,7 +123,7 @@ def test_a_rank_is_killed_and_torchrun_starts_all_again(
     folder, written = tmp_path / "many", tmp_path / "many.json"
     arguments = [*TRAINING, "--resume", "--dir", folder, "--json", written, "--commit-every", 1, "--timeout", 30]
     with started(2, *arguments, restarts=3) as child:
-        while not step_of(folder):
+        while not all(path.is_dir() and generations(path) for path in (folder / f"rank-{rank}-of-2" for rank in range(2))):
             assert child.poll() is None
             time.sleep(0.01)
         rank = next(one for one in psutil.Process(child.pid).children() if one.environ().get("RANK") == "1")

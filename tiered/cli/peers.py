@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -23,6 +23,8 @@ from tiered.zero.ranks import Ranks
 
 __all__ = ["One", "Peers", "Several", "joined"]
 
+PATIENCE = 5.0
+"""Seconds that a rank has to tell what went wrong."""
 STAGES: dict[int, zero.Stage] = {1: zero.Stage1(), 2: zero.Stage2(), 3: zero.Stage3()}
 
 
@@ -151,10 +153,10 @@ class Several:
         except Exception:
             with suppress(RankError):
                 if not all(self._everybody(0)[: self.launched.rank]):
-                    raise SystemExit(1) from None
+                    _end_silently()
             raise
         if not all(self._everybody(1)):
-            raise SystemExit(1)
+            _end_silently()
 
     def _everybody(self, fine: int) -> list[int]:
         found: list[int] = self._ranks.shared(torch.tensor([fine]), "whether all can begin").view(-1).tolist()
@@ -185,9 +187,13 @@ def joined(launched: Launched, timeout: float) -> Iterator[Peers]:
         yield One()
         return
     import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
 
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        # torchrun keeps its store from one start to the next, with the addresses of ranks that are no more
+        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        own = dist.distributed_c10d.PrefixStore(f"start {launched.restarts}", store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
         raise RankError(f"the {launched.ranks} ranks did not come together within {timeout:g} s: {error}") from error
     peers = Several(launched)
@@ -195,9 +201,15 @@ def joined(launched: Launched, timeout: float) -> Iterator[Peers]:
         yield peers
     except Exception as error:
         if not _is_to_be_told(error):
-            raise SystemExit(1) from None
+            _end_silently()
         raise
     dist.destroy_process_group()
+
+
+def _end_silently() -> NoReturn:
+    """Another rank tells; torchrun ends all as soon as one has ended."""
+    time.sleep(PATIENCE)
+    raise SystemExit(1) from None
 
 
 def _is_to_be_told(error: Exception) -> bool:
