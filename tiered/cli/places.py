@@ -8,8 +8,7 @@ from pathlib import Path
 
 from tiered import MisuseError
 from tiered.cli.peers import Peers
-from tiered.generations import generations
-from tiered.zero.rank_stores import Joint, folder_of, in_all, joints, newest_set
+from tiered.zero.rank_stores import Joint, folder_of, has_commit, in_all, joints, newest_set
 
 __all__ = ["Place", "find", "refuse_others"]
 
@@ -17,11 +16,12 @@ __all__ = ["Place", "find", "refuse_others"]
 @dataclass(frozen=True)
 class Place:
     """``opened``: what ``peers.open`` is given. ``newest``: a store with the newest commit. ``source``: what another number of
-    ranks committed there is taken over from; None where these stores have it."""
+    ranks committed there is taken over from, as of ``generation`` of ``newest``; None where these stores have it."""
 
     opened: str
     newest: str
-    source: str | None
+    source: str | None = None
+    generation: int | None = None
 
 
 def find(folder: str, peers: Peers) -> Place | None:
@@ -38,8 +38,10 @@ def find(folder: str, peers: Peers) -> Place | None:
         mine = joints(Path(own)) if ranks > 1 else []
     if ranks == 1:
         if seen is None:
-            return Place(folder, folder, None) if plain else None
-        return Place(own, str(seen.folders[0]), None if seen.ranks == 1 else folder)
+            return Place(folder, folder) if plain else None
+        if seen.ranks == 1:
+            return Place(own, own)
+        return Place(own, str(seen.folders[0]), folder, seen.joints[0].generation)
     everybody = peers.said(
         {
             "newest": [0, 0] if seen is None else [seen.number, seen.ranks],
@@ -50,7 +52,7 @@ def find(folder: str, peers: Peers) -> Place | None:
     common = in_all([[Joint(*joint) for joint in said["mine"]] for said in everybody])
     newest = max(said["newest"] for said in everybody)
     if common is not None and common[0].number >= newest[0]:
-        return Place(folder, own, None)
+        return Place(folder, own)
     if newest[0]:
         blind = [str(number) for number, said in enumerate(everybody) if said["newest"] != newest]
         if blind or seen is None:
@@ -58,7 +60,7 @@ def find(folder: str, peers: Peers) -> Place | None:
                 f"the newest commit in {folder} is of {newest[1]} ranks, and rank {', '.join(blind)} does not see the stores "
                 f"of all of them: go on with {newest[1]} ranks, or copy these stores to where all ranks read them"
             )
-        return Place(folder, str(seen.folders[0]), folder)
+        return Place(folder, str(seen.folders[0]), folder, seen.joints[0].generation)
     return Place(folder, folder, folder) if all(said["plain"] for said in everybody) else None
 
 
@@ -77,5 +79,4 @@ def refuse_others(folder: str, ranks: int) -> None:
 
 
 def _is_store(folder: str) -> bool:
-    where = Path(os.path.expanduser(folder))
-    return where.is_dir() and bool(generations(where))
+    return has_commit(Path(os.path.expanduser(folder)))

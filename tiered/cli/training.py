@@ -194,7 +194,7 @@ def resume(
         if place is None and anew is not None:
             return _begin(anew(), given, peers)
         try:
-            return _go_on(Place(folder, folder, None) if place is None else place, wishes, given, peers)
+            return _go_on(Place(folder, folder) if place is None else place, wishes, given, peers)
         except resuming.Over as over:
             if anew is None or not peers.launched.restarts:
                 raise
@@ -216,7 +216,7 @@ def _go_on(place: Place, wishes: Mapping[str, Any], given: Sequence[str], peers:
                 earlier = resuming.earlier(store, store.folder, NAME, wishes)
                 resuming.refuse_other_stage(store, NAME, earlier.options.stage)
             else:
-                with StoreAtRest(place.newest) as other:
+                with StoreAtRest(place.newest, generation=place.generation) as other:
                     earlier = resuming.earlier(other, place.newest, NAME, wishes)
                 for key in [key for key in store if key.startswith(f"{NAME}/")]:  # older; the next commit gives it up
                     store.delete(key)

@@ -22,7 +22,7 @@ from tiered import ManifestError, MisuseError, TieredStore
 from tiered.listing import listing
 from tiered.zero.ranks import Ranks
 
-__all__ = ["META", "Joint", "Set", "folder_of", "joints", "newest_set", "number_of", "open_store", "sets_in"]
+__all__ = ["META", "Joint", "Set", "folder_of", "has_commit", "joints", "newest_set", "number_of", "open_store", "sets_in"]
 
 META = "tiered.ranks"
 """Where a commit's meta says which one of all ranks it belongs to."""
@@ -60,10 +60,15 @@ def folder_of(path: str | os.PathLike[str], rank: int, ranks: int) -> Path:
     return Path(os.path.expanduser(path)) / f"rank-{rank}-of-{ranks}"
 
 
+def has_commit(folder: Path) -> bool:
+    """Whether a store there has ever committed."""
+    return folder.is_dir() and any(name.startswith("manifest.") for name in os.listdir(folder))
+
+
 def joints(folder: Path) -> list[Joint]:
     """The commits of all ranks that are in one rank's store, as far as they have checkpoints; of each the newest generation."""
     found: dict[str, Joint] = {}
-    if not folder.is_dir() or not any(name.startswith("manifest.") for name in os.listdir(folder)):
+    if not has_commit(folder):
         return []
     for one in listing(folder).generations:
         said = one.meta.get(META)

@@ -19,9 +19,8 @@ import torch
 
 from tiered import Access, ManifestError, MisuseError, TensorSpec, TieredStore
 from tiered.atrest import StoreAtRest
-from tiered.generations import generations
 from tiered.zero.checkpoint import Readable, layout_of, pending_of, plans, read_record, write_record
-from tiered.zero.rank_stores import newest_set, sets_in
+from tiered.zero.rank_stores import has_commit, newest_set, sets_in
 from tiered.zero.sharding import Partition
 from tiered.zero.states import States
 from tiered.zero.units import Limits, Placement, Plan, UnitPlan, even_chunks
@@ -177,7 +176,7 @@ def opened(path: str | os.PathLike[str], stack: ExitStack) -> list[StoreAtRest]:
     if newest is not None:
         both = zip(newest.folders, newest.joints, strict=True)
         return [stack.enter_context(StoreAtRest(folder, generation=joint.generation)) for folder, joint in both]
-    if sets_in(path) and not generations(Path(os.path.expanduser(path))):
+    if sets_in(path) and not has_commit(Path(os.path.expanduser(path))):
         raise ManifestError(f"the ranks' stores in {Path(path)} have no commit in common")
     return [stack.enter_context(StoreAtRest(path))]
 
