@@ -20,10 +20,11 @@ import pytest
 import torch
 
 from tests.cli.trainings import ONE_THREAD, TINY, losses, same, tiered
+from tiered import MisuseError
 from tiered.atrest import StoreAtRest
 from tiered.cli.launched import Launched
 from tiered.cli.peers import One
-from tiered.cli.places import find
+from tiered.cli.places import refuse_others
 from tiered.generations import generations
 from tiered.zero.rank_stores import newest_set
 
@@ -172,10 +173,12 @@ def test_other_numbers_of_ranks_go_on_with_the_newest_commit(
     assert f"resumed   after step {STEPS}, what other ranks committed in {folder}" in done.stdout
     assert losses(written)[:STEPS] == old
     assert len(losses(written)) == STEPS + 2
-    assert find(str(folder), One()) == find(str(folder / "."), One())
     done = tiered("train", "--resume", "--dir", folder, "--steps", STEPS + 3, "--json", written)
     assert f"resumed   after step {STEPS + 2}, generation 1" in done.stdout
     one = losses(written)
+    for ranks in (1, 2):
+        with pytest.raises(MisuseError, match="the training of one process already"):
+            refuse_others(str(folder), ranks)
     done = on_ranks(2, "--resume", "--dir", folder, "--steps", STEPS + 4, "--stage", 1, "--json", tmp_path / "two.json")
     assert done.returncode == 0, done.stderr
     assert f"resumed   after step {STEPS + 3}, what other ranks committed" in done.stdout

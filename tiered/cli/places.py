@@ -65,10 +65,11 @@ def find(folder: str, peers: Peers) -> Place | None:
 
 
 def refuse_others(folder: str, ranks: int) -> None:
-    """Raises MisuseError where a training that begins in ``folder`` would be one of two: another number of ranks has one."""
+    """Raises MisuseError where a training that begins in ``folder`` would be one of two: another number of ranks has one, or
+    one process that took it over from several."""
     seen = newest_set(folder)
-    if seen is not None and seen.ranks != ranks:
-        who = f"of {seen.ranks} ranks"
+    if seen is not None and (ranks == 1 or seen.ranks != ranks):
+        who = f"of {seen.ranks} ranks" if seen.ranks > 1 else "of one process"
     elif ranks > 1 and _is_store(folder):
         who = "of one process"
     else:
