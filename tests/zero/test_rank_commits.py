@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from tests.zero.ranks import on_ranks
 from tests.zero.test_ranks import same
 from tiered import CommitError, MisuseError, TieredStore, zero
 from tiered.cli import main
+from tiered.zero.rank_stores import newest_set
+from tiered.zero.reshard import opened
 
 MAKE = functools.partial(Tied, layers=2)
 STAGES = {"1": zero.Stage1(), "2": zero.Stage2(), "3": zero.Stage3()}
@@ -182,3 +185,22 @@ def test_ranks_and_one_process_export_the_same(tmp_path: Path, stage: str, capsy
     ours, alone = (load_file(tmp_path / where / "model.safetensors") for where in ("ours", "alone"))
     assert same(ours, alone)
     assert len(ours) > 20
+
+
+def test_the_newest_of_several_sets_in_one_folder_is_known(tmp_path: Path) -> None:
+    """A number of ranks that goes on counts on from the commit it goes on from; what has no commit yet does not count."""
+    root = tmp_path / "state"
+    for last in (0, 1, 2):
+        on_ranks(2, train, tmp_path / f"a{last}", root, "3", list(range(last + 1)))
+    on_ranks(3, take_over, tmp_path / "b", root, root, "3")
+    newest = newest_set(root)
+    assert newest is not None
+    assert (newest.ranks, newest.number) == (3, 4)
+    on_ranks(1, take_over, tmp_path / "c", root, root / "rank-0-of-1", "3")
+    newest = newest_set(root)
+    assert newest is not None
+    assert (newest.ranks, newest.number) == (1, 5)
+    for rank in range(4):
+        (root / f"rank-{rank}-of-4").mkdir()
+    with ExitStack() as stack:
+        assert [store.folder.name for store in opened(root, stack)] == ["rank-0-of-1"]

@@ -18,6 +18,8 @@ from typing import TextIO
 
 from tiered import __version__
 from tiered.cli import bench, export, import_, info, ls, train, verify
+from tiered.cli.arguments import Parser
+from tiered.cli.launched import launched
 from tiered.errors import TieredError
 
 __all__ = ["main", "run"]
@@ -61,14 +63,15 @@ def _print_any_name(stream: TextIO) -> None:
 
 def _stop_early(signum: int, frame: FrameType | None) -> None:
     """While torch is imported, which swallows KeyboardInterrupt here and there; nothing has begun that could be lost."""
-    os.write(2, b"tiered: stopped before anything began\n")
+    if launched().rank == 0:
+        os.write(2, b"tiered: stopped before anything began\n")
     os._exit(128 + signum)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments`` (default: the process's own); returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="tiered",
         description="Keeps tensors on device, host memory and NVMe, and brings them where they are needed in time.",
         epilog=EXAMPLE,
@@ -106,7 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str) -> int:
-    print(f"tiered: {_one_line(message)}", file=sys.stderr)
+    here = launched()
+    who = f"rank {here.rank}: " if here.ranks > 1 and not message.startswith(f"rank {here.rank} ") else ""
+    print(f"tiered: {who}{_one_line(message)}", file=sys.stderr)
     return 1
 
 

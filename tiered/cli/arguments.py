@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from tiered.cli.launched import launched
 from tiered.errors import MisuseError
 from tiered.sizes import parse_size
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BACKENDS",
+    "Parser",
     "add_json",
     "command",
     "count",
@@ -30,6 +32,15 @@ __all__ = [
 
 BACKENDS = ("auto", "libaio", "aiofiles", "posix")
 LARGEST_COUNT = (1 << 63) - 1
+
+
+class Parser(argparse.ArgumentParser):
+    """All ranks have the same command line: the first says what is wrong with it."""
+
+    def error(self, message: str) -> NoReturn:
+        if launched().rank > 0:
+            self.exit(2)
+        super().error(message)
 
 
 def command(commands: Commands, name: str, summary: str, description: str, examples: str) -> argparse.ArgumentParser:

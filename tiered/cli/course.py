@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tiered.cli.peers import One, Peers
 from tiered.errors import MisuseError
 
 if TYPE_CHECKING:
@@ -37,18 +38,19 @@ class Result:
 class Schedule:
     """How far training is, and from that the learning rate: a linear warm-up, then a cosine down to a tenth.
 
-    ``seconds`` of it went by in earlier processes.
+    ``seconds`` of it went by in earlier processes. ``clock``: in seconds.
     """
 
-    def __init__(self, options: Options, seconds: float = 0.0) -> None:
+    def __init__(self, options: Options, seconds: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._steps, self._warmup = options.steps, options.warmup
         self._seconds = None if options.minutes is None else options.minutes * 60
-        self._began = time.monotonic() - seconds
+        self._clock = clock
+        self._began = clock() - seconds
 
     @property
     def seconds(self) -> float:
         """Since training began, without the time between two processes."""
-        return time.monotonic() - self._began
+        return self._clock() - self._began
 
     def share(self, step: int) -> float:
         """Of the training, after ``step`` steps; 1 at its end."""
@@ -72,11 +74,13 @@ class Course:
         text: Text,
         options: Options,
         schedule: Schedule,
+        peers: Peers | None = None,
     ) -> None:
         self.data = torch.Generator().manual_seed(options.seed)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor)
         self.schedule = schedule
         self.done = 0
+        self._peers = One() if peers is None else peers
         self._model, self._optimizer, self._clip, self._text, self._options = model, optimizer, clip, text, options
         self._begun: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -99,20 +103,20 @@ class Course:
         self._optimizer.zero_grad()
         losses = []
         for _ in range(options.accumulate):
-            inputs, targets = self._text.batch(options.batch, self.data)
+            launched = self._peers.launched
+            inputs, targets = self._text.batch(options.batch, self.data, launched.rank, launched.ranks)
             loss = F.cross_entropy(self._model(inputs).flatten(0, 1), targets.flatten())
-            losses.append(self._finite("loss", loss))
+            losses.append(self._finite("loss", self._peers.agree(loss)))
             (loss / options.accumulate).backward()  # type: ignore[no-untyped-call]
-        norm = self._finite("norm of the gradients", self._clip(options.clip)) if options.clip else None
+        norm = self._finite("norm of the gradients", self._clip(options.clip).item()) if options.clip else None
         self._optimizer.step()
         self.scheduler.step()
         self.done += 1
         self._begun = None
         return Result(self.done, tuple(losses), norm)
 
-    def _finite(self, what: str, value: torch.Tensor) -> float:
+    def _finite(self, what: str, found: float) -> float:
         """Raises MisuseError where it is NaN or infinite: this step would make every parameter NaN."""
-        found: float = value.item()
         if not math.isfinite(found):
             raise MisuseError(
                 f"the {what} of step {self.done + 1} is {found}: training diverged, and nothing of that step was kept; begin "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
@@ -15,10 +16,17 @@ if TYPE_CHECKING:
 
     from tiered import TieredStore
 
-__all__ = ["Counters", "Gauge", "Progress"]
+__all__ = ["Counters", "Gauge", "Progress", "Silent"]
 
 INTERVAL = 2.0
 """Seconds between two plain lines at least."""
+
+
+class Silent(io.StringIO):
+    """Nobody reads what is printed there."""
+
+    def write(self, text: str) -> int:
+        return len(text)
 
 
 @dataclass(frozen=True)

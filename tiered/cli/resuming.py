@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tiered import ManifestError, MisuseError, TieredStore
+from tiered import ManifestError, MisuseError
+from tiered.cli.launched import Launched
 from tiered.cli.text import Text
 from tiered.cli.train import Options
 from tiered.generations import load
 from tiered.types import BackendName
-from tiered.zero.checkpoint import extra_of
+from tiered.zero.checkpoint import Readable, read_record
 
-__all__ = ["Earlier", "Opening", "earlier", "go_on_command", "keep", "opening", "refuse_other_text"]
+__all__ = [
+    "Earlier",
+    "Opening",
+    "Over",
+    "earlier",
+    "go_on_command",
+    "keep",
+    "opening",
+    "refuse_other_stage",
+    "refuse_other_text",
+]
 
 SAME = (
     *("layers", "width", "heads", "context", "batch", "accumulate", "micro_batch", "update"),
     *("lr", "warmup", "weight_decay", "clip", "seed"),
 )
 """Options that make it this training."""
+
+
+class Over(MisuseError):
+    """The training has had all its steps."""
 
 
 @dataclass(frozen=True)
@@ -66,25 +82,25 @@ def keep(every: int | None) -> int:
     return 1 if every is None else 2
 
 
-def earlier(store: TieredStore, name: str, wishes: Mapping[str, Any]) -> Earlier:
-    """What ``store`` has of the training, with ``wishes``, the options that were given (others are None).
+def earlier(store: Readable, folder: str, name: str, wishes: Mapping[str, Any]) -> Earlier:
+    """What ``store``, in ``folder``, has of the training, with ``wishes``, the options that were given (others are None).
 
-    Raises MisuseError for a wish that would make it another training, and where it is over.
+    Raises MisuseError for a wish that would make it another training, and Over.
     """
-    extra = extra_of(store, name)
+    extra = read_record(store, name)["extra"]
     try:
         kept, text_bytes, step, seconds, losses = (extra[key] for key in ("options", "text_bytes", "step", "seconds", "losses"))
         options, losses = _merged(kept, wishes), losses.tolist()
     except (TypeError, KeyError, AttributeError) as error:
         raise ManifestError(f"{store}: the training in it is of another version, which this release does not read") from error
     if options.steps is not None and step >= options.steps:
-        raise MisuseError(
-            f"the training in {store.folder} has had {step} of its {options.steps} steps: for more of them give --steps, "
+        raise Over(
+            f"the training in {folder} has had {step} of its {options.steps} steps: for more of them give --steps, "
             "counted from its beginning"
         )
     if options.minutes is not None and seconds >= 60 * options.minutes:
-        raise MisuseError(
-            f"the training in {store.folder} has had its {options.minutes:g} minutes: for more of them give --minutes, counted "
+        raise Over(
+            f"the training in {folder} has had its {options.minutes:g} minutes: for more of them give --minutes, counted "
             "from its beginning"
         )
     return Earlier(options, text_bytes, step, seconds, losses)
@@ -102,10 +118,21 @@ def _merged(kept: Mapping[str, Any], wishes: Mapping[str, Any]) -> Options:
     merged |= {name: _chosen(name, kept, wishes) for name in ("text", *(field.name for field in fields(Opening)))}
     if wishes["steps"] is None and wishes["minutes"] is None:
         merged |= {name: kept[name] for name in ("steps", "minutes")}
+    merged["stage"] = kept.get("stage", 3) if wishes["stage"] is None else wishes["stage"]
     merged["recompute"] = wishes["recompute"] or kept["recompute"]
     if merged["recompute"] and merged["micro_batch"] > 1:
         raise MisuseError(f"--micro-batch {kept['micro_batch']} computes units again in backward: resume without --checkpoint")
     return Options(**{field.name: merged[field.name] for field in fields(Options)})
+
+
+def refuse_other_stage(store: Readable, name: str, stage: int) -> None:
+    """Raises MisuseError where ranks have divided the model otherwise."""
+    kept = read_record(store, name)["layout"].get("share", {}).get("stage")
+    if kept is not None and kept != f"Stage{stage}":
+        raise MisuseError(
+            f"--stage {stage} would divide the model otherwise than these stores, which have {kept}: leave it out; another "
+            "number of ranks may have another stage"
+        )
 
 
 def refuse_other_text(text: Text, nbytes: int) -> None:
@@ -116,5 +143,5 @@ def refuse_other_text(text: Text, nbytes: int) -> None:
         )
 
 
-def go_on_command(folder: str) -> list[str]:
-    return ["tiered", "train", "--resume", "--dir", folder]
+def go_on_command(folder: str, launched: Launched) -> str:
+    return shlex.join([*launched.command, "train", "--resume", "--dir", folder])

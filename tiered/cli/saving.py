@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from tiered.cli.course import Course
+    from tiered.cli.peers import Peers
     from tiered.cli.text import Text
     from tiered.zero import AdamW
 
@@ -25,13 +26,21 @@ NOT_KEPT = {"folder", "existing", "prefetch", "json", "timeline", "plot", "timel
 
 
 class Saving:
-    """At most one commit is open. ``losses`` is the caller's, of every step since training began."""
+    """At most one commit is open. ``losses`` is the caller's, of every step since training began. With several ranks all wait
+    for a commit, which is one only when all have it."""
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: AdamW, course: Course, options: Options, text: Text, losses: list[float]
+        self,
+        model: torch.nn.Module,
+        optimizer: AdamW,
+        course: Course,
+        options: Options,
+        text: Text,
+        losses: list[float],
+        peers: Peers,
     ) -> None:
         self._model, self._optimizer, self._course, self._losses = model, optimizer, course, losses
-        self._options, self._text_bytes = options, text.nbytes
+        self._options, self._text_bytes, self._ranks = options, text.nbytes, peers.launched.ranks
         self._kept = {name: value for name, value in asdict(options).items() if name not in NOT_KEPT}
         if options.text is not None:
             self._kept["text"] = os.path.abspath(options.text)
@@ -43,7 +52,11 @@ class Saving:
         if self._open is not None and self._open.done():
             self._settle()
         every = self._options.commit_every
-        if every is not None and self._course.done % every == 0:
+        if every is None or self._course.done % every:
+            return
+        if self._ranks > 1:
+            self.commit()
+        else:
             self._settle()
             self._open = zero.commit_async(self._model, self._optimizer, **self._what())
             self._step = self._course.done

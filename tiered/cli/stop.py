@@ -41,6 +41,11 @@ class StopRequest:
         self._leave: Callable[[int], object] | None = None
 
     @property
+    def signum(self) -> int:
+        """Of the signal that came; 0 before."""
+        return self._signum or 0
+
+    @property
     def interrupts_nothing(self) -> bool:
         return self._leave is not None
 
@@ -51,9 +56,8 @@ class StopRequest:
             raise Stopped(self._signum) if self._leave is None else StopNoted(self._signum)
 
     def interrupt_nothing(self, leave: Callable[[int], object]) -> None:
-        """From here on. Raises as ``check``."""
+        """From here on; ``check`` next."""
         self._leave = leave
-        self.check()
 
     def __enter__(self) -> StopRequest:
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):

@@ -21,7 +21,8 @@ IN_MEMORY_BYTES = 16
 class Summary:
     """Measured from the first step's beginning to the last one's update; ``rates`` right afterwards, ``seen`` in between.
 
-    ``earlier_losses`` are of the steps before, where training was resumed: in nothing else.
+    ``earlier_losses`` are of the steps before, where training was resumed: in nothing else. Of several ``ranks`` the losses are
+    means, and ``tokens`` are all ranks'; the rest is rank 0's, ``generation`` and ``folder``, too.
     """
 
     steps: int
@@ -39,6 +40,8 @@ class Summary:
     generation: int
     folder: str
     prefetch: str
+    ranks: int = 1
+    stage: int = 3
 
     @property
     def last_loss(self) -> float:
@@ -97,6 +100,7 @@ class Summary:
             "backend": self.seen.backend,
             "direct": self.seen.direct,
             "prefetch": self.prefetch,
+            **({} if self.ranks == 1 else {"ranks": self.ranks, "stage": self.stage}),
             "generation": self.generation,
             "folder": self.folder,
         }

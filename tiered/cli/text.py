@@ -37,11 +37,14 @@ class Text:
             raise
         self.path, self.nbytes, self._context = path, found.st_size, context
 
-    def batch(self, size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bytes at random places and those that follow them: two int64 tensors of shape (size, context)."""
-        starts = torch.randint(0, self.nbytes - self._context, (size,), generator=generator)
+    def batch(
+        self, size: int, generator: torch.Generator, rank: int = 0, ranks: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Bytes at random places and those that follow them: two int64 tensors of shape (size, context). All ``ranks`` draw the
+        same places, and each has its part of them."""
+        starts = torch.randint(0, self.nbytes - self._context, (ranks * size,), generator=generator)
         rows = []
-        for start in starts.tolist():
+        for start in starts[rank * size : (rank + 1) * size].tolist():
             row = os.pread(self._fd, self._context + 1, start)
             if len(row) <= self._context:
                 raise MisuseError(f"the text {self.path} became shorter while it was read; leave it alone until the end")

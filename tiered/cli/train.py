@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from tiered.cli.arguments import BACKENDS, command, count, fraction, positive, seed, size
+from tiered.cli.arguments import BACKENDS, command, count, fraction, positive, seconds, seed, size
+from tiered.cli.launched import launched
 from tiered.types import BackendName
 
 if TYPE_CHECKING:
@@ -30,6 +32,15 @@ resuming:
   on at the place on the new curve that so many steps or minutes have reached. So after a training that has
   come to its end, --steps with a larger number lifts it again.
 
+several ranks:
+  torchrun --nproc-per-node 2 -m tiered train ... trains in as many processes, on as many nodes, as torchrun
+  starts. Rank R of N has a store of its own in DIR/rank-R-of-N, and of the model what --stage says. --batch
+  and --dram are each rank's: one step sees batch x accumulate x ranks texts. Rank 0 prints, and losses are
+  means over ranks. Commits are waited for by all. --resume goes on from the newest commit in DIR, bit for bit
+  with as many ranks as made it; another number of ranks, or one process, takes it over into stores of its
+  own. With torchrun --max-restarts, which starts the same command again when a rank is lost, give --resume:
+  it begins anew where nothing is committed yet.
+
 """
 
 EXAMPLES = """\
@@ -39,6 +50,7 @@ examples:
   tiered train --dir my-store --commit-every 10        a crash costs ten steps at most
   tiered train --resume --dir my-store                 go on after a crash, Ctrl-C or SIGTERM
   tiered train --resume --dir my-store --steps 100     more steps than were said at first
+  torchrun --nproc-per-node 2 --max-restarts 3 -m tiered train --resume --dir many --commit-every 10
   tiered train --check                                 prove it: the same numbers as in memory, bit by bit
   tiered train --timeline run.json --plot run.png      what happened when, in three of its steps
 """
@@ -66,6 +78,7 @@ USUAL: dict[str, Any] = {
     "lr": 1e-4,
     "weight_decay": 0.1,
     "seed": 0,
+    "stage": 3,
 }
 """The same, of any size."""
 
@@ -80,6 +93,10 @@ CHECK = DEMO | {
     "steps": 20,
 }
 """The same with ``--check``: seconds, and a budget that evicts every unit between its uses."""
+
+
+TIMEOUT = 60.0
+"""Seconds that a rank waits for the others, where nothing is given."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +130,7 @@ class Options:
     plot: str | None
     timeline_steps: int
     commit_every: int | None
+    stage: int
 
 
 def add_parser(commands: Commands) -> None:
@@ -190,6 +208,17 @@ def add_parser(commands: Commands) -> None:
         help="largest gradient norm, 0 for any (default: 1.0; with --update in_backward 0)",
     )
     training.add_argument("--seed", metavar="N", type=seed, help="of initial values and data order (default: 0)")
+    several = parser.add_argument_group("several ranks (torchrun)")
+    several.add_argument(
+        "--stage",
+        metavar="S",
+        type=int,
+        choices=(1, 2, 3),
+        help="each rank has its share of: 1 optimizer states, 2 and of gradients, 3 and of parameters (default: 3)",
+    )
+    several.add_argument(
+        "--timeout", metavar="T", type=seconds, help="how long a rank waits for the others, such as 60s or 5min (default: 60s)"
+    )
     outcome = parser.add_argument_group("outcome")
     outcome.add_argument(
         "--check",
@@ -223,6 +252,13 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: lis
         parser.error("--timeline-steps is for --timeline and --plot")
     if parsed.recompute and (parsed.micro_batch or 1) > 1:
         parser.error("--micro-batch computes units again in backward: without --checkpoint")
+    here = launched()
+    if here.ranks == 1 and (parsed.stage or parsed.timeout):
+        parser.error("--stage and --timeout are for several ranks: torchrun --nproc-per-node 2 -m tiered train ...")
+    if here.ranks > 1 and parsed.check:
+        parser.error("--check compares one process with memory: without torchrun")
+    if here.may_restart and parsed.existing == "overwrite":
+        parser.error("--existing overwrite would do so again after each of --max-restarts: name a new --dir, with --resume")
     values = {field.name: getattr(parsed, field.name) for field in fields(Options)}
     values["timeline_steps"] = parsed.timeline_steps or 3
     at_once = parsed.update == "in_backward"
@@ -231,7 +267,21 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: lis
     if parsed.resume:
         from tiered.cli.training import resume
 
-        return resume(values, given)
+        anew = functools.partial(_options, parser, parsed, values) if here.may_restart else None
+        return resume(values, given, parsed.timeout or TIMEOUT, anew)
+    options = _options(parser, parsed, values)
+    if parsed.check:
+        from tiered.cli.check import check
+
+        return check(options)
+    from tiered.cli.training import train
+
+    return train(options, given, parsed.timeout or TIMEOUT)
+
+
+def _options(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: dict[str, Any]) -> Options:
+    """Of a training that begins."""
+    values, at_once = dict(given), parsed.update == "in_backward"
     if values["clip"] is None:
         values["clip"] = 0.0 if at_once else 1.0
     if at_once:
@@ -242,13 +292,7 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: lis
     options = Options(**values)
     if options.width % options.heads:
         parser.error(f"--width {options.width} is not a multiple of --heads {options.heads}")
-    if parsed.check:
-        from tiered.cli.check import check
-
-        return check(options)
-    from tiered.cli.training import train
-
-    return train(options, given)
+    return options
 
 
 def _default(name: str) -> str:

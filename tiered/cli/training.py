@@ -8,17 +8,22 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from typing import Any, NoReturn, TextIO
 
 import psutil
 import torch
 from torch import nn
 
-from tiered import CapacityError, MisuseError, TieredStore, zero
-from tiered.cli import resuming
+from tiered import CapacityError, MisuseError, RankError, TieredStore, zero
+from tiered.atrest import StoreAtRest
+from tiered.cli import places, resuming
 from tiered.cli.course import Course, Schedule
 from tiered.cli.gpt import GPT, Shape, build, initialiser
-from tiered.cli.progress import Gauge, Progress
+from tiered.cli.launched import launched
+from tiered.cli.peers import Peers, joined
+from tiered.cli.places import Place
+from tiered.cli.progress import Gauge, Progress, Silent
 from tiered.cli.rates import measure
 from tiered.cli.recording import Recording
 from tiered.cli.report import refuse_unwritable, write_report
@@ -75,9 +80,17 @@ def decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def page(
-    model: GPT, store: TieredStore, options: Options, existing: str, tell: Callable[[int], None], stop: StopRequest
+    model: GPT,
+    store: TieredStore,
+    options: Options,
+    existing: str,
+    tell: Callable[[int], None],
+    stop: StopRequest,
+    peers: Peers | None = None,
+    source: str | None = None,
 ) -> None:
     """Put the model, which is on the meta device, into the store. ``tell`` is given the parameters done so far."""
+    staged = {} if peers is None else peers.staged(options.stage)
     torch.manual_seed(options.seed)
     initialise = initialiser(shape_of(options))
     done = 0
@@ -95,12 +108,13 @@ def page(
         if inputs[0].requires_grad:
             inputs[0].register_hook(lambda gradient: stop.check())  # type: ignore[no-untyped-call]
 
-    if options.update == "on_fetch":  # else a backward that is left has updated some units and not others
+    # else a backward that is left has updated some units and not others, or other ranks wait in theirs
+    if options.update == "on_fetch" and not staged:
         for block in model.blocks:
             block.register_forward_pre_hook(pass_by)
     zero.page(
         model, store, name=NAME, existing=existing, prefetch=options.prefetch, micro_batch=options.micro_batch,
-        param_init_fn=initialise_one,
+        param_init_fn=initialise_one, source=source, **staged,
     )
 
 
@@ -118,11 +132,11 @@ def refuse_endless(options: Options) -> None:
         )
 
 
-def refuse_full_disk(store: TieredStore, parameters: int, states: int = 1, held: int = 0) -> None:
+def refuse_full_disk(store: TieredStore, parameters: int, states: int = 1, held: int = 0, share: float = 1.0) -> None:
     """Raises CapacityError when the model will not fit on the store's device, ``states`` times with commits that differ.
 
-    ``held`` bytes of these are there already."""
-    needed = max(0, RESERVE * (STATE_BYTES + GRADIENT_BYTES) * parameters * states - held)
+    ``held`` bytes of these are there already. ``share``: what is there of a model of which several ranks have parts."""
+    needed = max(0, RESERVE * (STATE_BYTES + GRADIENT_BYTES) * parameters * states * share - held)
     disk = store.statistics().tiers[-1]
     free = disk.capacity - disk.used
     if free < needed:
@@ -143,34 +157,79 @@ def refuse_existing(store: TieredStore, options: Options) -> None:
         )
 
 
-def train(options: Options, given: Sequence[str]) -> int:
-    """Train and print; returns the exit code. ``given`` is the command line, to be shown with a change."""
-    baseline = _peak_memory()
-    with ExitStack() as stack:
-        recording = _refuse_unwritable(options, 0)
-        text = open_text(options.text, options.context, stack)
-        refuse_endless(options)
-        folder, kept = options.folder or DEFAULT_FOLDER, resuming.keep(options.commit_every)
-        store = TieredStore.open(folder, dram=options.dram, backend=options.backend, keep=kept)
-        stack.enter_context(closing(store))  # what is committed, is so together with all that resuming needs
-        refuse_existing(store, options)
-        return _run(options, store, text, recording, None, baseline, given)
+def train(options: Options, given: Sequence[str], timeout: float) -> int:
+    """Train and print; returns the exit code. ``given`` is the command line, to be shown with a change. ``timeout``: seconds
+    that a rank waits for the others."""
+    with joined(launched(), timeout) as peers:
+        return _begin(options, given, peers)
 
 
-def resume(wishes: Mapping[str, Any], given: Sequence[str]) -> int:
-    """Go on with the training in a store. ``wishes`` are fields of Options, None where nothing was given. As ``train``."""
+def _begin(options: Options, given: Sequence[str], peers: Peers) -> int:
     baseline = _peak_memory()
-    folder = wishes["folder"] or DEFAULT_FOLDER
+    options = _of_first(options, peers)
     with ExitStack() as stack:
-        opening = resuming.opening(folder, wishes)
-        store = TieredStore.open(folder, dram=opening.dram, backend=opening.backend, keep=resuming.keep(opening.commit_every))
-        stack.enter_context(closing(store))
-        earlier = resuming.earlier(store, NAME, wishes)
-        options = earlier.options
-        recording = _refuse_unwritable(options, earlier.step)
-        text = open_text(options.text, options.context, stack)
-        resuming.refuse_other_text(text, earlier.text_bytes)
-        return _run(options, store, text, recording, earlier, baseline, given)
+        with peers.together():
+            recording = _refuse_unwritable(options, 0)
+            text = open_text(options.text, options.context, stack)
+            refuse_endless(options)
+            folder, kept = options.folder or DEFAULT_FOLDER, resuming.keep(options.commit_every)
+            places.refuse_others(folder, peers.launched.ranks)
+        with peers.together():
+            store = peers.open(folder, dram=options.dram, backend=options.backend, keep=kept)
+            stack.enter_context(closing(store))  # what is committed, is so together with all that resuming needs
+            refuse_existing(store, options)
+        return _run(options, store, text, recording, None, None, baseline, given, peers)
+
+
+def resume(
+    wishes: Mapping[str, Any], given: Sequence[str], timeout: float, anew: Callable[[], Options] | None = None
+) -> int:
+    """Go on with the training in a store. ``wishes`` are fields of Options, None where nothing was given. As ``train``.
+
+    ``anew``: where nothing is committed yet, a training with these options begins; and it has ended well where it is over.
+    """
+    with joined(launched(), timeout) as peers:
+        folder = wishes["folder"] or DEFAULT_FOLDER
+        place = places.find(folder, peers)
+        if place is None and anew is not None:
+            return _begin(anew(), given, peers)
+        try:
+            return _go_on(Place(folder, folder) if place is None else place, wishes, given, peers)
+        except resuming.Over as over:
+            if anew is None or not peers.launched.restarts:
+                raise
+            if peers.launched.rank == 0:
+                print(f"tiered: {over}", file=sys.stderr)
+            return 0
+
+
+def _go_on(place: Place, wishes: Mapping[str, Any], given: Sequence[str], peers: Peers) -> int:
+    baseline = _peak_memory()
+    with ExitStack() as stack:
+        with peers.together():
+            opening = resuming.opening(place.newest, wishes)
+        with peers.together():
+            kept = resuming.keep(opening.commit_every)
+            store = peers.open(place.opened, dram=opening.dram, backend=opening.backend, keep=kept)
+            stack.enter_context(closing(store))
+            if place.source is None:
+                earlier = resuming.earlier(store, store.folder, NAME, wishes)
+                resuming.refuse_other_stage(store, NAME, earlier.options.stage)
+            else:
+                with StoreAtRest(place.newest, generation=place.generation) as other:
+                    earlier = resuming.earlier(other, place.newest, NAME, wishes)
+                for key in [key for key in store if key.startswith(f"{NAME}/")]:  # older; the next commit gives it up
+                    store.delete(key)
+            options = _of_first(earlier.options, peers)
+            recording = _refuse_unwritable(options, earlier.step)
+            text = open_text(options.text, options.context, stack)
+            resuming.refuse_other_text(text, earlier.text_bytes)
+        return _run(options, store, text, recording, earlier, place.source, baseline, given, peers)
+
+
+def _of_first(options: Options, peers: Peers) -> Options:
+    """Files are rank 0's to write."""
+    return options if peers.launched.rank == 0 else replace(options, json=None, timeline=None, plot=None)
 
 
 def _refuse_unwritable(options: Options, done: int) -> Recording:
@@ -186,36 +245,49 @@ def _run(
     text: Text,
     recording: Recording,
     earlier: Earlier | None,
+    source: str | None,
     baseline: int,
     given: Sequence[str],
+    peers: Peers,
 ) -> int:
-    stream = sys.stderr if options.json == "-" else sys.stdout
+    first, ranks = peers.launched.rank == 0, peers.launched.ranks
+    stream = (sys.stderr if options.json == "-" else sys.stdout) if first else Silent()
     parameters = shape_of(options).parameters
     kept = resuming.keep(options.commit_every)
-    if earlier is not None:
-        refuse_full_disk(store, parameters, kept + 1, store.statistics().tiers[-1].used)
-    else:
-        refuse_full_disk(store, parameters, 1 if options.commit_every is None else kept + 1)
+    share = peers.disk_share(options.stage)
+    with peers.together():
+        if earlier is not None:
+            held = store.statistics().tiers[-1].used * peers.launched.here
+            refuse_full_disk(store, parameters, kept + 1, held, share)
+        else:
+            refuse_full_disk(store, parameters, 1 if options.commit_every is None else kept + 1, share=share)
     model = build(shape_of(options))
+    among = f"\nranks     {ranks}, stage {options.stage}; budget, memory, disk and time are rank 0's" if ranks > 1 else ""
     print(
         f"model     {describe_model(options, parameters)}\n"
         f"budget    {format_size(options.dram)} of memory for {format_size(STATE_BYTES * parameters)} of parameters and "
-        f"Adam states\ntext      {text.path} ({format_size(text.nbytes)})\nstore     {store.folder}",
+        f"Adam states\ntext      {text.path} ({format_size(text.nbytes)})\nstore     {store.folder}{among}",
         file=stream,
         flush=True,
     )
     if earlier is not None:
-        print(f"resumed   after step {earlier.step}, generation {store.generation}", file=stream, flush=True)
+        whence = f"generation {store.generation}" if source is None else f"what other ranks committed in {source}"
+        print(f"resumed   after step {earlier.step}, {whence}", file=stream, flush=True)
     losses = [] if earlier is None else [*earlier.losses]
-    again = shlex.join(resuming.go_on_command(options.folder or DEFAULT_FOLDER))
+    again = resuming.go_on_command(options.folder or DEFAULT_FOLDER, peers.launched)
     try:
         with StopRequest() as stop:
-            summary = _train(model, store, text, options, stop, stream, parameters, baseline, losses, recording, earlier)
+            summary = _train(
+                model, store, text, options, stop, stream, parameters, baseline, losses, recording, earlier, source, peers
+            )
     except Stopped as stopped:
         store.close()
-        print(f"tiered: stopped at step {len(losses)}; {_whereabouts(store, losses, again)}", file=sys.stderr)
+        if first:
+            print(f"tiered: stopped at step {len(losses)}; {_whereabouts(store, losses, again)}", file=sys.stderr)
         return stopped.exit_code
-    print(describe(summary, _other_way(options, given) if earlier is None else None, again), file=stream)
+    if not first:
+        return 0
+    print(describe(summary, _other_way(options, given) if earlier is None and ranks == 1 else None, again), file=stream)
     told = recording.write(describe_model(options, parameters))
     if told is not None:
         print(f"\n{told}", file=stream)
@@ -243,40 +315,51 @@ def _train(
     losses: list[float],
     recording: Recording,
     earlier: Earlier | None,
+    source: str | None,
+    peers: Peers,
 ) -> Summary:
     """Raises Stopped when somebody asked for it; what was trained is committed then. ``losses`` gets every step's."""
+    first = peers.launched.rank == 0
 
     def leave(exit_code: int) -> NoReturn:
         """At once: what a killed process leaves is whole."""
         if stream.isatty():
             os.write(stream.fileno(), b"\x1b[?25h\n")  # the cursor that the live display hides
-        os.write(2, f"tiered: left at step {len(losses)} without a commit; the store in {store.folder} reopens\n".encode())
+        if first:
+            os.write(2, f"tiered: left at step {len(losses)} without a commit; the store in {store.folder} reopens\n".encode())
         os._exit(exit_code)
 
     begun = len(losses)
     with Progress(stream) as progress:
         existing = options.existing if earlier is None else "resume"
-        page(model, store, options, existing, lambda done: progress.preparing(done, parameters), stop)
+        peers.watch(stop)
+        try:
+            page(model, store, options, existing, lambda done: progress.preparing(done, parameters), stop, peers, source)
+        except RankError:
+            if stop.signum:  # the others were asked to stop, too, and have left
+                raise Stopped(stop.signum) from None
+            raise
         optimizer = zero.AdamW(groups(model, options), lr=options.lr, betas=(0.9, 0.95), update=options.update)
-        gauge, schedule = Gauge(store), Schedule(options, earlier.seconds if earlier is not None else 0.0)
-        course = Course(model, optimizer, optimizer.clip_grad_norm_, text, options, schedule)
+        gauge, schedule = Gauge(store), Schedule(options, earlier.seconds if earlier is not None else 0.0, peers.clock)
+        course = Course(model, optimizer, optimizer.clip_grad_norm_, text, options, schedule, peers)
         if earlier is not None:
             zero.resume(model, optimizer, scheduler=course.scheduler, data=course.data)
             course.go_on(earlier.step)
-        saving = Saving(model, optimizer, course, options, text, losses)
-        tokens = options.batch * options.context * options.accumulate
+        saving = Saving(model, optimizer, course, options, text, losses, peers)
+        tokens = options.batch * options.context * options.accumulate * peers.launched.ranks
         begin = before = gauge.read()
         progress.begin(schedule.share(course.done))
         stopped: Stopped | None = None
         try:
             stop.interrupt_nothing(leave)
+            peers.check()
             for result in recording.of(course.steps(), store):
                 losses.append(result.loss)
                 now = gauge.read()
                 share = schedule.share(result.step)
                 progress.stepped(result.step, options.steps, share, result.loss, tokens, now - before, gauge.pool())
                 saving.stepped()
-                stop.check()
+                peers.check()
                 before = now
         except StopNoted as noted:
             stopped = Stopped(noted.signum)  # without the traceback, which has the graph of the step that it struck
@@ -289,7 +372,7 @@ def _train(
     seen = store.statistics()
     generation = saving.commit()
     try:
-        stop.check()
+        peers.check_together()
     except StopNoted as noted:
         raise Stopped(noted.signum) from None
     return Summary(
@@ -300,7 +383,7 @@ def _train(
         parameters=parameters,
         moved=moved,
         update_seconds=zero.statistics(model).update_seconds,
-        rates=measure(store),
+        rates=measure(store) if first else None,
         seen=seen,
         counted_by=gauge.counted_by,
         peak_rss=_peak_memory(),
@@ -308,6 +391,8 @@ def _train(
         generation=generation,
         folder=store.folder,
         prefetch=options.prefetch,
+        ranks=peers.launched.ranks,
+        stage=options.stage,
     )
 
 

@@ -17,6 +17,7 @@ from tiered.zero.construct import unguard
 from tiered.zero.heap import Trimmer
 from tiered.zero.paging import TRIM_SHARE, Pager
 from tiered.zero.policy import Policy
+from tiered.zero.rank_stores import number_of
 from tiered.zero.ranks import Ranks
 from tiered.zero.reshard import Source, opened, reshard
 from tiered.zero.schedule import Prefetch
@@ -187,9 +188,11 @@ def _take_over(
     partition: Partition,
 ) -> None:
     with ExitStack() as stack:
-        there = Source(opened(source, stack), name)
+        stores = opened(source, stack)
+        there = Source(stores, name)
         strides = {p: there.named(qualified).stride for qualified, p in model.named_parameters()}
         reshard(there, store, divide(model, limits, strides, policy, partition.shares), partition)
+        partition.goes_on(number_of(stores[0].manifest.meta))
 
 
 def _opened(model: nn.Module, weights: str | os.PathLike[str]) -> Pretrained:

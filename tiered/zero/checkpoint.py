@@ -84,10 +84,11 @@ def commit_async(
     meta: Mapping[str, object] | None = None,
 ) -> Future[int]:
     """``commit`` all as it is now, while training goes on: see ``TieredStore.commit_async``."""
-    if _pager_of(model).partition.shares > 1:
+    partition = _pager_of(model).partition
+    if partition.shares > 1:
         raise MisuseError("ranks acknowledge a commit together, which commit_async does not: call zero.commit")
     store = _prepare(model, optimizer, scheduler, scaler, data, extra)
-    return store.commit_async(meta)
+    return store.commit_async(partition.noted(store, meta))
 
 
 def resume(

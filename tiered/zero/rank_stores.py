@@ -22,7 +22,7 @@ from tiered import ManifestError, MisuseError, TieredStore
 from tiered.listing import listing
 from tiered.zero.ranks import Ranks
 
-__all__ = ["META", "Joint", "folder_of", "joints", "open_store", "sets_in"]
+__all__ = ["META", "Joint", "Set", "folder_of", "has_commit", "joints", "newest_set", "number_of", "open_store", "sets_in"]
 
 META = "tiered.ranks"
 """Where a commit's meta says which one of all ranks it belongs to."""
@@ -38,15 +38,37 @@ class Joint:
     generation: int
 
 
+@dataclass(frozen=True)
+class Set:
+    """The stores of all ranks, in order, as of the newest commit that all have."""
+
+    folders: tuple[Path, ...]
+    joints: tuple[Joint, ...]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.folders)
+
+    @property
+    def number(self) -> int:
+        """Of the commit: it goes on where another number of ranks goes on."""
+        return self.joints[0].number
+
+
 def folder_of(path: str | os.PathLike[str], rank: int, ranks: int) -> Path:
     """Of one rank's store below ``path``."""
     return Path(os.path.expanduser(path)) / f"rank-{rank}-of-{ranks}"
 
 
+def has_commit(folder: Path) -> bool:
+    """Whether a store there has ever committed."""
+    return folder.is_dir() and any(name.startswith("manifest.") for name in os.listdir(folder))
+
+
 def joints(folder: Path) -> list[Joint]:
     """The commits of all ranks that are in one rank's store, as far as they have checkpoints; of each the newest generation."""
     found: dict[str, Joint] = {}
-    if not folder.is_dir() or not any(name.startswith("manifest.") for name in os.listdir(folder)):
+    if not has_commit(folder):
         return []
     for one in listing(folder).generations:
         said = one.meta.get(META)
@@ -76,6 +98,22 @@ def in_all(of_each: Iterable[list[Joint]]) -> list[Joint] | None:
     return [found[newest] for found in named]
 
 
+def newest_set(path: str | os.PathLike[str]) -> Set | None:
+    """Of those below ``path`` whose ranks have a commit in common, the one with the newest: of any number of ranks."""
+    found = []
+    for folders in sets_in(path).values():
+        common = in_all([joints(folder) for folder in folders])
+        if common is not None:
+            found.append(Set(tuple(folders), tuple(common)))
+    return max(found, key=lambda one: one.number, default=None)
+
+
+def number_of(meta: Mapping[str, object]) -> int:
+    """Of the commit of all ranks that has this meta; 0 where it is none."""
+    said = meta.get(META)
+    return int(said["number"]) if isinstance(said, Mapping) else 0
+
+
 def open_store(path: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None, **options: Any) -> TieredStore:
     """This rank's store below ``path``, made or reopened as of the newest commit that all ranks have; ``options`` are those of
     ``TieredStore.open``. All ranks call it. With one process it is ``TieredStore.open(path)``.
@@ -91,12 +129,14 @@ def open_store(path: str | os.PathLike[str], *, group: dist.ProcessGroup | None 
         raise MisuseError("open_store finds the generation that all ranks have: leave generation=, newer= and paths= out")
     ranks = Ranks.of(group)
     folder = folder_of(path, ranks.rank, ranks.size)
-    folder.parent.mkdir(parents=True, exist_ok=True)
     problem, mine = "", []
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
         mine = joints(folder)
     except (MisuseError, ManifestError) as error:
         problem = str(error)
+    except OSError as error:
+        problem = f"{error.filename or folder}: {error.strerror}"
     everybody = shared_json(ranks, {"problem": problem, "joints": [[j.number, j.name, j.generation] for j in mine]})
     for rank, said in enumerate(everybody):
         if said["problem"]:

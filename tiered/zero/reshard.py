@@ -20,7 +20,7 @@ import torch
 from tiered import Access, ManifestError, MisuseError, TensorSpec, TieredStore
 from tiered.atrest import StoreAtRest
 from tiered.zero.checkpoint import Readable, layout_of, pending_of, plans, read_record, write_record
-from tiered.zero.rank_stores import in_all, joints, sets_in
+from tiered.zero.rank_stores import has_commit, newest_set, sets_in
 from tiered.zero.sharding import Partition
 from tiered.zero.states import States
 from tiered.zero.units import Limits, Placement, Plan, UnitPlan, even_chunks
@@ -168,19 +168,15 @@ class _Copies:
 
 def opened(path: str | os.PathLike[str], stack: ExitStack) -> list[StoreAtRest]:
     """The stores of the last training below ``path``, to be read: of all of its ranks as of the last commit that all of them
-    have, or the one store that ``path`` is.
+    have, or the one store that ``path`` is, where none of its ranks committed together.
 
     Raises MisuseError where there is none, ManifestError where ranks have no commit in common.
     """
-    sets: dict[int, list[Any]] = {}
-    for size, folders in sets_in(path).items():
-        common = in_all([joints(folder) for folder in folders])
-        if common is not None:
-            sets[size] = list(zip(folders, common, strict=True))
-    if sets:
-        newest = max(sets.values(), key=lambda found: found[0][1].number)
-        return [stack.enter_context(StoreAtRest(folder, generation=joint.generation)) for folder, joint in newest]
-    if sets_in(path):
+    newest = newest_set(path)
+    if newest is not None:
+        both = zip(newest.folders, newest.joints, strict=True)
+        return [stack.enter_context(StoreAtRest(folder, generation=joint.generation)) for folder, joint in both]
+    if sets_in(path) and not has_commit(Path(os.path.expanduser(path))):
         raise ManifestError(f"the ranks' stores in {Path(path)} have no commit in common")
     return [stack.enter_context(StoreAtRest(path))]
 

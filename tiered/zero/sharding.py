@@ -19,7 +19,7 @@ from torch import nn
 from tiered import Access, CommitError, TensorSpec, TieredError, TieredStore
 from tiered.zero.exchange import Exchange, NoExchange, Reductions
 from tiered.zero.local_gradients import Arriving, LocalGradients
-from tiered.zero.rank_stores import META
+from tiered.zero.rank_stores import META, number_of
 from tiered.zero.ranks import Ranks
 from tiered.zero.stored import Gathered, Replicated, Stored, Whole
 from tiered.zero.unit_gradients import UnitGradients
@@ -140,6 +140,14 @@ class Partition(Protocol):
         """All have the values of rank 0's."""
         ...
 
+    def goes_on(self, number: int) -> None:
+        """From the commit of all ranks with this number (0: it had none), which is in other stores."""
+        ...
+
+    def noted(self, store: TieredStore, meta: Mapping[str, object] | None) -> Mapping[str, object] | None:
+        """What a commit's meta is where one process commits."""
+        ...
+
     def commit(self, store: TieredStore, meta: Mapping[str, object] | None) -> int:
         """``store.commit`` on all ranks, or on none of them that counts."""
         ...
@@ -153,6 +161,9 @@ class Alone:
     """One process has everything."""
 
     shares, rank, replicated = 1, 0, True
+
+    def __init__(self) -> None:
+        self._after = 0
 
     def share(self) -> dict[str, int | str]:
         return {"stage": "Alone", "rank": 0, "ranks": 1}
@@ -175,8 +186,18 @@ class Alone:
 
     def same_buffers(self, model: nn.Module) -> None: ...
 
+    def goes_on(self, number: int) -> None:
+        self._after = number
+
+    def noted(self, store: TieredStore, meta: Mapping[str, object] | None) -> Mapping[str, object] | None:
+        """What ranks began is counted on, so that it stays known which of several sets of stores is the newest."""
+        last = max(self._after, number_of(store.meta))
+        if not last:
+            return meta
+        return {**(store.meta if meta is None else meta), META: {"name": uuid4().hex, "number": last + 1, "of": 1}}
+
     def commit(self, store: TieredStore, meta: Mapping[str, object] | None) -> int:
-        return store.commit(meta)
+        return store.commit(self.noted(store, meta))
 
     def whole(self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str) -> torch.Tensor:
         return part
@@ -189,6 +210,7 @@ class Shared:
         self.ranks, self.stage = ranks, stage
         self.shares, self.rank = ranks.size, ranks.rank
         self._failed: str | None = None  # the last commit, on some rank
+        self._after = 0
 
     @property
     def replicated(self) -> bool:
@@ -219,6 +241,12 @@ class Shared:
         for name, buffer in model.named_buffers():
             self.ranks.broadcast(buffer, f"the buffer {name!r}")
 
+    def goes_on(self, number: int) -> None:
+        self._after = number
+
+    def noted(self, store: TieredStore, meta: Mapping[str, object] | None) -> Mapping[str, object] | None:
+        raise AssertionError("ranks commit together")
+
     def commit(self, store: TieredStore, meta: Mapping[str, object] | None) -> int:
         """Each rank commits to its own store; acknowledged once all have. Those that have the generation, and those that do
         not, go back to the last one of all when the stores are opened again (``zero.open_store``)."""
@@ -230,8 +258,7 @@ class Shared:
         name = torch.frombuffer(bytearray(uuid4().bytes), dtype=torch.uint8).clone()
         self.ranks.broadcast(name, "the name of a commit")
         before = store.meta if meta is None else dict(meta)
-        last = store.meta.get(META)
-        number = int(last["number"]) + 1 if isinstance(last, Mapping) else 1
+        number = max(self._after, number_of(store.meta)) + 1
         numbers = self.ranks.shared(torch.tensor([number]), "the number of a commit")
         said = {"name": bytes(name.tolist()).hex(), "number": int(numbers.amax()), "of": self.shares}
         generation, error = 0, None
