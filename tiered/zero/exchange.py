@@ -153,6 +153,8 @@ class Reductions:
         if last is not None:
             self._after[before, last] = unit
         self._last = last, unit
+        if last is None:  # the first of a pass: forward and backward may begin with the same, and go on with another
+            return
         follows = None if self._replicas or not self._overlapped else self._after.get((last, unit))
         if follows is not None and not follows.held:
             follows.settle()
