@@ -149,7 +149,7 @@ def refuse(meta: Any) -> int:
 
 def test_a_commit_that_fails_on_one_rank_counts_on_none(tmp_path: Path) -> None:
     found = on_ranks(2, fail_on_one, tmp_path / "a", tmp_path / "state")
-    assert "failed on rank 1" in found[0]["said"][0]
+    assert "rank 1, which says why, could not commit" in found[0]["said"][0]
     assert found[1]["said"][0] == "no room for this one"
     assert all("zero.open_store" in one["said"][1] for one in found)
     assert [one["generation"] for one in found] == [2, 1]

@@ -17,7 +17,7 @@ from tiered.zero.construct import unguard
 from tiered.zero.heap import Trimmer
 from tiered.zero.paging import TRIM_SHARE, Pager
 from tiered.zero.policy import Policy
-from tiered.zero.rank_stores import number_of
+from tiered.zero.rank_stores import newest_set, number_of
 from tiered.zero.ranks import Ranks
 from tiered.zero.reshard import Source, opened, reshard
 from tiered.zero.schedule import Prefetch
@@ -122,10 +122,14 @@ def page(
             raise MisuseError(f"parameter {qualified!r} is on {parameter.device}: move the model to the CPU first")
     staged = _staged(model, window)
     strides = {parameter: found.stride for parameter, found in staged.items()}
-    pool = store.statistics().tiers[0].capacity
     partition = _partition(stage, group, timeout)
+    pool = partition.least(store.statistics().tiers[0].capacity)
     limits = Limits.of(pool, partition.shares)
-    if existing == "resume" and source is not None and f"{name}/checkpoint" not in store:
+    if existing == "resume":
+        partition.refuse_apart(store)
+    if existing == "resume" and source is not None and f"{name}/checkpoint" in store:
+        _refuse_newer(source, store, partition)
+    elif existing == "resume" and source is not None:
         _take_over(source, model, store, name, limits, policy, partition)
     if existing == "resume":
         limits, kept = checkpoint.layout(store, name)
@@ -175,7 +179,20 @@ def _partition(stage: Stage | None, group: dist.ProcessGroup | None, timeout: fl
         if group is not None or timeout is not None:
             raise MisuseError("group= and timeout= are for several processes: call torch.distributed.init_process_group first")
         return Alone()
-    return Shared(Ranks.of(group, timeout), stage if stage is not None else Stage3())
+    return Shared(Ranks(group, timeout), stage if stage is not None else Stage3())
+
+
+def _refuse_newer(source: str | os.PathLike[str], store: TieredStore, partition: Partition) -> None:
+    """Where another training went on since what is in ``store``. Of what rank 0 sees."""
+    newest = newest_set(source) if partition.rank == 0 else None
+    mine, there = number_of(store.meta), 0 if newest is None else newest.number
+    if there > mine:
+        error = (
+            f"{store} has a checkpoint already, of commit {mine}, and {source} a newer one, {there}: open the store in another "
+            "folder to take that over, or leave source= out to go on from here"
+        )
+    if not all(partition.everywhere([there <= mine], "whether a checkpoint is the newest")):
+        raise MisuseError(error if there > mine else f"rank 0 finds a newer checkpoint in {source}, and says which")
 
 
 def _take_over(

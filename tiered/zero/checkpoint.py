@@ -69,8 +69,12 @@ def commit(
     committed. ``meta`` is the store's, for people to read (default: as before). Raises MisuseError for what cannot be written
     down, and what ``TieredStore.commit`` raises.
     """
-    store = _prepare(model, optimizer, scheduler, scaler, data, extra)
-    return _pager_of(model).partition.commit(store, meta)
+    pager = _pager_of(model)
+
+    def prepare() -> None:
+        _prepare(model, optimizer, scheduler, scaler, data, extra)
+
+    return pager.partition.commit(pager.store, meta, prepare)
 
 
 def commit_async(
@@ -125,6 +129,7 @@ def rollback(
     """
     pager = _pager_of(model)
     pager.reset()
+    pager.partition.refuse_apart(pager.store)
     for unit in pager.units:
         unit.gradients.close()
     pager.store.rollback(needs=[pager.validity.key])

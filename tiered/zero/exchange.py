@@ -130,7 +130,6 @@ class Reductions:
         self._arrived: dict[Unit, set[Placement]] = {}
         self._deferred: set[Unit] = set()
         self._flight: _Flight | None = None
-        self._unsettled = False  # something may have arrived that was not reduced
         self._after: dict[tuple[Unit | None, Unit], Unit] = {}  # what was held after these two
         self._last: tuple[Unit | None, Unit | None] = None, None
         self._ahead: Unit | None = None
@@ -140,7 +139,6 @@ class Reductions:
     def pass_begins(self) -> None:
         self._give_up_ahead(None)
         self._last = None, None
-        self._unsettled = True
         self._forget_pass()
 
     def before_hold(self, unit: Unit) -> None:
@@ -193,6 +191,7 @@ class Reductions:
     def backward_ended(self) -> Iterable[tuple[Unit, Placement]]:
         found: list[tuple[Unit, Placement]] = []
         if self._early and not self.paused:
+            self._refresh(self._replicas)  # another rank may have used what this one did not
             for unit in self._order[self._begun :]:
                 self._begin(unit)
             self._land()
@@ -203,11 +202,20 @@ class Reductions:
     def abandon(self) -> None:
         try:
             self._give_up_ahead(None)
+            if self._arrived and self._early and not self.paused and not self._ranks.failed:
+                self._catch_up()
         finally:
             try:
                 self._land()
             finally:
                 self._forget_pass()
+
+    def _catch_up(self) -> None:
+        """An exception ended a backward pass, on all ranks where they go on after it: some had begun more reductions."""
+        mine = torch.tensor([self._begun])
+        begun = int(self._ranks.shared(mine, "how far an interrupted backward pass was", apart=True).amax())
+        for unit in self._order[self._begun : begun]:
+            self._begin(unit)
 
     def _forget_pass(self) -> None:
         self._begun = 0
@@ -216,9 +224,10 @@ class Reductions:
         self._deferred.clear()
 
     def synchronise(self) -> None:
-        if not self._unsettled:
-            return
         self.abandon()
+        self._refresh(self._replicas)
+        for unit in self._units:
+            _local(unit).collect()  # what somebody assigned is looked at here, too
         some = [_local(unit).any for unit in self._order]
         anywhere = self._ranks.shared(torch.tensor(some, dtype=torch.uint8), "which gradients there are").amax(0)
         for unit, there in zip(self._order, anywhere.tolist(), strict=True):
@@ -267,7 +276,6 @@ class Reductions:
                     placement.parameter.grad = state.marker
                 if not isinstance(placement.parameter.grad, SpentGradient):
                     found.append((unit, placement))
-        self._unsettled = False
         return found
 
     # -- agreeing ----------------------------------------------------------------------------------------------------------
@@ -314,9 +322,7 @@ class _Flight:
             for placement, state in gradients.states.items():
                 part = gradients.parts.get(placement)
                 if part is None:
-                    state.finite = True
-                    state.scales.clear()
-                    state.wide_scales.clear()
+                    gradients.clear(state)
                 elif _is_trained(placement):
                     gradients.write(placement, mean[part.element : part.element + part.numel])
             gradients.close()
@@ -324,6 +330,7 @@ class _Flight:
         finally:
             del self._received
             self._room.close()
+            self._local.close()
         self._local.discard()
 
 

@@ -59,12 +59,22 @@ class LocalGradients:
         if grad is None:
             self._arrived.discard(placement)
             self._gradients.states[placement].accumulate = False
-        elif not isinstance(grad, StoredGradient):  # somebody's: it is taken for the mean, the same everywhere
+        else:
+            self._collect(placement, grad)
+        placement.parameter.grad = None
+
+    def collect(self) -> None:
+        """Store what somebody assigned to ``parameter.grad``."""
+        for placement in self._gradients.states:
+            if placement.parameter.grad is not None:
+                self._collect(placement, placement.parameter.grad)
+
+    def _collect(self, placement: Placement, grad: torch.Tensor) -> None:
+        if not isinstance(grad, StoredGradient):  # it is taken for the mean, the same everywhere
             self._arrived.discard(placement)
             self._gradients.take(placement, grad)
             self._gradients.close()
             self._gradients.states[placement].accumulate = True
-        placement.parameter.grad = None
 
     @torch.no_grad()  # also where backward records itself (create_graph)
     def add(self, placement: Placement, grad: torch.Tensor) -> None:

@@ -196,6 +196,8 @@ class AdamW(Optimizer):
         for pager in self._pagers():
             if not pager.computing:
                 pager.reset()  # what an exception left held
+                if not set_to_none:
+                    pager.exchange.synchronise()  # zeros take the place of all that is on its way
         units: dict[Unit, list[Placement]] = {}
         for parameter in self._parameters():
             _, unit, placement = placement_of(parameter)

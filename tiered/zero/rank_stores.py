@@ -7,10 +7,11 @@ acknowledged, and is given up. No file is shared, so each node may use a drive o
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class Joint:
     number: int
     name: str
     generation: int
+    models: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,9 @@ def joints(folder: Path) -> list[Joint]:
         said = one.meta.get(META)
         if isinstance(said, Mapping) and one.problem is None:
             keys = [tensor.key for tensor in listing(folder, one.number).tensors]
-            if any(key.endswith("/checkpoint") for key in keys):
-                found[str(said["name"])] = Joint(int(said["number"]), str(said["name"]), one.number)
+            models = tuple(sorted(key.removesuffix("/checkpoint") for key in keys if key.endswith("/checkpoint")))
+            if models:
+                found[str(said["name"])] = Joint(int(said["number"]), str(said["name"]), one.number, models)
     return sorted(found.values(), key=lambda joint: joint.number)
 
 
@@ -89,12 +92,13 @@ def sets_in(path: str | os.PathLike[str]) -> dict[int, list[Path]]:
 
 
 def in_all(of_each: Iterable[list[Joint]]) -> list[Joint] | None:
-    """The newest commit that all ranks have, as each has it."""
+    """The newest commit that all ranks have, with the most models, as each has it."""
     named = [{joint.name: joint for joint in found} for found in of_each]
     shared = set.intersection(*(set(found) for found in named))
     if not shared:
         return None
-    newest = max(shared, key=lambda name: named[0][name].number)
+    most = max(len(named[0][name].models) for name in shared)  # of several models each is committed by itself
+    newest = max((name for name in shared if len(named[0][name].models) == most), key=lambda name: named[0][name].number)
     return [found[newest] for found in named]
 
 
@@ -119,31 +123,62 @@ def open_store(path: str | os.PathLike[str], *, group: dist.ProcessGroup | None 
     ``TieredStore.open``. All ranks call it. With one process it is ``TieredStore.open(path)``.
 
     The store is in ``path/rank-R-of-N``. ``path`` may be on a drive of the node, or on a filesystem that all share. What a
-    rank committed and another did not, because the training ended in between, was never acknowledged, and is given up.
-    Raises what ``TieredStore.open`` raises, and RankError.
+    rank committed and another did not, because the training ended in between, was never acknowledged, and is given up. Only
+    what ``zero.commit`` commits counts. Of several models in a store, each committed by itself, the newest commit that has the
+    most of them is taken. Raises ManifestError, with nothing changed, where the ranks have commits and none in common (a drive
+    that is not mounted), what ``TieredStore.open`` raises, and RankError.
     """
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
     if not several:
         return TieredStore.open(path, **options)
     if "generation" in options or "newer" in options or options.get("paths") is not None:
         raise MisuseError("open_store finds the generation that all ranks have: leave generation=, newer= and paths= out")
+    if options.get("durability", "commit") != "commit":
+        raise MisuseError("ranks' stores are for commits: for scratch, give each rank a TieredStore.open of its own")
+    if options.get("keep", 2) < 2:
+        raise MisuseError("while ranks commit, each keeps the commit before: keep= is at least 2")
     ranks = Ranks.of(group)
     folder = folder_of(path, ranks.rank, ranks.size)
-    problem, mine = "", []
+    said: dict[str, Any] = {"problem": "", "joints": [], "generations": [], "opened": False}
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        mine = joints(folder)
+        said["opened"] = folder.is_dir() and bool(os.listdir(folder))
+        said["joints"] = [dataclasses.astuple(joint) for joint in joints(folder)]
+        said["generations"] = [one.number for one in listing(folder).generations] if has_commit(folder) else []
     except (MisuseError, ManifestError) as error:
-        problem = str(error)
+        said["problem"] = str(error)
     except OSError as error:
-        problem = f"{error.filename or folder}: {error.strerror}"
-    everybody = shared_json(ranks, {"problem": problem, "joints": [[j.number, j.name, j.generation] for j in mine]})
-    for rank, said in enumerate(everybody):
-        if said["problem"]:
-            raise ManifestError(f"the store of rank {rank} cannot be read: {said['problem']}")
-    common = in_all([[Joint(*joint) for joint in said["joints"]] for said in everybody])
+        said["problem"] = f"{error.filename or folder}: {error.strerror}"
+    everybody = shared_json(ranks, said)
+    for rank, one in enumerate(everybody):
+        if one["problem"]:
+            raise ManifestError(f"the store of rank {rank} cannot be read: {one['problem']}")
+    if not any(one["generations"] for one in everybody):
+        return TieredStore.open(folder, **options)
+    common = in_all([[Joint(*joint) for joint in one["joints"]] for one in everybody])
+    if common is None and not all(map(_was_beginning, everybody)):
+        raise ManifestError(f"the ranks' stores in {path} have no commit in common: {_described(everybody)}")
     generation = 0 if common is None else common[ranks.rank].generation
     return TieredStore.open(folder, generation=generation, newer="drop", **options)
+
+
+def _was_beginning(said: Mapping[str, Any]) -> bool:
+    """Whether a rank had opened its store, and has nothing in it, or only what may be its part of the very first commit."""
+    return bool(said["opened"]) and len(said["generations"]) == len(said["joints"]) and all(
+        number == 1 for number, *_ in said["joints"]
+    )
+
+
+def _described(everybody: Sequence[Mapping[str, Any]]) -> str:
+    found = []
+    for rank, one in enumerate(everybody):
+        if one["joints"]:
+            found.append(f"rank {rank} has {', '.join(str(number) for number, *_ in one['joints'])}")
+        elif one["generations"]:
+            found.append(f"rank {rank} has commits of its own only, which ranks do not go on from (zero.commit makes others)")
+        else:
+            found.append(f"rank {rank} has {'none' if one['opened'] else 'no store there: is its drive mounted?'}")
+    return "; ".join(found) + ". Nothing was changed. To begin anew, name another folder, or remove these"
 
 
 def shared_json(ranks: Ranks, value: Any) -> list[Any]:

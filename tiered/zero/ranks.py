@@ -76,9 +76,12 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: float | None = None) -> None:
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self.rank, self.size = dist.get_rank(group), len(members)
+        self._whole = group  # as long as this is there no other group has its identity
         seconds = timeout if timeout is not None else _timeout_of(group)
         self.timeout = timedelta(seconds=seconds)
         self._calls: _Calls | None = None
+        self.failed = False
+        """A collective did; nothing can be agreed on any more."""
         with self.named("the other ranks"):
             self._gathers, self._reductions, calls = (
                 dist.new_group(members, timeout=self.timeout, backend="gloo", use_local_synchronization=len(members) > 1)
@@ -135,21 +138,26 @@ class Ranks:
             total[start : start + PIECE].copy_(mean)
         return total
 
-    def shared(self, own: torch.Tensor, what: str) -> torch.Tensor:
-        """Everybody's ``own``, which has as many elements everywhere: shape (ranks, elements). For little."""
+    def shared(self, own: torch.Tensor, what: str, *, apart: bool = False) -> torch.Tensor:
+        """Everybody's ``own``, which has as many elements everywhere: shape (ranks, elements). For little. ``apart``: not in
+        the order of reductions."""
+        group = self._gathers if apart else self._reductions
         flat = own.contiguous().view(-1)
         found = torch.empty(self.size * flat.numel(), dtype=own.dtype)
         if flat.numel():
             into, mine = found.view(torch.uint8), flat.view(torch.uint8)
-            self._begin(self._reductions, what, lambda: _gather(into, mine, self._reductions)).wait()
+            self._begin(group, what, lambda: _gather(into, mine, group)).wait()
         return found.view(self.size, -1)
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:
-        """Have rank 0's."""
+        """Have rank 0's, of any type and strides."""
         if tensor.numel():
-            source = dist.get_global_rank(self._gathers, 0)
-            group = self._gathers
-            self._begin(group, what, lambda: dist.broadcast(tensor, source, group=group, async_op=True)).wait()
+            source, group = dist.get_global_rank(self._gathers, 0), self._gathers
+            data = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            sent = data.view(-1).view(torch.uint8)
+            self._begin(group, what, lambda: dist.broadcast(sent, source, group=group, async_op=True)).wait()
+            if self.rank and data.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(data)
 
     def _begin(self, group: Any, what: str, start: Callable[[], Any], ahead: bool = False) -> Under:
         self._numbers[group] += 1
@@ -174,8 +182,10 @@ class Ranks:
         try:
             yield
         except RankError:
+            self.failed = True
             raise
         except (RuntimeError, ValueError) as error:
+            self.failed = True
             who = "another rank did not answer" if self._calls is None else self._calls.missing(until)
             raise RankError(
                 f"rank {self.rank} waited for {what}, and {who} (timeout: {self.timeout.total_seconds():g} s). The last commit "

@@ -7,7 +7,8 @@ forward and in backward, gradients scattered).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -16,10 +17,10 @@ from uuid import uuid4
 import torch
 from torch import nn
 
-from tiered import Access, CommitError, TensorSpec, TieredError, TieredStore
+from tiered import Access, CommitError, MisuseError, RankError, TensorSpec, TieredError, TieredStore
 from tiered.zero.exchange import Exchange, NoExchange, Reductions
 from tiered.zero.local_gradients import Arriving, LocalGradients
-from tiered.zero.rank_stores import META, number_of
+from tiered.zero.rank_stores import META, number_of, shared_json
 from tiered.zero.ranks import Ranks
 from tiered.zero.stored import Gathered, Replicated, Stored, Whole
 from tiered.zero.unit_gradients import UnitGradients
@@ -107,6 +108,14 @@ class Stage3:
             del unit
 
 
+_unfinished: weakref.WeakKeyDictionary[TieredStore, str] = weakref.WeakKeyDictionary()
+"""Stores whose last commit is not known to be one of all ranks."""
+
+
+def _lost(fine: torch.Tensor) -> str:
+    return "rank " + ", ".join(str(rank) for rank, one in enumerate(fine.tolist()) if not one)
+
+
 class Partition(Protocol):
     """Of one model."""
 
@@ -140,6 +149,18 @@ class Partition(Protocol):
         """All have the values of rank 0's."""
         ...
 
+    def least(self, value: int) -> int:
+        """Of what all processes give."""
+        ...
+
+    def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
+        """Each as it is where all processes have it True."""
+        ...
+
+    def refuse_apart(self, store: TieredStore) -> None:
+        """Raise MisuseError where the processes' stores are not as of one commit."""
+        ...
+
     def goes_on(self, number: int) -> None:
         """From the commit of all ranks with this number (0: it had none), which is in other stores."""
         ...
@@ -148,8 +169,8 @@ class Partition(Protocol):
         """What a commit's meta is where one process commits."""
         ...
 
-    def commit(self, store: TieredStore, meta: Mapping[str, object] | None) -> int:
-        """``store.commit`` on all ranks, or on none of them that counts."""
+    def commit(self, store: TieredStore, meta: Mapping[str, object] | None, prepare: Callable[[], None]) -> int:
+        """``prepare()`` and ``store.commit`` on all ranks, or on none of them that counts."""
         ...
 
     def whole(self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str) -> torch.Tensor:
@@ -186,6 +207,14 @@ class Alone:
 
     def same_buffers(self, model: nn.Module) -> None: ...
 
+    def least(self, value: int) -> int:
+        return value
+
+    def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
+        return list(flags)
+
+    def refuse_apart(self, store: TieredStore) -> None: ...
+
     def goes_on(self, number: int) -> None:
         self._after = number
 
@@ -196,7 +225,8 @@ class Alone:
             return meta
         return {**(store.meta if meta is None else meta), META: {"name": uuid4().hex, "number": last + 1, "of": 1}}
 
-    def commit(self, store: TieredStore, meta: Mapping[str, object] | None) -> int:
+    def commit(self, store: TieredStore, meta: Mapping[str, object] | None, prepare: Callable[[], None]) -> int:
+        prepare()
         return store.commit(self.noted(store, meta))
 
     def whole(self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str) -> torch.Tensor:
@@ -209,7 +239,6 @@ class Shared:
     def __init__(self, ranks: Ranks, stage: Stage) -> None:
         self.ranks, self.stage = ranks, stage
         self.shares, self.rank = ranks.size, ranks.rank
-        self._failed: str | None = None  # the last commit, on some rank
         self._after = 0
 
     @property
@@ -241,39 +270,70 @@ class Shared:
         for name, buffer in model.named_buffers():
             self.ranks.broadcast(buffer, f"the buffer {name!r}")
 
+    def least(self, value: int) -> int:
+        return int(self.ranks.shared(torch.tensor([value]), "the smallest pool").amin())
+
+    def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
+        return self.ranks.shared(torch.tensor(flags, dtype=torch.uint8), what).amin(0).bool().tolist()
+
+    def refuse_apart(self, store: TieredStore) -> None:
+        if store in _unfinished:
+            raise CommitError(f"{_unfinished[store]}: open the stores again with zero.open_store")
+        said = store.meta.get(META)
+        names = shared_json(self.ranks, said["name"] if isinstance(said, Mapping) else None)
+        if len(set(names)) > 1:
+            raise MisuseError(
+                f"the ranks' stores are not as of one commit (this is rank {self.rank}'s {store}, at generation "
+                f"{store.generation}): open them with zero.open_store, which finds the newest that all have"
+            )
+
     def goes_on(self, number: int) -> None:
         self._after = number
 
     def noted(self, store: TieredStore, meta: Mapping[str, object] | None) -> Mapping[str, object] | None:
         raise AssertionError("ranks commit together")
 
-    def commit(self, store: TieredStore, meta: Mapping[str, object] | None) -> int:
+    def commit(self, store: TieredStore, meta: Mapping[str, object] | None, prepare: Callable[[], None]) -> int:
         """Each rank commits to its own store; acknowledged once all have. Those that have the generation, and those that do
         not, go back to the last one of all when the stores are opened again (``zero.open_store``)."""
-        if self._failed is not None:
+        if store in _unfinished:
             raise CommitError(
-                f"{self._failed}; so some ranks have a generation that others lack, and another one could drop the last that "
-                "all have: open the stores again with zero.open_store"
+                f"{_unfinished[store]}; so some ranks have a generation that others lack, and another one could drop the last "
+                "that all have: open the stores again with zero.open_store"
             )
+        error: TieredError | None = None
+        try:
+            prepare()
+        except RankError:
+            raise
+        except TieredError as problem:
+            error = problem
         name = torch.frombuffer(bytearray(uuid4().bytes), dtype=torch.uint8).clone()
         self.ranks.broadcast(name, "the name of a commit")
-        before = store.meta if meta is None else dict(meta)
         number = max(self._after, number_of(store.meta)) + 1
-        numbers = self.ranks.shared(torch.tensor([number]), "the number of a commit")
-        said = {"name": bytes(name.tolist()).hex(), "number": int(numbers.amax()), "of": self.shares}
-        generation, error = 0, None
+        told = self.ranks.shared(torch.tensor([number, error is None]), "the begin of a commit")
+        self._agreed(told[:, 1], error, "could not begin a commit; nothing was committed")
+        before = store.meta if meta is None else dict(meta)
+        said = {"name": bytes(name.tolist()).hex(), "number": int(told[:, 0].amax()), "of": self.shares}
+        generation, _unfinished[store] = 0, "a commit did not come to its end"
         try:
             generation = store.commit({**before, META: said})
         except TieredError as problem:
             error = problem
-        done = self.ranks.shared(torch.tensor([error is None]), "the end of a commit").view(-1).tolist()
-        if all(done):
-            return generation
-        lost = ", ".join(str(rank) for rank, fine in enumerate(done) if not fine)
-        self._failed = f"the commit failed on rank {lost}"
+        done = self.ranks.shared(torch.tensor([error is None]), "the end of a commit").view(-1)
+        if not all(done):
+            _unfinished[store] = f"the commit failed on {_lost(done)}"
+        self._agreed(done, error, "could not commit; the last commit of all ranks holds")
+        del _unfinished[store]
+        self._after = 0
+        return generation
+
+    def _agreed(self, fine: torch.Tensor, error: TieredError | None, what: str) -> None:
+        """Raise ``error``, or what is the error of others."""
         if error is not None:
             raise error
-        raise CommitError(f"{self._failed}, which says why; the last commit of all ranks holds")
+        if not all(fine):
+            raise CommitError(f"{_lost(fine)}, which says why, {what}")
 
     def whole(self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str) -> torch.Tensor:
         shares = [plan.parts(rank).get(placement) for rank in range(self.shares)]

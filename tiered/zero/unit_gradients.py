@@ -115,10 +115,19 @@ class UnitGradients:
         """``grad`` is of the parameter's shape."""
         if grad.layout is not torch.strided:
             raise MisuseError(f"the gradient of {placement.name!r} is {grad.layout}: use sparse=False")
-        part = self.parts.get(placement)
+        part, state = self.parts.get(placement), self.states[placement]
         if part is not None:
             self.write(placement, part.cut(grad))
-        placement.parameter.grad = self.states[placement].marker
+        else:
+            self.open()
+            self.clear(state)
+        placement.parameter.grad = state.marker
+
+    def clear(self, state: GradientState) -> None:
+        """This process has nothing of that gradient."""
+        state.finite = True
+        state.scales.clear()
+        state.wide_scales.clear()
 
     def write(self, placement: Placement, grad: torch.Tensor) -> None:
         """``grad`` is what this process has of it, or adds to what there is."""
