@@ -1,5 +1,5 @@
-"""Promise 18, the commits: a rank is killed at any moment, also within a commit; all start again, and go on from a commit that
-is whole and not older than what any rank was told, to the very end of the run that was never killed."""
+"""Promise 18, the commits: a rank is killed at any moment, also within a commit, or two hosts lose each other; all start again,
+and go on from a commit that is whole and not older than what any rank was told, to the end of the run that was never killed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.stress.tally import Tally, counts
+from tests.stress.test_ranks import PAGING, TIMEOUT, Fault, ip, strike_in_collective, two_hosts
 from tests.zero.ranks import on_ranks
 from tests.zero.test_rank_commits import begin, state, step
 from tests.zero.test_ranks import same
@@ -32,9 +33,24 @@ def train(rank: int, folder: Path, where: Path, stage: str, victim: int, after: 
     return found
 
 
-def train_in(store: TieredStore, rank: int, said: Path, stage: str, after: float | None) -> dict[str, Any]:
+def train_on_hosts(rank: int, folder: Path, where: Path, stage: str, fault: Fault | None) -> dict[str, Any]:
+    """The same, until the cable between the hosts is cut."""
+    if fault is not None and rank == fault.victim:
+        strike_in_collective(folder, fault)
+    try:
+        with zero.open_store(where, dram="2MiB") as store:
+            found = train_in(store, rank, folder / f"acknowledged{rank}", stage, None, TIMEOUT)
+            store.close()
+    except RankError as error:
+        return {"lost": str(error)}
+    return found
+
+
+def train_in(
+    store: TieredStore, rank: int, said: Path, stage: str, after: float | None, timeout: float = 20.0
+) -> dict[str, Any]:
     there = "model/checkpoint" in store
-    model, optimizer, scheduler = begin(store, stage, rank, timeout=20.0, **({"existing": "resume"} if there else {}))
+    model, optimizer, scheduler = begin(store, stage, rank, timeout=timeout, **({"existing": "resume"} if there else {}))
     extra = zero.resume(model, optimizer, scheduler=scheduler) if there else {"done": 0}
     timer = threading.Timer(after or 0.0, os.kill, (os.getpid(), signal.SIGKILL))
     if after is not None:
@@ -75,3 +91,25 @@ def test_ranks_that_are_killed_go_on_from_the_last_commit_of_all(tmp_path: Path,
             assert same(one["model"], other["model"])
             assert same(one["optimizer"], other["optimizer"])
         shutil.rmtree(where)
+
+
+@counts(1, 10)
+def test_two_hosts_go_on_once_their_cable_is_whole(tmp_path: Path, count: int, tally: Tally) -> None:
+    dice = random.Random(count)
+    whole = on_ranks(RANKS, train, tmp_path / "whole", tmp_path / "never", "3", -1, 0.0)
+    with two_hosts() as hosts:
+        on_hosts: dict[str, Any] = {"meet": "tcp://192.0.2.1:29500", "before": hosts.enter}
+        for trial in range(count):
+            fault = Fault(trial % 2, dice.randint(PAGING, 3 * PAGING), dice.random() < 0.5, hosts.cut)
+            run, where = tmp_path / f"cut{trial}", tmp_path / f"state{trial}"
+            lost = on_ranks(RANKS, train_on_hosts, run, where, "3", fault, lost=True, **on_hosts)
+            tally.count("a cut cable", int((run / "struck").exists()))
+            for rank, one in enumerate(lost):
+                assert f"rank {1 - rank} did not answer" in one["lost"], one
+            for name in hosts.names:
+                ip("-n", name, "link", "set", hosts.link, "up")
+            found = on_ranks(RANKS, train_on_hosts, tmp_path / f"healed{trial}", where, "3", None, **on_hosts)
+            assert {one["began"] for one in found} in ({told} for told in range(acknowledged(run), STEPS + 1))
+            for one, other in zip(found, whole, strict=True):
+                assert same(one["model"], other["model"])
+                assert same(one["optimizer"], other["optimizer"])
