@@ -107,6 +107,8 @@ def two_models(folder: Path, rank: int, stage: zero.Stage) -> Any:
                 optimizer.zero_grad()
             second(first(torch.ones(2, 128))).square().mean().backward()
             optimizers[step].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         assert not leftovers(store)
         return [value.sum().item() for model in (first, second) for value in model.state_dict().values()]
 
