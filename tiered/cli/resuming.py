@@ -77,9 +77,9 @@ def _chosen(name: str, kept: Mapping[str, Any], wishes: Mapping[str, Any]) -> An
     return kept[name] if wishes[name] is None else wishes[name]
 
 
-def keep(every: int | None) -> int:
-    """How many generations, with ``--commit-every`` or without."""
-    return 1 if every is None else 2
+def keep(every: int | None, ranks: int) -> int:
+    """How many generations, with ``--commit-every`` or without. Of ranks each keeps what all have until all have the next."""
+    return 1 if every is None and ranks == 1 else 2
 
 
 def earlier(store: Readable, folder: str, name: str, wishes: Mapping[str, Any]) -> Earlier:

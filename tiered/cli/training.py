@@ -172,7 +172,8 @@ def _begin(options: Options, given: Sequence[str], peers: Peers) -> int:
             recording = _refuse_unwritable(options, 0)
             text = open_text(options.text, options.context, stack)
             refuse_endless(options)
-            folder, kept = options.folder or DEFAULT_FOLDER, resuming.keep(options.commit_every)
+            folder = options.folder or DEFAULT_FOLDER
+            kept = resuming.keep(options.commit_every, peers.launched.ranks)
             places.refuse_others(folder, peers.launched.ranks)
         with peers.together():
             store = peers.open(folder, dram=options.dram, backend=options.backend, keep=kept)
@@ -209,7 +210,7 @@ def _go_on(place: Place, wishes: Mapping[str, Any], given: Sequence[str], peers:
         with peers.together():
             opening = resuming.opening(place.newest, wishes)
         with peers.together():
-            kept = resuming.keep(opening.commit_every)
+            kept = resuming.keep(opening.commit_every, peers.launched.ranks)
             store = peers.open(place.opened, dram=opening.dram, backend=opening.backend, keep=kept)
             stack.enter_context(closing(store))
             if place.source is None:
@@ -253,7 +254,7 @@ def _run(
     first, ranks = peers.launched.rank == 0, peers.launched.ranks
     stream = (sys.stderr if options.json == "-" else sys.stdout) if first else Silent()
     parameters = shape_of(options).parameters
-    kept = resuming.keep(options.commit_every)
+    kept = resuming.keep(options.commit_every, ranks)
     share = peers.disk_share(options.stage)
     with peers.together():
         if earlier is not None:

@@ -255,6 +255,7 @@ class Pager:
         while self._frames:
             self._leave(self._frames.pop())
         self._end_backward()
+        self.exchange.abandon()  # not as an exception passes: another rank may have none, and this one would wait for it
 
     # -- saved for backward ------------------------------------------------------------------------------------------------
 
@@ -366,7 +367,6 @@ class Pager:
             self._passing.end()
         self._updates.abandon()
         self._close_gradients()
-        self.exchange.abandon()
         if self.splitter is not None:
             self.splitter.keeper.sweep()
 
