@@ -30,7 +30,7 @@ POOL = 8 * PHI
 ROUNDING = 3 * LAYERS * 4096
 """Of tensors in the pool, to pages."""
 STEPS = 2
-SIZES = [2, 3, 4]
+SIZES = [2, 3, pytest.param(4, marks=pytest.mark.soak)]
 STAGES = {type(stage).__name__: stage for stage in (zero.Stage1(), zero.Stage2(), zero.Stage3())}
 
 
