@@ -386,3 +386,128 @@ def test_an_older_checkpoint_is_not_gone_on_from_in_silence(tmp_path: Path) -> N
     first, second = on_ranks(2, overtaken, tmp_path / "a", tmp_path / "state", tmp_path / "copy")
     assert "a newer one, 2" in first
     assert "rank 0 finds a newer checkpoint" in second
+
+
+# What a second look found
+
+
+def frozen_between(rank: int, folder: Path, stage: zero.Stage | None) -> Any:
+    """Between backward and step, while gradients are unreduced; and an interrupted pass that was not to be reduced."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40))
+    with TieredStore.open(folder / f"{rank}-{type(stage).__name__}", dram="4MiB", durability="none") as store:
+        zero.page(model, store, **({} if stage is None else {"stage": stage}))
+        optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+        for number in range(3):
+            optimizer.zero_grad()
+            with zero.no_sync(model):
+                model(torch.ones(2, 40)).square().mean().backward()
+            if number == 1:
+                model[0].requires_grad_(False)
+                model[2].bias.requires_grad_(False)
+            optimizer.step()
+            model.requires_grad_(True)
+        norm = None
+        model(torch.ones(2, 40)).square().mean().backward()
+        norm = optimizer.clip_grad_norm_(1e9)
+        return {key: value.clone() for key, value in model.state_dict().items()}, norm.dtype
+
+
+def frozen_on_ranks(rank: int, folder: Path) -> Any:
+    return [frozen_between(rank, folder, stage) for stage in STAGES]
+
+
+def test_what_is_frozen_before_the_step_has_its_gradient(tmp_path: Path) -> None:
+    alone, kind = frozen_between(0, tmp_path / "alone", None)
+    for found in on_ranks(2, frozen_on_ranks, tmp_path / "a"):
+        for values, dtype in found:
+            assert dtype is kind
+            for key, value in alone.items():
+                assert torch.equal(values[key], value), key
+
+
+def interrupted_without_reducing(rank: int, folder: Path) -> Any:
+    """One rank alone fails within ``no_sync``, and goes on outside of it."""
+    torch.manual_seed(0)
+    model = Deep()
+    with TieredStore.open(folder / f"{rank}", dram="6MiB", durability="none") as store:
+        zero.page(model, store, stage=zero.Stage2())
+        optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+        try:
+            with zero.no_sync(model):
+                model.raises = rank == 0
+                model(torch.ones(2, 128)).square().mean().backward()
+        except ArithmeticError:
+            pass
+        optimizer.zero_grad()
+        model.raises = False
+        model(torch.ones(2, 128)).square().mean().backward()
+        optimizer.step()
+        return [value.sum().item() for value in model.state_dict().values()]
+
+
+def test_what_one_rank_gives_up_without_reducing_is_its_own_affair(tmp_path: Path) -> None:
+    first, second = on_ranks(2, interrupted_without_reducing, tmp_path / "a", timeout=20.0)
+    assert first == second
+
+
+def damaged(rank: int, folder: Path, where: Path) -> Any:
+    """A manifest of rank 1's; then a store of before, as from a backup."""
+    for number in range(4):
+        store, model, optimizer = parts(where, rank, keep=4)
+        if number == 2 and rank == 1:
+            shutil.copytree(where / "rank-1-of-2", where / "before")
+        dist.barrier()
+        step(model, optimizer)
+        zero.commit(model, optimizer)
+        store.close()
+    dist.barrier()
+    newest = where / "rank-1-of-2" / "manifest.4"
+    if rank == 1:
+        data = bytearray(newest.read_bytes())
+        data[-1] ^= 1
+        newest.write_bytes(data)
+    dist.barrier()
+    torn = refused(ManifestError, lambda: parts(where, rank, keep=4))
+    dist.barrier()
+    if rank == 1:
+        shutil.rmtree(where / "rank-1-of-2")
+        (where / "before").rename(where / "rank-1-of-2")
+    dist.barrier()
+    old = refused(ManifestError, lambda: parts(where, rank, keep=4))
+    return torn, old, sorted(path.name for path in (where / "rank-0-of-2").glob("manifest.*"))
+
+
+def test_acknowledged_commits_are_not_dropped_for_one_rank(tmp_path: Path) -> None:
+    for torn, old, there in on_ranks(2, damaged, tmp_path / "a", tmp_path / "state"):
+        assert "the store of rank 1 cannot be read" in torn
+        assert "move manifest.4 away" in torn
+        assert "of different times" in old
+        assert there == [f"manifest.{number}" for number in (1, 2, 3, 4)]
+
+
+def kept_gradients(rank: int, folder: Path, where: Path, source: Path | None) -> Any:
+    """They are there after ``step()``, whose update is pending, and one more backward pass adds to them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40))
+    with zero.open_store(where, dram="4MiB") as store:
+        more = {"existing": "resume", "source": source} if source is not None else {}
+        zero.page(model, store, **more)  # type: ignore[arg-type]
+        optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+        if source is not None:
+            zero.resume(model, optimizer)
+        else:
+            model(torch.ones(2, 40)).square().mean().backward()
+            optimizer.step()
+            zero.commit(model, optimizer)
+        model(torch.ones(2, 40)).square().mean().backward()
+        found = [optimizer.grad(parameter) for parameter in model.parameters()]
+        store.close()
+    return found
+
+
+def test_gradients_that_a_pending_step_used_are_taken_over(tmp_path: Path) -> None:
+    had = on_ranks(2, kept_gradients, tmp_path / "a", tmp_path / "old", None)
+    has = on_ranks(1, kept_gradients, tmp_path / "b", tmp_path / "new", tmp_path / "old")
+    for one, other in zip(had[0], has[0], strict=True):
+        assert torch.equal(one, other)

@@ -65,6 +65,10 @@ class Peers(Protocol):
         """From here on its request is what ``agree`` and ``check`` are about."""
         ...
 
+    def start(self) -> None:
+        """The clock, at 0."""
+        ...
+
     def check(self) -> None:
         """Raises what ``stop.check`` does, where this one can leave alone."""
         ...
@@ -104,6 +108,8 @@ class One:
 
     def watch(self, stop: StopRequest) -> None:
         self._stop = stop
+
+    def start(self) -> None: ...
 
     def check(self) -> None:
         if self._stop is not None:
@@ -167,6 +173,9 @@ class Several:
 
     def watch(self, stop: StopRequest) -> None:
         self._stop = stop
+
+    def start(self) -> None:
+        self._began = time.monotonic()
 
     def check(self) -> None: ...
 

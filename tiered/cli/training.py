@@ -341,6 +341,7 @@ def _train(
                 raise Stopped(stop.signum) from None
             raise
         optimizer = zero.AdamW(groups(model, options), lr=options.lr, betas=(0.9, 0.95), update=options.update)
+        peers.start()
         gauge, schedule = Gauge(store), Schedule(options, earlier.seconds if earlier is not None else 0.0, peers.clock)
         course = Course(model, optimizer, optimizer.clip_grad_norm_, text, options, schedule, peers)
         if earlier is not None:

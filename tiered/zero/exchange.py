@@ -26,7 +26,7 @@ class Exchange(Protocol):
     paused: bool
     """Gradients stay where they are: more backward passes come before they are used."""
 
-    def pass_begins(self) -> None:
+    def pass_begins(self, backward: bool = False) -> None:
         """A forward or backward pass."""
         ...
 
@@ -80,7 +80,7 @@ class NoExchange:
 
     paused = False
 
-    def pass_begins(self) -> None: ...
+    def pass_begins(self, backward: bool = False) -> None: ...
 
     def before_hold(self, unit: Unit) -> None: ...
 
@@ -127,6 +127,7 @@ class Reductions:
         self._units = units
         self._order: list[Unit] = []
         self._begun = 0  # of these, in this pass
+        self._reducing = False  # a backward pass runs, or was interrupted, whose gradients are reduced as they arrive
         self._arrived: dict[Unit, set[Placement]] = {}
         self._deferred: set[Unit] = set()
         self._flight: _Flight | None = None
@@ -136,10 +137,11 @@ class Reductions:
 
     # -- parameters --------------------------------------------------------------------------------------------------------
 
-    def pass_begins(self) -> None:
+    def pass_begins(self, backward: bool = False) -> None:
         self._give_up_ahead(None)
         self._last = None, None
         self._forget_pass()
+        self._reducing = backward and self._early and not self.paused
 
     def before_hold(self, unit: Unit) -> None:
         self._give_up_ahead(unit)
@@ -184,13 +186,13 @@ class Reductions:
         self._deferred.add(unit)
 
     def moved_on(self) -> None:
-        if self._early and self._overlapped and not self.paused:
+        if self._reducing and self._overlapped:
             while self._landed() and self._begun < len(self._order) and self._is_complete(self._order[self._begun]):
                 self._begin(self._order[self._begun])
 
     def backward_ended(self) -> Iterable[tuple[Unit, Placement]]:
         found: list[tuple[Unit, Placement]] = []
-        if self._early and not self.paused:
+        if self._reducing:
             self._refresh(self._replicas)  # another rank may have used what this one did not
             for unit in self._order[self._begun :]:
                 self._begin(unit)
@@ -202,7 +204,7 @@ class Reductions:
     def abandon(self) -> None:
         try:
             self._give_up_ahead(None)
-            if self._arrived and self._early and not self.paused and not self._ranks.failed:
+            if self._reducing and not self._ranks.failed:
                 self._catch_up()
         finally:
             try:
@@ -218,7 +220,7 @@ class Reductions:
             self._begin(unit)
 
     def _forget_pass(self) -> None:
-        self._begun = 0
+        self._begun, self._reducing = 0, False
         self._order = [unit for unit in reversed(self._units) if any(map(_is_trained, unit.gradients.states))]
         self._arrived.clear()
         self._deferred.clear()
@@ -228,11 +230,15 @@ class Reductions:
         self._refresh(self._replicas)
         for unit in self._units:
             _local(unit).collect()  # what somebody assigned is looked at here, too
-        some = [_local(unit).any for unit in self._order]
+        places = [(unit, placement) for unit in reversed(self._units) for placement in unit.gradients.states]
+        some = [_local(unit).has(placement) for unit, placement in places]
         anywhere = self._ranks.shared(torch.tensor(some, dtype=torch.uint8), "which gradients there are").amax(0)
-        for unit, there in zip(self._order, anywhere.tolist(), strict=True):
-            if there:
-                self._begin(unit)
+        wanted: dict[Unit, list[Placement]] = {}
+        for (unit, placement), there in zip(places, anywhere.tolist(), strict=True):
+            if there:  # also of one that was frozen since
+                wanted.setdefault(unit, []).append(placement)
+        for unit, placements in wanted.items():
+            self._begin(unit, placements)
         self._land()
         self._agree()
 
@@ -241,10 +247,12 @@ class Reductions:
             return False
         return set(filter(_is_trained, unit.gradients.states)) <= self._arrived.get(unit, set())
 
-    def _begin(self, unit: Unit) -> None:
+    def _begin(self, unit: Unit, placements: Sequence[Placement] | None = None) -> None:
+        """``placements``: of which some rank has a gradient (None: of all that need one)."""
         self._land()
         self._begun += 1
-        self._flight = _Flight(self._ranks, unit)
+        wanted = list(filter(_is_trained, unit.gradients.states)) if placements is None else placements
+        self._flight = _Flight(self._ranks, unit, wanted)
 
     def _landed(self) -> bool:
         """Whether nothing is under way any more."""
@@ -260,7 +268,7 @@ class Reductions:
     def _agree(self) -> list[tuple[Unit, Placement]]:
         """On which parameters have a gradient, and whether it is finite; gives those that do."""
         flags, owners = [], []
-        for unit in self._order:
+        for unit in reversed(self._units):
             for placement, state in unit.gradients.states.items():
                 flags.append(int(placement.parameter.grad is not None) + (0 if state.finite else 2))
                 owners.append((unit, placement))
@@ -294,10 +302,10 @@ class Reductions:
 
 
 class _Flight:
-    """A reduction of one unit's gradients that is under way."""
+    """A reduction of one unit's gradients that is under way; ``wanted`` are those that some rank has."""
 
-    def __init__(self, ranks: Ranks, unit: Unit) -> None:
-        self._ranks, self._unit, self._local = ranks, unit, _local(unit)
+    def __init__(self, ranks: Ranks, unit: Unit, wanted: Sequence[Placement]) -> None:
+        self._ranks, self._unit, self._local, self._wanted = ranks, unit, _local(unit), wanted
         self._room = ExitStack()
         whole = self._local.complete()
         key = f"{self._local.key}/received"
@@ -318,12 +326,12 @@ class _Flight:
             self.under.wait()
             gradients = self._unit.gradients
             mean = self._ranks.add_up(self._received, self._unit.plan.placements[0].dtype)
-            gradients.open()
-            for placement, state in gradients.states.items():
+            gradients.open(self._wanted)
+            for placement in self._wanted:
                 part = gradients.parts.get(placement)
                 if part is None:
-                    gradients.clear(state)
-                elif _is_trained(placement):
+                    gradients.clear(gradients.states[placement])
+                else:
                     gradients.write(placement, mean[part.element : part.element + part.numel])
             gradients.close()
             del mean

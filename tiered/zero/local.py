@@ -49,7 +49,11 @@ class Local:
 
     def describe(self) -> list[Any]:
         """What must be the same for its states to fit, as JSON."""
-        return [list(self.shape), list(self.stride), str(self.dtype)]
+        found: list[Any] = [list(self.shape), list(self.stride), str(self.dtype)]
+        if self.divided:
+            whole: Any = self.parameter
+            found += [list(whole.shape), str(whole.placements), list(whole.device_mesh.get_coordinate() or [])]
+        return found
 
     # -- for a step --------------------------------------------------------------------------------------------------------
 

@@ -49,9 +49,8 @@ class LocalGradients:
         self._opened: torch.Tensor | None = None
         self._lease = ExitStack()
 
-    @property
-    def any(self) -> bool:
-        return bool(self._arrived)
+    def has(self, placement: Placement) -> bool:
+        return placement in self._arrived
 
     def before(self, placement: Placement) -> None:
         grad = placement.parameter.grad
@@ -68,6 +67,8 @@ class LocalGradients:
         for placement in self._gradients.states:
             if placement.parameter.grad is not None:
                 self._collect(placement, placement.parameter.grad)
+            else:
+                self._arrived.discard(placement)
 
     def _collect(self, placement: Placement, grad: torch.Tensor) -> None:
         if not isinstance(grad, StoredGradient):  # it is taken for the mean, the same everywhere

@@ -253,7 +253,8 @@ class AdamW(Optimizer):
             mine = [(unit, placement) for home, unit, placement in graded if home is pager]
             here = [unit.gradients.norm(placement, order) for unit, placement in mine]
             if pager.partition.shares > 1:
-                here = list(pager.exchange.norms(torch.stack(here).double(), order).float())
+                partial = torch.stack(here)
+                here = list(pager.exchange.norms(partial.double(), order).to(partial.dtype))
             norms.update(zip((placement for _, placement in mine), here, strict=True))
         return [norms[placement] for _, _, placement in graded]
 

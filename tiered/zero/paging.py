@@ -339,7 +339,7 @@ class Pager:
     def _begin_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
-            self.exchange.pass_begins()
+            self.exchange.pass_begins(backward=True)
             self._backward_task = torch._C._current_graph_task_id()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
             self._passing = self.store.span("backward", type(self.model).__name__)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tiered import ManifestError, MisuseError, TieredStore
-from tiered.listing import listing
+from tiered.listing import ListedGeneration, listing
 from tiered.zero.ranks import Ranks
 
 __all__ = ["META", "Joint", "Set", "folder_of", "has_commit", "joints", "newest_set", "number_of", "open_store", "sets_in"]
@@ -38,6 +38,7 @@ class Joint:
     name: str
     generation: int
     models: tuple[str, ...] = ()
+    first: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,10 @@ def has_commit(folder: Path) -> bool:
 
 
 def joints(folder: Path) -> list[Joint]:
-    """The commits of all ranks that are in one rank's store, as far as they have checkpoints; of each the newest generation."""
+    """The commits of all ranks that are in one rank's store, as far as they have checkpoints; of each the newest generation.
+    Raises ManifestError where what is newer is damaged."""
     found: dict[str, Joint] = {}
+    damaged: ListedGeneration | None = None
     if not has_commit(folder):
         return []
     for one in listing(folder).generations:
@@ -78,7 +81,15 @@ def joints(folder: Path) -> list[Joint]:
             keys = [tensor.key for tensor in listing(folder, one.number).tensors]
             models = tuple(sorted(key.removesuffix("/checkpoint") for key in keys if key.endswith("/checkpoint")))
             if models:
-                found[str(said["name"])] = Joint(int(said["number"]), str(said["name"]), one.number, models)
+                first = bool(said.get("first", False))
+                found[str(said["name"])] = Joint(int(said["number"]), str(said["name"]), one.number, models, first)
+        elif one.problem is not None:
+            damaged = one
+    newest = max((joint.generation for joint in found.values()), default=0)
+    if damaged is not None and damaged.number > newest:
+        raise ManifestError(
+            f"{damaged.problem}. Ranks would go back to the commit before: to do so, move manifest.{damaged.number} away"
+        )
     return sorted(found.values(), key=lambda joint: joint.number)
 
 
@@ -122,11 +133,12 @@ def open_store(path: str | os.PathLike[str], *, group: dist.ProcessGroup | None 
     """This rank's store below ``path``, made or reopened as of the newest commit that all ranks have; ``options`` are those of
     ``TieredStore.open``. All ranks call it. With one process it is ``TieredStore.open(path)``.
 
-    The store is in ``path/rank-R-of-N``. ``path`` may be on a drive of the node, or on a filesystem that all share. What a
-    rank committed and another did not, because the training ended in between, was never acknowledged, and is given up. Only
-    what ``zero.commit`` commits counts. Of several models in a store, each committed by itself, the newest commit that has the
-    most of them is taken. Raises ManifestError, with nothing changed, where the ranks have commits and none in common (a drive
-    that is not mounted), what ``TieredStore.open`` raises, and RankError.
+    The store is in ``path/rank-R-of-N``. ``path`` may be on a drive of the node, or on a filesystem that all share. What a rank
+    committed and another did not, because the training ended in between, was never acknowledged, and is given up. Only what
+    ``zero.commit`` commits counts. A rank that has two that another has not is not what an end leaves: that raises. Of several
+    models in a store, each committed by itself, the newest commit that has the most of them is taken. Raises ManifestError,
+    with nothing changed, where the ranks have commits and none in common (a drive that is not mounted), what
+    ``TieredStore.open`` raises, and RankError.
     """
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
     if not several:
@@ -156,8 +168,12 @@ def open_store(path: str | os.PathLike[str], *, group: dist.ProcessGroup | None 
     if not any(one["generations"] for one in everybody):
         return TieredStore.open(folder, **options)
     common = in_all([[Joint(*joint) for joint in one["joints"]] for one in everybody])
-    if common is None and not all(map(_was_beginning, everybody)):
-        raise ManifestError(f"the ranks' stores in {path} have no commit in common: {_described(everybody)}")
+    behind = [sum(number > common[0].number for number, *_ in one["joints"]) if common else 0 for one in everybody]
+    if max(behind) > 1 or (common is None and not all(map(_was_beginning, everybody))):
+        raise ManifestError(
+            f"the ranks' stores in {path} {'are of different times' if common else 'have no commit in common'}: "
+            f"{_described(everybody)}"
+        )
     generation = 0 if common is None else common[ranks.rank].generation
     return TieredStore.open(folder, generation=generation, newer="drop", **options)
 
@@ -165,7 +181,7 @@ def open_store(path: str | os.PathLike[str], *, group: dist.ProcessGroup | None 
 def _was_beginning(said: Mapping[str, Any]) -> bool:
     """Whether a rank had opened its store, and has nothing in it, or only what may be its part of the very first commit."""
     return bool(said["opened"]) and len(said["generations"]) == len(said["joints"]) and all(
-        number == 1 for number, *_ in said["joints"]
+        first for *_, first in said["joints"]
     )
 
 

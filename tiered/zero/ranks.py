@@ -109,7 +109,8 @@ class Ranks:
     def gather(self, whole: torch.Tensor, own: torch.Tensor, what: str, *, ahead: bool = False) -> Under:
         """Begin to fill ``whole`` with all ranks' ``own``, in order. ``own`` may be its place in ``whole``. Both uint8.
         ``ahead``: it is not waited for at once, so it does not wait for agreement either."""
-        return self._begin(self._gathers, what, lambda: _gather(whole, own, self._gathers), ahead)
+        said = f"{what}, {own.numel():,} bytes"
+        return self._begin(self._gathers, said, lambda: _gather(whole, own, self._gathers), ahead)
 
     def exchange(self, received: torch.Tensor, whole: torch.Tensor, what: str) -> Under:
         """Begin to send each rank its part of ``whole``; ``received`` will have what each had of this rank's part, in order.

@@ -124,7 +124,7 @@ class Source:
             values = {"param": param}
             if self._states and states.known(part):
                 values |= {kind: copy.reshape(-1) for kind, copy in states.flat_copies(part, param).items()}
-            if gradient is not None and record["pending"] is None and record["gradients"].get(name, {}).get("there"):
+            if gradient is not None and record["gradients"].get(name, {}).get("there"):
                 values["grad"] = part.flat(gradient, 0, part.numel)
             share.values[name] = values
         return share
@@ -235,10 +235,7 @@ def _reshard_unit(
         found = source.of_unit(placement.name)
         if placement.name in found["gradients"]:
             kept = found["gradients"][placement.name]
-            there = kept["there"] and found["pending"] is None
-            gradients[placement.name] = {**kept, "norms": {}, "there": there}
-            if not there:
-                gradients[placement.name] |= {"scales": [], "wide_scales": [], "finite": True}
+            gradients[placement.name] = {**kept, "norms": {}}
     for placement, part in parts.items():
         begin = begins[placement]
         state = {kind: source.values(placement.name, kind, begin, begin + part.numel) for kind in ("m", "v", "master")}

@@ -168,7 +168,10 @@ class Resident:
         self._layouts: list[bytes] = []
         self._written = False
         self._forward = True
-        self._limit = min(Limits.of(store.statistics().tiers[0].capacity).chunk, max(1, ROUND // self._size // STEP) * STEP)
+        pool = store.statistics().tiers[0].capacity
+        if ranks is not None:
+            pool = int(ranks.shared(torch.tensor([pool]), "the smallest pool").amin())
+        self._limit = min(Limits.of(pool).chunk, max(1, ROUND // self._size // STEP) * STEP)
         self._held = [key for key in store if key.startswith(f"{name}/")]
         if self._held and existing == "refuse":
             raise MisuseError(
@@ -292,6 +295,7 @@ class Resident:
     def step(self, rules: Sequence[UpdateRule]) -> list[int]:
         """Update all parameters that have a gradient; ``rules``: by param group. Returns ``steps``. All ranks call it."""
         steps = self.steps()
+        self._refuse_different()
         updates = {
             local: Update(rules[local.group], step + 1)
             for local, step in zip(self.locals, steps, strict=True)
@@ -311,6 +315,19 @@ class Resident:
         steps = [step + (local in updates) for local, step in zip(self.locals, steps, strict=True)]
         self.store.put(self._key, torch.tensor(steps, dtype=torch.int64))
         return steps
+
+    def _refuse_different(self) -> None:
+        """Raise MisuseError, on all ranks, where one has a gradient that another has not."""
+        if self._ranks is None or not self.locals:
+            return
+        flags = torch.tensor([local.parameter.grad is not None for local in self.locals], dtype=torch.uint8)
+        everybody = self._ranks.shared(flags, "which parameters have a gradient")
+        different = (everybody.amax(0) != everybody.amin(0)).nonzero().flatten().tolist()
+        if different:
+            raise MisuseError(
+                f"{self.locals[different[0]].name} has a gradient on some ranks and none on others: stage=Stage1() is for "
+                "gradients that are the same everywhere, as those of DistributedDataParallel are"
+            )
 
     def _run(self, updates: Mapping[Local, Update]) -> None:
         """There and back in turn: what a step used last, the next uses first, and it may still be in memory."""
@@ -353,14 +370,14 @@ class Resident:
     def load(self, states: Mapping[int, Mapping[str, torch.Tensor]], steps: Mapping[int, int]) -> list[int]:
         """The opposite, by the parameters' numbers; those that are missing begin anew. Returns ``steps``."""
         given = {self.locals[index]: state for index, state in states.items()}
-        if self._key in self.store:
-            self.store.delete(self._key)
         flat: dict[Local, dict[str, torch.Tensor]] = {}
         try:
             for local, state in given.items():
                 local.show()
                 wide = torch.float64 if local.dtype is torch.float64 else torch.float32
                 flat[local] = {name: local.flat(value, wide) for name, value in state.items()}
+            if self._key in self.store:
+                self.store.delete(self._key)
             for here in self._rounds:
                 for segment in here.own:
                     if segment.local in flat:

@@ -315,6 +315,7 @@ class Shared:
         self._agreed(told[:, 1], error, "could not begin a commit; nothing was committed")
         before = store.meta if meta is None else dict(meta)
         said = {"name": bytes(name.tolist()).hex(), "number": int(told[:, 0].amax()), "of": self.shares}
+        said["first"] = META not in store.meta  # in these stores, whatever was taken over
         generation, _unfinished[store] = 0, "a commit did not come to its end"
         try:
             generation = store.commit({**before, META: said})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -61,10 +61,13 @@ class UnitGradients:
         self.opened: torch.Tensor | None = None  # while gradients arrive: leased
         self._lease = ExitStack()
 
-    @property
-    def nbytes(self) -> int:
+    def nbytes(self, also: Collection[Placement] = ()) -> int:
         """Of the tensor: the unit as far as its last parameter that needs a gradient, or was given one."""
-        graded = (part for p, part in self.parts.items() if p.parameter.requires_grad or p.parameter.grad is not None)
+        graded = (
+            part
+            for p, part in self.parts.items()
+            if p.parameter.requires_grad or p.parameter.grad is not None or p in also
+        )
         return max((part.offset + part.nbytes for part in graded), default=0)
 
     def has(self, placement: Placement) -> bool:
@@ -153,11 +156,11 @@ class UnitGradients:
         assert settle is not None
         settle()
 
-    def open(self) -> torch.Tensor:
-        """The tensor, leased until ``close``; made where there is none."""
+    def open(self, also: Collection[Placement] = ()) -> torch.Tensor:
+        """The tensor, leased until ``close``, with room for the gradients of these, too; made where there is none."""
         if self.opened is None:
             self.prepare()
-            needed = self.nbytes
+            needed = self.nbytes(also)
             if self.key not in self.store:
                 self.store.create(self.key, TensorSpec("uint8", (needed,), 1))
             elif self.store.spec(self.key).nbytes < needed:  # a parameter was unfrozen between two backward passes
@@ -205,7 +208,7 @@ class UnitGradients:
             state.expected = None
         part = self.parts.get(placement)
         if part is None:
-            return torch.zeros((), dtype=torch.float64 if placement.dtype is torch.float64 else torch.float32)
+            return _scaled(torch.zeros((), dtype=placement.dtype), state)
         if order not in state.norms:
             with self.store.lease(self.key) as stored:
                 whole = _scaled(part.view(stored), state)
