@@ -511,3 +511,22 @@ def test_gradients_that_a_pending_step_used_are_taken_over(tmp_path: Path) -> No
     has = on_ranks(1, kept_gradients, tmp_path / "b", tmp_path / "new", tmp_path / "old")
     for one, other in zip(had[0], has[0], strict=True):
         assert torch.equal(one, other)
+
+
+def killed_in_its_first_commit(rank: int, folder: Path, where: Path) -> Any:
+    """Rank 1 was about to write its first manifest, and rank 0 had."""
+    for attempt in range(2):
+        store, model, optimizer = parts(where, rank)
+        begun = "model/checkpoint" in store
+        step(model, optimizer)
+        zero.commit(model, optimizer)
+        store.close()
+        if rank == 1 and not attempt:
+            manifest = where / "rank-1-of-2" / "manifest.1"
+            manifest.rename(manifest.with_name("manifest.1.tmp"))
+        dist.barrier()
+    return begun
+
+
+def test_a_training_that_was_killed_in_its_first_commit_begins_anew(tmp_path: Path) -> None:
+    assert on_ranks(2, killed_in_its_first_commit, tmp_path / "a", tmp_path / "state") == [False, False]

@@ -28,6 +28,7 @@ __all__ = ["META", "Joint", "Set", "folder_of", "has_commit", "joints", "newest_
 META = "tiered.ranks"
 """Where a commit's meta says which one of all ranks it belongs to."""
 _NAME = re.compile(r"rank-(\d+)-of-(\d+)")
+_MANIFEST = re.compile(r"manifest\.\d+")
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ def folder_of(path: str | os.PathLike[str], rank: int, ranks: int) -> Path:
 
 
 def has_commit(folder: Path) -> bool:
-    """Whether a store there has ever committed."""
-    return folder.is_dir() and any(name.startswith("manifest.") for name in os.listdir(folder))
+    """Whether a store there has ever committed; what a commit that was killed was about to write is none."""
+    return folder.is_dir() and any(map(_MANIFEST.fullmatch, os.listdir(folder)))
 
 
 def joints(folder: Path) -> list[Joint]:
