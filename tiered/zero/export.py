@@ -6,15 +6,16 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from tiered import Access, MisuseError, TensorSpec, TieredStore
+from tiered import MisuseError, TensorSpec
 from tiered.safetensors import Entry, entry_of
 from tiered.shards import Existing, Shards
 from tiered.zero.checkpoint import Readable, pending_of, plans, read_record
+from tiered.zero.copies import Copies
 from tiered.zero.home import placement_of
 from tiered.zero.paging import Pager
 from tiered.zero.reshard import Source, opened
@@ -285,44 +286,11 @@ def _of_checkpoint(
 def _updated(store: AtRest, key: str, unit: UnitPlan, chunk: int, found: dict[str, Any]) -> torch.Tensor:
     """A copy of a unit, with the update that is pending."""
     named: dict[str, Placement] = {placement.name: placement for placement in unit.placements}
-    states = States(cast("TieredStore", _Copies(store)), key, unit.placements, even_chunks(unit.elements, chunk))
+    states = States(Copies(store, kept=False), key, unit.placements, even_chunks(unit.elements, chunk))
     states.stale_masters = {named[name] for name in found["stale_masters"]}
     copy = store.get(key)
     states.apply(pending_of(found["pending"], named), copy, store.get(f"{key}/grad"))
     return copy
-
-
-class _Copies:
-    """What ``States`` use of a store, over one that is at rest: they are given copies, which nobody keeps."""
-
-    def __init__(self, store: AtRest) -> None:
-        self._store = store
-        self._made: dict[str, torch.Tensor] = {}
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._made or key in self._store
-
-    def spec(self, key: str) -> TensorSpec:
-        return self._store.spec(key)
-
-    def get(self, key: str) -> torch.Tensor:
-        return self._store.get(key)
-
-    def create(self, key: str, spec: TensorSpec) -> None:
-        self._made[key] = torch.empty(spec.shape, dtype=_torch_type(spec))
-
-    def put(self, key: str, tensor: torch.Tensor) -> None:
-        self._made[key] = tensor
-
-    @contextlib.contextmanager
-    def lease(self, keys: str | list[str], *, access: Access) -> Iterator[Any]:
-        if isinstance(keys, str):
-            yield self._made[keys]
-        else:
-            yield tuple(self._made.pop(key) if key in self._made else self._store.get(key) for key in keys)
-
-    def span(self, kind: str, name: str) -> contextlib.nullcontext[None]:
-        return contextlib.nullcontext()
 
 
 # Bytes
@@ -351,4 +319,4 @@ def _pieces(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
         rows = rows.as_strided((rows.numel(),), (1,))
     step = max(1, PIECE * rows.shape[0] // (rows.numel() * rows.element_size()))
     for start in range(0, rows.shape[0], step):
-        yield rows[start : start + step].to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data
+        yield rows[start : start + step].to("cpu", dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -6,20 +6,20 @@ Updates that are pending are applied to copies: chunks of the ranks that were ar
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from tiered import Access, ManifestError, MisuseError, TensorSpec, TieredStore
 from tiered.atrest import StoreAtRest
 from tiered.zero.checkpoint import Readable, layout_of, pending_of, plans, read_record, write_record
+from tiered.zero.copies import Copies
 from tiered.zero.rank_stores import has_commit, newest_set, sets_in
 from tiered.zero.sharding import Partition
 from tiered.zero.states import States
@@ -106,9 +106,8 @@ class Source:
         key = f"{self.name}/param/{unit.name}"
         parts = {p.name: part for p, part in unit.parts(rank).items()}
         kinds = {placement.stored for placement in unit.placements}
-        copies = _Copies(store)
         chunk = even_chunks(unit.elements, self.limits.chunk)
-        states = States(cast("TieredStore", copies), key, list(parts.values()), chunk, kinds)
+        states = States(Copies(store, kept=self._states), key, list(parts.values()), chunk, kinds)
         states.stale_masters = {parts[name] for name in record["stale_masters"] if name in parts}
         memory = store.get(key)
         if self._whole:
@@ -128,42 +127,6 @@ class Source:
                 values["grad"] = part.flat(gradient, 0, part.numel)
             share.values[name] = values
         return share
-
-
-class _Copies:
-    """What ``States`` use of a store, over one that is only read: they are given copies, which are kept as they leave them."""
-
-    def __init__(self, store: Readable) -> None:
-        self._store: Any = store
-        self._made: dict[str, torch.Tensor] = {}
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._made or key in self._store
-
-    def spec(self, key: str) -> TensorSpec:
-        made = self._made.get(key)
-        if made is None:
-            found: TensorSpec = self._store.spec(key)
-            return found
-        return TensorSpec(str(made.dtype).removeprefix("torch."), tuple(made.shape), made.element_size())
-
-    def get(self, key: str) -> torch.Tensor:
-        if key not in self._made:
-            self._made[key] = self._store.get(key)
-        return self._made[key]
-
-    def create(self, key: str, spec: TensorSpec) -> None:
-        self._made[key] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-
-    def put(self, key: str, tensor: torch.Tensor) -> None:
-        self._made[key] = tensor
-
-    @contextlib.contextmanager
-    def lease(self, keys: str | list[str], *, access: Access = Access.READ) -> Iterator[Any]:
-        yield self.get(keys) if isinstance(keys, str) else tuple(self.get(key) for key in keys)
-
-    def span(self, kind: str, name: str) -> contextlib.nullcontext[None]:
-        return contextlib.nullcontext()
 
 
 def opened(path: str | os.PathLike[str], stack: ExitStack) -> list[StoreAtRest]:
