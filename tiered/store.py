@@ -163,14 +163,15 @@ class TieredStore:
         tier = self._parts.dram if source.device.type == "cpu" else 0
         self._put(key, spec_of(source), tier, lambda target: copy_bytes(target, source))
 
-    def create(self, key: Key, spec: TensorSpec) -> None:
-        """A new tensor with undefined contents, to be filled under a WRITE lease; in the top tier where that can hold it.
+    def create(self, key: Key, spec: TensorSpec, *, tier: str | None = None) -> None:
+        """A new tensor with undefined contents, to be filled under a WRITE lease; in ``tier`` (default: the top one), or in
+        DRAM where that cannot hold it.
 
-        ``spec`` is its shape and element type. Replaces, waits and raises as ``put``.
+        ``spec`` is its shape and element type. Replaces, waits and raises as ``put``; MisuseError for a tier that is not there.
         """
         refuse_name(key)
         refuse_spec(key, spec)
-        self._put(key, spec, 0, None)
+        self._put(key, spec, self._tier_index(tier), None)
 
     def _put(self, key: Key, spec: TensorSpec, tier: int, fill: Callable[[torch.Tensor], None] | None) -> None:
         engine = self._running()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import nn
 
 from tiered import CapacityError, MisuseError, TieredError, TieredStore
 from tiered.zero import checkpoint
+from tiered.zero.at_tier import UpdateTier, updates_of
 from tiered.zero.construct import unguard
 from tiered.zero.heap import Trimmer
 from tiered.zero.paging import TRIM_SHARE, Pager
@@ -49,13 +51,15 @@ def page(
     stage: Stage | None = None,
     group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
+    update_tier: UpdateTier = "dram",
 ) -> nn.Module:
     """Move ``model``'s parameters into ``store`` and page them around each module's forward and backward. Returns ``model``.
 
     Make the optimizer afterwards, with ``tiered.zero.AdamW``. A model that was built under ``zero.init(store)`` is adopted
     parameter by parameter. Parameters on the meta device are given memory module by module, initialised by
     ``param_init_fn(module)`` (default: the module's ``reset_parameters``), and stored at once. Either way a model may be built
-    that never fits into memory. Buffers stay in memory.
+    that never fits into memory. Modules compute where the store's top tier is (``store.device``): buffers are moved there and
+    stay there, inputs have to be there.
 
     ``name``: their keys begin with it and a slash; several models in one store need different ones.
     ``existing``: what to do when the store already holds tensors under ``name``: "refuse", "overwrite", or "resume": take the
@@ -83,6 +87,8 @@ def page(
     of the model each has only its share of: ``zero.Stage1()``, ``Stage2()`` or ``Stage3()`` (the default). All of them call
     what concerns the model together and have the values of rank 0 to begin with; gradients are averaged. ``timeout``: seconds
     that a rank waits for the others before all raise RankError (default: that of ``group``).
+    ``update_tier``: where a store with ``hbm=`` updates parameters: in "dram", to which gradients go down and from which
+    parameters come up, or in "hbm", to which optimizer states come up as well. Ranks exchange through DRAM.
 
     Raises MisuseError (paged before, name taken, wrong device, built for another store, no way to initialise; weights that are
     missing, unexpected, or of another shape), SafetensorsError (damaged weights), CapacityError when the store's DRAM budget is
@@ -103,11 +109,7 @@ def page(
         raise MisuseError("page the model after its zero.init block, not inside it")
     if f"{name}/".startswith(PREFIX):
         raise MisuseError(f"names that begin with {PREFIX!r} belong to zero.init: give another name=")
-    if store.device.type != "cpu":
-        raise MisuseError(
-            f"the store's top tier is on {store.device}, and parameters that are paged compute on the CPU so far: "
-            "open the store without hbm= for this model"
-        )
+    updates_of(store, update_tier)
     window = Window.of(store)
     held = [key for key in store if key.startswith(f"{name}/")]
     if held and existing == "refuse":
@@ -118,12 +120,15 @@ def page(
     for qualified, parameter in model.named_parameters():
         if hasattr(parameter, "_tiered"):
             raise MisuseError(f"parameter {qualified!r} is paged already")
-        if parameter.device.type not in ("cpu", "meta"):
-            raise MisuseError(f"parameter {qualified!r} is on {parameter.device}: move the model to the CPU first")
+        if parameter.device.type not in ("cpu", "meta") and parameter.device != store.device:
+            raise MisuseError(
+                f"parameter {qualified!r} is on {parameter.device}, and this store's top tier on {store.device}: move the "
+                "model to the CPU first, or open the store with hbm= and that device="
+            )
     staged = _staged(model, window)
     strides = {parameter: found.stride for parameter, found in staged.items()}
     partition = _partition(stage, group, timeout)
-    pool = partition.least(store.statistics().tiers[0].capacity)
+    pool = partition.least(min(tier.capacity for tier in store.statistics().tiers if tier.name != "nvme"))
     limits = Limits.of(pool, partition.shares)
     if existing == "resume":
         partition.refuse_apart(store)
@@ -135,15 +140,28 @@ def page(
         limits, kept = checkpoint.layout(store, name)
         strides |= {parameter: kept[qualified] for qualified, parameter in model.named_parameters() if qualified in kept}
     tentative = divide(model, limits, strides, policy, partition.shares)
-    _refuse_small_pool(tentative, model, pool, micro_batch, partition.shares)
+    _refuse_small_pool(tentative, model, store, pool, micro_batch, partition.shares)
     for module, qualified in split_modules(model, tentative).items() if micro_batch > 1 else ():
         refuse_batch_dependent(module, qualified)
+    made = partial(
+        Pager,
+        model,
+        store,
+        name,
+        pool=pool,
+        prefetch=prefetch,
+        micro_batch=micro_batch,
+        partition=partition,
+        update_tier=update_tier,
+    )
     if existing == "resume":
         checkpoint.refuse_other(store, name, tentative, partition)
-        strides |= {fresh: strides[meta] for fresh, meta in _replace_meta(model).items()}
+        strides |= {fresh: strides[meta] for fresh, meta in _replace_meta(model, store).items()}
         plan = divide(model, limits, strides, policy, partition.shares)
-        _release(plan, window)
-        pager = Pager(model, store, name, plan, pool, prefetch=prefetch, micro_batch=micro_batch, partition=partition)
+        _release(plan, store)
+        window.sweep()
+        _move_buffers(model, store)
+        pager = made(plan)
         checkpoint.recall(pager)
         unguard(model, window)
         return model
@@ -151,7 +169,7 @@ def page(
         _refuse_without_reset(model)
     with ExitStack() as stack:
         pretrained = None if weights is None else stack.enter_context(_opened(model, weights))
-        meta = _replace_meta(model)
+        meta = _replace_meta(model, store)
         adoption = _Adoption(model, store, window, partition, staged, meta, param_init_fn, pretrained)
         try:
             if pretrained is not None:
@@ -168,7 +186,8 @@ def page(
             if isinstance(error, OSError):
                 raise _unreadable(error, weights) from error
             raise
-    Pager(model, store, name, plan, pool, prefetch=prefetch, micro_batch=micro_batch, partition=partition)
+    _move_buffers(model, store)
+    made(plan)
     unguard(model, window)
     return model
 
@@ -223,12 +242,24 @@ def _unreadable(error: OSError, weights: object) -> TieredError:
     return TieredError(f"cannot read {error.filename or weights}: {error.strerror} (errno {error.errno})")
 
 
-def _release(plan: Plan, window: Window) -> None:
+def _release(plan: Plan, store: TieredStore) -> None:
     """Give up the values that parameters have."""
     for unit in plan.units:
         for placement in unit.placements:
-            placement.parameter.data = torch.zeros((), dtype=placement.dtype).expand(placement.shape)
-    window.sweep()
+            placement.parameter.data = _nothing(placement.shape, placement.dtype, store.device)
+
+
+def _nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+
+def _move_buffers(model: nn.Module, store: TieredStore) -> None:
+    """To where modules compute. One that several modules have stays one."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device not in (store.device, torch.device("meta")):
+                module._buffers[name] = moved[buffer] = moved[buffer] if buffer in moved else buffer.to(store.device)
 
 
 def _staged(model: nn.Module, window: Window) -> dict[nn.Parameter, Staged]:
@@ -248,7 +279,9 @@ def _staged(model: nn.Module, window: Window) -> dict[nn.Parameter, Staged]:
     return staged
 
 
-def _refuse_small_pool(plan: Plan, model: nn.Module, pool: int, micro_batch: int, shares: int) -> None:
+def _refuse_small_pool(
+    plan: Plan, model: nn.Module, store: TieredStore, pool: int, micro_batch: int, shares: int
+) -> None:
     """A unit, its gradient, and what the modules around it hold must fit at the same time, wherever they happen to lie. Where
     units divide the batch, a piece of what is kept for backward, too; and the largest unit twice more, for it may lie in the
     middle. Of several ranks one has what it gathers or sends of a unit beside what it receives, and its share."""
@@ -267,9 +300,10 @@ def _refuse_small_pool(plan: Plan, model: nn.Module, pool: int, micro_batch: int
     needed = max(3 * max(sizes, default=0) + converted, together, 1 << 20)
     if pool < needed:
         largest = max(plan.units, key=lambda unit: unit.nbytes)
+        tier = min((tier for tier in store.statistics().tiers if tier.name != "nvme"), key=lambda tier: tier.capacity)
         raise CapacityError(
-            f"a DRAM budget of {pool:,} bytes is too small for this model: the smallest that works is {needed:,} bytes "
-            f"(its largest unit, {largest.name!r}, has {largest.nbytes:,})"
+            f"a {tier.name.upper()} budget of {pool:,} bytes is too small for this model: the smallest that works is "
+            f"{needed:,} bytes (its largest unit, {largest.name!r}, has {largest.nbytes:,})"
         )
 
 
@@ -284,7 +318,7 @@ def _refuse_without_reset(model: nn.Module) -> None:
         seen |= fresh
 
 
-def _replace_meta(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+def _replace_meta(model: nn.Module, store: TieredStore) -> dict[nn.Parameter, nn.Parameter]:
     """Put parameters without memory in the place of meta ones, which cannot be given any; tied ones stay tied.
 
     Returns the meta parameter of each new one.
@@ -295,7 +329,7 @@ def _replace_meta(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
             if parameter is None or not parameter.is_meta:
                 continue
             if parameter not in fresh:
-                empty = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                empty = _nothing(parameter.shape, parameter.dtype, store.device)
                 fresh[parameter] = nn.Parameter(empty, parameter.requires_grad)
                 fresh[parameter].__dict__.update(parameter.__dict__)
             module._parameters[name] = fresh[parameter]
@@ -348,7 +382,7 @@ class _Adoption:
             else:
                 placement.stored_view(memory).copy_(parameter)
             self.stored[parameter] = key, placement
-            parameter.data = torch.zeros((), dtype=placement.dtype).expand(placement.shape)
+            parameter.data = _nothing(placement.shape, placement.dtype, self.store.device)
             self.window.sweep()  # the waiting value, which nothing shows any more
 
     def _materialise(self, module: nn.Module) -> None:
@@ -391,7 +425,7 @@ class _Adoption:
             if parameter in self.meta or self.partition.shares > 1:  # of which this store has a share only
                 continue
             value = torch.empty_strided(placement.shape, placement.stride, dtype=placement.dtype)
-            with self.store.lease(key) as memory:
+            with self.store.lease(key, tier="dram") as memory:
                 value.copy_(placement.stored_view(memory))
                 del memory
             parameter.data = value

@@ -306,7 +306,7 @@ def recall(pager: Pager) -> None:
             with torch.no_grad():
                 buffer.copy_(value)
         else:
-            modules[where]._buffers[last] = value
+            modules[where]._buffers[last] = value.to(pager.store.device)
 
 
 def pending_of(found: Mapping[str, Any], named: Mapping[str, Placement]) -> Pending:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from tiered import Access, MisuseError, TensorSpec
+from tiered.zero.at_tier import dram_of, host
 from tiered.zero.gradients import SpentGradient
 from tiered.zero.local_gradients import LocalGradients
 from tiered.zero.ranks import Ranks, Under
@@ -289,7 +290,7 @@ class Reductions:
     # -- agreeing ----------------------------------------------------------------------------------------------------------
 
     def norms(self, partial: torch.Tensor, order: float) -> torch.Tensor:
-        everybody = self._ranks.shared(partial, "norms of gradients")
+        everybody = self._ranks.shared(host(partial), "norms of gradients")
         if order == float("inf"):
             return everybody.amax(0)
         if order <= 0:
@@ -308,11 +309,11 @@ class _Flight:
         self._ranks, self._unit, self._local, self._wanted = ranks, unit, _local(unit), wanted
         self._room = ExitStack()
         whole = self._local.complete()
-        key = f"{self._local.key}/received"
-        unit.store.create(key, TensorSpec("uint8", (whole.numel(),), 1))
-        self._room.callback(unit.store.delete, key)
+        key, store = f"{self._local.key}/received", dram_of(unit.store)
+        store.create(key, TensorSpec("uint8", (whole.numel(),), 1))
+        self._room.callback(store.delete, key)
         try:
-            self._received = self._room.enter_context(unit.store.lease(key, access=Access.WRITE))
+            self._received = self._room.enter_context(store.lease(key, access=Access.WRITE))
             self.under: Under = ranks.exchange(self._received, whole, f"gradients of {unit.key!r}")
         except BaseException:
             self._received = torch.empty(0)

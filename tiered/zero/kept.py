@@ -31,6 +31,7 @@ class Kept:
         self._expanded = tensor.size()
         tensor = unexpanded(tensor)
         self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
+        self._device = tensor.device
         self._phase = tensor.data_ptr() % ALIGNMENT // tensor.itemsize
         self._dense = tensor.numel() == _span(self._size, self._stride)
         self.keys: list[str] = []
@@ -55,7 +56,7 @@ class Kept:
         made = self._empty()
         if self._small is not None:
             return made.copy_(self._small).expand(self._expanded)
-        flat = made.as_strided((made.numel(),), (1,)) if self._dense else torch.empty(made.numel(), dtype=self._dtype)
+        flat = made.as_strided((made.numel(),), (1,)) if self._dense else made.new_empty(made.numel())
         for key, part in zip(self.keys, torch.split(flat, self._piece), strict=True):
             with self._store.lease(key) as stored:
                 part.copy_(stored)
@@ -65,7 +66,7 @@ class Kept:
         return made.expand(self._expanded)
 
     def _empty(self) -> torch.Tensor:
-        memory = torch.empty(self._phase + _span(self._size, self._stride), dtype=self._dtype)
+        memory = torch.empty(self._phase + _span(self._size, self._stride), dtype=self._dtype, device=self._device)
         return memory.as_strided(self._size, self._stride, self._phase)
 
 

@@ -7,7 +7,8 @@ from typing import Protocol
 
 import torch
 
-from tiered import Access, MisuseError, TensorSpec, TieredStore
+from tiered import Access, MisuseError, TensorSpec
+from tiered.zero.at_tier import Tensors
 from tiered.zero.gradients import StoredGradient
 from tiered.zero.unit_gradients import UnitGradients
 from tiered.zero.units import Placement, UnitPlan
@@ -43,7 +44,7 @@ class LocalGradients:
     """Sums over this rank's backward passes, in a tensor of the unit's layout that exists until they are reduced; the mean over
     all ranks is then added to ``gradients``, which has this rank's share."""
 
-    def __init__(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> None:
+    def __init__(self, store: Tensors, key: str, plan: UnitPlan, gradients: UnitGradients) -> None:
         self.key, self._store, self._plan, self._gradients = key, store, plan, gradients
         self._arrived: set[Placement] = set()
         self._opened: torch.Tensor | None = None
@@ -83,7 +84,7 @@ class LocalGradients:
             raise MisuseError(f"the gradient of {placement.name!r} is {grad.layout}: use sparse=False")
         target = placement.view(self._open())
         if placement in self._arrived:
-            target.add_(grad)
+            target.add_(grad.to(target.device))
         else:
             target.copy_(grad)
             self._arrived.add(placement)

@@ -23,6 +23,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from tiered import MisuseError, Span, TieredStore
 from tiered.types import Access
+from tiered.zero.at_tier import UpdateTier, updates_of
 from tiered.zero.backward import BackwardUpdates
 from tiered.zero.heap import Trimmer
 from tiered.zero.home import Home, no_copy, told
@@ -90,12 +91,14 @@ class Pager:
         *,
         prefetch: Prefetch,
         micro_batch: int,
+        update_tier: UpdateTier,
         partition: Partition,
     ) -> None:
         self.model, self.store, self.name = model, store, name
         self.limits = plan.limits
         self.validity, chunk = Validity(store, name), plan.limits.chunk
-        self.units = [Unit(store, name, u, chunk, self.validity, partition) for u in plan.units]
+        updates, self._update_tier = updates_of(store, update_tier), update_tier
+        self.units = [Unit(store, updates, name, u, chunk, self.validity, partition) for u in plan.units]
         self.partition, self.exchange = partition, partition.exchange(self.units, pool)
         self.placements = sorted((p for u in plan.units for p in u.placements), key=lambda p: p.index)
         self._home = {p.parameter: (u, p) for u in self.units for p in u.plan.placements}
@@ -417,7 +420,7 @@ class Pager:
     def _look_ahead(self, unit: Unit) -> None:
         """While no order is known yet: ask the store for all that this unit will need."""
         if self._prefetch == "on" and not self.rehearsal.following:
-            self.store.prefetch(unit.upcoming_keys())
+            self.store.prefetch(unit.upcoming_keys(), tier=self._update_tier)
 
     # -- state_dict --------------------------------------------------------------------------------------------------------
 
@@ -435,11 +438,11 @@ class Pager:
             self._listing = False
 
     def value(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A copy of a parameter's value, with pending updates applied."""
+        """A copy of a parameter's value in host memory, with pending updates applied."""
         unit, placement = self._home[parameter]
         self.take(unit)
         try:
-            return placement.parameter.detach().clone()
+            return placement.parameter.detach().to("cpu", copy=True)
         finally:
             unit.drop()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["Placeholder"]
+__all__ = ["DevicePlaceholder", "Placeholder"]
 
 
 class Placeholder:
@@ -17,6 +17,10 @@ class Placeholder:
     Its memory is its own, so what is written to it spoils nothing else, and ``intact`` tells. ``address`` identifies it among
     all that live: every tensor on it, however it was made, has ``untyped_storage().data_ptr() == address``.
     """
+
+    @staticmethod
+    def on(device: torch.device, shape: torch.Size, dtype: torch.dtype) -> Placeholder | DevicePlaceholder:
+        return Placeholder(shape, dtype) if device.type == "cpu" else DevicePlaceholder(device, shape, dtype)
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
         with torch.inference_mode(False):
@@ -40,3 +44,17 @@ class Placeholder:
     def memory(self) -> weakref.ref[ctypes.Array[ctypes.c_char]]:
         """Dead once nobody uses the memory any more."""
         return weakref.ref(self._memory)
+
+
+class DevicePlaceholder:
+    """The same in a device's memory, where nobody looks whether it was written to: that would wait for the device. torch itself
+    refuses most writes to a tensor whose elements share their memory."""
+
+    intact = True
+
+    def __init__(self, device: torch.device, shape: torch.Size, dtype: torch.dtype) -> None:
+        with torch.inference_mode(False):
+            empty = not (dtype.is_floating_point or dtype.is_complex)
+            one = torch.full((), 0 if empty else float("nan"), dtype=dtype, device=device)
+            self.address = one.untyped_storage().data_ptr()
+            self.tensor = one.expand(shape)

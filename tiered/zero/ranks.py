@@ -154,7 +154,7 @@ class Ranks:
         """Have rank 0's, of any type and strides."""
         if tensor.numel():
             source, group = dist.get_global_rank(self._gathers, 0), self._gathers
-            data = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            data = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
             sent = data.view(-1).view(torch.uint8)
             self._begin(group, what, lambda: dist.broadcast(sent, source, group=group, async_op=True)).wait()
             if self.rank and data.data_ptr() != tensor.data_ptr():

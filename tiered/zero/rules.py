@@ -56,7 +56,7 @@ class AdamWRule:
             [state["m"]],
             [state["v"]],
             [],
-            [torch.tensor(float(step - 1))],  # torch's kernel counts it up itself
+            [torch.tensor(float(step - 1), device=param.device)],  # torch's kernel counts it up itself
             fused=True,
             amsgrad=False,
             beta1=self.betas[0],

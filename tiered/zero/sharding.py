@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from tiered import Access, CommitError, MisuseError, RankError, TensorSpec, TieredError, TieredStore
+from tiered.zero.at_tier import Tensors, dram_of
 from tiered.zero.exchange import Exchange, NoExchange, Reductions
 from tiered.zero.local_gradients import Arriving, LocalGradients
 from tiered.zero.rank_stores import META, number_of, shared_json
@@ -51,8 +52,10 @@ class Stage(Protocol):
         """Whether each rank has all parameters."""
         ...
 
-    def stored(self, store: TieredStore, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks) -> Stored:
-        """Parameters of one unit."""
+    def stored(
+        self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
+    ) -> Stored:
+        """Parameters of one unit. ``updates``: the store, where updates are computed."""
         ...
 
     def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
@@ -67,8 +70,10 @@ class Stage1:
 
     early, replicated = False, True
 
-    def stored(self, store: TieredStore, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks) -> Stored:
-        return Replicated(store, key, validity, plan, ranks)
+    def stored(
+        self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
+    ) -> Stored:
+        return Replicated(store, key, validity, updates, plan, ranks)
 
     def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
         return Alone().filling(store, key, plan)
@@ -81,8 +86,10 @@ class Stage2:
 
     early, replicated = True, True
 
-    def stored(self, store: TieredStore, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks) -> Stored:
-        return Replicated(store, key, validity, plan, ranks)
+    def stored(
+        self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
+    ) -> Stored:
+        return Replicated(store, key, validity, updates, plan, ranks)
 
     def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
         return Alone().filling(store, key, plan)
@@ -94,14 +101,16 @@ class Stage3:
 
     early, replicated = True, False
 
-    def stored(self, store: TieredStore, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks) -> Stored:
-        return Gathered(store, key, validity, plan, ranks)
+    def stored(
+        self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
+    ) -> Stored:
+        return Gathered(store, key, validity, updates, plan, ranks)
 
     @contextmanager
     def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> Iterator[torch.Tensor]:
-        share = plan.stored_nbytes // plan.shares
-        gathered = Gathered(store, key, Validity(store, key), plan, ranks)
-        store.create(key, TensorSpec("uint8", (share,), 1))
+        share, host = plan.stored_nbytes // plan.shares, dram_of(store)
+        gathered = Gathered(store, key, Validity(store, key), host, plan, ranks)
+        host.create(key, TensorSpec("uint8", (share,), 1))
         with gathered.room() as unit:
             yield unit
             gathered.write_back(unit)
@@ -131,7 +140,7 @@ class Partition(Protocol):
         """What is written down of it in a checkpoint."""
         ...
 
-    def stored(self, store: TieredStore, key: str, plan: UnitPlan, validity: Validity) -> Stored: ...
+    def stored(self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity) -> Stored: ...
 
     def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
         """Where backward's gradients go."""
@@ -142,7 +151,8 @@ class Partition(Protocol):
         ...
 
     def filling(self, store: TieredStore, key: str, plan: UnitPlan) -> AbstractContextManager[torch.Tensor]:
-        """Memory for all of a unit as it is in the store (uint8), where its first values are put; they are then in ``key``."""
+        """Host memory for all of a unit as it is in the store (uint8), where its first values are put; ``key`` has them
+        then."""
         ...
 
     def same_buffers(self, model: nn.Module) -> None:
@@ -174,7 +184,8 @@ class Partition(Protocol):
         ...
 
     def whole(self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str) -> torch.Tensor:
-        """All of a parameter, or of what is like it, of which this rank has ``part``. In the parameter's shape and strides."""
+        """All of a parameter, or of what is like it, of which this rank has ``part``. In the parameter's shape and strides, in
+        host memory, as ``part``."""
         ...
 
 
@@ -189,8 +200,8 @@ class Alone:
     def share(self) -> dict[str, int | str]:
         return {"stage": "Alone", "rank": 0, "ranks": 1}
 
-    def stored(self, store: TieredStore, key: str, plan: UnitPlan, validity: Validity) -> Stored:
-        return Whole(store, key, validity)
+    def stored(self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity) -> Stored:
+        return Whole(store, key, validity, updates)
 
     def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
         return gradients
@@ -200,8 +211,9 @@ class Alone:
 
     @contextmanager
     def filling(self, store: TieredStore, key: str, plan: UnitPlan) -> Iterator[torch.Tensor]:
-        store.create(key, TensorSpec("uint8", (plan.stored_nbytes,), 1))
-        with store.lease(key, access=Access.WRITE) as unit:
+        host = dram_of(store)
+        host.create(key, TensorSpec("uint8", (plan.stored_nbytes,), 1))
+        with host.lease(key, access=Access.WRITE) as unit:
             yield unit
             del unit
 
@@ -248,11 +260,11 @@ class Shared:
     def share(self) -> dict[str, int | str]:
         return {"stage": type(self.stage).__name__, "rank": self.rank, "ranks": self.shares}
 
-    def stored(self, store: TieredStore, key: str, plan: UnitPlan, validity: Validity) -> Stored:
-        return self.stage.stored(store, key, plan, validity, self.ranks)
+    def stored(self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity) -> Stored:
+        return self.stage.stored(store, updates, key, plan, validity, self.ranks)
 
     def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
-        return LocalGradients(store, f"{key}/local", plan, gradients)
+        return LocalGradients(dram_of(store), f"{key}/local", plan, gradients)
 
     def exchange(self, units: Sequence[Unit], pool: int) -> Exchange:
         roomy = pool >= ROOMY * max((unit.plan.nbytes for unit in units), default=0)

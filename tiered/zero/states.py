@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tiered import Access, MisuseError, TensorSpec, TieredStore
+from tiered import Access, MisuseError, TensorSpec
+from tiered.zero.at_tier import Tensors
 from tiered.zero.master import all_finite, join, split
 from tiered.zero.rules import UpdateRule
 from tiered.zero.units import Placement
@@ -55,7 +56,7 @@ class States:
 
     def __init__(
         self,
-        store: TieredStore,
+        store: Tensors,
         key: str,
         placements: Sequence[Placement],
         chunk_elements: int,
@@ -113,7 +114,7 @@ class States:
 
         Raises MisuseError for a bf16 parameter whose master would no longer be finite, with all of that piece as it was.
         """
-        scratch = _Scratch()
+        scratch = _Scratch(unit.device)
         for index, keys in self.chunks(pending.updates)[pending.chunks_done :]:
             self._create(index, keys, pending.updates)
             begin = index * self.chunk_elements
@@ -203,7 +204,7 @@ class States:
     def copies(self, placement: Placement, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Copies of ``m``, ``v`` and, of bf16 and fp16 parameters, ``master`` (fp32), in the parameter's shape and strides.
 
-        ``param`` is the parameter, flat.
+        ``param`` is the parameter, flat, in host memory; so are they.
         """
         flat = self.flat_copies(placement, param)
         return {name: copy.as_strided(placement.shape, placement.stride) for name, copy in flat.items()}
@@ -235,8 +236,8 @@ class States:
         return flat
 
     def load(self, placement: Placement, param: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
-        """The opposite of ``copies``. A master that is missing, or is another value than the parameter has, starts from the
-        parameter again."""
+        """The opposite of ``copies``; ``param`` as there. A master that is missing, or is another value than the parameter has,
+        starts from the parameter again."""
         flat = {}
         for name, value in state.items():
             dtype = torch.float32 if name == "master" else self._dtype
@@ -266,13 +267,14 @@ class States:
 class _Scratch:
     """Buffers for one piece, by name; made when they are first needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def take(self, name: str, dtype: torch.dtype, size: int) -> torch.Tensor:
         buffer = self._buffers.get((name, dtype))
         if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[name, dtype] = torch.empty(size, dtype=dtype)
+            buffer = self._buffers[name, dtype] = torch.empty(size, dtype=dtype, device=self._device)
         return buffer[:size]
 
 

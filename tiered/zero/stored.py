@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from tiered import Access, TensorSpec, TieredStore
+from tiered.zero.at_tier import Tensors, dram_of
 from tiered.zero.ranks import Ranks, Under
 from tiered.zero.units import UnitPlan
 from tiered.zero.validity import Validity
@@ -36,7 +37,7 @@ class Stored(Protocol):
         ...
 
     def open(self, access: Access) -> torch.Tensor:
-        """All of the unit, as uint8; what is written to it, with WRITE, is taken over by ``write_back``."""
+        """All of the unit in the top tier, as uint8; what is written to it, with WRITE, is taken over by ``write_back``."""
         ...
 
     def write_back(self, unit: torch.Tensor) -> None:
@@ -48,15 +49,15 @@ class Stored(Protocol):
         ...
 
     def own(self, access: Access) -> AbstractContextManager[torch.Tensor]:
-        """What this process updates of the unit, as it is in the store (uint8)."""
+        """What this process updates of the unit, as it is in the store (uint8), where updates are computed."""
         ...
 
 
 class Whole:
-    """They are in the store as they are used: a lease, no copy."""
+    """They are in the store as they are used: a lease, no copy. ``updates``: the store, where updates are computed."""
 
-    def __init__(self, store: TieredStore, key: str, validity: Validity) -> None:
-        self._store, self._key, self._validity = store, key, validity
+    def __init__(self, store: TieredStore, key: str, validity: Validity, updates: Tensors) -> None:
+        self._store, self._key, self._validity, self._updates = store, key, validity, updates
         self._lease = ExitStack()
 
     def begin(self) -> None:
@@ -72,7 +73,7 @@ class Whole:
         """There are no others."""
 
     def open(self, access: Access) -> torch.Tensor:
-        return self._lease.enter_context(self.own(access))
+        return self._lease.enter_context(self._leased(self._store, access))
 
     def write_back(self, unit: torch.Tensor) -> None:
         """It is the store's own memory."""
@@ -81,16 +82,22 @@ class Whole:
         self._lease.close()
 
     def own(self, access: Access) -> AbstractContextManager[torch.Tensor]:
+        return self._leased(self._updates, access)
+
+    def _leased(self, store: Tensors, access: Access) -> AbstractContextManager[torch.Tensor]:
         if access is Access.WRITE:
             self._validity.end()
-        return self._store.lease(self._key, access=access)
+        return store.lease(self._key, access=access)
 
 
 class Replicated(Whole):
-    """Each rank has all of them in its store, and updates its share: the others are gathered before they are used again."""
+    """Each rank has all of them in its store, and updates its share: the others are gathered, in host memory, before they are
+    used again."""
 
-    def __init__(self, store: TieredStore, key: str, validity: Validity, plan: UnitPlan, ranks: Ranks) -> None:
-        super().__init__(store, key, validity)
+    def __init__(
+        self, store: TieredStore, key: str, validity: Validity, updates: Tensors, plan: UnitPlan, ranks: Ranks
+    ) -> None:
+        super().__init__(store, key, validity, updates)
         self._ranks = ranks
         share = plan.stored_nbytes // plan.shares
         self._share = slice(ranks.rank * share, (ranks.rank + 1) * share)
@@ -101,14 +108,14 @@ class Replicated(Whole):
 
     def refresh(self) -> None:
         if self._stale:
-            with super().own(Access.WRITE) as unit:
+            with self._leased(dram_of(self._store), Access.WRITE) as unit:
                 self._ranks.gather(unit, unit[self._share], f"the updated parameters of {self._key!r}").wait()
                 del unit
             self._stale = False
 
     def open(self, access: Access) -> torch.Tensor:
         assert not self._stale
-        return self._lease.enter_context(super().own(access))
+        return super().open(access)
 
     @contextmanager
     def own(self, access: Access) -> Iterator[torch.Tensor]:
@@ -121,15 +128,21 @@ class Replicated(Whole):
 
 
 class Gathered:
-    """Each rank has its share of them in its store; all come together in a tensor in the pool, which is deleted before it could
-    be written to the disk."""
+    """Each rank has its share of them in its store; all come together in a tensor in host memory, which goes from there to the
+    top tier and is deleted after use: where DRAM is the top, before it could be written to the disk."""
 
-    def __init__(self, store: TieredStore, key: str, validity: Validity, plan: UnitPlan, ranks: Ranks) -> None:
+    def __init__(
+        self, store: TieredStore, key: str, validity: Validity, updates: Tensors, plan: UnitPlan, ranks: Ranks
+    ) -> None:
         self._store, self._key, self._validity, self._ranks = store, key, validity, ranks
+        self._updates, self._host = updates, dram_of(store)
+        self._gathered = f"{key}/gathered"
         self._nbytes = plan.stored_nbytes
         share = plan.stored_nbytes // plan.shares
         self._share = slice(ranks.rank * share, (ranks.rank + 1) * share)
-        self._lease = ExitStack()
+        self._on_top = store.statistics().tiers[0].name == "dram"
+        self._room = ExitStack()
+        self._lease = ExitStack()  # of that room
         self._sources = ExitStack()
         self._begun: tuple[torch.Tensor, Under] | None = None
 
@@ -139,12 +152,13 @@ class Gathered:
     def _begin(self, ahead: bool) -> None:
         if self._begun is not None:
             return
-        with ExitStack() as leases, ExitStack() as sources:
-            whole = leases.enter_context(self.room())
-            own = sources.enter_context(self.own(Access.READ))
+        with ExitStack() as room, ExitStack() as lease, ExitStack() as sources:
+            room.enter_context(self._made())
+            whole = lease.enter_context(self._host.lease(self._gathered, access=Access.WRITE))
+            own = sources.enter_context(self._host.lease(self._key))
             self._begun = whole, self._ranks.gather(whole, own, f"parameters of {self._key!r}", ahead=ahead)
             del whole, own
-            self._lease, self._sources = leases.pop_all(), sources.pop_all()
+            self._room, self._lease, self._sources = room.pop_all(), lease.pop_all(), sources.pop_all()
 
     def give_up(self) -> None:
         if self._begun is not None:
@@ -154,7 +168,7 @@ class Gathered:
             finally:
                 self._begun = None
                 self._sources.close()
-                self._lease.close()
+                self.close()
 
     def restored(self) -> None:
         """Nothing is known that is not in the store."""
@@ -169,12 +183,17 @@ class Gathered:
         try:
             under.wait()
         except BaseException:
-            self._lease.close()
+            self._begun = None
+            self.close()
             raise
         finally:
             self._begun = None
             self._sources.close()
-        return whole
+        if self._on_top:
+            return whole
+        del whole, under  # its memory may move
+        self._lease.close()
+        return self._lease.enter_context(self._store.lease(self._gathered, access=Access.WRITE))
 
     def write_back(self, unit: torch.Tensor) -> None:
         with self.own(Access.WRITE) as own:
@@ -183,28 +202,32 @@ class Gathered:
 
     def close(self) -> None:
         self._lease.close()
+        self._room.close()
 
     def own(self, access: Access) -> AbstractContextManager[torch.Tensor]:
         if access is Access.WRITE:
             self._validity.end()
-        return self._store.lease(self._key, access=access)
+        return self._updates.lease(self._key, access=access)
 
     @contextmanager
     def room(self) -> Iterator[torch.Tensor]:
-        """For all of the unit."""
-        key = f"{self._key}/gathered"
-        self._store.create(key, TensorSpec("uint8", (self._nbytes,), 1))
+        """For all of the unit, in host memory."""
+        with self._made(), self._host.lease(self._gathered, access=Access.WRITE) as whole:
+            yield whole
+            del whole
+
+    @contextmanager
+    def _made(self) -> Iterator[None]:
+        self._host.create(self._gathered, TensorSpec("uint8", (self._nbytes,), 1))
         try:
-            with self._store.lease(key, access=Access.WRITE) as whole:
-                yield whole
-                del whole
+            yield
         finally:
-            self._store.delete(key)
+            self._host.delete(self._gathered)
 
 
 class Converted:
-    """They are of other types in the store, where ``stored`` finds them: a tensor in the pool, which is deleted before it could
-    be written to the disk."""
+    """They are of other types in the store, where ``stored`` finds them: a tensor in the top tier, which is deleted after
+    use."""
 
     def __init__(self, stored: Stored, store: TieredStore, key: str, plan: UnitPlan) -> None:
         self._stored, self._store, self._plan = stored, store, plan

@@ -10,6 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiered import Access, MisuseError, TieredStore
+from tiered.zero.at_tier import Tensors, host
 from tiered.zero.placeholder import Placeholder
 from tiered.zero.sharding import Partition
 from tiered.zero.states import Pending, States, Update
@@ -30,13 +31,21 @@ class Unit:
     """Parameters that are paged together.
 
     While nobody holds the unit its parameters are NaN without memory (a stale read is loud); while somebody does, they
-    are views of the store's own memory. ``version`` counts optimizer steps: what a graph saved before one cannot be used
-    after it.
+    are views of the store's own memory, in the top tier. ``updates``: the store, where gradients and states are leased.
+    ``version`` counts optimizer steps: what a graph saved before one cannot be used after it.
     """
 
     def __init__(
-        self, store: TieredStore, prefix: str, plan: UnitPlan, chunk: int, validity: Validity, partition: Partition
+        self,
+        store: TieredStore,
+        updates: Tensors,
+        prefix: str,
+        plan: UnitPlan,
+        chunk: int,
+        validity: Validity,
+        partition: Partition,
     ) -> None:
+        self._updates = updates
         self.store, self.plan, self._validity, self._partition = store, plan, validity, partition
         self.key = f"{prefix}/param/{plan.name}"
         self.version = 0
@@ -44,19 +53,19 @@ class Unit:
         self.pending: Pending | None = None
         self.base: torch.Tensor | None = None
         self.parts = plan.parts(partition.rank)
-        stored = partition.stored(store, self.key, plan, validity)
+        stored = partition.stored(store, updates, self.key, plan, validity)
         self.stored: Stored = Converted(stored, store, self.key, plan) if plan.converted else stored
-        self.gradients = UnitGradients(store, f"{self.key}/grad", plan.placements, self.parts, validity, self.settle)
+        self.gradients = UnitGradients(updates, f"{self.key}/grad", plan.placements, self.parts, validity, self.settle)
         self.arriving = partition.arriving(store, self.key, plan, self.gradients)
         self._holders = 0
         self._access = Access.READ
         self._versions: list[int] = []
-        self._placeholders = {p: Placeholder(p.shape, p.dtype) for p in plan.placements}
+        self._placeholders = {p: Placeholder.on(store.device, p.shape, p.dtype) for p in plan.placements}
         self._steppers: dict[Placement, weakref.WeakMethod[Stepper]] = {}
         self._lent: list[StorageWeakRef] = []
         self.references: weakref.WeakSet[object] = weakref.WeakSet()  # what graphs saved of it, which has no memory of its own
         kinds = {placement.stored for placement in plan.placements}
-        self.states = States(store, self.key, list(self.parts.values()), even_chunks(plan.elements, chunk), kinds)
+        self.states = States(updates, self.key, list(self.parts.values()), even_chunks(plan.elements, chunk), kinds)
 
     # -- parameters --------------------------------------------------------------------------------------------------------
 
@@ -116,7 +125,7 @@ class Unit:
         placeholder = self._placeholders[placement]
         if placeholder.intact and _address(placement.parameter) == placeholder.address:
             return
-        self._placeholders[placement] = fresh = Placeholder(placement.shape, placement.dtype)
+        self._placeholders[placement] = fresh = Placeholder.on(self.store.device, placement.shape, placement.dtype)
         placement.parameter.data = fresh.tensor
         raise MisuseError(
             f"parameter {placement.name!r} was written to, or given other data or another dtype, while its values were in the "
@@ -188,7 +197,7 @@ class Unit:
         with ExitStack() as leases:
             gradient = self.gradients.opened  # from within backward: so it stays in memory until it is deleted
             if gradient is None:
-                gradient = leases.enter_context(self.store.lease(self.gradients.key))
+                gradient = leases.enter_context(self._updates.lease(self.gradients.key))
             unit = leases.enter_context(self.stored.own(Access.WRITE))
             self.states.apply(pending, unit, gradient)
             del unit, gradient
@@ -202,7 +211,7 @@ class Unit:
         part, copies = self.parts.get(placement), self.states.blank(placement)
         if part is not None:
             with self.stored.own(Access.READ) as unit:
-                param = part.stored_flat(unit, 0, part.numel)
+                param = host(part.stored_flat(unit, 0, part.numel))
                 copies = self.states.copies(part, param)
                 del unit, param
         return {name: self._partition.whole(self.plan, placement, copy, name) for name, copy in copies.items()}
@@ -210,7 +219,9 @@ class Unit:
     def gradient(self, placement: Placement) -> torch.Tensor | None:
         """A copy of the gradient as torch would have it in ``parameter.grad``, or None."""
         part = self.gradients.copy(placement)
-        return None if part is None else self._partition.whole(self.plan, placement, part, "the gradient")
+        if part is None:
+            return None
+        return self._partition.whole(self.plan, placement, part, "the gradient").to(placement.parameter.device)
 
     def load_state(self, placement: Placement, state: dict[str, torch.Tensor]) -> None:
         """``States.load``, after the pending update."""
@@ -220,7 +231,7 @@ class Unit:
         if part is None:
             return
         with self.stored.own(Access.READ) as unit:
-            param = part.stored_flat(unit, 0, part.numel)
+            param = host(part.stored_flat(unit, 0, part.numel))
             self.states.load(part, param, {name: part.cut(value) for name, value in state.items()})
             del unit, param
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tiered import Access, MisuseError, TensorSpec, TieredStore
+from tiered import Access, MisuseError, TensorSpec
+from tiered.zero.at_tier import Tensors, host
 from tiered.zero.gradients import SpentGradient, StoredGradient
 from tiered.zero.master import all_finite
 from tiered.zero.units import Placement
@@ -45,7 +46,7 @@ class UnitGradients:
 
     def __init__(
         self,
-        store: TieredStore,
+        store: Tensors,
         key: str,
         placements: Sequence[Placement],
         parts: Mapping[Placement, Placement],
@@ -139,14 +140,14 @@ class UnitGradients:
         if state.accumulate:
             if state.scales or state.wide_scales:
                 target.copy_(_scaled(target, state))
-            target.add_(grad)
+            target.add_(grad.to(target.device))
         else:
             target.copy_(grad)
         state.scales.clear()
         state.wide_scales.clear()
         if state.orders:
             ready = target if state.expected is None else _widened(target).mul(state.expected)
-            state.norms = {order: torch.linalg.vector_norm(ready, order) for order in state.orders}
+            state.norms = {order: host(torch.linalg.vector_norm(ready, order)) for order in state.orders}
         state.finite = _has_finite_norm(state) or all_finite(target)
 
     def prepare(self) -> None:
@@ -178,7 +179,8 @@ class UnitGradients:
     # -- asked for ---------------------------------------------------------------------------------------------------------
 
     def copy(self, placement: Placement) -> torch.Tensor | None:
-        """A copy of what this process has of the gradient as torch would have it in ``parameter.grad``, or None."""
+        """A copy, in host memory, of what this process has of the gradient as torch would have it in ``parameter.grad``;
+        or None."""
         grad = placement.parameter.grad
         if isinstance(grad, SpentGradient):
             raise MisuseError(
@@ -191,10 +193,10 @@ class UnitGradients:
         if part is None:
             return torch.empty(0, dtype=placement.dtype)
         if not isinstance(grad, StoredGradient):
-            return part.cut(grad)
+            return host(part.cut(grad))
         self.close()
         with self.store.lease(self.key) as stored:
-            copy = part.view(stored).clone()
+            copy = part.view(stored).to("cpu", copy=True)
         return _scaled(copy, self.states[placement]).to(placement.dtype)
 
     def norm(self, placement: Placement, order: float) -> torch.Tensor:
@@ -212,7 +214,7 @@ class UnitGradients:
         if order not in state.norms:
             with self.store.lease(self.key) as stored:
                 whole = _scaled(part.view(stored), state)
-                state.norms[order] = torch.linalg.vector_norm(whole, order)
+                state.norms[order] = host(torch.linalg.vector_norm(whole, order))
             del stored, whole
         return state.norms[order]
 
@@ -221,7 +223,7 @@ class UnitGradients:
         if factor == 1:
             return
         state = self.states[placement]
-        (state.wide_scales or state.scales).append(factor)
+        (state.wide_scales or state.scales).append(host(factor))
         state.norms.clear()
 
     def unscale(self, placement: Placement, factor: torch.Tensor) -> bool:
@@ -229,7 +231,7 @@ class UnitGradients:
         it was finite before."""
         self.collect(placement)
         self.close()
-        state = self.states[placement]
+        factor, state = host(factor), self.states[placement]
         finite = _is_finite(state)
         if state.scales or state.wide_scales or state.expected is None or not torch.equal(state.expected, factor):
             state.norms.clear()

@@ -77,7 +77,7 @@ class Window:
     def __init__(self, store: TieredStore) -> None:
         self._store = weakref.ref(store)
         self.name = str(store)
-        pool = store.statistics().tiers[0].capacity
+        pool = next(tier.capacity for tier in store.statistics().tiers if tier.name == "dram")
         self._pool = pool
         self.limit = pool // WINDOW_SHARE
         self.context = 0
@@ -210,7 +210,7 @@ class Window:
             )
 
     def _fetch(self, found: Staged) -> torch.Tensor:
-        with torch.inference_mode(False), torch.no_grad(), self.store.lease(found.key) as stored:
+        with torch.inference_mode(False), torch.no_grad(), self.store.lease(found.key, tier="dram") as stored:
             value = torch.empty_strided(found.shape, found.stride, dtype=found.dtype, device="cpu")
             value.copy_(stored)
             del stored
@@ -295,7 +295,7 @@ class Window:
         if found.value is not None:
             target.copy_(found.value)
             return
-        with self.store.lease(found.key) as stored:
+        with self.store.lease(found.key, tier="dram") as stored:
             target.copy_(stored)
             del stored
 

@@ -1,0 +1,19 @@
+"""``on_device.py``, in a process of its own: torch asks once, at its first backward, which devices there are."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ builds the device")
+def test_parameters_that_compute_on_a_device(tmp_path: Path) -> None:
+    cases = Path(__file__).with_name("on_device.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'within'}", str(cases)]
+    ended = subprocess.run(command, cwd=cases.parents[2], capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stdout[-20_000:] + ended.stderr[-2_000:]
+    assert " passed" in ended.stdout
