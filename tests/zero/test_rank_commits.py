@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from tests.zero.models import Tied
 from tests.zero.ranks import on_ranks
 from tests.zero.test_ranks import same
-from tiered import CommitError, MisuseError, TieredStore, zero
+from tiered import CapacityError, CommitError, MisuseError, TieredStore, zero
 from tiered.cli import main
 from tiered.zero.rank_stores import newest_set
 from tiered.zero.reshard import opened
@@ -165,6 +166,12 @@ def export_together(rank: int, folder: Path, where: Path, out: Path, stage: str)
         model, optimizer, scheduler = begin(store, stage, rank)
         step(model, optimizer, scheduler, rank, 0)
         zero.commit(model, optimizer, scheduler=scheduler, extra={"done": 1})
+
+        def stop(done: int, total: int) -> None:  # rank 0 alone writes
+            raise OSError(errno.ENOSPC, "no room")
+
+        with pytest.raises((CapacityError, MisuseError), match="rank 0 could not export" if rank else "no room for"):
+            zero.export(model, out, progress=stop)
         files = zero.export(model, out)
         refused = ""
         try:

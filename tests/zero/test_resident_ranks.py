@@ -113,6 +113,11 @@ def sharded(rank: int, folder: Path) -> dict[str, Any]:
         lows = zero.AdamW(narrow.parameters(), lr=LR, store=store, name="narrow")
         found["narrow"] = train(Losses(narrow, rank, torch.bfloat16), lows, 0, STEPS)
         found["master"] = {str(state["master"].to_local().dtype) for state in lows.state_dict()["state"].values()}
+        if rank == 1:  # one more step, in its store alone
+            steps = store.get("optimizer/steps")
+            store.put("optimizer/steps", steps + (steps > 0))
+        with pytest.raises(MisuseError, match="states of different steps under 'optimizer'"):
+            zero.AdamW(model.parameters(), lr=LR, store=store, existing="resume")
         with pytest.raises(MisuseError, match="leave stage= out"):
             zero.AdamW(make().parameters(), lr=LR, store=store, name="divided", stage=zero.Stage1())
         store.close()

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from tiered import MisuseError, TensorSpec
+from tiered import MisuseError, RankError, TensorSpec
 from tiered.safetensors import Entry, entry_of
 from tiered.shards import Existing, Shards
 from tiered.zero.checkpoint import Readable, pending_of, plans, read_record
@@ -69,11 +69,21 @@ def export(
         ready = pager.exchange.everywhere([shards is not None or not first], "the begin of an export")
     if not all(ready):
         raise MisuseError("rank 0 cannot export, and says why")
+    error: Exception | None = None
     if first:
-        shards.write(contents, progress)
-    else:
-        for _ in contents:  # takes part in what rank 0 gathers
-            pass
+        try:
+            shards.write((piece for piece in contents), progress)  # which leaves ``contents`` open
+        except Exception as problem:
+            if pager.partition.shares == 1 or isinstance(problem, RankError):
+                raise
+            error = problem
+    for _ in contents:  # what one rank gathers, all take part in
+        pass
+    ended = pager.exchange.everywhere([error is None], "the end of an export")
+    if error is not None:
+        raise error
+    if not all(ended):
+        raise MisuseError("rank 0 could not export, and says why")
     return shards.files
 
 

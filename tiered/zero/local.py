@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tiered import MisuseError
@@ -46,6 +47,13 @@ class Local:
     def divided(self) -> bool:
         """Whether it is a DTensor."""
         return hasattr(self.parameter, "to_local")
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Those of the ranks that have other parts of it."""
+        if not self.divided:
+            return []
+        mesh: Any = self.parameter.device_mesh  # type: ignore[attr-defined]
+        return [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
 
     def describe(self) -> list[Any]:
         """What must be the same for its states to fit, as JSON."""

@@ -163,7 +163,7 @@ class Ranks:
     def _begin(self, group: Any, what: str, start: Callable[[], Any], ahead: bool = False) -> Under:
         self._numbers[group] += 1
         tag = torch.zeros(TAG, dtype=torch.uint8)
-        said = f"{what} (number {self._numbers[group]})".encode()[:TAG]
+        said = f"collective {self._numbers[group]}: {what}".encode()[:TAG]
         tag[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         tags = torch.empty(self.size * TAG, dtype=torch.uint8)
         with self.named(what):

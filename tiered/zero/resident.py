@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tiered import ManifestError, MisuseError, TieredStore
 from tiered.zero.local import Local
@@ -263,14 +264,27 @@ class Resident:
         if len(steps) < len(self.locals):
             steps = torch.cat([steps, torch.zeros(len(self.locals) - len(steps), dtype=torch.int64)])
             self.store.put(self._key, steps)
+        mine: list[int] = steps.tolist()
+        everybody = self._everybody(steps)
+        if any(counted != mine for counted in everybody):
+            raise MisuseError(
+                f"the stores of the ranks have states of different steps under {self.name!r} (this one's highest is "
+                f"{max(mine, default=0)}, of all {[max(one, default=0) for one in everybody]}): open generations of one step"
+            )
+        return mine[: len(self.locals)]
+
+    def _everybody(self, steps: torch.Tensor) -> list[list[int]]:
+        """The step counts of all ranks that have a share of the same states, or of the same parameters."""
         if self._ranks is not None:
-            everybody = self._ranks.shared(steps, f"the step counts of {self.name!r}")
-            if not bool((everybody == steps).all()):
-                raise MisuseError(
-                    f"the stores of the ranks have states of different steps under {self.name!r} (this one's highest is "
-                    f"{int(steps.max())}, of all {everybody.max(1).values.tolist()}): open generations of one step"
-                )
-        return [int(step) for step in steps[: len(self.locals)]]
+            rows: list[list[int]] = self._ranks.shared(steps, f"the step counts of {self.name!r}").tolist()
+            return rows
+        found: list[list[int]] = []
+        groups = dict.fromkeys(group for local in self.locals if self._resume for group in local.groups())
+        for group in groups:
+            rows = [[]] * dist.get_world_size(group)
+            dist.all_gather_object(rows, steps.tolist(), group=group)
+            found += rows
+        return found
 
     # -- stepping ----------------------------------------------------------------------------------------------------------
 
