@@ -79,6 +79,10 @@ class StoreStatistics:
     tiers: tuple[TierStatistics, ...]
     links: tuple[LinkStatistics, ...]
 
+    def tier(self, name: str) -> TierStatistics:
+        """The tier of that name. Raises KeyError where there is none."""
+        return {tier.name: tier for tier in self.tiers}[name]
+
     @property
     def stalled(self) -> float:
         """Seconds that callers waited, for whatever reason."""

@@ -96,6 +96,16 @@ def _shipped(folder: Path) -> str:
     return str(path)
 
 
+def test_with_a_device_and_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["train", *TINY, "--dir", str(tmp_path / "store"), "--steps", "6"]
+    assert main([*run[:-1], "2", "--hbm", "1MiB", "--device", "cpu"]) == 0
+    assert "1.0 MiB on cpu and 1.0 MiB of memory" in capsys.readouterr().out
+    assert main(["train", "--resume", *run[-4:-1], "4"]) == 0
+    assert "device    1.0 MiB of it" in capsys.readouterr().out
+    assert main(["train", "--resume", *run[-4:-1], "6", "--hbm", "0"]) == 0
+    assert "device  " not in capsys.readouterr().out
+
+
 def test_what_would_be_another_training_is_refused(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text"
     text.write_bytes(b"something else " * 9)

@@ -123,7 +123,14 @@ class TestTraining:
 
 
 class TestCheck:
-    @pytest.mark.parametrize(("steps", "more"), [(20, []), (6, ["--checkpoint", "--no-prefetch", "--steps", "6"])])
+    @pytest.mark.parametrize(
+        ("steps", "more"),
+        [
+            (20, []),
+            (6, ["--checkpoint", "--no-prefetch", "--steps", "6"]),
+            (4, ["--hbm", "1MiB", "--device", "cpu", "--update-tier", "hbm", "--steps", "4"]),
+        ],
+    )
     def test_same_numbers_as_in_memory(self, tmp_path: Path, steps: int, more: list[str]) -> None:
         done = tiered("train", "--check", *TINY, *more, "--json", "-", cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -185,6 +192,8 @@ class TestUsage:
             (["train", "--width", "10", "--heads", "3"], "--heads 3"),
             (["train", "--backend", "io_uring"], "--backend"),
             (["train", "--check", "--minutes", "1"], "--minutes"),
+            (["train", "--check", "--hbm", "1MiB"], "--device cpu"),
+            (["train", "--device", "cpu"], "--hbm SIZE"),
             (["train", "--seed", str(1 << 64)], "--seed"),
             (["train", "--batch", str(1 << 64)], "--batch"),
         ],

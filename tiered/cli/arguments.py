@@ -27,6 +27,7 @@ __all__ = [
     "seconds",
     "seed",
     "size",
+    "size_or_none",
     "sizes",
 ]
 
@@ -94,6 +95,11 @@ def size(text: str) -> int:
     if not 1 <= nbytes <= LARGEST_COUNT:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size that can be; write one like '256MiB'")
     return nbytes
+
+
+def size_or_none(text: str) -> int:
+    """``size``, or 0."""
+    return 0 if text == "0" else size(text)
 
 
 def sizes(text: str) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from torch import nn
 from tiered import TieredStore, zero
 from tiered.cli.course import Course, Result, Schedule
 from tiered.cli.gpt import GPT, build, in_parts
+from tiered.cli.launched import launched
 from tiered.cli.report import refuse_unwritable, write_report
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.cli.text import Text, open_text
@@ -22,6 +23,7 @@ from tiered.cli.train import Options
 from tiered.cli.training import (
     describe_model,
     groups,
+    opened,
     page,
     refuse_endless,
     refuse_existing,
@@ -69,7 +71,7 @@ def check(options: Options) -> int:
     with ExitStack() as stack:
         text = open_text(options.text, options.context, stack)
         folder = options.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="tiered-check-", dir="."))
-        store = stack.enter_context(closing(TieredStore.open(folder, dram=options.dram, backend=options.backend)))
+        store = stack.enter_context(closing(TieredStore.open(folder, **opened(options, launched()))))
         parameters = shape_of(options).parameters
         refuse_endless(options)
         refuse_existing(store, options)

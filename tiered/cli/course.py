@@ -83,6 +83,7 @@ class Course:
         self._peers = One() if peers is None else peers
         self._model, self._optimizer, self._clip, self._text, self._options = model, optimizer, clip, text, options
         self._begun: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._device = next(model.parameters()).device
 
     def go_on(self, done: int) -> None:
         """From here: all has been loaded. The learning rate is the schedule's, which may have another end than it had."""
@@ -105,6 +106,7 @@ class Course:
         for _ in range(options.accumulate):
             launched = self._peers.launched
             inputs, targets = self._text.batch(options.batch, self.data, launched.rank, launched.ranks)
+            inputs, targets = inputs.to(self._device), targets.to(self._device)
             loss = F.cross_entropy(self._model(inputs).flatten(0, 1), targets.flatten())
             losses.append(self._finite("loss", self._peers.agree(loss)))
             (loss / options.accumulate).backward()  # type: ignore[no-untyped-call]

@@ -10,13 +10,15 @@ __all__ = ["Launched", "launched"]
 
 @dataclass(frozen=True)
 class Launched:
-    """``here``: ranks on this node; ``may_restart``: how often torchrun starts all of them again, when one fails."""
+    """``here``: ranks on this node, of which this is number ``local``; ``may_restart``: how often torchrun starts all of them
+    again, when one fails."""
 
     rank: int = 0
     ranks: int = 1
     here: int = 1
     restarts: int = 0
     may_restart: int = 0
+    local: int = 0
 
     @property
     def command(self) -> list[str]:
@@ -33,4 +35,4 @@ def launched() -> Launched:
         return Launched()
     names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
     rank, ranks, here, restarts, may_restart = (int(os.environ.get(name, 0)) for name in names)
-    return Launched(rank, ranks, max(1, here), restarts, may_restart)
+    return Launched(rank, ranks, max(1, here), restarts, may_restart, int(os.environ.get("LOCAL_RANK", 0)))

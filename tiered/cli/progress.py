@@ -75,7 +75,7 @@ class Gauge:
 
     def pool(self) -> float:
         """Share of the DRAM budget that is in use."""
-        dram = self._store.statistics().tiers[0]
+        dram = self._store.statistics().tier("dram")
         return dram.used / dram.capacity
 
 

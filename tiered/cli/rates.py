@@ -29,21 +29,21 @@ class Rates:
 def measure(store: TieredStore) -> Rates | None:
     """Write PIECES tensors twice and read them twice; the second pass of each counts (the first one's extents are fresh, its
     pool full of others). None where the disk has no room for them. The tensors are deleted again; nothing is committed."""
-    pool = store.statistics().tiers[0].capacity
+    pool = store.statistics().tier("dram").capacity
     piece = torch.arange(min(LARGEST_PIECE, pool // PIECE_SHARE), dtype=torch.uint8)
     keys = [f"rates/{index}" for index in range(PIECES)]
     rates = []
     try:
         for direction in ("write", "write", "read", "read"):
-            before = store.statistics().links[0]
+            before = store.statistics().links[-1]
             for index, key in enumerate(keys):
                 if direction == "write":
                     store.put(key, piece)
                 else:
-                    store.prefetch(keys[index + 1 : index + 1 + AHEAD])
-                    with store.lease(key):
+                    store.prefetch(keys[index + 1 : index + 1 + AHEAD], tier="dram")
+                    with store.lease(key, tier="dram"):
                         pass
-            after = store.statistics().links[0]
+            after = store.statistics().links[-1]
             flows = (after.down, before.down) if direction == "write" else (after.up, before.up)
             rates.append((flows[0].bytes - flows[1].bytes) / max(1e-9, flows[0].busy_seconds - flows[1].busy_seconds))
     except CapacityError:

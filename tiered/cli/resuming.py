@@ -35,6 +35,10 @@ SAME = (
 """Options that make it this training."""
 
 
+ADDED = {"device": "cuda", "update_tier": "dram"}
+"""Options that a training of an earlier release does not have written down, where they are not None."""
+
+
 class Over(MisuseError):
     """The training has had all its steps."""
 
@@ -44,6 +48,8 @@ class Opening:
     """How the store of a training is opened: as it was, where nothing else is given."""
 
     dram: int
+    hbm: int | None
+    device: str
     backend: BackendName
     commit_every: int | None
 
@@ -74,7 +80,7 @@ def opening(folder: str, wishes: Mapping[str, Any]) -> Opening:
 
 
 def _chosen(name: str, kept: Mapping[str, Any], wishes: Mapping[str, Any]) -> Any:
-    return kept[name] if wishes[name] is None else wishes[name]
+    return kept.get(name, ADDED.get(name)) if wishes[name] is None else wishes[name]
 
 
 def keep(every: int | None, ranks: int) -> int:
@@ -115,7 +121,8 @@ def _merged(kept: Mapping[str, Any], wishes: Mapping[str, Any]) -> Options:
                 "begin one in another --dir"
             )
     merged = {**wishes, **{name: kept[name] for name in SAME}, "existing": "refuse", "prefetch": wishes["prefetch"] or "on"}
-    merged |= {name: _chosen(name, kept, wishes) for name in ("text", *(field.name for field in fields(Opening)))}
+    anew = ("text", "update_tier", *(field.name for field in fields(Opening)))
+    merged |= {name: _chosen(name, kept, wishes) for name in anew}
     if wishes["steps"] is None and wishes["minutes"] is None:
         merged |= {name: kept[name] for name in ("steps", "minutes")}
     merged["stage"] = kept.get("stage", 3) if wishes["stage"] is None else wishes["stage"]

@@ -96,7 +96,7 @@ class Saving:
                 "step": self._course.done,
                 "loss": self._losses[-1],
                 "seed": self._options.seed,
-                "opening": {name: self._kept[name] for name in ("dram", "backend", "commit_every")},
+                "opening": {name: self._kept[name] for name in ("dram", "hbm", "device", "backend", "commit_every")},
             },
         }
 

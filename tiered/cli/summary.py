@@ -63,7 +63,7 @@ class Summary:
 
     def as_json(self) -> dict[str, Any]:
         """Bytes and seconds."""
-        moved, steps, dram = self.moved, self.steps, self.seen.tiers[0]
+        moved, steps, dram = self.moved, self.steps, self.seen.tier("dram")
         losses = [*self.earlier_losses, *self.losses]
         return {
             "resumed_after": len(self.earlier_losses),
@@ -74,6 +74,7 @@ class Summary:
             "parameters": self.parameters,
             "state_bytes": STATE_BYTES * self.parameters,
             "pool": {"budget_bytes": dram.capacity, "peak_bytes": dram.peak},
+            "hbm": {"budget_bytes": top.capacity, "peak_bytes": top.peak} if (top := self.seen.tiers[0]) is not dram else None,
             "per_step": {
                 "seconds": moved.seconds / steps,
                 "read_bytes": moved.read / steps,
@@ -109,7 +110,7 @@ class Summary:
 def describe(summary: Summary, other_way: str | None, again: str) -> str:
     """Several lines. ``other_way`` is a command to compare with, ``again`` one to go on with."""
     moved, steps = summary.moved, summary.steps
-    dram = summary.seen.tiers[0]
+    dram = summary.seen.tier("dram")
     state = STATE_BYTES * summary.parameters
 
     def spent(what: str, seconds: float) -> str:
@@ -126,6 +127,11 @@ def describe(summary: Summary, other_way: str | None, again: str) -> str:
             f"tokens, {moved.seconds:.0f} s, {summary.tokens / moved.seconds:.0f} tokens/s",
             f"state     {format_size(state)}, {state / dram.capacity:.1f} times the budget of {format_size(dram.capacity)} "
             f"(the pool's peak: {format_size(dram.peak)})",
+            *(
+                f"device    {format_size(tier.capacity)} of it for parameters (its peak: {format_size(tier.peak)})"
+                for tier in summary.seen.tiers
+                if tier.name == "hbm"
+            ),
             f"memory    {format_size(summary.peak_rss)} at most, {format_size(summary.baseline_rss)} of it torch itself;",
             f"          training in memory holds {format_size(IN_MEMORY_BYTES * summary.parameters)} of parameters, gradients, "
             "states",

@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from tiered.cli.arguments import BACKENDS, command, count, fraction, positive, seconds, seed, size
+from tiered.cli.arguments import BACKENDS, command, count, fraction, positive, seconds, seed, size, size_or_none
 from tiered.cli.launched import launched
 from tiered.types import BackendName
 
@@ -51,6 +51,7 @@ examples:
   tiered train --resume --dir my-store                 go on after a crash, Ctrl-C or SIGTERM
   tiered train --resume --dir my-store --steps 100     more steps than were said at first
   torchrun --nproc-per-node 2 --max-restarts 3 -m tiered train --resume --dir many --commit-every 10
+  tiered train --hbm 8GiB --dram 32GiB                 compute on a GPU
   tiered train --check                                 prove it: the same numbers as in memory, bit by bit
   tiered train --timeline run.json --plot run.png      what happened when, in three of its steps
 """
@@ -71,6 +72,8 @@ DEMO: dict[str, Any] = {
 USUAL: dict[str, Any] = {
     "existing": "refuse",
     "backend": "auto",
+    "device": "cuda",
+    "update_tier": "dram",
     "prefetch": "on",
     "recompute": False,
     "micro_batch": 1,
@@ -101,12 +104,16 @@ TIMEOUT = 60.0
 
 @dataclass(frozen=True)
 class Options:
-    """``dram`` in bytes. ``steps`` None: until ``minutes`` are over. ``folder`` None: a temporary one."""
+    """``dram`` and ``hbm`` in bytes (None or 0: all is computed on the CPU). ``steps`` None: until ``minutes`` are over.
+    ``folder`` None: a temporary one."""
 
     text: str | None
     folder: str | None
     existing: Literal["refuse", "overwrite"]
     dram: int
+    hbm: int | None
+    device: str
+    update_tier: Literal["dram", "hbm"]
     backend: BackendName
     prefetch: Literal["on", "off"]
     layers: int
@@ -154,6 +161,16 @@ def add_parser(commands: Commands) -> None:
     )
     where.add_argument(
         "--dram", metavar="SIZE", type=size, help=f"memory for parameters, gradients and states {_default('dram')}"
+    )
+    where.add_argument(
+        "--hbm",
+        metavar="SIZE",
+        type=size_or_none,
+        help="memory for parameters on --device, where they are computed with then (default: none, on the CPU)",
+    )
+    where.add_argument("--device", metavar="NAME", help="with --hbm; cpu stands in for one (default: cuda)")
+    where.add_argument(
+        "--update-tier", choices=("dram", "hbm"), help="with --hbm: where optimizer states come to be updated (default: dram)"
     )
     where.add_argument("--backend", choices=BACKENDS, help="how to do I/O (default: auto)")
     where.add_argument(
@@ -248,6 +265,10 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: lis
         parser.error("--check compares numbers, and commits nothing: without --resume and --commit-every")
     if parsed.resume and parsed.existing:
         parser.error("--resume goes on with what is there: without --existing")
+    if parsed.check and parsed.hbm and parsed.device != "cpu":
+        parser.error("--check compares with the CPU, bit by bit: --hbm with --device cpu")
+    if (parsed.device or parsed.update_tier) and not (parsed.hbm or parsed.resume):
+        parser.error("--device and --update-tier are for --hbm SIZE")
     if parsed.timeline_steps and not (parsed.timeline or parsed.plot):
         parser.error("--timeline-steps is for --timeline and --plot")
     if parsed.recompute and (parsed.micro_batch or 1) > 1:

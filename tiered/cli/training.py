@@ -20,14 +20,14 @@ from tiered.atrest import StoreAtRest
 from tiered.cli import places, resuming
 from tiered.cli.course import Course, Schedule
 from tiered.cli.gpt import GPT, Shape, build, initialiser
-from tiered.cli.launched import launched
+from tiered.cli.launched import Launched, launched
 from tiered.cli.peers import Peers, joined
 from tiered.cli.places import Place
 from tiered.cli.progress import Gauge, Progress, Silent
 from tiered.cli.rates import measure
 from tiered.cli.recording import Recording
 from tiered.cli.report import refuse_unwritable, write_report
-from tiered.cli.resuming import Earlier
+from tiered.cli.resuming import Earlier, Opening
 from tiered.cli.saving import Saving
 from tiered.cli.stop import StopNoted, Stopped, StopRequest
 from tiered.cli.summary import Summary, describe
@@ -41,6 +41,7 @@ __all__ = [
     "decayed",
     "describe_model",
     "groups",
+    "opened",
     "page",
     "refuse_endless",
     "refuse_existing",
@@ -114,8 +115,16 @@ def page(
             block.register_forward_pre_hook(pass_by)
     zero.page(
         model, store, name=NAME, existing=existing, prefetch=options.prefetch, micro_batch=options.micro_batch,
-        param_init_fn=initialise_one, source=source, **staged,
+        param_init_fn=initialise_one, source=source, update_tier=options.update_tier, **staged,
     )
+
+
+def opened(options: Options | Opening, launched: Launched) -> dict[str, Any]:
+    """How ``TieredStore.open`` is called. Each rank of a node has a device of its own."""
+    device = options.device
+    if device == "cuda" and launched.ranks > 1:
+        device = f"cuda:{launched.local}"
+    return {"dram": options.dram, "hbm": options.hbm or None, "device": device, "backend": options.backend}
 
 
 def describe_model(options: Options, parameters: int) -> str:
@@ -176,7 +185,7 @@ def _begin(options: Options, given: Sequence[str], peers: Peers) -> int:
             kept = resuming.keep(options.commit_every, peers.launched.ranks)
             places.refuse_others(folder, peers.launched.ranks)
         with peers.together():
-            store = peers.open(folder, dram=options.dram, backend=options.backend, keep=kept)
+            store = peers.open(folder, keep=kept, **opened(options, peers.launched))
             stack.enter_context(closing(store))  # what is committed, is so together with all that resuming needs
             refuse_existing(store, options)
         return _run(options, store, text, recording, None, None, baseline, given, peers)
@@ -211,7 +220,7 @@ def _go_on(place: Place, wishes: Mapping[str, Any], given: Sequence[str], peers:
             opening = resuming.opening(place.newest, wishes)
         with peers.together():
             kept = resuming.keep(opening.commit_every, peers.launched.ranks)
-            store = peers.open(place.opened, dram=opening.dram, backend=opening.backend, keep=kept)
+            store = peers.open(place.opened, keep=kept, **opened(opening, peers.launched))
             stack.enter_context(closing(store))
             if place.source is None:
                 earlier = resuming.earlier(store, store.folder, NAME, wishes)
@@ -266,7 +275,7 @@ def _run(
     among = f"\nranks     {ranks}, stage {options.stage}; budget, memory, disk and time are rank 0's" if ranks > 1 else ""
     print(
         f"model     {describe_model(options, parameters)}\n"
-        f"budget    {format_size(options.dram)} of memory for {format_size(STATE_BYTES * parameters)} of parameters and "
+        f"budget    {_budget(options)} for {format_size(STATE_BYTES * parameters)} of parameters and "
         f"Adam states\ntext      {text.path} ({format_size(text.nbytes)})\nstore     {store.folder}{among}",
         file=stream,
         flush=True,
@@ -294,6 +303,11 @@ def _run(
         print(f"\n{told}", file=stream)
     write_report(options.json, summary.as_json())
     return 0
+
+
+def _budget(options: Options) -> str:
+    device = f"{format_size(options.hbm)} on {options.device} and " if options.hbm else ""
+    return f"{device}{format_size(options.dram)} of memory"
 
 
 def _whereabouts(store: TieredStore, losses: list[float], again: str) -> str:

@@ -302,7 +302,7 @@ def _refuse_small_pool(
         largest = max(plan.units, key=lambda unit: unit.nbytes)
         tier = min((tier for tier in store.statistics().tiers if tier.name != "nvme"), key=lambda tier: tier.capacity)
         raise CapacityError(
-            f"a {tier.name.upper()} budget of {pool:,} bytes is too small for this model: the smallest that works is "
+            f"a budget of {pool:,} bytes of {tier.name.upper()} is too small for this model: the smallest that works is "
             f"{needed:,} bytes (its largest unit, {largest.name!r}, has {largest.nbytes:,})"
         )
 

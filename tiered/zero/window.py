@@ -77,7 +77,7 @@ class Window:
     def __init__(self, store: TieredStore) -> None:
         self._store = weakref.ref(store)
         self.name = str(store)
-        pool = next(tier.capacity for tier in store.statistics().tiers if tier.name == "dram")
+        pool = store.statistics().tier("dram").capacity
         self._pool = pool
         self.limit = pool // WINDOW_SHARE
         self.context = 0
