@@ -292,3 +292,36 @@ def test_ranks_on_devices(tmp_path: Path) -> None:
     for result in on_ranks(2, ranks, tmp_path, before=load):
         assert [what for same, what in result if not same] == []
         assert len(result) == 12
+
+
+@pytest.mark.parametrize("hbm", [None, "1MiB"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_states_of_parameters_that_stay_on_the_device(
+    tmp_path: Path, device: torch.device, hbm: str | None, dtype: torch.dtype
+) -> None:
+    """As on the CPU, bit for bit; and on with what was committed."""
+    results = []
+    for where in (torch.device("cpu"), device):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to(where, dtype)
+        with TieredStore.open(tmp_path / where.type, dram="1MiB", hbm=hbm, device=fake_device.NAME) as store:
+            optimizer = zero.AdamW(model.parameters(), lr=1e-2, store=store)
+            numbers = []
+            for step in range(6):
+                if step == 3:
+                    store.commit()
+                    optimizer = zero.AdamW(model.parameters(), lr=1e-2, store=store, existing="resume")
+                if step == 4:
+                    optimizer.load_state_dict(optimizer.state_dict())
+                x = torch.randn(6, 64, generator=torch.Generator().manual_seed(step)).to(where, dtype)
+                loss = model(x).float().square().mean()
+                loss.backward()  # type: ignore[no-untyped-call]
+                numbers += [loss.item(), optimizer.clip_grad_norm_(0.1).item()]
+                optimizer.step()
+                optimizer.zero_grad()
+            moments = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+            results.append((numbers, [value.cpu() for value in (*moments, *model.state_dict().values())]))
+    (numbers, left), (others, right) = results
+    assert numbers == others
+    assert len(left) == len(right)
+    assert all(map(torch.equal, left, right))

@@ -323,7 +323,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
             zero.AdamW(model.parameters(), name="adam")
         for parameter, why in (
             (torch.zeros(3, dtype=torch.complex64), r"parameter 1 \(of shape \(3,\)\) is torch.complex64"),
-            (torch.zeros(3, device="meta"), "is on meta"),
+            (torch.zeros(3, device="meta"), "is on the meta device"),
             (torch.zeros(3, 4)[:, :2], "gaps in memory"),
         ):
             with pytest.raises(MisuseError, match=why):

@@ -20,22 +20,23 @@ TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 class Local:
     """``shape`` and ``stride`` are those of the part that is here; *flat* is its elements in memory order.
 
-    Raises MisuseError for a parameter that cannot have states: on another device, of another type, with gaps in memory.
+    Raises MisuseError for a parameter that cannot have states: on the meta device, of another type, with gaps in memory.
     """
 
     def __init__(self, parameter: nn.Parameter, name: str, group: int) -> None:
         self.parameter, self.name, self.group = parameter, name, group
         here = _part(parameter.detach())
         self.shape, self.stride, self.dtype = here.shape, here.stride(), here.dtype
-        if here.device.type != "cpu":
-            raise MisuseError(f"{name} is on {here.device}: states in a store are for parameters on the CPU so far")
+        self.device = here.device
+        if here.is_meta:
+            raise MisuseError(f"{name} is on the meta device: give it values before making the optimizer")
         if here.dtype not in TYPES or here.layout is not torch.strided:
             raise MisuseError(f"{name} is {here.dtype}, {here.layout}: states are for dense {', '.join(map(str, TYPES))}")
         if self.numel and not is_dense(self.shape, self.stride):
             raise MisuseError(f"{name} has gaps in memory: make it contiguous before making the optimizer")
 
     values: torch.Tensor
-    """Its own memory, flat; from ``show`` to ``hide``."""
+    """Its own memory, flat, wherever it is; from ``show`` to ``hide``."""
     gradient: torch.Tensor
     """The same of its gradient, or a copy in the parameter's order."""
 
@@ -68,7 +69,7 @@ class Local:
     def show(self) -> None:
         """Raises MisuseError where it is not what it was, or its gradient is sparse."""
         here = _part(self.parameter.detach())
-        if (here.shape, here.stride(), here.dtype) != (self.shape, self.stride, self.dtype) or here.device.type != "cpu":
+        if (here.shape, here.stride(), here.dtype, here.device) != (self.shape, self.stride, self.dtype, self.device):
             raise MisuseError(f"{self.name} has another shape, type or device than when the optimizer was made: make a new one")
         self.values = _flat(here)
         gradient: Any = self.parameter.grad
@@ -104,6 +105,7 @@ class Local:
         part = flat.as_strided(self.shape, self.stride)
         if not self.divided:
             return part
+        part = part.to(self.device)  # where its collectives are
         from torch.distributed.tensor import DTensor  # it is imported already, and takes long elsewhere
 
         whole: Any = self.parameter

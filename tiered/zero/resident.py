@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tiered import ManifestError, MisuseError, TieredStore
+from tiered.zero.at_tier import Tensors, dram_of, host
 from tiered.zero.local import Local
 from tiered.zero.ranks import Ranks, Under
 from tiered.zero.rules import UpdateRule
@@ -43,6 +45,8 @@ class Segment(Placement):
     begin: int = 0
     end: int = 0
     local: Local = field(kw_only=True)
+    _here: torch.Tensor | None = None  # its values in host memory, while they are updated there
+    _gradient: torch.Tensor | None = None
 
     @classmethod
     def of(cls, local: Local, begin: int, end: int, element: int) -> Segment:
@@ -53,11 +57,24 @@ class Segment(Placement):
     def __post_init__(self) -> None:
         self.shape, self.dtype = torch.Size((self.end - self.begin,)), self.local.dtype
 
+    @contextmanager
+    def at_hand(self) -> Iterator[None]:
+        """Values and gradient are in host memory meanwhile, and where they are elsewhere, values go back."""
+        self._here, self._gradient = host(self.all), host(self.local.gradient[self.begin : self.end])
+        try:
+            yield
+        finally:
+            if self._here.device != self.local.values.device:
+                self.all.copy_(self._here)
+            self._here = self._gradient = None
+
     def stored_flat(self, unit: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        return self.local.values[self.begin + start : self.begin + stop]
+        assert self._here is not None
+        return self._here[start:stop]
 
     def flat(self, unit: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        return self.local.gradient[self.begin + start : self.begin + stop]
+        assert self._gradient is not None
+        return self._gradient[start:stop]
 
     @property
     def all(self) -> torch.Tensor:
@@ -72,7 +89,7 @@ class Segment(Placement):
 class Round:
     """``segments[rank]``: in order. ``share``: elements of each rank's chunk."""
 
-    def __init__(self, store: TieredStore, key: str, segments: list[list[Segment]], share: int, rank: int) -> None:
+    def __init__(self, store: Tensors, key: str, segments: list[list[Segment]], share: int, rank: int) -> None:
         self.segments, self.share, self.rank = segments, share, rank
         self.own = segments[rank]
         self.dtype = segments[0][0].dtype
@@ -92,21 +109,27 @@ class Round:
             for segment in self.own:
                 if segment in mine and mine[segment].step > 1:
                     self._follow(segment)
-        self.states.apply(Pending(mine), NOTHING, NOTHING)
+        with ExitStack() as at_hand:
+            for segment in self.own:
+                if segment in mine:
+                    at_hand.enter_context(segment.at_hand())
+            self.states.apply(Pending(mine), NOTHING, NOTHING)
 
     def _follow(self, segment: Segment) -> None:
         """Where a value was changed otherwise since the last step, its fp16 master begins with it. (The master of a bf16 one is
         the value itself and more bits.)"""
-        value, copies = segment.all, self.states.copies(segment, segment.all)
+        value = host(segment.all)
+        copies = self.states.copies(segment, value)
         kept = copies["master"].to(torch.float16) == value
         if not bool(kept.all()):
             self.load(segment, {**copies, "master": torch.where(kept, copies["master"], value.float())})
 
     def load(self, segment: Segment, state: dict[str, torch.Tensor]) -> None:
         """``States.load``, with the master that belongs to the value where there is none, or another's."""
-        self.states.load(segment, segment.all, state)
+        value = host(segment.all)
+        self.states.load(segment, value, state)
         if segment in self.states.stale_masters and segment.dtype in (torch.bfloat16, torch.float16):
-            self.states.load(segment, segment.all, {**state, "master": segment.all.float()})
+            self.states.load(segment, value, {**state, "master": value.float()})
         self.states.stale_masters.discard(segment)
 
     # -- what the ranks tell each other --------------------------------------------------------------------------------------
@@ -136,7 +159,7 @@ class Round:
         own = {name: torch.zeros(self.share, dtype=kind.dtype) for name, kind in kinds.items()}
         for segment in self.own:
             if segment.local in into:
-                found = self.states.copies(segment, segment.all)
+                found = self.states.copies(segment, host(segment.all))
                 for name, value in found.items():
                     segment.take(own[name]).copy_(value)
         for name, row in own.items():
@@ -158,18 +181,13 @@ class Resident:
     def __init__(self, store: TieredStore, name: str, existing: str, ranks: Ranks | None) -> None:
         if existing not in ("refuse", "overwrite", "resume"):
             raise MisuseError(f"existing is 'refuse', 'overwrite' or 'resume', not {existing!r}")
-        if store.device.type != "cpu":
-            raise MisuseError(
-                f"the store's top tier is on {store.device}, and states are updated on the CPU so far: open the store without "
-                "hbm= for this optimizer"
-            )
         self.store, self.name, self._ranks, self._resume = store, name, ranks, existing == "resume"
         self.locals: list[Local] = []
         self._rounds: list[Round] = []
         self._layouts: list[bytes] = []
         self._written = False
         self._forward = True
-        pool = store.statistics().tiers[0].capacity
+        pool = store.statistics().tier("dram").capacity
         if ranks is not None:
             pool = int(ranks.shared(torch.tensor([pool]), "the smallest pool").amin())
         self._limit = min(Limits.of(pool).chunk, max(1, ROUND // self._size // STEP) * STEP)
@@ -247,7 +265,7 @@ class Resident:
                     at, begin = at + _up(end - begin), end
             first = len(rounds)
             for number, segments in enumerate(cut, first):
-                rounds.append(Round(self.store, f"{self.name}/{group}/{number}", segments, share, self._rank))
+                rounds.append(Round(dram_of(self.store), f"{self.name}/{group}/{number}", segments, share, self._rank))
         return rounds
 
     def write(self) -> list[int]:
@@ -352,7 +370,7 @@ class Resident:
         under: tuple[Round, Under, torch.Tensor] | None = None
         for number, here in enumerate(rounds):
             coming = [key for later in rounds[number + 1 : number + 1 + AHEAD] for key in later.keys(updates)]
-            self.store.prefetch([key for key in coming if key in self.store])
+            self.store.prefetch([key for key in coming if key in self.store], tier="dram")
             here.update(updates)
             if self._ranks is not None:
                 _finish(under, updates)
@@ -371,7 +389,7 @@ class Resident:
             for local in found:
                 local.show()
                 if not local.numel:
-                    empty = States(self.store, "", [], 1, {local.dtype}).blank(Segment.of(local, 0, 0, 0))
+                    empty = States(dram_of(self.store), "", [], 1, {local.dtype}).blank(Segment.of(local, 0, 0, 0))
                     found[local] = dict(empty)
             for here in self._rounds:
                 if here.concerns(found):
