@@ -106,7 +106,7 @@ class StoreAtRest:
     def get(self, key: Key) -> torch.Tensor:
         """The whole tensor, of its dtype and shape, in ordinary memory. Raises as ``read``, and KeyNotFound."""
         spec = self.spec(key)
-        data = torch.empty(spec.nbytes, dtype=torch.uint8)
+        data = torch.empty(spec.nbytes, dtype=torch.uint8, device="cpu")
         at = 0
         for piece in self.read(key, 0, spec.nbytes):
             data[at : at + piece.numel()] = piece
@@ -129,7 +129,7 @@ class StoreAtRest:
     def _piece(self, record: TensorRecord, begin: int, nbytes: int) -> torch.Tensor:
         assert record.extent is not None
         fd, path = self.descriptors[record.extent.file], self.places[record.extent.file]
-        data = torch.empty(nbytes, dtype=torch.uint8)
+        data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         view, done = data.numpy().data, 0
         where = record.extent.offset + begin
         while done < nbytes:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils.checkpoint import DefaultDeviceType
 
 from tests import fake_device
 from tests.zero.models import Mixed, Tied, parameter_groups
@@ -246,6 +247,7 @@ def load(rank: int) -> None:
 
 def ranks(rank: int, folder: Path) -> list[tuple[bool, str]]:
     """What differs between two ranks that compute on the device, and the same on the CPU."""
+    torch.set_default_device(fake_device.NAME)  # which all that is the host's has to withstand
     with pytest.MonkeyPatch.context() as patch:
         fake_device.installed(patch)
         return [
@@ -264,14 +266,15 @@ def same_ranks(rank: int, folder: Path, stage: zero.Stage, tier: UpdateTier, pol
     for hbm in (False, True):
         torch.manual_seed(0)
         blocks = (nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4))
-        model = nn.Sequential(*blocks)
+        model = nn.Sequential(*blocks).to("cpu")
         chosen = {"hbm": "2MiB", "device": fake_device.NAME} if hbm else {}
         with TieredStore.open(folder / f"{hbm}{rank}", dram="2MiB", **chosen) as store:
             zero.page(model, store, stage=stage, update_tier=tier if hbm else "dram", policy=policy)
             optimizer = zero.AdamW(model.parameters(), lr=1e-2)
             numbers = []
             for step in range(4):
-                x = torch.randn(6, 64, generator=torch.Generator().manual_seed(2 * step + rank)).to(store.device)
+                generator = torch.Generator("cpu").manual_seed(2 * step + rank)
+                x = torch.randn(6, 64, generator=generator, device="cpu").to(store.device)
                 loss = model(x).square().mean()
                 loss.backward()
                 numbers.append((loss.item(), optimizer.clip_grad_norm_(0.1).item()))
@@ -325,3 +328,116 @@ def test_states_of_parameters_that_stay_on_the_device(
     assert numbers == others
     assert len(left) == len(right)
     assert all(map(torch.equal, left, right))
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+
+
+def test_a_page_that_fails_late_is_undone(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device has no room for the buffers, which come last; the model was on the CPU, or on the device."""
+    real = torch.Tensor.to
+
+    def full(tensor: torch.Tensor, *args: object, **more: object) -> torch.Tensor:
+        if args and args[0] == device and tensor.shape == (64,):
+            raise torch.OutOfMemoryError("no room on the device")
+        return real(tensor, *args, **more)  # type: ignore[call-overload,no-any-return]
+
+    for where in (torch.device("cpu"), device):
+        model = small().to(where)
+        model.register_buffer("other", torch.ones(64))
+        values = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+        with open_store(tmp_path / where.type) as store:
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.Tensor, "to", full)
+                with pytest.raises(torch.OutOfMemoryError):
+                    zero.page(model, store)
+            assert {p.device for p in model.parameters()} == {where}
+            assert all(torch.equal(value.cpu(), values[name]) for name, value in model.state_dict().items())
+            zero.page(model, store)
+            assert all(torch.equal(value.cpu(), values[name]) for name, value in model.state_dict().items())
+
+
+def test_a_write_to_one_number_is_noticed(tmp_path: Path, device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    model.register_parameter("scale", nn.Parameter(torch.tensor(4.0)))
+    with open_store(tmp_path / "store") as store:
+        zero.page(model, store)
+        model.scale.data.clamp_(max=1.0)  # type: ignore[union-attr]
+        model.scale.data.fill_(1.0)  # type: ignore[union-attr]
+        with pytest.raises(MisuseError, match="'scale' was written to"):
+            model(torch.ones(2, 64, device=device))
+        assert model.state_dict()["scale"] == 4.0
+
+
+def test_weights_come_into_a_model_that_is_there_already(tmp_path: Path, device: torch.device) -> None:
+    save_file({name: value + 1 for name, value in small().state_dict().items()}, tmp_path / "model.safetensors")
+    model = small().to(device)
+    with open_store(tmp_path / "store") as store:
+        zero.page(model, store, weights=tmp_path / "model.safetensors")
+        for name, value in small().state_dict().items():
+            assert torch.equal(model.state_dict()[name].cpu(), value + 1), name
+
+
+def test_random_numbers_are_drawn_again(tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a batch are computed twice, with numbers of the device's own generator, as on CUDA."""
+    generator = torch.Generator().manual_seed(7)
+    module = torch.get_device_module(device)
+    monkeypatch.setattr(type(module), "get_rng_state", lambda self, device=None: generator.get_state())
+    monkeypatch.setattr(type(module), "set_rng_state", lambda self, state, device=None: generator.set_state(state))
+    monkeypatch.setattr(module, "_initialized", True, raising=False)
+    monkeypatch.setattr(DefaultDeviceType, "_default_device_type", device.type)
+    masks = []
+
+    class Dropout(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            masks.append((torch.rand(x.shape, generator=generator) > 0.5).to(x.device))
+            return x * masks[-1]
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), Dropout(), nn.Linear(64, 64)) for _ in range(2)))
+    with open_store(tmp_path / "store") as store:
+        zero.page(model, store, micro_batch=2)
+        model(torch.ones(4, 64, device=device)).square().mean().backward()
+    assert len(masks) == 8
+    assert all(any(torch.equal(again, first) for first in masks[:4]) for again in masks[4:])
+
+
+def test_the_device_is_torchs_default(tmp_path: Path, device: torch.device) -> None:
+    results = []
+    for default in (None, device):
+        torch.set_default_device(default)
+        try:
+            results.append(_under_default(tmp_path / str(default), device))
+        finally:
+            torch.set_default_device(None)
+    assert len(results[0]) == len(results[1])
+    assert all(map(torch.equal, *results))
+
+
+def _under_default(path: Path, device: torch.device) -> list[torch.Tensor]:
+    model = small().to("cpu")
+    for module in model:
+        module.reset_parameters()  # type: ignore[operator]
+    with torch.no_grad():
+        for index, parameter in enumerate(model.parameters()):
+            parameter.fill_(0.1 + index)
+    with open_store(path) as store:
+        zero.page(model, store, policy=zero.Policy(torch.bfloat16))
+        optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step), device="cpu").to(device)
+            model(x).square().mean().backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                optimizer.load_state_dict(optimizer.state_dict())
+                zero.commit(model, optimizer)
+        zero.rollback(model, optimizer)
+        zero.export(model, path / "exported")
+        states = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+        assert all(value.device.type == "cpu" for value in states)
+        return [*states, *(value.cpu() for value in model.state_dict().values())]

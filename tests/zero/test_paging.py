@@ -392,3 +392,46 @@ def test_a_checkpointed_function_that_reads_parameters_itself(store: TieredStore
             assert ours.grad is None
         else:
             assert torch.equal(optimizer.grad(ours), theirs.grad)
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_a_parameter_that_is_frozen_after_forward_keeps_its_gradient(tmp_path: Path, accumulated: bool) -> None:
+    """As in torch, which neither accumulates then nor forgets."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        x = torch.ones(2, 64)
+        if accumulated:
+            model(x).square().mean().backward()
+        loss = model(2 * x).square().mean()
+        frozen = next(model.parameters())
+        frozen.requires_grad_(False)
+        loss.backward()
+        assert (frozen.grad is not None) is accumulated
+        optimizer.step()
+        return model.state_dict()
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+
+    plain, paged = make(), make()
+    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True))
+    with TieredStore.open(tmp_path / "store", dram="2MiB") as store:
+        zero.page(paged, store)
+        found = train(paged, zero.AdamW(paged.parameters(), lr=1e-3))
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def test_a_unit_of_nothing_but_empty_parameters(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Module())
+    model[1].empty = nn.Parameter(torch.zeros(0, 3))
+    model[1].forward = lambda x: x.sum() + model[1].empty.sum()
+    with TieredStore.open(tmp_path / "store", dram="2MiB") as store:
+        zero.page(model, store)
+        optimizer = zero.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.ones(2, 4)).backward()
+            optimizer.step()
+        model.state_dict()
+        optimizer.state_dict()
+        zero.commit(model, optimizer)

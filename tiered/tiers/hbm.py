@@ -186,7 +186,7 @@ def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     """``nbytes`` on the device, the first of them aligned."""
     if device.type == "cpu":
         try:
-            arena = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
+            arena = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu")
         except (RuntimeError, TypeError) as error:  # TypeError: more than 63 bits
             raise CapacityError(
                 f"the system refuses {nbytes} bytes of memory for the HBM tier on the CPU: ask for less"

@@ -135,7 +135,7 @@ def page(
     if existing == "resume" and source is not None and f"{name}/checkpoint" in store:
         _refuse_newer(source, store, partition)
     elif existing == "resume" and source is not None:
-        _take_over(source, model, store, name, limits, policy, partition)
+        _take_over(source, model, store, name, limits, policy, partition, pool, micro_batch)
     if existing == "resume":
         limits, kept = checkpoint.layout(store, name)
         strides |= {parameter: kept[qualified] for qualified, parameter in model.named_parameters() if qualified in kept}
@@ -158,10 +158,11 @@ def page(
         checkpoint.refuse_other(store, name, tentative, partition)
         strides |= {fresh: strides[meta] for fresh, meta in _replace_meta(model, store).items()}
         plan = divide(model, limits, strides, policy, partition.shares)
+        buffers = _buffers_for(model, store)
         _release(plan, store)
         window.sweep()
-        _move_buffers(model, store)
         pager = made(plan)
+        _place(buffers)
         checkpoint.recall(pager)
         unguard(model, window)
         return model
@@ -181,13 +182,14 @@ def page(
             if pretrained is not None:
                 pretrained.fill_buffers(model)
             partition.same_buffers(model)
+            buffers = _buffers_for(model, store)
+            made(plan)
         except BaseException as error:
             adoption.undo()
             if isinstance(error, OSError):
                 raise _unreadable(error, weights) from error
             raise
-    _move_buffers(model, store)
-    made(plan)
+    _place(buffers)
     unguard(model, window)
     return model
 
@@ -222,12 +224,16 @@ def _take_over(
     limits: Limits,
     policy: Policy,
     partition: Partition,
+    pool: int,
+    micro_batch: int,
 ) -> None:
     with ExitStack() as stack:
         stores = opened(source, stack)
         there = Source(stores, name)
         strides = {p: there.named(qualified).stride for qualified, p in model.named_parameters()}
-        reshard(there, store, divide(model, limits, strides, policy, partition.shares), partition)
+        plan = divide(model, limits, strides, policy, partition.shares)
+        _refuse_small_pool(plan, model, store, pool, micro_batch, partition.shares)
+        reshard(there, store, plan, partition)
         partition.goes_on(number_of(stores[0].manifest.meta))
 
 
@@ -253,13 +259,25 @@ def _nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> tor
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
-def _move_buffers(model: nn.Module, store: TieredStore) -> None:
-    """To where modules compute. One that several modules have stays one."""
+Buffers = list[tuple[nn.Module, str, torch.Tensor]]
+
+
+def _buffers_for(model: nn.Module, store: TieredStore) -> Buffers:
+    """Those that modules need where they will compute, and have elsewhere. One that several modules have stays one."""
     moved: dict[torch.Tensor, torch.Tensor] = {}
+    found: Buffers = []
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device not in (store.device, torch.device("meta")):
-                module._buffers[name] = moved[buffer] = moved[buffer] if buffer in moved else buffer.to(store.device)
+                if buffer not in moved:
+                    moved[buffer] = buffer.to(store.device)
+                found.append((module, name, moved[buffer]))
+    return found
+
+
+def _place(buffers: Buffers) -> None:
+    for module, name, buffer in buffers:
+        module._buffers[name] = buffer
 
 
 def _staged(model: nn.Module, window: Window) -> dict[nn.Parameter, Staged]:
@@ -297,7 +315,7 @@ def _refuse_small_pool(
     if micro_batch > 1:
         together += 2 * max(sizes, default=0)
         together = -(-together * KEPT_SHARE // (KEPT_SHARE - 1) // 4096) * 4096
-    needed = max(3 * max(sizes, default=0) + converted, together, 1 << 20)
+    needed = -(-max(3 * max(sizes, default=0) + converted, together, 1 << 20) // 4096) * 4096
     if pool < needed:
         largest = max(plan.units, key=lambda unit: unit.nbytes)
         tier = min((tier for tier in store.statistics().tiers if tier.name != "nvme"), key=lambda tier: tier.capacity)
@@ -349,7 +367,7 @@ class _Adoption:
     init: Init | None
     pretrained: Pretrained | None = None
     without_memory: set[nn.Parameter] = field(default_factory=set)
-    stored: dict[nn.Parameter, tuple[str, Placement]] = field(default_factory=dict)
+    stored: dict[nn.Parameter, tuple[str, Placement, torch.device]] = field(default_factory=dict)
     created: list[str] = field(default_factory=list)
 
     def move(self, plan: Plan, name: str, trimmer: Trimmer) -> None:
@@ -381,7 +399,7 @@ class _Adoption:
                 self.window.copy_to(placement.stored_view(memory), self.staged[parameter])
             else:
                 placement.stored_view(memory).copy_(parameter)
-            self.stored[parameter] = key, placement
+            self.stored[parameter] = key, placement, parameter.device
             parameter.data = _nothing(placement.shape, placement.dtype, self.store.device)
             self.window.sweep()  # the waiting value, which nothing shows any more
 
@@ -403,7 +421,7 @@ class _Adoption:
                 released[parameter] = parameter.data
             else:
                 continue
-            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
@@ -421,10 +439,10 @@ class _Adoption:
             for name, parameter in module._parameters.items():
                 if parameter in self.meta:
                     module._parameters[name] = self.meta[parameter]
-        for parameter, (key, placement) in self.stored.items():
+        for parameter, (key, placement, device) in self.stored.items():
             if parameter in self.meta or self.partition.shares > 1:  # of which this store has a share only
                 continue
-            value = torch.empty_strided(placement.shape, placement.stride, dtype=placement.dtype)
+            value = torch.empty_strided(placement.shape, placement.stride, dtype=placement.dtype, device=device)
             with self.store.lease(key, tier="dram") as memory:
                 value.copy_(placement.stored_view(memory))
                 del memory

@@ -349,7 +349,7 @@ def _load(
     if numpy is not None and states["numpy"] is not None:
         numpy.random.set_state(states["numpy"])
     if states["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
+        torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])
     return record["extra"]
 
 

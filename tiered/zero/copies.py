@@ -42,7 +42,7 @@ class Copies:
         return self._made[key]
 
     def create(self, key: str, spec: TensorSpec) -> None:
-        self._made[key] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+        self._made[key] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="cpu")
 
     def put(self, key: str, tensor: torch.Tensor) -> None:
         self._made[key] = tensor

@@ -215,7 +215,7 @@ class Reductions:
 
     def _catch_up(self) -> None:
         """An exception ended a backward pass, on all ranks where they go on after it: some had begun more reductions."""
-        mine = torch.tensor([self._begun])
+        mine = torch.tensor([self._begun], device="cpu")
         begun = int(self._ranks.shared(mine, "how far an interrupted backward pass was", apart=True).amax())
         for unit in self._order[self._begun : begun]:
             self._begin(unit)
@@ -233,7 +233,7 @@ class Reductions:
             _local(unit).collect()  # what somebody assigned is looked at here, too
         places = [(unit, placement) for unit in reversed(self._units) for placement in unit.gradients.states]
         some = [_local(unit).has(placement) for unit, placement in places]
-        anywhere = self._ranks.shared(torch.tensor(some, dtype=torch.uint8), "which gradients there are").amax(0)
+        anywhere = self._ranks.shared(torch.tensor(some, dtype=torch.uint8, device="cpu"), "which gradients there are").amax(0)
         wanted: dict[Unit, list[Placement]] = {}
         for (unit, placement), there in zip(places, anywhere.tolist(), strict=True):
             if there:  # also of one that was frozen since
@@ -273,7 +273,7 @@ class Reductions:
             for placement, state in unit.gradients.states.items():
                 flags.append(int(placement.parameter.grad is not None) + (0 if state.finite else 2))
                 owners.append((unit, placement))
-        everybody = self._ranks.shared(torch.tensor(flags, dtype=torch.uint8), "which parameters have a gradient")
+        everybody = self._ranks.shared(torch.tensor(flags, dtype=torch.uint8, device="cpu"), "which parameters have a gradient")
         there, infinite = (everybody & 1).amax(0).tolist(), (everybody & 2).amax(0).tolist()
         found = []
         for (unit, placement), present, wrong in zip(owners, there, infinite, strict=True):
@@ -299,7 +299,9 @@ class Reductions:
         return whole
 
     def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
-        return self._ranks.shared(torch.tensor(flags, dtype=torch.uint8), what).amin(0).bool().tolist() if flags else []
+        if not flags:
+            return []
+        return self._ranks.shared(torch.tensor(flags, dtype=torch.uint8, device="cpu"), what).amin(0).bool().tolist()
 
 
 class _Flight:
@@ -316,7 +318,7 @@ class _Flight:
             self._received = self._room.enter_context(store.lease(key, access=Access.WRITE))
             self.under: Under = ranks.exchange(self._received, whole, f"gradients of {unit.key!r}")
         except BaseException:
-            self._received = torch.empty(0)
+            self._received = torch.empty(0, device="cpu")
             self._room.close()
             raise
 

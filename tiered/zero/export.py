@@ -286,7 +286,7 @@ def _of_checkpoint(
                 for piece in store.read(key, start, stop):
                     yield from _pieces(piece.view(placement.stored).to(placement.dtype), goal)
             else:
-                whole = torch.cat([torch.empty(0, dtype=torch.uint8), *store.read(key, start, stop)])
+                whole = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *store.read(key, start, stop)])
                 strided = whole.view(placement.stored).as_strided(placement.shape, placement.stride)
                 yield from _pieces(strided.to(placement.dtype), goal)
     for buffer in buffers:

@@ -98,7 +98,7 @@ class Local:
 
     def flat(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A flat copy of ``value``, which has the shape of the parameter or of the part that is here."""
-        return _flat(torch.empty_strided(self.shape, self.stride, dtype=dtype).copy_(self._cut(value)))
+        return _flat(torch.empty_strided(self.shape, self.stride, dtype=dtype, device="cpu").copy_(self._cut(value)))
 
     def like(self, flat: torch.Tensor) -> torch.Tensor:
         """The opposite: as the parameter is, a DTensor with its placements where it is one."""

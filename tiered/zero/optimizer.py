@@ -214,7 +214,7 @@ class AdamW(Optimizer):
             for unit, placements in units.items():
                 unit.settle()
                 for placement in placements:
-                    unit.gradients.take(placement, torch.zeros((), dtype=placement.dtype).expand(placement.shape))
+                    unit.gradients.take(placement, torch.zeros((), dtype=placement.dtype, device="cpu").expand(placement.shape))
                 unit.gradients.close()
 
     def clip_grad_norm_(
@@ -235,7 +235,7 @@ class AdamW(Optimizer):
             pager.exchange.synchronise()
         graded = [placement_of(p) for p in self._parameters() if p.grad is not None]
         if not graded:
-            return torch.tensor(0.0)
+            return torch.tensor(0.0, device="cpu")
         graded.sort(key=lambda found: found[2].index)
         norms = self._norms(graded, order)
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
@@ -286,7 +286,7 @@ class AdamW(Optimizer):
         state = {}
         for index, (step, kept) in enumerate(self._kept()):
             if step:
-                state[index] = {"step": torch.tensor(float(step)), "exp_avg": kept["m"], "exp_avg_sq": kept["v"]}
+                state[index] = {"step": torch.tensor(float(step), device="cpu"), "exp_avg": kept["m"], "exp_avg_sq": kept["v"]}
                 if "master" in kept:
                     state[index]["master"] = kept["master"]
         packed["state"] = state
@@ -343,7 +343,7 @@ class AdamW(Optimizer):
         step with it."""
         for parameter, step in zip(self._parameters(), steps, strict=True):
             if step:
-                self.state[parameter] = {"step": torch.tensor(float(step))}
+                self.state[parameter] = {"step": torch.tensor(float(step), device="cpu")}
 
     def _refuse_mixed(self) -> None:
         paged = [hasattr(parameter, "_tiered") for parameter in self._parameters()]

@@ -393,10 +393,14 @@ class Pager:
                 parameter.register_post_accumulate_grad_hook(told(parameter, Pager._gradient_arrived))
 
     def _gradient_arrives(self, unit: Unit, placement: Placement) -> None:
+        if not placement.parameter.requires_grad:  # frozen since forward: torch does not accumulate, and calls the hooks
+            return
         self._open_gradients(unit)
         unit.arriving.before(placement)
 
     def _gradient_arrived(self, unit: Unit, placement: Placement) -> None:
+        if not placement.parameter.requires_grad:
+            return
         assert placement.parameter.grad is not None
         unit.arriving.add(placement, placement.parameter.grad)
         self._trimmer.passed(placement.nbytes)

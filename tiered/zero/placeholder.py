@@ -47,10 +47,8 @@ class Placeholder:
 
 
 class DevicePlaceholder:
-    """The same in a device's memory, where nobody looks whether it was written to: that would wait for the device. torch itself
-    refuses most writes to a tensor whose elements share their memory."""
-
-    intact = True
+    """The same in a device's memory. Whether it was written to is looked at where there is one element: that waits for the
+    device. torch itself refuses writes to a tensor whose elements share their memory."""
 
     def __init__(self, device: torch.device, shape: torch.Size, dtype: torch.dtype) -> None:
         with torch.inference_mode(False):
@@ -58,3 +56,8 @@ class DevicePlaceholder:
             one = torch.full((), 0 if empty else float("nan"), dtype=dtype, device=device)
             self.address = one.untyped_storage().data_ptr()
             self.tensor = one.expand(shape)
+            self._first = None if empty else one  # of whole numbers any could be meant
+
+    @property
+    def intact(self) -> bool:
+        return self._first is None or self.tensor.numel() != 1 or bool(self._first.isnan())

@@ -201,7 +201,7 @@ def _described(everybody: Sequence[Mapping[str, Any]]) -> str:
 def shared_json(ranks: Ranks, value: Any) -> list[Any]:
     """Everybody's ``value``."""
     data = json.dumps(value).encode()
-    longest = int(ranks.shared(torch.tensor([len(data)]), "the length of what ranks say").amax())
-    padded = torch.zeros(longest, dtype=torch.uint8)
+    longest = int(ranks.shared(torch.tensor([len(data)], device="cpu"), "the length of what ranks say").amax())
+    padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in ranks.shared(padded, "what ranks say")]

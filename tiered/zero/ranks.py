@@ -144,7 +144,7 @@ class Ranks:
         the order of reductions."""
         group = self._gathers if apart else self._reductions
         flat = own.contiguous().view(-1)
-        found = torch.empty(self.size * flat.numel(), dtype=own.dtype)
+        found = torch.empty(self.size * flat.numel(), dtype=own.dtype, device="cpu")
         if flat.numel():
             into, mine = found.view(torch.uint8), flat.view(torch.uint8)
             self._begin(group, what, lambda: _gather(into, mine, group)).wait()
@@ -162,10 +162,10 @@ class Ranks:
 
     def _begin(self, group: Any, what: str, start: Callable[[], Any], ahead: bool = False) -> Under:
         self._numbers[group] += 1
-        tag = torch.zeros(TAG, dtype=torch.uint8)
+        tag = torch.zeros(TAG, dtype=torch.uint8, device="cpu")
         said = f"collective {self._numbers[group]}: {what}".encode()[:TAG]
         tag[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-        tags = torch.empty(self.size * TAG, dtype=torch.uint8)
+        tags = torch.empty(self.size * TAG, dtype=torch.uint8, device="cpu")
         with self.named(what):
             under = Under(self, what, tags.view(self.size, TAG), _gather(tags, tag, group))
         if not ahead:
@@ -204,7 +204,7 @@ class _Calls:
 
     def __init__(self, group: Any, failing: list[Any], rank: int, size: int) -> None:
         self._group, self._failing = group, failing
-        self._call = torch.ones(1, dtype=torch.uint8)
+        self._call = torch.ones(1, dtype=torch.uint8, device="cpu")
         self._heard = {other: _receive(group, other) for other in range(size) if other != rank}
         self._sent: list[Any] = []
         self._found: str | None = None
@@ -246,7 +246,7 @@ class _Calls:
 
 
 def _receive(group: Any, other: int) -> Any:
-    return group.recv([torch.zeros(1, dtype=torch.uint8)], other, 0)
+    return group.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], other, 0)
 
 
 def _named(ranks: list[int]) -> str:

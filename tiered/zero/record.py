@@ -107,7 +107,7 @@ def _rebuilt(value: Any, fetch: Fetch) -> Any:
         dtype, data = _dtype(name), bytearray(base64.b64decode(text, validate=True))
         if len(data) > INLINE:
             raise ValueError(f"a tensor of {len(data)} bytes")
-        flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
         return flat.view(dtype).reshape(shape)
     if kind == "array":
         return _rebuilt(found, fetch).numpy()

@@ -35,7 +35,7 @@ STEP = 16
 computes what is left over at the end of a tensor."""
 AHEAD = 2
 """Rounds whose states are asked for before they are needed."""
-NOTHING = torch.empty(0, dtype=torch.uint8)
+NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(eq=False)
@@ -137,7 +137,7 @@ class Round:
     def gather(self, ranks: Ranks, updates: Mapping[Local, Update]) -> tuple[Under, torch.Tensor]:
         """Begin to exchange the values that each rank has updated."""
         size = self.share * self.dtype.itemsize
-        whole = torch.empty(ranks.size * size, dtype=torch.uint8)
+        whole = torch.empty(ranks.size * size, dtype=torch.uint8, device="cpu")
         own = whole[self.rank * size : (self.rank + 1) * size]
         values = own.view(self.dtype)
         for segment in self.own:
@@ -156,7 +156,7 @@ class Round:
     def copies(self, into: Mapping[Local, dict[str, torch.Tensor]], ranks: Ranks | None) -> None:
         """All states of this round, those of other ranks too, into flat tensors of each parameter's size."""
         kinds = self.states.blank(self.segments[0][0])
-        own = {name: torch.zeros(self.share, dtype=kind.dtype) for name, kind in kinds.items()}
+        own = {name: torch.zeros(self.share, dtype=kind.dtype, device="cpu") for name, kind in kinds.items()}
         for segment in self.own:
             if segment.local in into:
                 found = self.states.copies(segment, host(segment.all))
@@ -167,7 +167,8 @@ class Round:
             for here, segments in zip(rows, self.segments, strict=True):
                 for segment in segments:
                     if segment.local in into:
-                        whole = into[segment.local].setdefault(name, torch.empty(segment.local.numel, dtype=row.dtype))
+                        empty = torch.empty(segment.local.numel, dtype=row.dtype, device="cpu")
+                        whole = into[segment.local].setdefault(name, empty)
                         whole[segment.begin : segment.end] = segment.take(here)
 
 
@@ -189,7 +190,7 @@ class Resident:
         self._forward = True
         pool = store.statistics().tier("dram").capacity
         if ranks is not None:
-            pool = int(ranks.shared(torch.tensor([pool]), "the smallest pool").amin())
+            pool = int(ranks.shared(torch.tensor([pool], device="cpu"), "the smallest pool").amin())
         self._limit = min(Limits.of(pool).chunk, max(1, ROUND // self._size // STEP) * STEP)
         self._held = [key for key in store if key.startswith(f"{name}/")]
         if self._held and existing == "refuse":
@@ -273,14 +274,14 @@ class Resident:
         for key in () if self._resume else self._held:
             self.store.delete(key)
         fresh = not self._written and not self._resume
-        steps = torch.zeros(0, dtype=torch.int64) if fresh else self._counted()
+        steps = torch.zeros(0, dtype=torch.int64, device="cpu") if fresh else self._counted()
         self._held, self._written = [], True
         for group, layout in enumerate(self._layouts):
             key = f"{self.name}/{group}/layout"
             if key not in self.store:
                 self.store.put(key, torch.frombuffer(bytearray(layout), dtype=torch.uint8))
         if len(steps) < len(self.locals):
-            steps = torch.cat([steps, torch.zeros(len(self.locals) - len(steps), dtype=torch.int64)])
+            steps = torch.cat([steps, torch.zeros(len(self.locals) - len(steps), dtype=torch.int64, device="cpu")])
             self.store.put(self._key, steps)
         mine: list[int] = steps.tolist()
         everybody = self._everybody(steps)
@@ -345,14 +346,14 @@ class Resident:
             for local in updates:
                 local.hide()
         steps = [step + (local in updates) for local, step in zip(self.locals, steps, strict=True)]
-        self.store.put(self._key, torch.tensor(steps, dtype=torch.int64))
+        self.store.put(self._key, torch.tensor(steps, dtype=torch.int64, device="cpu"))
         return steps
 
     def _refuse_different(self) -> None:
         """Raise MisuseError, on all ranks, where one has a gradient that another has not."""
         if self._ranks is None or not self.locals:
             return
-        flags = torch.tensor([local.parameter.grad is not None for local in self.locals], dtype=torch.uint8)
+        flags = torch.tensor([local.parameter.grad is not None for local in self.locals], dtype=torch.uint8, device="cpu")
         everybody = self._ranks.shared(flags, "which parameters have a gradient")
         different = (everybody.amax(0) != everybody.amin(0)).nonzero().flatten().tolist()
         if different:
@@ -419,7 +420,7 @@ class Resident:
             for local in given:
                 local.hide()
         counts = [steps.get(index, 0) for index in range(len(self.locals))]
-        self.store.put(self._key, torch.tensor(counts, dtype=torch.int64))
+        self.store.put(self._key, torch.tensor(counts, dtype=torch.int64, device="cpu"))
         return counts
 
 

@@ -283,10 +283,10 @@ class Shared:
             self.ranks.broadcast(buffer, f"the buffer {name!r}")
 
     def least(self, value: int) -> int:
-        return int(self.ranks.shared(torch.tensor([value]), "the smallest pool").amin())
+        return int(self.ranks.shared(torch.tensor([value], device="cpu"), "the smallest pool").amin())
 
     def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
-        return self.ranks.shared(torch.tensor(flags, dtype=torch.uint8), what).amin(0).bool().tolist()
+        return self.ranks.shared(torch.tensor(flags, dtype=torch.uint8, device="cpu"), what).amin(0).bool().tolist()
 
     def refuse_apart(self, store: TieredStore) -> None:
         if store in _unfinished:
@@ -323,7 +323,7 @@ class Shared:
         name = torch.frombuffer(bytearray(uuid4().bytes), dtype=torch.uint8).clone()
         self.ranks.broadcast(name, "the name of a commit")
         number = max(self._after, number_of(store.meta)) + 1
-        told = self.ranks.shared(torch.tensor([number, error is None]), "the begin of a commit")
+        told = self.ranks.shared(torch.tensor([number, error is None], device="cpu"), "the begin of a commit")
         self._agreed(told[:, 1], error, "could not begin a commit; nothing was committed")
         before = store.meta if meta is None else dict(meta)
         said = {"name": bytes(name.tolist()).hex(), "number": int(told[:, 0].amax()), "of": self.shares}
@@ -333,7 +333,7 @@ class Shared:
             generation = store.commit({**before, META: said})
         except TieredError as problem:
             error = problem
-        done = self.ranks.shared(torch.tensor([error is None]), "the end of a commit").view(-1)
+        done = self.ranks.shared(torch.tensor([error is None], device="cpu"), "the end of a commit").view(-1)
         if not all(done):
             _unfinished[store] = f"the commit failed on {_lost(done)}"
         self._agreed(done, error, "could not commit; the last commit of all ranks holds")
@@ -351,7 +351,7 @@ class Shared:
     def whole(self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str) -> torch.Tensor:
         shares = [plan.parts(rank).get(placement) for rank in range(self.shares)]
         sizes = [0 if share is None else share.numel for share in shares]
-        padded = torch.zeros(max(sizes, default=0), dtype=part.dtype)
+        padded = torch.zeros(max(sizes, default=0), dtype=part.dtype, device="cpu")
         padded[: part.numel()] = part.reshape(-1)
         found = self.ranks.shared(padded, f"{what} of {placement.name!r}")
         flat = torch.cat([row[:size] for row, size in zip(found, sizes, strict=True)])

@@ -97,6 +97,8 @@ class Splitter:
         modules = split_modules(pager.model, plan)
         self.pager, self.parts, self.split = pager, parts, tuple(modules.values())
         piece = min(LARGEST_PIECE, pool // KEPT_SHARE) // 4096 * 4096
+        self.anywhere = torch.empty(0, device=pager.store.device)
+        """Of an argument like this checkpoint learns on which device random numbers are drawn, and draws the same again."""
         self.keeper = Keeper(pager.store, pager.name, max(4096, piece))
         self._batch: int | None = None  # of the forward of the model that is running
         self._before: int | None = None  # of the one before
@@ -260,7 +262,8 @@ class _Call:
                 else:
                     reference = self._splitter.pager.reference(leaf)
                     again.append(_Again(leaf.detach() if reference is None else reference, leaf.requires_grad))
-            outputs.append(checkpoint(_Part(self._splitter, self._module, self._compute, given, again), use_reentrant=False))
+            run = _Part(self._splitter, self._module, self._compute, given, again)
+            outputs.append(checkpoint(run, self._splitter.anywhere, use_reentrant=False))
         return outputs
 
     def _given(self, part: int) -> list[Any]:
@@ -291,7 +294,7 @@ class _Part:
         self._given: list[Any] | None = given
         self._versions = splitter.pager.versions(module)
 
-    def __call__(self) -> Any:
+    def __call__(self, anywhere: torch.Tensor) -> Any:
         given, self._given = self._given, None
         if given is not None:
             with self._splitter.running():

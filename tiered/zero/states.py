@@ -78,8 +78,10 @@ class States:
         """Chunks that ``placements`` lie in: index and keys, in order."""
         indices: set[int] = set()
         for placement in placements:
+            if not placement.numel:
+                continue
             first = placement.element // self.chunk_elements
-            last = (placement.element + max(1, placement.numel) - 1) // self.chunk_elements
+            last = (placement.element + placement.numel - 1) // self.chunk_elements
             indices.update(range(first, last + 1))
         return [(index, [f"{self.key}/{name}#{index}" for name in self._layout]) for index in sorted(indices)]
 
@@ -98,7 +100,7 @@ class States:
             return
         for key, dtype in reversed(list(zip(keys, self._layout.values(), strict=True))):  # the first tells that all are there
             if found:  # a parameter was unfrozen since
-                grown = torch.zeros(size, dtype=dtype)
+                grown = torch.zeros(size, dtype=dtype, device="cpu")
                 grown[:found] = self.store.get(key)[:found]
                 self.store.put(key, grown)
                 continue
@@ -199,7 +201,8 @@ class States:
     def blank(self, placement: Placement) -> dict[str, torch.Tensor]:
         """``copies`` of a parameter that has no element here."""
         kept = () if _NARROW.get(placement.stored) is None else ("master",)
-        return {name: torch.empty(0, dtype=torch.float32 if name == "master" else self._dtype) for name in ("m", "v", *kept)}
+        kinds = {name: torch.float32 if name == "master" else self._dtype for name in ("m", "v", *kept)}
+        return {name: torch.empty(0, dtype=dtype, device="cpu") for name, dtype in kinds.items()}
 
     def copies(self, placement: Placement, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Copies of ``m``, ``v`` and, of bf16 and fp16 parameters, ``master`` (fp32), in the parameter's shape and strides.
@@ -221,7 +224,7 @@ class States:
         """``copies``, of one dimension."""
         narrow = _NARROW.get(placement.stored)
         kept = () if narrow is None or placement in self.stale_masters else (narrow,)
-        flat = {name: torch.empty(placement.numel, dtype=self._layout[name]) for name in ("m", "v", *kept)}
+        flat = {name: torch.empty(placement.numel, dtype=self._layout[name], device="cpu") for name in ("m", "v", *kept)}
         for index, _ in self.chunks([placement]):
             start, stop, at = self._within(placement, index * self.chunk_elements)
             for name, copy in flat.items():
@@ -229,8 +232,8 @@ class States:
                     copy[start:stop] = chunk[at]
                 del chunk
         if "lo" in flat:
-            flat["master"] = torch.empty(placement.numel)
-            join(param, flat.pop("lo"), flat["master"], torch.empty(placement.numel))
+            flat["master"] = torch.empty(placement.numel, device="cpu")
+            join(param, flat.pop("lo"), flat["master"], torch.empty(placement.numel, device="cpu"))
         elif narrow is not None and not kept:
             flat["master"] = param.to(torch.float32)
         return flat
@@ -241,13 +244,13 @@ class States:
         flat = {}
         for name, value in state.items():
             dtype = torch.float32 if name == "master" else self._dtype
-            arranged = torch.empty_strided(placement.shape, placement.stride, dtype=dtype)
+            arranged = torch.empty_strided(placement.shape, placement.stride, dtype=dtype, device="cpu")
             flat[name] = _flat(arranged.copy_(value))
         self.stale_masters.add(placement)
         master = flat.pop("master", None)
         narrow = _NARROW.get(placement.stored)
         if master is not None and narrow is not None and all_finite(master):
-            rounded, low = torch.empty_like(param), torch.empty(placement.numel, dtype=torch.int16)
+            rounded, low = torch.empty_like(param), torch.empty(placement.numel, dtype=torch.int16, device="cpu")
             if narrow == "lo":
                 split(master, rounded, low)
             else:

@@ -192,8 +192,12 @@ class Gathered:
         if self._on_top:
             return whole
         del whole, under  # its memory may move
-        self._lease.close()
-        return self._lease.enter_context(self._store.lease(self._gathered, access=Access.WRITE))
+        try:
+            self._lease.close()
+            return self._lease.enter_context(self._store.lease(self._gathered, access=Access.WRITE))
+        except BaseException:
+            self.close()
+            raise
 
     def write_back(self, unit: torch.Tensor) -> None:
         with self.own(Access.WRITE) as own:

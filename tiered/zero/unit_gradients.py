@@ -166,7 +166,7 @@ class UnitGradients:
                 self.store.create(self.key, TensorSpec("uint8", (needed,), 1))
             elif self.store.spec(self.key).nbytes < needed:  # a parameter was unfrozen between two backward passes
                 old = self.store.get(self.key)
-                grown = torch.zeros(needed, dtype=torch.uint8)
+                grown = torch.zeros(needed, dtype=torch.uint8, device="cpu")
                 grown[: old.numel()] = old
                 self.store.put(self.key, grown)
             self.opened = self._lease.enter_context(self.store.lease(self.key, access=Access.WRITE))
@@ -191,7 +191,7 @@ class UnitGradients:
             return None
         part = self.parts.get(placement)
         if part is None:
-            return torch.empty(0, dtype=placement.dtype)
+            return torch.empty(0, dtype=placement.dtype, device="cpu")
         if not isinstance(grad, StoredGradient):
             return host(part.cut(grad))
         self.close()
@@ -210,7 +210,7 @@ class UnitGradients:
             state.expected = None
         part = self.parts.get(placement)
         if part is None:
-            return _scaled(torch.zeros((), dtype=placement.dtype), state)
+            return _scaled(torch.zeros((), dtype=placement.dtype, device="cpu"), state)
         if order not in state.norms:
             with self.store.lease(self.key) as stored:
                 whole = _scaled(part.view(stored), state)

@@ -118,7 +118,7 @@ class Part(Placement):
         return part
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        dense = torch.empty_strided(self._whole.shape, self._whole.stride, dtype=whole.dtype).copy_(whole)
+        dense = torch.empty_strided(self._whole.shape, self._whole.stride, dtype=whole.dtype, device="cpu").copy_(whole)
         return dense.as_strided((dense.numel(),), (1,))[self.begin : self.begin + self.numel]
 
 

@@ -104,13 +104,14 @@ class Pretrained:
             target = target.as_strided((spec.numel,), (1,))
         size = spec.nbytes // target.shape[0]  # of a row
         step = max(1, PIECE // size)
-        direct = target.dim() == 1 and dtype is between is target.dtype and target.stride() == (1,)
+        plain = target.dim() == 1 and target.stride() == (1,) and target.device.type == "cpu"
+        direct = plain and dtype is between is target.dtype
         for start in range(0, target.shape[0], step):
             rows = target[start : start + step]
             if direct:
                 self.files.read(name, start * size, rows.view(torch.uint8).numpy().data)
                 continue
-            data = torch.empty(rows.shape[0] * size, dtype=torch.uint8)
+            data = torch.empty(rows.shape[0] * size, dtype=torch.uint8, device="cpu")
             self.files.read(name, start * size, data.numpy().data)
             rows.copy_(data.view(dtype).view(rows.shape).to(between))
 
