@@ -2,11 +2,15 @@
 
     .venv/bin/python -m bench.ranks --ranks 2 --stage 1,2,3
     .venv/bin/python -m bench.ranks --ranks 2 --dir /mnt/nvme --layers 24 --dram 200MiB > bench/results/ranks_MACHINE_DATE.md
+    .venv/bin/python -m bench.ranks --ranks 2 --stage 3 --rate 1gbit     two hosts with a cable of that rate, as root
 
 The model is a stack of residual MLPs (``bench/step.py``). All ways have the same batch, memory and cores together: a rank has
 its share of each. Rounds are interleaved, each with processes of its own: some steps to warm up, some that are timed. Bytes
 sent are counted at the sockets of each rank, over gloo on the loopback device, and compared with the volume of the way:
 2Φ(N-1)/N parameters a step for stages 1 and 2, 3Φ(N-1)/N for stage 3 and FSDP2. FSDP2 keeps everything in memory.
+
+With ``--rate`` each rank is in a network namespace of its own, and what leaves it goes through a token bucket (tc-tbf): that
+shows what gathering and reducing beside the compute bring, by ways that do one thing after the other.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,17 +40,19 @@ from tiered.cli.progress import Progress
 from tiered.cli.table import told_environment, told_noise
 from tiered.cli.trainer import peak_memory
 from tiered.sizes import format_size, parse_size
+from tiered.zero import sharding
 
 STAGES: dict[str, zero.Stage] = {"1": zero.Stage1(), "2": zero.Stage2(), "3": zero.Stage3()}
 GATHERED = {"1": 2, "2": 2, "3": 3, "FSDP2": 3}
 """Times that all parameters or all gradients pass, in a step."""
 PATIENCE = 1800.0
 WARM_UP = 3
+CABLE = "cable"
 
 
 @dataclass(frozen=True)
 class Way:
-    """``kind``: a stage, or FSDP2. ``dram`` and ``batch`` are one rank's."""
+    """``kind``: a stage, or FSDP2. ``dram`` and ``batch`` are one rank's. ``hosts``: the namespace of each."""
 
     kind: str
     ranks: int
@@ -55,11 +62,14 @@ class Way:
     batch: int
     steps: int
     folder: str
+    hosts: tuple[str, ...] = ()
+    overlapped: bool = True
 
     @property
     def name(self) -> str:
         what = "FSDP2, CPU offload" if self.kind == "FSDP2" else f"tiered, stage {self.kind}" if self.ranks > 1 else "tiered"
-        return f"{what}, {self.ranks} rank{'s' * (self.ranks > 1)}"
+        turn = "" if self.overlapped else ", one thing after the other"
+        return f"{what}, {self.ranks} rank{'s' * (self.ranks > 1)}{turn}"
 
 
 # -- one rank --------------------------------------------------------------------------------------------------------------
@@ -77,6 +87,8 @@ def run_rank(way: Way, rank: int, meet: str) -> dict[str, Any]:
 
 
 def _tiered(model: nn.Module, way: Way, rank: int) -> dict[str, Any]:
+    if not way.overlapped:
+        sharding.ROOMY = 1 << 40  # no pool is
     with scratch_store(way.folder, dram=way.dram) as store:
         zero.page(model, store, stage=STAGES[way.kind] if way.ranks > 1 else None)
         found = _steps(model, zero.AdamW(model.parameters(), lr=1e-4), way, rank, Meter(store))
@@ -119,10 +131,10 @@ def train(way: Way) -> list[dict[str, Any]]:
     """Each rank's answer."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "bench.ranks", "--way", json.dumps(asdict(way)), "--meet", f"{folder}/meet"]
-        ranks = [
-            subprocess.Popen([*command, "--rank", str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            for rank in range(way.ranks)
-        ]
+        inside = [["ip", "netns", "exec", host] for host in way.hosts] or [[]] * way.ranks
+        environment = os.environ | ({"GLOO_SOCKET_IFNAME": CABLE} if way.hosts else {})
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+        ranks = [subprocess.Popen([*inside[rank], *command, "--rank", str(rank)], **pipes) for rank in range(way.ranks)]
         try:
             said = [process.communicate(timeout=PATIENCE) for process in ranks]
         finally:
@@ -135,14 +147,42 @@ def train(way: Way) -> list[dict[str, Any]]:
     return [json.loads(out.splitlines()[-1]) for out, _ in said]
 
 
-def ways(options: argparse.Namespace, folder: str) -> Iterator[Way]:
-    def way(kind: str, ranks: int) -> Way:
+@contextmanager
+def two_hosts(rate: str) -> Iterator[tuple[str, str]]:
+    """Network namespaces with a cable between them."""
+    names = f"tiered-a-{os.getpid()}", f"tiered-b-{os.getpid()}"
+
+    def run(*words: str) -> None:
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"--rate needs root, ip, tc and network namespaces: {' '.join(words)}: {done.stderr.strip()}")
+
+    try:
+        for name in names:
+            run("ip", "netns", "add", name)
+        run(*f"ip link add {CABLE} netns {names[0]} type veth peer name {CABLE} netns {names[1]}".split())
+        for number, name in enumerate(names, 1):
+            run(*f"ip -n {name} addr add 192.0.2.{number}/24 dev {CABLE}".split())
+            for device in (CABLE, "lo"):
+                run(*f"ip -n {name} link set {device} up".split())
+            run(*f"ip netns exec {name} tc qdisc add dev {CABLE} root tbf rate {rate} burst 256kb latency 50ms".split())
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def ways(options: argparse.Namespace, folder: str, hosts: tuple[str, ...]) -> Iterator[Way]:
+    def way(kind: str, ranks: int, overlapped: bool = True) -> Way:
         dram, batch = options.dram // ranks, options.batch // ranks
-        return Way(kind, ranks, options.layers, options.width, dram, batch, options.steps, folder)
+        here = hosts if ranks > 1 else ()
+        return Way(kind, ranks, options.layers, options.width, dram, batch, options.steps, folder, here, overlapped)
 
     yield way("1", 1)
     for stage in options.stage.split(","):
         yield way(stage, options.ranks)
+        if hosts:
+            yield way(stage, options.ranks, overlapped=False)
     yield way("FSDP2", 1)
     yield way("FSDP2", options.ranks)
 
@@ -178,6 +218,7 @@ def main() -> int:
     for name, default in (("layers", 12), ("width", 384), ("batch", 8), ("steps", 5), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dram", type=parse_size, metavar="SIZE", help="of all ranks together (default: half of the state)")
+    parser.add_argument("--rate", help="of a cable between two hosts, as tc has it, like 1gbit (root; 2 ranks)")
     for name in ("way", "rank", "meet"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -186,12 +227,16 @@ def main() -> int:
         return 0
     if options.ranks < 2 or options.batch % options.ranks or set(options.stage.split(",")) - set(STAGES):
         parser.error("--ranks is 2 or more and divides --batch; --stage is of 1, 2 and 3")
+    if options.rate and options.ranks != 2:
+        parser.error("--rate is for --ranks 2")
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in Model(options.layers, options.width).parameters())
     options.dram = options.dram or 6 * parameters
     noise = Noise()
-    with scratch_folder(options.dir) as folder, Progress(sys.stderr) as progress:
-        found: dict[Way, list[list[dict[str, Any]]]] = {way: [] for way in ways(options, str(Path(folder)))}
+    with ExitStack() as stack:
+        folder, progress = stack.enter_context(scratch_folder(options.dir)), stack.enter_context(Progress(sys.stderr))
+        hosts = stack.enter_context(two_hosts(options.rate)) if options.rate else ()
+        found: dict[Way, list[list[dict[str, Any]]]] = {way: [] for way in ways(options, str(Path(folder)), hosts)}
         for turn in range(options.rounds):
             for number, (way, answers) in enumerate(found.items()):
                 done = (turn * len(found) + number) / (options.rounds * len(found))
@@ -202,6 +247,8 @@ def main() -> int:
     pools = f"pools of {format_size(options.dram)} together"
     print(f"{parameters:,} parameters, fp32; {options.batch} x {TOKENS} tokens a step; {pools}")
     print(f"{options.rounds} rounds of {options.steps} steps, interleaved: median [least - most]; {told_noise(noise.seen())}")
+    if hosts:
+        print(f"Each rank is a host; the cable between them carries {options.rate} each way")
     print("Bytes are per rank and step; peaks are those of the rank that has most\n")
     print("| " + " | ".join(HEAD) + " |\n|---|" + "---:|" * (len(HEAD) - 1))
     for way, answers in found.items():
