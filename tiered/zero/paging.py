@@ -11,7 +11,6 @@ pushed only where no others are active, and its recomputation is an ordinary for
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +23,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from tiered import MisuseError, Span, TieredStore
 from tiered.types import Access
 from tiered.zero.at_tier import UpdateTier, updates_of
+from tiered.zero.autograd import drop_queued, graph_task, hooks_active, in_backward, is_called_within
 from tiered.zero.backward import BackwardUpdates
 from tiered.zero.heap import Trimmer
 from tiered.zero.home import Home, no_copy, told
@@ -145,7 +145,7 @@ class Pager:
     # -- forward -----------------------------------------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:  # a recomputation
+        if in_backward():  # a recomputation
             self._begin_backward()
         elif module is self.model or not self._frames:
             self.reset()
@@ -154,13 +154,13 @@ class Pager:
                 self.rehearsal.forward_begins("training" if torch.is_grad_enabled() else "inference")
         frame = _Frame(module)
         self._frames.append(frame)
-        if torch.is_grad_enabled() and not _hooks_active():
+        if torch.is_grad_enabled() and not hooks_active():
             frame.hooks = saved_tensors_hooks(self._pack, self._unpack)
             frame.hooks.__enter__()
         units = self._held.get(module, ())
         for unit in units:
             self._hold(frame, unit)
-        kind = "forward" if torch._C._current_graph_task_id() == -1 else "recompute"
+        kind = "recompute" if in_backward() else "forward"
         frame.span = self.store.span(kind, _names(units) or type(module).__name__)
 
     def _hold(self, frame: _Frame, unit: Unit) -> None:
@@ -199,7 +199,7 @@ class Pager:
     def _leave(self, frame: _Frame) -> None:
         if frame.span is not None:
             frame.span.end()
-        if frame.hooks is not None and _hooks_active() == (self._pack, self._unpack):  # else an exception took them away
+        if frame.hooks is not None and hooks_active() == (self._pack, self._unpack):  # else an exception took them away
             frame.hooks.__exit__()
         for unit in reversed(frame.units):
             self._drop(unit)
@@ -227,7 +227,7 @@ class Pager:
         unit, placement = found
         if not unit.held:
             unit.refuse_written(placement)
-        recomputed = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+        recomputed = in_backward() and torch.is_grad_enabled()
         if recomputed:
             unit.gradients.refuse_spent(placement)
         if self._frames:
@@ -237,7 +237,7 @@ class Pager:
         elif recomputed:
             self._hook_gradients(unit)
             self._visit_backward((unit,))
-            if parameter.requires_grad and not _hooks_active():
+            if parameter.requires_grad and not hooks_active():
                 return parameter.view_as(parameter)
         else:
             return parameter
@@ -249,12 +249,12 @@ class Pager:
 
         A frame alone does not say so: after Ctrl-C torch calls no hook, not even with ``always_call``, which is for Exceptions.
         """
-        return torch._C._current_graph_task_id() != -1 or bool(self._frames and _running({f.module for f in self._frames}))
+        return in_backward() or bool(self._frames and is_called_within({f.module for f in self._frames}))
 
     def reset(self) -> None:
         """Let go of everything, also what an exception or Ctrl-C left held. The next forward starts from nothing."""
-        if self._in_backward and torch._C._current_graph_task_id() == -1:
-            _drop_queued()
+        if self._in_backward and not in_backward():
+            drop_queued()
         while self._frames:
             self._leave(self._frames.pop())
         self._end_backward()
@@ -343,7 +343,7 @@ class Pager:
         if not self._in_backward:
             self._in_backward = True
             self.exchange.pass_begins(backward=True)
-            self._backward_task = torch._C._current_graph_task_id()
+            self._backward_task = graph_task()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
             self._passing = self.store.span("backward", type(self.model).__name__)
 
@@ -407,7 +407,7 @@ class Pager:
         self.exchange.arrived(unit, placement)
         if self.partition.shares == 1:  # else once all ranks' are there
             self._updates.arrived(unit, placement)
-        if torch._C._current_graph_task_id() != self._backward_task:  # a backward pass within: more may come
+        if graph_task() != self._backward_task:  # a backward pass within: more may come
             self._defer(unit)
 
     def _open_gradients(self, unit: Unit) -> None:
@@ -464,23 +464,6 @@ class Pager:
             unit.drop()
 
 
-def _drop_queued() -> None:
-    """Autograd's queue of this thread keeps what an exception left in it, with all that the graph saved (aliases of units,
-    too), until the thread's next backward. Here is one."""
-    with torch.inference_mode(False), torch.enable_grad():
-        torch.zeros((), requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
-
-
-def _running(modules: set[nn.Module]) -> bool:
-    """Whether one of them is being called, further up in this thread."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") in modules:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
 def _names(units: Iterable[Unit]) -> str:
     return ", ".join(unit.plan.name for unit in units)
 
@@ -490,8 +473,3 @@ def _refuse_updated(unit: Unit, version: int) -> None:
         raise MisuseError(
             f"the parameters of {unit.plan.name!r} were updated after this graph was made: call backward before step()"
         )
-
-
-def _hooks_active() -> Any:
-    """The saved-tensor hooks in force, of whoever (torch.utils.checkpoint, for one); the innermost pair wins."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.checkpoint import checkpoint
 
 from tiered import MisuseError
+from tiered.zero.autograd import in_backward
 from tiered.zero.kept import SMALL, Keeper, Kept, unexpanded
 from tiered.zero.structure import Structure, flatten, paths, rebuild
 from tiered.zero.units import Plan, is_called
@@ -137,7 +138,7 @@ class Splitter:
 
     def _batch_of(self, leaves: Sequence[Any]) -> int | None:
         """That of the model; of a module that is called by itself, its own. A recomputation finds what the forward found."""
-        if self._batch is None and self._before is not None and torch._C._current_graph_task_id() != -1:
+        if self._batch is None and self._before is not None and in_backward():
             return self._before
         return self._batch if self._batch is not None else _leading(leaves)
 
