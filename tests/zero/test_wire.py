@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from bench.wire import traffic
 from tests.zero.ranks import on_ranks
@@ -36,11 +37,13 @@ STAGES = {type(stage).__name__: stage for stage in (zero.Stage1(), zero.Stage2()
 
 @dataclass(frozen=True)
 class Way:
-    """``batches``: passes a step; ``synced``: each of them is reduced, and else the last."""
+    """``batches``: passes a step; ``synced``: each of them is reduced, and else the last. ``checkpointed``: two layers at a
+    time are computed again in backward, which gathers them no more often."""
 
     batches: int = 1
     synced: bool = False
     clip: bool = False
+    checkpointed: bool = False
 
 
 WAYS = {
@@ -48,6 +51,7 @@ WAYS = {
     "clipped": Way(clip=True),
     "accumulated": Way(batches=4),
     "synced": Way(batches=4, synced=True),
+    "checkpointed": Way(checkpointed=True),
 }
 GATHERS = {"Stage1": lambda way: 1, "Stage2": lambda way: 1, "Stage3": lambda way: 2 * way.batches}
 """How often all parameters are gathered in a step: the updated ones; for each forward and backward."""
@@ -69,10 +73,21 @@ class Found:
     peak: int
 
 
+class Blocks(nn.Sequential):
+    """Of two layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for start in range(0, len(self), 4):
+            block = list(self)[start : start + 4]
+            x = checkpoint(nn.Sequential(*block).forward, x, use_reentrant=False)
+        return x
+
+
 def train(rank: int, folder: Path, stage: zero.Stage | None, way: Way) -> Found:
     torch.manual_seed(rank)
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
-    model = nn.Sequential(*(module for layer in layers for module in (layer, nn.Tanh())))
+    kind = Blocks if way.checkpointed else nn.Sequential
+    model = kind(*(module for layer in layers for module in (layer, nn.Tanh())))
     sent = []
     with TieredStore.open(folder, dram=POOL) as store, pytest.MonkeyPatch.context() as patch:
         patch.setattr(units, "UNIT_SHARE", POOL // UNIT)  # a layer is a unit, though all of them would fit

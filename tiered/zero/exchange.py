@@ -132,7 +132,8 @@ class Reductions:
         self._arrived: dict[Unit, set[Placement]] = {}
         self._deferred: set[Unit] = set()
         self._flight: _Flight | None = None
-        self._after: dict[tuple[Unit | None, Unit], Unit] = {}  # what was held after these two
+        self._backward = False
+        self._after: dict[tuple[bool, Unit | None, Unit], Unit] = {}  # what was held after these two, in forward or backward
         self._last: tuple[Unit | None, Unit | None] = None, None
         self._ahead: Unit | None = None
 
@@ -140,7 +141,7 @@ class Reductions:
 
     def pass_begins(self, backward: bool = False) -> None:
         self._give_up_ahead(None)
-        self._last = None, None
+        self._last, self._backward = (None, None), backward
         self._forget_pass()
         self._reducing = backward and self._early and not self.paused
 
@@ -152,11 +153,11 @@ class Reductions:
     def after_hold(self, unit: Unit) -> None:
         before, last = self._last
         if last is not None:
-            self._after[before, last] = unit
+            self._after[self._backward, before, last] = unit
         self._last = last, unit
         if last is None:  # the first of a pass: forward and backward may begin with the same, and go on with another
             return
-        follows = None if self._replicas or not self._overlapped else self._after.get((last, unit))
+        follows = None if self._replicas or not self._overlapped else self._after.get((self._backward, last, unit))
         if follows is not None and not follows.held:
             follows.settle()
             follows.stored.begin()
