@@ -58,6 +58,8 @@ class Commits:
         self._meta_bytes = 0
         self._kept: list[int] = []
         self._condemned: str | None = None
+        self.refused: str | None = None
+        """Why nobody may commit."""
         self._behind: Future[int] | None = None  # a commit that goes on behind its caller
         self._went_back = False  # to an older generation: what is newest on the disk is not what there is
 
@@ -259,6 +261,8 @@ class Commits:
     def _draft(self, meta: Mapping[str, object] | None, since: _Generation | None) -> _Draft:
         if self._condemned:
             raise CommitError(self._condemned)
+        if self.refused is not None:
+            raise MisuseError(self.refused)
         before = self.newest.meta if self.newest else manifests.encode_meta({})
         encoded = before if meta is None else manifests.encode_meta(dict(meta))
         if len(encoded) > self._meta_bytes + MANIFEST_BYTES:  # no room was left for so much
@@ -268,6 +272,8 @@ class Commits:
 
     def _refuse_meta(self, nbytes: int) -> None:
         """Raise CapacityError where a manifest with so much of it plainly has no room, before anything is written for it."""
+        if self.refused is not None:
+            raise MisuseError(self.refused)
         try:
             found = os.statvfs(self._nvme.folder)
         except OSError:  # it will say more when the manifest is written

@@ -130,7 +130,7 @@ class TieredStore:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            if kind is None and not self._closed and self._commits is not None:
+            if kind is None and not self._closed and self._commits is not None and self._commits.refused is None:
                 self._running()
                 self._commits.commit(None, always=False)
         finally:
@@ -386,6 +386,11 @@ class TieredStore:
         fails, MisuseError without a disk, with durability "none" or a ``meta`` that is not JSON, or what a failed write raises.
         """
         return self._committing(meta).commit(meta)
+
+    def refuse_commits(self, why: str | None) -> None:
+        """From here on commits raise MisuseError, and leaving a ``with`` block makes none. None: no longer."""
+        if self._commits is not None:
+            self._commits.refused = why
 
     def commit_async(self, meta: Mapping[str, object] | None = None) -> Future[int]:
         """``commit`` all as it is now, and go on meanwhile; the future gives the generation, or raises, when it is durable.

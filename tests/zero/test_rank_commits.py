@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests.zero.models import Tied
 from tests.zero.ranks import on_ranks
 from tests.zero.test_ranks import same
-from tiered import CapacityError, CommitError, MisuseError, TieredStore, zero
+from tiered import CapacityError, CommitError, ManifestError, MisuseError, TieredStore, zero
 from tiered.cli import main
 from tiered.zero.rank_stores import newest_set
 from tiered.zero.reshard import opened
@@ -153,7 +153,7 @@ def test_a_commit_that_fails_on_one_rank_counts_on_none(tmp_path: Path) -> None:
     assert "rank 1, which says why, could not commit" in found[0]["said"][0]
     assert found[1]["said"][0] == "no room for this one"
     assert all("zero.open_store" in one["said"][1] for one in found)
-    assert [one["generation"] for one in found] == [2, 1]
+    assert [one["generation"] for one in found] == [3, 2]  # each began with one of its own
     cut = on_ranks(2, train, tmp_path / "b", tmp_path / "state", "2", [0, 1, 2])
     whole = on_ranks(2, train, tmp_path / "c", tmp_path / "whole", "2", [0, 1, 2])
     assert same(cut[0]["model"], whole[0]["model"])
@@ -203,6 +203,11 @@ def test_the_newest_of_several_sets_in_one_folder_is_known(tmp_path: Path) -> No
     newest = newest_set(root)
     assert newest is not None
     assert (newest.ranks, newest.number) == (3, 4)
+    away = (root / "rank-2-of-3").rename(root / "away")
+    with pytest.raises(ManifestError, match=r"a commit 4, newer than 3, .*rank-2-of-3 lacks it"), ExitStack() as stack:
+        opened(root, stack)
+    assert newest_set(root, apart=3) is not None
+    away.rename(root / "rank-2-of-3")
     on_ranks(1, take_over, tmp_path / "c", root, root / "rank-0-of-1", "3")
     newest = newest_set(root)
     assert newest is not None

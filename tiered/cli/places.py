@@ -33,7 +33,7 @@ def find(folder: str, peers: Peers) -> Place | None:
     ranks, rank = peers.launched.ranks, peers.launched.rank
     own = str(folder_of(folder, rank, ranks))
     with peers.together():
-        seen = newest_set(folder)
+        seen = newest_set(folder, apart=ranks)
         plain = _is_store(folder)
         mine = joints(Path(own)) if ranks > 1 else []
     if ranks == 1:

@@ -74,7 +74,7 @@ def commit(
     def prepare() -> None:
         _prepare(model, optimizer, scheduler, scaler, data, extra)
 
-    return pager.partition.commit(pager.store, meta, prepare)
+    return pager.partition.commit(pager.store, meta, prepare, pager.validity.end)
 
 
 def commit_async(

@@ -272,14 +272,17 @@ class Reductions:
         flags, owners = [], []
         for unit in reversed(self._units):
             for placement, state in unit.gradients.states.items():
-                flags.append(int(placement.parameter.grad is not None) + (0 if state.finite else 2))
+                waits = 4 * _local(unit).has(placement)  # was frozen between no_sync and this pass
+                flags.append(int(placement.parameter.grad is not None) + (0 if state.finite else 2) + waits)
                 owners.append((unit, placement))
         everybody = self._ranks.shared(torch.tensor(flags, dtype=torch.uint8, device="cpu"), "which parameters have a gradient")
-        there, infinite = (everybody & 1).amax(0).tolist(), (everybody & 2).amax(0).tolist()
+        there, infinite, waiting = ((everybody & bit).amax(0).tolist() for bit in (1, 2, 4))
         found = []
-        for (unit, placement), present, wrong in zip(owners, there, infinite, strict=True):
+        for (unit, placement), present, wrong, waits in zip(owners, there, infinite, waiting, strict=True):
             state = unit.gradients.states[placement]
             state.finite = not wrong
+            if waits:
+                continue
             state.accumulate = bool(present)
             if present:
                 if placement.parameter.grad is None:
@@ -343,7 +346,7 @@ class _Flight:
             del self._received
             self._room.close()
             self._local.close()
-        self._local.discard()
+        self._local.discard(self._wanted)  # not those of what was frozen since: they are wanted when somebody asks
 
 
 def _is_trained(placement: Placement) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -123,8 +124,9 @@ class LocalGradients:
                 placement.view(whole).zero_()
         return whole
 
-    def discard(self) -> None:
+    def discard(self, reduced: Collection[Placement] | None = None) -> None:
+        """The sums of these (None: of all): others stay until they are reduced, too."""
         self.close()
-        self._arrived.clear()
-        if self.key in self._store:
+        self._arrived = set() if reduced is None else self._arrived.difference(reduced)
+        if not self._arrived and self.key in self._store:
             self._store.delete(self.key)

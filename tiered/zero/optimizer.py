@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from tiered import TieredStore
+from tiered import TieredError, TieredStore
 from tiered.errors import MisuseError
 from tiered.zero.gradients import SpentGradient
 from tiered.zero.home import placement_of
@@ -169,8 +169,18 @@ class AdamW(Optimizer):
                     unit.gradients.close()
                     step = self.steps.get(placement, 0) + 1
                     updates.setdefault(unit, {})[placement] = Update(rule, step)
-        for unit in updates:  # the last that can fail, before anything is marked
-            unit.settle()  # an earlier update that nothing has asked for yet
+        error: TieredError | None = None
+        try:
+            for unit in updates:  # the last that can fail, before anything is marked
+                unit.settle()  # an earlier update that nothing has asked for yet
+        except TieredError as problem:
+            error = problem
+        for pager in self._pagers():  # of several ranks all make the step, or none
+            fine = pager.exchange.everywhere([error is None], "whether all can make this step")
+            if error is None and not all(fine):
+                error = TieredError("another rank could not make this step, and says why; no rank has made it")
+        if error is not None:
+            raise error
         for unit, changed in updates.items():
             self._mark(unit, changed)
         for rehearsal in dict.fromkeys(pager.rehearsal for pager in self._pagers()):

@@ -99,6 +99,7 @@ class Pager:
         self.validity, chunk = Validity(store, name), plan.limits.chunk
         updates, self._update_tier = updates_of(store, update_tier), update_tier
         self.units = [Unit(store, updates, name, u, chunk, self.validity, partition) for u in plan.units]
+        partition.joins(store)
         self.partition, self.exchange = partition, partition.exchange(self.units, pool)
         self.placements = sorted((p for u in plan.units for p in u.placements), key=lambda p: p.index)
         self._home = {p.parameter: (u, p) for u in self.units for p in u.plan.placements}

@@ -23,10 +23,25 @@ from tiered import ManifestError, MisuseError, TieredStore
 from tiered.listing import ListedGeneration, listing
 from tiered.zero.ranks import Ranks
 
-__all__ = ["META", "Joint", "Set", "folder_of", "has_commit", "joints", "newest_set", "number_of", "open_store", "sets_in"]
+__all__ = [
+    "BEGUN",
+    "META",
+    "Joint",
+    "Set",
+    "folder_of",
+    "has_commit",
+    "joints",
+    "newest_set",
+    "number_of",
+    "open_store",
+    "sets_in",
+]
 
 META = "tiered.ranks"
 """Where a commit's meta says which one of all ranks it belongs to."""
+BEGUN = "tiered.ranks.begun"
+"""In the meta of all that ranks committed, and of what each commits before the first of these commits: where a rank has nothing
+at all while others have that, its store is lost, and was not about to begin."""
 _NAME = re.compile(r"rank-(\d+)-of-(\d+)")
 _MANIFEST = re.compile(r"manifest\.\d+")
 
@@ -94,13 +109,18 @@ def joints(folder: Path) -> list[Joint]:
     return sorted(found.values(), key=lambda joint: joint.number)
 
 
-def sets_in(path: str | os.PathLike[str]) -> dict[int, list[Path]]:
-    """The folders of all ranks below ``path``, by how many ranks they are of; only those of which all are there."""
+def _others(folder: Path) -> int:
+    """Generations that ranks did not commit."""
+    return sum(not {META, BEGUN} & one.meta.keys() for one in listing(folder).generations) if has_commit(folder) else 0
+
+
+def sets_in(path: str | os.PathLike[str], *, whole: bool = True) -> dict[int, list[Path]]:
+    """The folders of all ranks below ``path``, by how many ranks they are of; ``whole``: only those of which all are there."""
     root = Path(os.path.expanduser(path))
     names = [_NAME.fullmatch(name) for name in os.listdir(root)] if root.is_dir() else []
     sizes = {int(match[2]) for match in names if match}
     sets = {size: [folder_of(root, rank, size) for rank in range(size)] for size in sorted(sizes)}
-    return {size: folders for size, folders in sets.items() if all(folder.is_dir() for folder in folders)}
+    return {size: folders for size, folders in sets.items() if not whole or all(folder.is_dir() for folder in folders)}
 
 
 def in_all(of_each: Iterable[list[Joint]]) -> list[Joint] | None:
@@ -109,19 +129,36 @@ def in_all(of_each: Iterable[list[Joint]]) -> list[Joint] | None:
     shared = set.intersection(*(set(found) for found in named))
     if not shared:
         return None
-    most = max(len(named[0][name].models) for name in shared)  # of several models each is committed by itself
-    newest = max((name for name in shared if len(named[0][name].models) == most), key=lambda name: named[0][name].number)
+    models = {name: set.intersection(*(set(found[name].models) for found in named)) for name in shared}
+    most = max(map(len, models.values()))  # of several models each is committed by itself
+    newest = max((name for name in shared if len(models[name]) == most), key=lambda name: named[0][name].number)
     return [found[newest] for found in named]
 
 
-def newest_set(path: str | os.PathLike[str]) -> Set | None:
-    """Of those below ``path`` whose ranks have a commit in common, the one with the newest: of any number of ranks."""
-    found = []
-    for folders in sets_in(path).values():
-        common = in_all([joints(folder) for folder in folders])
+def newest_set(path: str | os.PathLike[str], *, apart: int = 0) -> Set | None:
+    """Of those below ``path`` whose ranks have a commit in common, the one with the newest: of any number of ranks.
+
+    Raises ManifestError where there is a newer commit, of ranks not all of which are here: a drive is not mounted. (Of
+    ``apart`` ranks it may be so: the others' stores are on other nodes.)"""
+    found, broken = [], []
+    for size, folders in sets_in(path, whole=False).items():
+        there = [folder for folder in folders if folder.is_dir()]
+        each = [joints(folder) for folder in there]
+        common = in_all(each) if len(there) == size else None
         if common is not None:
             found.append(Set(tuple(folders), tuple(common)))
-    return max(found, key=lambda one: one.number, default=None)
+        elif size != apart:
+            numbers = [joint.number for had in each for joint in had]
+            lacking = next((folder for folder in folders if folder not in there), there[0])
+            broken.append((max(numbers, default=0), lacking))
+    newest = max(found, key=lambda one: one.number, default=None)
+    number, lacking = max(broken, key=lambda one: one[0], default=(0, Path()))
+    if newest is not None and number > newest.number:
+        raise ManifestError(
+            f"ranks in {path} have a commit {number}, newer than {newest.number}, which all of {newest.ranks} have, and "
+            f"{lacking} lacks it: bring it back, or move its set away to go on from the older one"
+        )
+    return newest
 
 
 def number_of(meta: Mapping[str, object]) -> int:
@@ -152,11 +189,12 @@ def open_store(path: str | os.PathLike[str], *, group: dist.ProcessGroup | None 
         raise MisuseError("while ranks commit, each keeps the commit before: keep= is at least 2")
     ranks = Ranks.of(group)
     folder = folder_of(path, ranks.rank, ranks.size)
-    said: dict[str, Any] = {"problem": "", "joints": [], "generations": [], "opened": False}
+    said: dict[str, Any] = {"problem": "", "joints": [], "generations": [], "others": 0, "opened": False}
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         said["opened"] = folder.is_dir() and bool(os.listdir(folder))
         said["joints"] = [dataclasses.astuple(joint) for joint in joints(folder)]
+        said["others"] = _others(folder)
         said["generations"] = [one.number for one in listing(folder).generations] if has_commit(folder) else []
     except (MisuseError, ManifestError) as error:
         said["problem"] = str(error)
@@ -169,8 +207,10 @@ def open_store(path: str | os.PathLike[str], *, group: dist.ProcessGroup | None 
     if not any(one["generations"] for one in everybody):
         return TieredStore.open(folder, **options)
     common = in_all([[Joint(*joint) for joint in one["joints"]] for one in everybody])
-    behind = [sum(number > common[0].number for number, *_ in one["joints"]) if common else 0 for one in everybody]
-    if max(behind) > 1 or (common is None and not all(map(_was_beginning, everybody))):
+    in_each = set.intersection(*({name for _, name, *_ in one["joints"]} for one in everybody))
+    last = common[0].number if common else 0
+    behind = [sum(number > last and name not in in_each for number, name, *_ in one["joints"]) for one in everybody]
+    if (common and max(behind) > 1) or (common is None and not _were_beginning(everybody)):
         raise ManifestError(
             f"the ranks' stores in {path} {'are of different times' if common else 'have no commit in common'}: "
             f"{_described(everybody)}"
@@ -179,11 +219,12 @@ def open_store(path: str | os.PathLike[str], *, group: dist.ProcessGroup | None 
     return TieredStore.open(folder, generation=generation, newer="drop", **options)
 
 
-def _was_beginning(said: Mapping[str, Any]) -> bool:
-    """Whether a rank had opened its store, and has nothing in it, or only what may be its part of the very first commit."""
-    return bool(said["opened"]) and len(said["generations"]) == len(said["joints"]) and all(
-        first for *_, first in said["joints"]
-    )
+def _were_beginning(everybody: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all ranks had opened their stores, and have nothing in them but what may be their part of the very first commit;
+    of which none has any before all have begun."""
+    if not all(one["opened"] and not one["others"] and all(first for *_, first in one["joints"]) for one in everybody):
+        return False
+    return all(one["generations"] for one in everybody) or not any(one["joints"] for one in everybody)
 
 
 def _described(everybody: Sequence[Mapping[str, Any]]) -> str:

@@ -21,7 +21,7 @@ from tiered import Access, CommitError, MisuseError, RankError, TensorSpec, Tier
 from tiered.zero.at_tier import Tensors, dram_of
 from tiered.zero.exchange import Exchange, NoExchange, Reductions
 from tiered.zero.local_gradients import Arriving, LocalGradients
-from tiered.zero.rank_stores import META, number_of, shared_json
+from tiered.zero.rank_stores import BEGUN, META, number_of, shared_json
 from tiered.zero.ranks import Ranks
 from tiered.zero.stored import Gathered, Replicated, Stored, Whole
 from tiered.zero.unit_gradients import UnitGradients
@@ -179,8 +179,14 @@ class Partition(Protocol):
         """What a commit's meta is where one process commits."""
         ...
 
-    def commit(self, store: TieredStore, meta: Mapping[str, object] | None, prepare: Callable[[], None]) -> int:
-        """``prepare()`` and ``store.commit`` on all ranks, or on none of them that counts."""
+    def joins(self, store: TieredStore) -> None:
+        """A model in ``store`` is divided so."""
+        ...
+
+    def commit(
+        self, store: TieredStore, meta: Mapping[str, object] | None, prepare: Callable[[], None], undo: Callable[[], None]
+    ) -> int:
+        """``prepare()`` and ``store.commit`` on all ranks, or on none of them that counts: then ``undo()`` what is prepared."""
         ...
 
     def whole(self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str) -> torch.Tensor:
@@ -232,12 +238,17 @@ class Alone:
 
     def noted(self, store: TieredStore, meta: Mapping[str, object] | None) -> Mapping[str, object] | None:
         """What ranks began is counted on, so that it stays known which of several sets of stores is the newest."""
-        last = max(self._after, number_of(store.meta))
-        if not last:
+        self._after = max(self._after, number_of(store.meta))
+        if not self._after:
             return meta
-        return {**(store.meta if meta is None else meta), META: {"name": uuid4().hex, "number": last + 1, "of": 1}}
+        self._after += 1
+        return {**(store.meta if meta is None else meta), META: {"name": uuid4().hex, "number": self._after, "of": 1}}
 
-    def commit(self, store: TieredStore, meta: Mapping[str, object] | None, prepare: Callable[[], None]) -> int:
+    def joins(self, store: TieredStore) -> None: ...
+
+    def commit(
+        self, store: TieredStore, meta: Mapping[str, object] | None, prepare: Callable[[], None], undo: Callable[[], None]
+    ) -> int:
         prepare()
         return store.commit(self.noted(store, meta))
 
@@ -305,7 +316,15 @@ class Shared:
     def noted(self, store: TieredStore, meta: Mapping[str, object] | None) -> Mapping[str, object] | None:
         raise AssertionError("ranks commit together")
 
-    def commit(self, store: TieredStore, meta: Mapping[str, object] | None, prepare: Callable[[], None]) -> int:
+    def joins(self, store: TieredStore) -> None:
+        store.refuse_commits(
+            "the ranks' stores are committed together, by zero.commit: a commit of this one alone would take the place of one "
+            "that all have"
+        )
+
+    def commit(
+        self, store: TieredStore, meta: Mapping[str, object] | None, prepare: Callable[[], None], undo: Callable[[], None]
+    ) -> int:
         """Each rank commits to its own store; acknowledged once all have. Those that have the generation, and those that do
         not, go back to the last one of all when the stores are opened again (``zero.open_store``)."""
         if store in _unfinished:
@@ -313,35 +332,54 @@ class Shared:
                 f"{_unfinished[store]}; so some ranks have a generation that others lack, and another one could drop the last "
                 "that all have: open the stores again with zero.open_store"
             )
-        error: TieredError | None = None
+        try:
+            said, begun = self._begin(store, prepare)
+        except BaseException:
+            undo()  # on each rank: what is prepared is of a commit that there is not
+            raise
+        before = store.meta if meta is None else dict(meta)
+        if not begun:  # so that a rank that has nothing has lost it, where another has a commit of all
+            self._commit(store, {**store.meta, BEGUN: True}, "could not begin to commit")
+        return self._commit(store, {**before, BEGUN: True, META: said}, "could not commit; the last commit of all ranks holds")
+
+    def _begin(self, store: TieredStore, prepare: Callable[[], None]) -> tuple[dict[str, object], bool]:
+        """What the meta of the commit says of it, and whether all ranks have committed before."""
+        error: Exception | None = None
         try:
             prepare()
         except RankError:
             raise
-        except TieredError as problem:
+        except Exception as problem:
             error = problem
         name = torch.frombuffer(bytearray(uuid4().bytes), dtype=torch.uint8).clone()
         self.ranks.broadcast(name, "the name of a commit")
         number = max(self._after, number_of(store.meta)) + 1
-        told = self.ranks.shared(torch.tensor([number, error is None], device="cpu"), "the begin of a commit")
+        mine = torch.tensor([number, error is None, BEGUN in store.meta], device="cpu")
+        told = self.ranks.shared(mine, "the begin of a commit")
         self._agreed(told[:, 1], error, "could not begin a commit; nothing was committed")
-        before = store.meta if meta is None else dict(meta)
-        said = {"name": bytes(name.tolist()).hex(), "number": int(told[:, 0].amax()), "of": self.shares}
-        said["first"] = META not in store.meta  # in these stores, whatever was taken over
+        self._after = int(told[:, 0].amax())
+        first = META not in store.meta  # in these stores, whatever was taken over
+        said = {"name": bytes(name.tolist()).hex(), "number": self._after, "of": self.shares, "first": first}
+        return said, bool(told[:, 2].all())
+
+    def _commit(self, store: TieredStore, meta: Mapping[str, object], otherwise: str) -> int:
         generation, _unfinished[store] = 0, "a commit did not come to its end"
+        error: TieredError | None = None
+        store.refuse_commits(None)
         try:
-            generation = store.commit({**before, META: said})
+            generation = store.commit(meta)
         except TieredError as problem:
             error = problem
+        finally:
+            self.joins(store)
         done = self.ranks.shared(torch.tensor([error is None], device="cpu"), "the end of a commit").view(-1)
         if not all(done):
             _unfinished[store] = f"the commit failed on {_lost(done)}"
-        self._agreed(done, error, "could not commit; the last commit of all ranks holds")
+        self._agreed(done, error, otherwise)
         del _unfinished[store]
-        self._after = 0
         return generation
 
-    def _agreed(self, fine: torch.Tensor, error: TieredError | None, what: str) -> None:
+    def _agreed(self, fine: torch.Tensor, error: Exception | None, what: str) -> None:
         """Raise ``error``, or what is the error of others."""
         if error is not None:
             raise error
