@@ -124,7 +124,8 @@ def test_a_rank_is_killed_and_torchrun_starts_all_again(
     folder, written = tmp_path / "many", tmp_path / "many.json"
     arguments = [*TRAINING, "--resume", "--dir", folder, "--json", written, "--commit-every", 1, "--timeout", 30]
     with started(2, *arguments, restarts=3) as child:
-        while not all(path.is_dir() and generations(path) for path in (folder / f"rank-{rank}-of-2" for rank in range(2))):
+        # The first generation is of each rank alone, the next one of all.
+        while not all(path.is_dir() and max(generations(path), default=0) > 1 for path in (folder / f"rank-{rank}-of-2" for rank in range(2))):
             assert child.poll() is None
             time.sleep(0.01)
         rank = next(one for one in psutil.Process(child.pid).children() if one.environ().get("RANK") == "1")
@@ -150,7 +151,7 @@ def test_ctrl_c_stops_all_after_one_step_and_resuming_goes_on(
         _, err = child.communicate(timeout=100)
     (line,) = ours(err)
     found = re.fullmatch(
-        r"stopped at step (\d); generation 1 has step \1; go on with: torchrun --nproc-per-node 2 -m tiered train --resume "
+        r"stopped at step (\d); generation 2 has step \1; go on with: torchrun --nproc-per-node 2 -m tiered train --resume "
         rf"--dir {folder}",
         line,
     )
