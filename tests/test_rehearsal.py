@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bench.traces import zipf_read
 from tiered import rehearsal
 from tiered.keep import Decision, bytes_moved, ranked
-from tiered.rehearsal import MovablePlaces, Places, Rehearsal, choose
+from tiered.rehearsal import MovablePlaces, Places, Rehearsal, affordable, choose
 from tiered.types import Key, Then, Use
 
 THEN = st.sampled_from(["again", "end"])
@@ -81,3 +81,14 @@ def test_what_the_next_round_puts_anew_is_dead_when_this_one_is_through() -> Non
     touched = (keys, uses, [8] * len(keys))
     for places in (Places, MovablePlaces):
         assert moved(touched, places(8), Decision(), "again") == bytes_moved(*touched, 8, Decision()) == 0
+
+
+def test_room_that_would_move_what_is_used_often_is_not_left() -> None:
+    """Ten tensors that are used ten times a round just fit, beside a thousand that are used once."""
+    keys = [f"often{number}" for _ in range(10) for number in range(10)] + [f"once{number}" for number in range(1_000)]
+    uses, sizes = [Use.READ] * len(keys), [100] * len(keys)
+    tight, loose = 1_100, 2_600  # the ten, and one that comes and goes; and much more
+    assert affordable(keys, uses, sizes, tight, 400, "again") == 100
+    assert affordable(keys, uses, sizes, loose, 400, "again") == 400
+    assert affordable(keys, uses, sizes, tight, 100, "again") == 100
+    assert affordable([], [], [], tight, 100, "again") == 100

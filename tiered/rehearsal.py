@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from tiered.ahead import room_for
 from tiered.eviction import NextUse
 from tiered.interfaces import Memory, Movable, Streams
-from tiered.keep import SEARCHED, Decision, bytes_moved, dying, planned, ranked, settled
+from tiered.keep import SEARCHED, SIMULATED, Decision, bytes_moved, dying, planned, ranked, settled
 from tiered.occupancy import MOVED, Occupancy
 from tiered.prefetch import Plan, Touch
 from tiered.residency import Copy, Directory
@@ -22,7 +23,7 @@ from tiered.types import Access, Key, Slot, TensorSpec, Then, Use
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MovablePlaces", "Places", "Rehearsal", "choose", "policy_of"]
+__all__ = ["MovablePlaces", "Places", "Rehearsal", "affordable", "choose", "policy_of", "room_of"]
 
 SETTLED = 50_000
 """Touches of an order up to which it is worth a second to know what stays; beyond, what is needed last leaves first."""
@@ -30,8 +31,41 @@ REHEARSED = 4
 """Decisions, the most promising ones."""
 SLACKS = (0.998, 0.995, 0.993, 0.97)
 """Of the room, for plans that may do where holes upset the one for all of it."""
+DEAR = 1.02
+"""Times the bytes that move without it: what room for fetching ahead may cost."""
 UPSET = 1.005
 """Times what was counted; holes cost a plan at least that much where others are tried."""
+
+
+def room_of(keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], capacity: int, then: Then) -> int:
+    """Bytes of a memory that are left to what comes and goes while it is touched in this order."""
+    missing = sum(dict(zip(keys, sizes, strict=True)).values()) - capacity
+    return affordable(keys, uses, sizes, capacity, room_for(capacity, missing, max(sizes, default=0)), then)
+
+
+def affordable(
+    keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], capacity: int, room: int, then: Then
+) -> int:
+    """``room``, or so much less of it, down to the largest tensor, that leaving it free moves at most DEAR times the bytes:
+    where what is used often just fits, each byte of room is moved as often."""
+    return _affordable(tuple(zip(keys, uses, sizes, strict=True)), capacity, room, then)
+
+
+@lru_cache(maxsize=8)
+def _affordable(touches: tuple[tuple[Key, Use, int], ...], capacity: int, room: int, then: Then) -> int:
+    least = max((nbytes for _, _, nbytes in touches), default=0)
+    if not touches or room <= least or len(touches) > SIMULATED:
+        return room
+    keys, uses, sizes = zip(*touches, strict=True)
+
+    def moved(room: int) -> int:
+        budget = max(capacity - room, least)
+        return bytes_moved(keys, uses, sizes, budget, ranked(keys, uses, sizes, budget, thorough=False, then=then)[0], then)
+
+    cheapest = moved(least)
+    while room > least and moved(room) > DEAR * cheapest:
+        room = max(least, room // 2)
+    return room
 
 
 def choose(

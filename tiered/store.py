@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 
-from tiered.ahead import room_for
 from tiered.commits import Commits
 from tiered.config import Parts
 from tiered.engine import Engine
@@ -22,7 +21,7 @@ from tiered.interfaces import EvictionPolicy, IOBackend
 from tiered.lease import LeaseOfMany, LeaseOfOne
 from tiered.opening import Newer, Wishes, access_of, assemble
 from tiered.prefetch import Record, Touch, touch_of
-from tiered.rehearsal import choose, policy_of
+from tiered.rehearsal import choose, policy_of, room_of
 from tiered.requests import Delete, Install, Room
 from tiered.stats import StoreStatistics
 from tiered.tensors import (
@@ -320,8 +319,7 @@ class TieredStore:
         for index, memory in enumerate(self._parts.memories[: len(self._parts.links)]):
             needed = sizes(index)
             if prefetch == "on":
-                missing = sum(dict(zip(keys, needed, strict=True)).values()) - memory.capacity
-                rooms.append(room_for(memory.capacity, missing, max(needed, default=0)))
+                rooms.append(room_of(keys, uses, needed, memory.capacity, then))
             spare = rooms[index] if rooms else 0
             decisions.append(choose(keys, uses, needed, memory, thorough=effort == "thorough", then=then, spare=spare))
         return engine.follow(touches, lambda plan: [policy_of(plan, decision) for decision in decisions], rooms, then)

@@ -125,7 +125,8 @@ def test_a_rank_is_killed_and_torchrun_starts_all_again(
     arguments = [*TRAINING, "--resume", "--dir", folder, "--json", written, "--commit-every", 1, "--timeout", 30]
     with started(2, *arguments, restarts=3) as child:
         # The first generation is of each rank alone, the next one of all.
-        while not all(path.is_dir() and max(generations(path), default=0) > 1 for path in (folder / f"rank-{rank}-of-2" for rank in range(2))):
+        stores = [folder / f"rank-{rank}-of-2" for rank in range(2)]
+        while not all(path.is_dir() and max(generations(path), default=0) > 1 for path in stores):
             assert child.poll() is None
             time.sleep(0.01)
         rank = next(one for one in psutil.Process(child.pid).children() if one.environ().get("RANK") == "1")
