@@ -7,6 +7,7 @@ one of them cannot begin none of them begins, and of what went wrong each thing 
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -25,6 +26,8 @@ __all__ = ["One", "Peers", "Several", "joined"]
 
 PATIENCE = 5.0
 """Seconds that a rank has to tell what went wrong."""
+ANSWER = 2.0
+"""Seconds that the store in which the ranks met has for an answer: what it runs in may be what was lost."""
 STAGES: dict[int, zero.Stage] = {1: zero.Stage1(), 2: zero.Stage2(), 3: zero.Stage3()}
 
 
@@ -222,15 +225,22 @@ def _end_silently() -> NoReturn:
 
 
 def _is_to_be_told(error: Exception) -> bool:
-    """What several ranks say in the same words, one tells; that a rank is lost is told unless that rank says why."""
+    """What several ranks say in the same words, one tells; that a rank is lost is told unless that rank says why. Where the
+    store in which the ranks met does not say, each tells: it blocks without a limit when its host or process is lost."""
     import torch.distributed as dist
 
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        if isinstance(error, RankError):
-            return bool(store.add("tiered/told", 1) == 1)
-        first = store.add(f"tiered/told/{hashlib.sha256(str(error).encode()).hexdigest()}", 1) == 1
-        store.add("tiered/told", 1)
-        return bool(first)
-    except (RuntimeError, ValueError):
-        return True  # the store was rank 0's, which has ended
+    first: list[bool] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError, ValueError):  # the store was rank 0's, which has ended
+            store = dist.distributed_c10d._get_default_store()
+            if isinstance(error, RankError):
+                first.append(store.add("tiered/told", 1) == 1)
+            else:
+                first.append(store.add(f"tiered/told/{hashlib.sha256(str(error).encode()).hexdigest()}", 1) == 1)
+                store.add("tiered/told", 1)
+
+    asking = threading.Thread(target=ask, name="tiered-told", daemon=True)
+    asking.start()
+    asking.join(ANSWER)
+    return first[0] if first else True
