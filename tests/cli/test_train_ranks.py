@@ -233,6 +233,22 @@ def test_a_host_that_hangs_with_the_store_in_which_ranks_met_is_told_by_the_othe
     assert "and rank 0 did not answer" in line
 
 
+def test_a_training_that_is_over_is_no_failure_when_all_start_again(
+    whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """As when a rank was lost after the last commit. Otherwise it is one, which is told once."""
+    many, said = whole[0] / "many", []
+    with side_by_side("--resume", "--dir", many, start=1, starts=3) as children:
+        for child in children:
+            said += ours(child.communicate(timeout=100)[1])
+        assert [child.returncode for child in children] == [0, 0]
+    done = on_ranks(2, "--resume", "--dir", many)
+    assert done.returncode == 1
+    for line in (*said, *ours(done.stderr)):
+        assert re.sub(r"^rank \d: ", "", line).startswith(f"the training in {many} has had {STEPS} of its {STEPS} steps: ")
+    assert len(said) == len(ours(done.stderr)) == 1
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_training_that_diverges_ends_all(stage: int, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from enum import IntEnum
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -56,8 +57,9 @@ class Peers(Protocol):
         """The mean over all. Raises StopNoted, with several on all, where one was asked to stop."""
         ...
 
-    def together(self) -> AbstractContextManager[None]:
-        """What one fails with in this block ends all of them; the first one that fails tells."""
+    def together(self, but: type[Exception] | None = None) -> AbstractContextManager[None]:
+        """What one fails with in this block ends all of them, and the first that fails tells; but ``but``, where all fail so,
+        all raise."""
         ...
 
     def said(self, value: Any) -> list[Any]:
@@ -103,7 +105,7 @@ class One:
     def agree(self, loss: torch.Tensor) -> float:
         return float(loss.item())
 
-    def together(self) -> AbstractContextManager[None]:
+    def together(self, but: type[Exception] | None = None) -> AbstractContextManager[None]:
         return nullcontext()
 
     def said(self, value: Any) -> list[Any]:
@@ -120,6 +122,14 @@ class One:
 
     def check_together(self) -> None:
         self.check()
+
+
+class _How(IntEnum):
+    """A rank came to the end of ``together``. EXCEPTED: with what all may raise."""
+
+    FAILED = 0
+    FINE = 1
+    EXCEPTED = 2
 
 
 class Several:
@@ -154,22 +164,24 @@ class Several:
         return float(said[:, 0].mean())
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self, but: type[Exception] | None = None) -> Iterator[None]:
         try:
             yield
         except RankError:
             raise
-        except Exception:
+        except Exception as error:
             with suppress(RankError):
-                if not all(self._everybody(0)[: self.launched.rank]):
+                how = _How.EXCEPTED if but is not None and isinstance(error, but) else _How.FAILED
+                said = self._everybody(how)
+                if set(said) != {_How.EXCEPTED} and set(said[: self.launched.rank]) - {_How.FINE}:
                     _end_silently()
             raise
-        if not all(self._everybody(1)):
+        if set(self._everybody(_How.FINE)) != {_How.FINE}:
             _end_silently()
 
-    def _everybody(self, fine: int) -> list[int]:
-        found: list[int] = self._ranks.shared(torch.tensor([fine]), "whether all can begin").view(-1).tolist()
-        return found
+    def _everybody(self, how: _How) -> list[_How]:
+        said = self._ranks.shared(torch.tensor([how]), "whether all can begin (one that cannot says why)")
+        return [_How(one) for one in said.view(-1).tolist()]
 
     def said(self, value: Any) -> list[Any]:
         return shared_json(self._ranks, value)
