@@ -7,11 +7,12 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import psutil
 import pytest
 import torch
 
-from tests.cli.trainings import ONE_THREAD, TINY, losses, same, tiered
+from tests.cli.trainings import ONE_THREAD, TINY, command, losses, same, tiered
 from tiered import MisuseError
 from tiered.atrest import StoreAtRest
 from tiered.cli.launched import Launched
@@ -39,20 +40,41 @@ def launch(ranks: int, *arguments: object, restarts: int = 0) -> list[str]:
 
 
 def on_ranks(ranks: int, *arguments: object, restarts: int = 0) -> subprocess.CompletedProcess[str]:
-    command = launch(ranks, *arguments, restarts=restarts)
-    return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
+    given = launch(ranks, *arguments, restarts=restarts)
+    return subprocess.run(given, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
 
 
 @contextmanager
 def started(ranks: int, *arguments: object, restarts: int = 0) -> Iterator[subprocess.Popen[str]]:
     """Killed with all its ranks at the latest at the end of the block."""
-    command = launch(ranks, *arguments, restarts=restarts)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as child:
+    given = launch(ranks, *arguments, restarts=restarts)
+    with subprocess.Popen(given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as child:
         try:
             yield child
         finally:
             for process in [*psutil.Process(child.pid).children(recursive=True), child] if child.poll() is None else []:
                 process.kill()
+
+
+@contextmanager
+def side_by_side(*arguments: object, start: int = 0, starts: int = 0) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two ranks without a torchrun that would end the others when one ends: the store in which they meet is rank 0's. ``start``
+    of as many as ``starts`` more. Killed at the latest at the end of the block."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    said = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    said |= {"TORCHELASTIC_RESTART_COUNT": start, "TORCHELASTIC_MAX_RESTARTS": starts}
+    with ExitStack() as stack:
+        children = []
+        for rank in range(2):
+            environment = ENVIRONMENT | {name: str(value) for name, value in {**said, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            child = subprocess.Popen(
+                command("train", *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            )
+            children.append(stack.enter_context(child))
+            stack.callback(child.kill)
+        yield children
 
 
 def ours(stderr: str) -> list[str]:
@@ -199,6 +221,34 @@ def test_what_one_rank_cannot_do_is_said_once(whole: tuple[Path, subprocess.Comp
     (line,) = ours(done.stderr)
     assert line.startswith("rank 1: ")
     assert "rank-1-of-2" in line
+
+
+def test_a_host_that_hangs_with_the_store_in_which_ranks_met_is_told_by_the_others(tmp_path: Path) -> None:
+    """Asked whether somebody told already, that store does not answer; nor need it, for the process to end."""
+    with side_by_side(*TRAINING, "--steps", 100_000, "--dir", tmp_path / "many", "--timeout", "3s") as (lost, other):
+        assert lost.stdout is not None
+        assert any(line.startswith("step 1/") for line in lost.stdout)
+        lost.send_signal(signal.SIGSTOP)
+        _, err = other.communicate(timeout=60)
+    assert other.returncode == 1
+    (line,) = ours(err)
+    assert "and rank 0 did not answer" in line
+
+
+def test_a_training_that_is_over_is_no_failure_when_all_start_again(
+    whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """As when a rank was lost after the last commit. Otherwise it is one, which is told once."""
+    many, said = whole[0] / "many", []
+    with side_by_side("--resume", "--dir", many, start=1, starts=3) as children:
+        for child in children:
+            said += ours(child.communicate(timeout=100)[1])
+        assert [child.returncode for child in children] == [0, 0]
+    done = on_ranks(2, "--resume", "--dir", many)
+    assert done.returncode == 1
+    for line in (*said, *ours(done.stderr)):
+        assert re.sub(r"^rank \d: ", "", line).startswith(f"the training in {many} has had {STEPS} of its {STEPS} steps: ")
+    assert len(said) == len(ours(done.stderr)) == 1
 
 
 @pytest.mark.soak

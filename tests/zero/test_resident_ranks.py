@@ -217,3 +217,54 @@ def test_each_replica_has_the_states_of_half(replicas: list[dict[str, Any]], dty
     for found in (one[dtype] for one in replicas):
         half = found["elements"] / 2
         assert each * (half - 64) <= found["bytes"] <= each * (half + 64)
+
+
+def one_has_more(rank: int, folder: Path) -> str:
+    """Rank 1 ended before it committed what both had added."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with TieredStore.open(folder / f"{rank}", dram="1MiB") as store:
+        options: Any = {"lr": LR, "store": store, "stage": zero.Stage1()}
+        optimizer = zero.AdamW(model[0].parameters(), **options)
+        store.commit()
+        optimizer.add_param_group({"params": list(model[1].parameters())})
+        if rank == 0:
+            store.commit()
+        store.rollback()
+        with pytest.raises(MisuseError) as raised:
+            zero.AdamW(model[0].parameters(), **options, existing="resume")
+        store.close()
+    return str(raised.value)
+
+
+def one_begins_anew(rank: int, folder: Path) -> str:
+    """Rank 1's drive was replaced."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    with TieredStore.open(folder / f"{rank}", dram="1MiB") as store:
+        for name in ("old", "old" if rank == 0 else "new"):
+            model: Any = fully_shard(Uneven(), mesh=mesh)
+            had = f"{name}/steps" in store
+            try:
+                optimizer = zero.AdamW(
+                    model.parameters(), lr=LR, store=store, name=name, existing="resume" if had else "refuse"
+                )
+            except MisuseError as error:
+                said = str(error)
+                break
+            train(Losses(model, rank), optimizer, 0, 2)
+        store.close()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("scenario", "of_all"),
+    [
+        (one_has_more, "4 parameters, at most at step 0; 2 parameters, at most at step 0"),
+        (one_begins_anew, "7 parameters, at most at step 2; 7 parameters, at most at step 0"),
+    ],
+)
+def test_stores_that_are_not_of_one_step_are_refused_on_all(tmp_path: Path, scenario: Any, of_all: str) -> None:
+    for said in on_ranks(2, scenario, tmp_path / "run", timeout=20.0):
+        assert f"of all: {of_all})" in said

@@ -7,10 +7,12 @@ one of them cannot begin none of them begins, and of what went wrong each thing 
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from enum import IntEnum
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -25,6 +27,8 @@ __all__ = ["One", "Peers", "Several", "joined"]
 
 PATIENCE = 5.0
 """Seconds that a rank has to tell what went wrong."""
+ANSWER = 2.0
+"""Seconds that the store in which the ranks met has for an answer: what it runs in may be what was lost."""
 STAGES: dict[int, zero.Stage] = {1: zero.Stage1(), 2: zero.Stage2(), 3: zero.Stage3()}
 
 
@@ -53,8 +57,9 @@ class Peers(Protocol):
         """The mean over all. Raises StopNoted, with several on all, where one was asked to stop."""
         ...
 
-    def together(self) -> AbstractContextManager[None]:
-        """What one fails with in this block ends all of them; the first one that fails tells."""
+    def together(self, but: type[Exception] | None = None) -> AbstractContextManager[None]:
+        """What one fails with in this block ends all of them, and the first that fails tells; but ``but``, where all fail so,
+        all raise."""
         ...
 
     def said(self, value: Any) -> list[Any]:
@@ -100,7 +105,7 @@ class One:
     def agree(self, loss: torch.Tensor) -> float:
         return float(loss.item())
 
-    def together(self) -> AbstractContextManager[None]:
+    def together(self, but: type[Exception] | None = None) -> AbstractContextManager[None]:
         return nullcontext()
 
     def said(self, value: Any) -> list[Any]:
@@ -117,6 +122,14 @@ class One:
 
     def check_together(self) -> None:
         self.check()
+
+
+class _How(IntEnum):
+    """A rank came to the end of ``together``. EXCEPTED: with what all may raise."""
+
+    FAILED = 0
+    FINE = 1
+    EXCEPTED = 2
 
 
 class Several:
@@ -151,22 +164,24 @@ class Several:
         return float(said[:, 0].mean())
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self, but: type[Exception] | None = None) -> Iterator[None]:
         try:
             yield
         except RankError:
             raise
-        except Exception:
+        except Exception as error:
             with suppress(RankError):
-                if not all(self._everybody(0)[: self.launched.rank]):
+                how = _How.EXCEPTED if but is not None and isinstance(error, but) else _How.FAILED
+                said = self._everybody(how)
+                if set(said) != {_How.EXCEPTED} and set(said[: self.launched.rank]) - {_How.FINE}:
                     _end_silently()
             raise
-        if not all(self._everybody(1)):
+        if set(self._everybody(_How.FINE)) != {_How.FINE}:
             _end_silently()
 
-    def _everybody(self, fine: int) -> list[int]:
-        found: list[int] = self._ranks.shared(torch.tensor([fine]), "whether all can begin").view(-1).tolist()
-        return found
+    def _everybody(self, how: _How) -> list[_How]:
+        said = self._ranks.shared(torch.tensor([how]), "whether all can begin (one that cannot says why)")
+        return [_How(one) for one in said.view(-1).tolist()]
 
     def said(self, value: Any) -> list[Any]:
         return shared_json(self._ranks, value)
@@ -222,15 +237,22 @@ def _end_silently() -> NoReturn:
 
 
 def _is_to_be_told(error: Exception) -> bool:
-    """What several ranks say in the same words, one tells; that a rank is lost is told unless that rank says why."""
+    """What several ranks say in the same words, one tells; that a rank is lost is told unless that rank says why. Where the
+    store in which the ranks met does not say, each tells: it blocks without a limit when its host or process is lost."""
     import torch.distributed as dist
 
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        if isinstance(error, RankError):
-            return bool(store.add("tiered/told", 1) == 1)
-        first = store.add(f"tiered/told/{hashlib.sha256(str(error).encode()).hexdigest()}", 1) == 1
-        store.add("tiered/told", 1)
-        return bool(first)
-    except (RuntimeError, ValueError):
-        return True  # the store was rank 0's, which has ended
+    first: list[bool] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError, ValueError):  # the store was rank 0's, which has ended
+            store = dist.distributed_c10d._get_default_store()
+            if isinstance(error, RankError):
+                first.append(store.add("tiered/told", 1) == 1)
+            else:
+                first.append(store.add(f"tiered/told/{hashlib.sha256(str(error).encode()).hexdigest()}", 1) == 1)
+                store.add("tiered/told", 1)
+
+    asking = threading.Thread(target=ask, name="tiered-told", daemon=True)
+    asking.start()
+    asking.join(ANSWER)
+    return first[0] if first else True

@@ -218,12 +218,12 @@ def _go_on(place: Place, wishes: Mapping[str, Any], given: Sequence[str], peers:
     with ExitStack() as stack:
         with peers.together():
             opening = resuming.opening(place.newest, wishes)
-        with peers.together():
+        with peers.together(but=resuming.Over):
             kept = resuming.keep(opening.commit_every, peers.launched.ranks)
             store = peers.open(place.opened, keep=kept, **opened(opening, peers.launched))
             stack.enter_context(closing(store))
             if place.source is None:
-                earlier = resuming.earlier(store, store.folder, NAME, wishes)
+                earlier = resuming.earlier(store, place.opened, NAME, wishes)  # in the same words on all
                 resuming.refuse_other_stage(store, NAME, earlier.options.stage)
             else:
                 with StoreAtRest(place.newest, generation=place.generation) as other:

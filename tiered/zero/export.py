@@ -11,14 +11,16 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from tiered import MisuseError, RankError, TensorSpec
+from tiered import MisuseError, TensorSpec
 from tiered.safetensors import Entry, entry_of
 from tiered.shards import Existing, Shards
 from tiered.zero.checkpoint import Readable, pending_of, plans, read_record
 from tiered.zero.copies import Copies
 from tiered.zero.home import placement_of
 from tiered.zero.paging import Pager
+from tiered.zero.rank_stores import shared_json
 from tiered.zero.reshard import Source, opened
+from tiered.zero.sharding import Shared
 from tiered.zero.states import States
 from tiered.zero.units import Placement, UnitPlan, even_chunks
 
@@ -61,20 +63,22 @@ def export(
     order = [p for unit in pager.units for p in unit.plan.placements if p.parameter in parameters]
     entries = [_entry(parameters[p.parameter], p.shape, _goal(p.dtype, dtype)) for p in order]
     entries += [_entry(name, buffer.shape, _goal(buffer.dtype, dtype)) for name, buffer in buffers.items()]
-    contents, shards = _of_paged(pager, set(parameters), buffers.values(), dtype), None
-    first = pager.partition.rank == 0
+    contents = _of_paged(pager, set(parameters), buffers.values(), dtype)
+    shards: Shards | None = None
     try:
-        shards = Shards(folder, entries, shard, existing)
-    finally:  # a rank that cannot begin keeps the others from it
-        ready = pager.exchange.everywhere([shards is not None or not first], "the begin of an export")
-    if not all(ready):
+        if pager.partition.rank == 0:  # the folder of this name on another node is not looked at
+            shards = Shards(folder, entries, shard, existing)
+    finally:  # where it cannot begin, it keeps the others from it
+        files = _of_first(pager, None if shards is None else shards.files)
+    if files is None:
         raise MisuseError("rank 0 cannot export, and says why")
     error: Exception | None = None
-    if first:
+    if shards is not None:
+        unread: list[Exception] = []
         try:
-            shards.write((piece for piece in contents), progress)  # which leaves ``contents`` open
+            shards.write(_passed_on(contents, unread), progress)
         except Exception as problem:
-            if pager.partition.shares == 1 or isinstance(problem, RankError):
+            if unread or pager.partition.shares == 1:  # what is not gathered here, the others wait for in vain
                 raise
             error = problem
     for _ in contents:  # what one rank gathers, all take part in
@@ -84,7 +88,26 @@ def export(
         raise error
     if not all(ended):
         raise MisuseError("rank 0 could not export, and says why")
-    return shards.files
+    return files
+
+
+def _of_first(pager: Pager, files: list[str] | None) -> list[str] | None:
+    """Rank 0's."""
+    if not isinstance(pager.partition, Shared):
+        return files
+    found: list[str] | None = shared_json(pager.partition.ranks, files)[0]
+    return found
+
+
+def _passed_on(contents: Iterator[memoryview], unread: list[Exception]) -> Iterator[memoryview]:
+    """``contents``, which stays open when this is closed. ``unread`` gets what it raises."""
+    try:
+        for piece in contents:
+            yield piece
+            del piece  # it may be memory of a store
+    except Exception as problem:
+        unread.append(problem)
+        raise
 
 
 def _pager_of(model: nn.Module) -> Pager:

@@ -147,7 +147,8 @@ class Ranks:
         found = torch.empty(self.size * flat.numel(), dtype=own.dtype, device="cpu")
         if flat.numel():
             into, mine = found.view(torch.uint8), flat.view(torch.uint8)
-            self._begin(group, what, lambda: _gather(into, mine, group)).wait()
+            said = f"{what}, {flat.numel():,} of {own.dtype}"
+            self._begin(group, said, lambda: _gather(into, mine, group)).wait()
         return found.view(self.size, -1)
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:
@@ -163,7 +164,9 @@ class Ranks:
     def _begin(self, group: Any, what: str, start: Callable[[], Any], ahead: bool = False) -> Under:
         self._numbers[group] += 1
         tag = torch.zeros(TAG, dtype=torch.uint8, device="cpu")
-        said = f"collective {self._numbers[group]}: {what}".encode()[:TAG]
+        said = f"collective {self._numbers[group]}: {what}".encode()
+        if len(said) > TAG:  # sizes are at the end
+            said = said[: TAG // 2] + b"..." + said[TAG // 2 + 3 - TAG :]
         tag[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         tags = torch.empty(self.size * TAG, dtype=torch.uint8, device="cpu")
         with self.named(what):

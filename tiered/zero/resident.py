@@ -20,6 +20,7 @@ import torch.distributed as dist
 from tiered import ManifestError, MisuseError, TieredStore
 from tiered.zero.at_tier import Tensors, dram_of, host
 from tiered.zero.local import Local
+from tiered.zero.rank_stores import shared_json
 from tiered.zero.ranks import Ranks, Under
 from tiered.zero.rules import UpdateRule
 from tiered.zero.states import Pending, States, Update
@@ -287,20 +288,18 @@ class Resident:
         everybody = self._everybody(steps)
         if any(counted != mine for counted in everybody):
             raise MisuseError(
-                f"the stores of the ranks have states of different steps under {self.name!r} (this one's highest is "
-                f"{max(mine, default=0)}, of all {[max(one, default=0) for one in everybody]}): open generations of one step"
+                f"the stores of the ranks have states of different steps under {self.name!r} (this one's: {_in_words(mine)}; "
+                f"of all: {'; '.join(map(_in_words, everybody))}): open generations of one step"
             )
         return mine[: len(self.locals)]
 
     def _everybody(self, steps: torch.Tensor) -> list[list[int]]:
         """The step counts of all ranks that have a share of the same states, or of the same parameters."""
         if self._ranks is not None:
-            rows: list[list[int]] = self._ranks.shared(steps, f"the step counts of {self.name!r}").tolist()
-            return rows
+            return shared_json(self._ranks, steps.tolist())  # of another length where a rank's store is another
         found: list[list[int]] = []
-        groups = dict.fromkeys(group for local in self.locals if self._resume for group in local.groups())
-        for group in groups:
-            rows = [[]] * dist.get_world_size(group)
+        for group in dict.fromkeys(group for local in self.locals for group in local.groups()):
+            rows: list[list[int]] = [[]] * dist.get_world_size(group)
             dist.all_gather_object(rows, steps.tolist(), group=group)
             found += rows
         return found
@@ -438,6 +437,10 @@ def _even(elements: int, limit: int) -> int:
 
 def _up(elements: int) -> int:
     return -(-elements // STEP) * STEP
+
+
+def _in_words(steps: Sequence[int]) -> str:
+    return f"{len(steps)} parameters, at most at step {max(steps, default=0)}"
 
 
 def _read(store: TieredStore, key: str) -> dict[str, Any]:
