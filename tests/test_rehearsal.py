@@ -84,8 +84,8 @@ def test_what_the_next_round_puts_anew_is_dead_when_this_one_is_through() -> Non
 
 
 def test_room_that_would_move_what_is_used_often_is_not_left() -> None:
-    """Ten tensors that are used ten times a round just fit, beside a thousand that are used once."""
-    keys = [f"often{number}" for _ in range(10) for number in range(10)] + [f"once{number}" for number in range(1_000)]
+    """Ten tensors that are used a hundred times a round just fit, beside a thousand that are used once."""
+    keys = [f"often{number}" for _ in range(100) for number in range(10)] + [f"once{number}" for number in range(1_000)]
     uses, sizes = [Use.READ] * len(keys), [100] * len(keys)
     tight, loose = 1_100, 2_600  # the ten, and one that comes and goes; and much more
     assert affordable(keys, uses, sizes, tight, 400, "again") == 100
