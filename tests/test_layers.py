@@ -114,6 +114,7 @@ THREADS = ("threading", "_thread", "concurrent", "multiprocessing")
 MAY_THREAD = {
     "engine": "the one engine thread and the one lock",
     "cli.flood": "a caller that writes while another one's reads are timed; stores have callers in many threads",
+    "cli.peers": "asks the store in which ranks met, which never answers where its host is lost",
     "io.aiofile": "the private event loop and the pool that does its blocking calls; no other part sees them",
     "links.cuda": "one thread a direction sleeps until CUDA events pass, which have no descriptor to poll",
     "links.memory": "the stand-in's streams are stepped by a test and, in close, by the engine: these take turns",
