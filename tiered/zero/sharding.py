@@ -339,7 +339,8 @@ class Shared:
             raise
         before = store.meta if meta is None else dict(meta)
         if not begun:  # so that a rank that has nothing has lost it, where another has a commit of all
-            self._commit(store, {**store.meta, BEGUN: True}, "could not begin to commit")
+            alone = {key: value for key, value in store.meta.items() if key != META}  # it is no commit of all
+            self._commit(store, {**alone, BEGUN: True}, "could not begin to commit")
         return self._commit(store, {**before, BEGUN: True, META: said}, "could not commit; the last commit of all ranks holds")
 
     def _begin(self, store: TieredStore, prepare: Callable[[], None]) -> tuple[dict[str, object], bool]:
