@@ -7,18 +7,19 @@ and it stands in its link's queue, from which the engine starts it.
 from __future__ import annotations
 
 import math
-import queue
+import weakref
 from collections.abc import Callable, Sequence
 
 from tiered.ahead import Ahead
 from tiered.background import Background
+from tiered.claims import Claims, LeaseHold, RoomHold, Token, View
 from tiered.errors import CapacityError, TieredError
 from tiered.flush import Flush, came_down
-from tiered.interfaces import EvictionPolicy, Planned, Tier
+from tiered.interfaces import EvictionPolicy, Tier
 from tiered.leaving import Leaving
 from tiered.occupancy import MOVED, Occupancy
 from tiered.prefetch import Record, Touch
-from tiered.requests import Request
+from tiered.requests import Lease, Request, Room
 from tiered.residency import Copy, Directory, Entry, Standing, State
 from tiered.stats import TierStatistics
 from tiered.traffic import Traffic
@@ -26,19 +27,33 @@ from tiered.types import Completion, Direction, Fence, Key, Slot, Transfer, Urge
 
 __all__ = ["Admission"]
 
+
 class Admission:
     """Tiers from the top (0) to the bottom; ``places[i]`` is what is in tier i, ``policies[i]`` chooses who leaves it.
 
     ``reserve`` is the share of each tier that background write-backs keep free or clean, so that what comes finds room. While
-    the order of what comes is known, only what has to leave is written back.
+    the order of what comes is known, only what has to leave is written back. ``policy`` makes one for a tier, should what
+    one knows be lost; without it there is no ``recount``.
+
+    ``changing`` is true while somebody changes what is kept here. An exception of a signal handler may strike a caller's thread
+    then; so who finds it true, with the lock just taken, must have the engine ``recount`` before anything else is done.
     """
 
-    def __init__(self, tiers: Sequence[Tier], policies: Sequence[EvictionPolicy], reserve: float) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        policies: Sequence[EvictionPolicy],
+        reserve: float,
+        policy: Callable[[], EvictionPolicy] | None = None,
+    ) -> None:
         self.bottom = len(tiers) - 1
         self.background = Background(reserve, len(tiers))
         pairs = enumerate(zip(tiers, policies, strict=True))
         self.places = [Occupancy(tier, policy, bottom=index == self.bottom) for index, (tier, policy) in pairs]
         self.own = list(policies)  # while no order is followed
+        self._policy = policy
+        self.changing = False
+        self.claims = Claims()
         self.directory = Directory(len(tiers), self.changed)
         self.generation = 1  # of the commit that is open
         self.requests: list[Request] = []  # those that wait
@@ -48,12 +63,11 @@ class Admission:
         self.leaving = Leaving(self)
         self.unsaved: dict[Key, Copy] = {}  # copies that no tier below has got yet
         self.records: list[Record] = []  # what is leased is written down in each
-        self.left: Callable[[Copy, object], None] | None = None  # called when a view of a copy, used on a stream, has died
+        self.fence: Callable[[int, object], Fence | None] | None = None  # of a tier, when all has run that a stream has by now
         self.arrived: Callable[[Entry], None] | None = None  # called when all of a tensor is at the bottom
         self.evictions = self.prefetched = self.prefetched_unused = 0
         self.disturbances = 0  # write-backs that failed, WRITE leases that began
         self._sequence = 0
-        self._dead: queue.SimpleQueue[tuple[Copy, object] | Callable[[], None]] = queue.SimpleQueue()
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -71,13 +85,27 @@ class Admission:
             request.done = request.attempt(self)
         except TieredError as error:
             request.error, request.done = error, True
+        request.tried = True
+        request.short = request.short or bool(request.lacks)
+        return request.done
+
+    def attempt_here(self, request: Request) -> bool:
+        """``attempt``, in the caller's thread: only what needs no transfer, no eviction and no wait."""
+        try:
+            request.done = request.done or request.attempt_here(self)
+        except TieredError as error:
+            request.error, request.done = error, True
         return request.done
 
     def advance(self) -> bool:
         """Attempt every waiting request, the urgent and the old first; whether one got done."""
         finished = False
         for request in sorted(self.requests, key=lambda r: (r.urgency, r.sequence)):
-            if self.attempt(request):
+            if request.unwanted:
+                self.requests.remove(request)
+                request.abandon(self)
+                finished = True  # others may have what it was waiting for
+            elif self.attempt(request):
                 finished = True
                 self.requests.remove(request)  # at once: the engine must not turn and turn until the caller has woken
                 request.notify()
@@ -87,7 +115,9 @@ class Admission:
     @property
     def anything_to_do(self) -> bool:
         """Whether the engine's thread would find something to decide or to start."""
-        return bool(self.requests) or self.traffic.waits or (self.background.unsettled and self.background.due(self))
+        if self.requests or self.traffic.waits or (self.background.unsettled and self.background.due(self)):
+            return True
+        return self.ahead is not None and self.ahead.due(self)
 
     # -- admission (called by requests) ------------------------------------------------------------------------------------
 
@@ -240,35 +270,126 @@ class Admission:
             del self.unsaved[copy.key]
         self.background.changed(self, copy)
 
-    def alias_died(self, copy: Copy, stream: object) -> None:
-        """A view of ``copy``'s memory, used on ``stream``, was collected. Runs inside the garbage collector: it only puts on
-        a queue."""
-        self._dead.put((copy, stream))
-
     def later(self, work: Callable[[], None]) -> None:
-        """Leave ``work`` to whoever has the lock next. As ``alias_died`` it only puts on a queue."""
-        self._dead.put(work)
+        """Leave ``work``, which may be done twice, to whoever has the lock next. Takes no lock, as a finalizer must not."""
+        self.claims.ended.append(work)
 
     def bury(self) -> None:
-        """Count aliases that died since; give back the slots of orphans that have none left; do what was left for later."""
-        while not self._dead.empty():
-            try:
-                found = self._dead.get_nowait()
-            except queue.Empty:
-                return
-            if not isinstance(found, tuple):
+        """Apply the ends of leases, views and rooms since; do what was left for later."""
+        ended = self.claims.ended
+        if not ended:
+            return
+        self.changing = True
+        while ended:
+            found = ended[0]
+            if isinstance(found, weakref.ref):
+                self._end(found)
+            else:
                 found()
-                continue
-            copy, stream = found
-            if self.left is not None:
-                self.left(copy, stream)
-            copy.aliases -= 1
+            ended.popleft()
+        self.changing = False
+
+    def _end(self, holder: weakref.ref[Token]) -> None:
+        hold = self.claims.take(holder)
+        if isinstance(hold, View):
+            self._view_ended(hold)
+        elif isinstance(hold, Lease):
+            self._lease_ended(hold)
+        elif isinstance(hold, Room):
+            self._room_ended(hold)
+
+    def _view_ended(self, view: View) -> None:
+        copy = view.copy
+        self._fenced(copy, view.stream)
+        copy.aliases -= 1
+        if copy.state is not State.EMPTY:
+            self.changed(copy)
+        elif copy.aliases == 0:
             place = self.places[copy.tier]
+            place.orphans.remove(copy)
+            place.give_back(copy.slot, copy.fences)
+
+    def _lease_ended(self, lease: Lease) -> None:
+        for copy in lease.copies:
+            self._fenced(copy, lease.stream)
+            self.directory.release(copy, lease.access)
+
+    def _room_ended(self, room: Room) -> None:
+        assert room.slot is not None
+        fence = None if self.fence is None else self.fence(room.tier, room.stream)
+        self.give_back(room.tier, room.slot, () if fence is None else (fence,))
+
+    def _fenced(self, copy: Copy, stream: object) -> None:
+        """What ``stream`` has by now may still use ``copy``'s slot. A fence made after it was let go is late enough."""
+        if self.fence is not None and (fence := self.fence(copy.tier, stream)) is not None:
+            copy.fences = (*(f for f in copy.fences if not f.query()), fence)
+
+    # -- after an exception -------------------------------------------------------------------------------------------------
+
+    def recount(self) -> None:
+        """Count anew all that is kept beside the directory, the claims and the transfers, and complete what was left half done
+        there: an exception struck a caller's thread within a change. Raises AssertionError where that does not come out.
+
+        What may be lost: the order in which an eviction policy remembers uses.
+        """
+        claims = self.claims
+        for hold in claims.forget_dead():
+            self._guard_dead(hold)
+        mine = {id(copy): copy for entry in self.directory.all_entries() for copy in entry.copies if copy is not None}
+        taken = {(copy.tier, copy.slot) for copy in mine.values()}
+        for room in list(claims.rooms()):
+            if (room.tier, room.slot) in taken:  # it had just been installed
+                claims.take_room(room)
+        leases = [(copy, lease.access) for lease in claims.leases() for copy in lease.copies]
+        self.directory.recount(leases, self.traffic.read())
+        copies = [copy for entry in self.directory.all_entries() for copy in entry.copies if copy is not None]
+        mine = {id(copy): copy for copy in copies}
+        for copy in (*copies, *(view.copy for view in claims.views())):
+            copy.aliases = 0
+        orphans: dict[int, Copy] = {}
+        for view in claims.views():
+            view.copy.aliases += 1
+            if id(view.copy) not in mine:
+                orphans[id(view.copy)] = view.copy
+        for copy in orphans.values():
             if copy.state is not State.EMPTY:
-                self.changed(copy)
-            elif copy.aliases == 0:
-                place.orphans.remove(copy)
-                place.give_back(copy.slot, copy.fences)
+                copy.become(State.EMPTY)
+        self.unsaved = {copy.key: copy for copy in copies if copy.dirty}
+        assert self._policy is not None, "nobody makes eviction policies anew"
+        self.own = [self._policy() for _ in self.places]
+        policies = self.own if self.ahead is None else [*self.ahead.policies(), self.own[-1]]
+        others = [*((room.tier, room.slot) for room in claims.rooms()), *self.traffic.snapshots.values()]
+        for index, (place, policy) in enumerate(zip(self.places, policies, strict=True)):
+            place.recount(
+                [copy for copy in copies if copy.tier == index],
+                [copy for copy in orphans.values() if copy.tier == index],
+                [slot for tier, slot in others if tier == index and slot is not None],
+                policy,
+            )
+        if self.ahead is not None:
+            self.ahead.follow(policies)
+        self.background.follow(self)
+        self.background.unsettled = True
+        self.disturbances += 1
+        self.directory.check()
+        for place in self.places:
+            place.check()
+        self.changing = False
+
+    def _guard_dead(self, hold: LeaseHold | RoomHold | View) -> None:
+        """What the device still does with the slots of a hold that is over must have run before their memory is used anew."""
+        if self.fence is None:
+            return
+        slots: list[tuple[int, Slot]] = []
+        if isinstance(hold, View):
+            slots = [(hold.copy.tier, hold.copy.slot)]
+        elif isinstance(hold, Room) and hold.slot is not None:
+            slots = [(hold.tier, hold.slot)]
+        elif isinstance(hold, Lease):
+            slots = [(copy.tier, copy.slot) for copy in hold.copies]
+        for tier, slot in slots:
+            if (fence := self.fence(tier, hold.stream)) is not None:
+                self.places[tier].guard(slot, fence)
 
     # -- what happened -----------------------------------------------------------------------------------------------------
 
@@ -291,7 +412,7 @@ class Admission:
         """Fetch along an order from here on, or no longer; new policies learn who is there."""
         self.ahead = ahead
         if ahead is not None:
-            ahead.planned = [policy if isinstance(policy, Planned) and policy.plans else None for policy in policies]
+            ahead.follow(policies)
         for place, policy in zip(self.places[: self.bottom], policies, strict=False):
             place.adopt(policy)
         self.background.follow(self)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from tiered.errors import TieredError
-from tiered.interfaces import Planned
+from tiered.interfaces import EvictionPolicy, Planned
 from tiered.prefetch import NEVER, Plan, Touch
 from tiered.requests import Request
 from tiered.residency import Entry, Standing
@@ -45,7 +45,8 @@ class Ahead(Request):
 
     ``tiers`` are the names of the tiers, from the top; ``costs()`` gives the seconds per byte of each link up and down.
     ``needed`` is the position for which something is being fetched. ``rooms`` are the bytes that it may take of each tier, from
-    the top, and so the tiers that it fetches to; ``planned`` are the policies there that know who will be gone.
+    the top, and so the tiers that it fetches to; ``choose`` makes the policies for a plan, ``planned`` are those of them that
+    know who will be gone.
     """
 
     def __init__(self, plan: Plan, tiers: Sequence[str], costs: Callable[[], Sequence[tuple[float, float]]]) -> None:
@@ -53,6 +54,7 @@ class Ahead(Request):
         self.plan = plan
         self._since: tuple[int, float] | None = None  # where the loop computes, and since when
         self.rooms: Sequence[int] = ()
+        self.choose: Callable[[Plan], Sequence[EvictionPolicy]] = lambda plan: ()
         self.planned: Sequence[Planned | None] = ()
         self._index: dict[str | None, int] = {name: index for index, name in enumerate(tiers)} | {None: 0}
         self._reached = [0] * (len(tiers) - 1)  # by tier: all before is there, or on its way
@@ -77,35 +79,50 @@ class Ahead(Request):
             self.plan.took(position, max(0.0, asked - since))
         self._since = (self.plan.cursor - 1, granted)
 
+    def follow(self, policies: Sequence[EvictionPolicy]) -> None:
+        """``policies`` choose who leaves, from the top."""
+        self.planned = [policy if isinstance(policy, Planned) and policy.plans else None for policy in policies]
+
+    def policies(self) -> Sequence[EvictionPolicy]:
+        """New ones, that have seen nothing yet."""
+        return self.choose(self.plan)
+
+    def due(self, admission: Admission) -> bool:
+        """Whether the engine would find something to bring now, or the end."""
+        return self.plan.over or any(self._next(admission, tier) is not None for tier in range(len(self.rooms)))
+
     def attempt(self, admission: Admission) -> bool:
         for tier in reversed(range(len(self.rooms))):  # the lowest hop feeds those above
             self._fetch(admission, tier)
         return self.plan.over
 
     def _fetch(self, admission: Admission, tier: int) -> None:
-        at = max(self._reached[tier], self.plan.cursor)
+        while (entry := self._next(admission, tier)) is not None:
+            at = self._reached[tier]
+            self.needed, self.tier, self.lacks = at, tier, ()
+            try:
+                admission.bring(entry, tier, self)
+            except TieredError:
+                pass  # who really needs it will meet this
+            else:
+                if entry.copies[tier] is None:
+                    if tier in self.lacks:
+                        self._vain[tier] = (at, self.plan.cursor, admission.places[tier].changes)
+                    return
+            self._reached[tier] = at + 1
+
+    def _next(self, admission: Admission, tier: int) -> Entry | None:
+        """What is to be brought to ``tier`` now, for the touch that ``_reached`` says; None: nothing yet."""
+        found, at = None, max(self._reached[tier], self.plan.cursor)
         while at < self.plan.until:
             entry = self._missing_at(admission, tier, at)
-            if entry is not None:
-                if entry.nbytes > admission.places[tier].tier.capacity // MOST:
-                    at += 1  # on demand
-                    continue
-                if not (self._has_room(admission, tier, entry.nbytes) and self._due(admission, tier, at)):
-                    break
-                if self._vain[tier] == (at, self.plan.cursor, admission.places[tier].changes):
-                    break
-                self.needed, self.tier, self.lacks = at, tier, ()
-                try:
-                    admission.bring(entry, tier, self)
-                except TieredError:
-                    pass  # who really needs it will meet this
-                else:
-                    if entry.copies[tier] is None:
-                        if tier in self.lacks:
-                            self._vain[tier] = (at, self.plan.cursor, admission.places[tier].changes)
-                        break
+            if entry is not None and entry.nbytes <= admission.places[tier].tier.capacity // MOST:  # larger ones on demand
+                if self._has_room(admission, tier, entry.nbytes) and self._due(admission, tier, at):
+                    found = entry if self._vain[tier] != (at, self.plan.cursor, admission.places[tier].changes) else None
+                break
             at += 1
         self._reached[tier] = at
+        return found
 
     def _missing_at(self, admission: Admission, tier: int, position: int) -> Entry | None:
         """What has to come to ``tier``, from the one below, for the touch at ``position``."""

@@ -13,7 +13,7 @@ from tiered import generations
 from tiered import manifest as manifests
 from tiered.admission import Admission
 from tiered.encoding import Encoding
-from tiered.engine import Engine
+from tiered.engine import Behind, Engine
 from tiered.errors import CapacityError, CommitError, LeaseConflict, ManifestError, MisuseError
 from tiered.flush import Flush
 from tiered.requests import Request
@@ -60,7 +60,6 @@ class Commits:
         self._condemned: str | None = None
         self.refused: str | None = None
         """Why nobody may commit."""
-        self._behind: Future[int] | None = None  # a commit that goes on behind its caller
         self._went_back = False  # to an older generation: what is newest on the disk is not what there is
 
     @property
@@ -174,7 +173,6 @@ class Commits:
     def rollback(self, generation: int | None, needs: Sequence[Key]) -> int:
         """All as it was in ``generation`` (None: the newest). What did not change since stays where it is."""
         with self._engine.commits:
-            self._settle()
             chosen = self.newest
             if generation is not None or self._went_back:
                 chosen = self._load(generation)
@@ -183,9 +181,12 @@ class Commits:
             for key in needs:
                 if key not in chosen.tensors:
                     raise MisuseError(f"generation {chosen.number} has no {key!r}: nothing was rolled back")
-            self._engine.wait(_Return(chosen.tensors, self))
-            self.newest, self._went_back = chosen, chosen.number != self._kept[-1]
+            self._engine.wait(_Return(chosen, self))
             return chosen.number
+
+    def returned(self, chosen: _Generation) -> None:
+        """The store is what ``chosen`` says."""
+        self.newest, self._went_back = chosen, chosen.number != self._kept[-1]
 
     def _load(self, generation: int | None) -> _Generation | None:
         folder, nvme = self._nvme.folder, self._nvme
@@ -198,49 +199,49 @@ class Commits:
 
     # -- committing ------------------------------------------------------------------------------------------------------
 
-    def commit(self, meta: Mapping[str, object] | None, *, always: bool = True) -> int:
-        """``meta`` None: with that of before. ``always``: also when nothing changed since."""
-        with self._engine.commits:
-            self._settle()
-            draft = self._draft(meta, None if always or self._went_back else self.newest)
-            return self._complete(Flush(draft, self._duplicate), draft)
+    def commit(self, meta: Mapping[str, object] | None, owner: object, *, always: bool = True) -> int:
+        """``meta`` None: with that of before. ``always``: also when nothing changed since. ``owner`` lives until the end.
+
+        All of it runs in a thread of its own, which no signal handler enters: an exception that strikes who waits leaves a
+        commit that goes on by itself, and that the next one waits for.
+        """
+        encoded = self._encoded(meta)
+
+        def work() -> int:
+            with self._engine.commits:
+                draft = self._draft(encoded, None if always or self._went_back else self.newest)
+                return self._complete(Flush(draft, self._duplicate), draft, owner)
+
+        behind = Behind("tiered-commit", work)
+        behind.start()
+        behind.wait()
+        return behind.future.result()
 
     def commit_behind(self, meta: Mapping[str, object] | None, owner: object) -> Future[int]:
         """All as it is now, made durable while the caller goes on; ``owner`` lives until then. Waits for one that is open."""
-        engine = self._engine
-        with engine.commits:
-            self._settle()
-            draft = self._draft(meta, None)
-            flush = Flush(draft, self._duplicate, Urgency.WRITEBACK)
-            runs: list[object] = []
+        encoded, engine = self._encoded(meta), self._engine
 
-            def finish() -> int:
-                runs.append(owner)  # a store that nobody else has any more is not collected before the end
-                return self._complete(flush, draft)
-
-            def keep(future: Future[int]) -> None:
-                self._behind = future
-
-            try:
+        def work() -> int:
+            with engine.commits:
+                draft = self._draft(encoded, None)
+                flush = Flush(draft, self._duplicate, Urgency.WRITEBACK)
                 engine.begin(flush)
-                if not flush.begun:  # what comes later is the future's
+                if not flush.begun:
                     flush.raise_error()
-                engine.behind("tiered-commit", finish, keep)
-            except BaseException:
-                with engine.lock:
-                    if not runs:  # else it goes on, and the next commit waits for it
-                        flush.abandon(engine.admission)
-                        flush.error, flush.done = CommitError("this commit was given up"), True  # should its thread run yet
-                        engine.admission.requests[:] = [r for r in engine.admission.requests if r is not flush]
-                        draft.drop()
-                        self._behind = None
-                raise
-            assert self._behind is not None
-            return self._behind
+                behind.reached()
+                return self._complete(flush, draft, owner)
 
-    def _complete(self, flush: Flush, draft: _Draft) -> int:
+        behind = Behind("tiered-commit", work)
+        behind.start()
+        behind.wait_reached()
+        if not behind.has_reached:  # what comes later is the future's
+            behind.future.result()
+        return behind.future
+
+    def _complete(self, flush: Flush, draft: _Draft, owner: object) -> int:
+        """``owner`` is not collected before the end."""
+        self._engine.wait(flush)  # a flush that comes to nothing drops the draft
         try:
-            self._engine.wait(flush)
             return self._publish(draft)
         except BaseException:
             with self._engine.lock:
@@ -250,21 +251,18 @@ class Commits:
     def settle(self) -> None:
         """Wait until no commit is open."""
         with self._engine.commits:
-            self._settle()
+            return
 
-    def _settle(self) -> None:
-        """The same, for who has the lock."""
-        if self._behind is not None:
-            self._behind.exception()  # it is its caller's
-            self._behind = None
+    def _encoded(self, meta: Mapping[str, object] | None) -> bytes | None:
+        return None if meta is None else manifests.encode_meta(dict(meta))
 
-    def _draft(self, meta: Mapping[str, object] | None, since: _Generation | None) -> _Draft:
+    def _draft(self, meta: bytes | None, since: _Generation | None) -> _Draft:
         if self._condemned:
             raise CommitError(self._condemned)
         if self.refused is not None:
             raise MisuseError(self.refused)
         before = self.newest.meta if self.newest else manifests.encode_meta({})
-        encoded = before if meta is None else manifests.encode_meta(dict(meta))
+        encoded = before if meta is None else meta
         if len(encoded) > self._meta_bytes + MANIFEST_BYTES:  # no room was left for so much
             self._refuse_meta(len(encoded))
         self._meta_bytes = max(len(before), len(encoded))
@@ -406,13 +404,13 @@ class _Draft:
 
 
 class _Return(Request):
-    """Makes the store what ``tensors`` say: forgets what is not the same, and has it restored."""
+    """Makes the store what ``chosen`` says: forgets what is not the same, and has it restored."""
 
     deferred = True
 
-    def __init__(self, tensors: Mapping[Key, bytes], commits: Commits) -> None:
+    def __init__(self, chosen: _Generation, commits: Commits) -> None:
         super().__init__()
-        self._tensors, self._commits = tensors, commits
+        self._chosen, self._commits = chosen, commits
 
     def __str__(self) -> str:
         return "a rollback"
@@ -424,7 +422,7 @@ class _Return(Request):
                 raise LeaseConflict(f"tensor {entry.key!r} is leased: end every lease before a rollback")
         if sum(admission.busy(entry, self) for entry in entries):  # each hurries
             return False
-        missing, changed = dict(self._tensors), []
+        missing, changed = dict(self._chosen.tensors), []
         for entry in entries:
             copy = entry.copies[-1]
             if copy is not None and entry.unsaved is None and copy.record and copy.record == missing.get(entry.key):
@@ -440,4 +438,5 @@ class _Return(Request):
         assert empty is not None
         for record in records:
             self._commits.restore_tensor(record, missing[record.key], empty)
+        self._commits.returned(self._chosen)
         return True

@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import xxhash
@@ -135,6 +135,10 @@ class DataFile:
         """Give extents back: offsets, and the size of each."""
         self.full = False
         self._space.free_all(extents)
+
+    def restore(self, extents: Iterable[tuple[int, int]]) -> None:
+        """Exactly these are given from here on: offset and size of each."""
+        self._space.restore([(0, self.alignment), *extents])
 
     def claim(self, offset: int, nbytes: int) -> None:
         """Take the extent that a manifest names. Raises ManifestError when it cannot be."""

@@ -1,11 +1,16 @@
 """The one engine thread and the one lock: who waits, what is started when, what its end changes.
 
-A *request* is something a caller wants (a lease, room for a put, a delete, a flush). It is attempted under the lock, by the
-caller first and by the engine after every change, until it is done. Only the engine thread calls links, outside the lock; so a
-caller whose tensors are resident never waits for I/O nor for another thread.
+A *request* is something a caller wants (a lease, room for a put, a delete, a flush). What can be done without a transfer is
+done in the caller's thread, under the lock; everything else by the engine's thread, which attempts the request after every
+change until it is done. Only the engine's thread calls links, outside the lock; so a caller whose tensors are resident never
+waits for I/O nor for another thread.
 
 There is one lock (``commits`` only serialises whole commits, and is taken before it). Finalizers of tensors run inside the
-garbage collector, perhaps while this thread holds the lock: they only put on a ``queue.SimpleQueue``, and poke the engine.
+garbage collector, perhaps while this thread holds the lock: they only append to a deque.
+
+A Python signal handler runs in the main thread, between two bytecodes, and may raise. The engine's thread is never struck so.
+What a caller's thread changes under the lock stands between ``admission.changing = True`` and ``= False``: who takes the lock
+next and finds it true waits until the engine's thread has counted everything anew. Where that fails the store is condemned.
 """
 
 from __future__ import annotations
@@ -16,27 +21,29 @@ import os
 import select
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from tiered.admission import Admission
 from tiered.ahead import Ahead
-from tiered.errors import CapacityError, StoreClosed, TieredError
+from tiered.errors import CapacityError, InterruptedStore, MisuseError, StoreClosed, TieredError
 from tiered.explain import why_stuck
 from tiered.flow import Flow
 from tiered.flush import Flush
 from tiered.interfaces import EvictionPolicy, Link, Streams, Tier
 from tiered.prefetch import Plan, Touch
-from tiered.requests import Lease, Prefetch, Request
+from tiered.requests import Lease, Prefetch, Request, Work
 from tiered.residency import Copy
 from tiered.stats import LinkStatistics
 from tiered.timeline import Recorder
-from tiered.types import Access, Direction, Fence, Key, Slot, Then, Transfer
+from tiered.types import Direction, Fence, Key, Slot, Then, Transfer
 from tiered.wakeup import OwnedWakeup, wait_for
 
 __all__ = ["Engine", "EngineConfig"]
+
+LOOKS_EVERY = 20
+"""Milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +51,64 @@ class EngineConfig:
     """``deadline``: seconds that a request waits at most before it raises and says who holds the room.
 
     ``reserve``: share of each tier that background write-backs keep free or CLEAN, so that what comes finds room. ``clock``
-    gives seconds.
+    gives seconds. ``eviction`` makes a policy for a tier, for when what one remembers may be wrong.
     """
 
     deadline: float = 60.0
     reserve: float = 0.5
     clock: Callable[[], float] = time.monotonic
+    eviction: Callable[[], EvictionPolicy] | None = None
+
+
+class Behind:
+    """``work`` in a thread of its own. An exception that strikes who waits for it strikes neither the work nor its result.
+
+    The work may say that it has ``reached`` a point for which somebody waits. Locks are what is waited with: a signal handler
+    may end the wait for one, and nothing is left half way, as it is with a condition or an event.
+    """
+
+    def __init__(self, name: str, work: Callable[[], int]) -> None:
+        self.future = Future[int]()
+        self.future.set_running_or_notify_cancel()
+        self.has_reached = False
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name=name)
+        self._coming, self._running = threading.Lock(), threading.Lock()
+        self._coming.acquire()
+        self._running.acquire()
+
+    def start(self) -> None:
+        """Raises TieredError where the system has no thread left."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise TieredError(f"the system starts no more threads ({error}): end some, or raise ulimit -u") from error
+
+    def _run(self) -> None:
+        try:
+            self.future.set_result(self._work())
+        except BaseException as error:
+            self.future.set_exception(error)
+        finally:
+            del self._work
+            if not self.has_reached:
+                self._coming.release()
+            self._running.release()
+
+    def reached(self) -> None:
+        """By the work, once."""
+        self.has_reached = True
+        self._coming.release()
+
+    def wait_reached(self) -> None:
+        """Until it has, or the work has ended without."""
+        with self._coming:
+            return
+
+    def wait(self) -> None:
+        """Until the work has ended."""
+        with self._running:
+            return
 
 
 class Engine:
@@ -64,16 +123,16 @@ class Engine:
     ) -> None:
         assert len(links) == len(tiers) - 1
         self.links, self.config = list(links), config
-        self.admission = Admission(tiers, policies, config.reserve)
+        self.admission = Admission(tiers, policies, config.reserve, config.eviction)
         self.lock = threading.RLock()
         self.commits = threading.Lock()  # one commit at a time; taken before ``lock``
         self.hits = self.misses = self.leases = self.wakes = 0
         self.stalled_for_reads = self.stalled_for_room = 0.0
         self.recorder: Recorder | None = None
-        self._views: dict[int, tuple[weakref.ref[object], Copy, object]] = {}
         self._streams: list[Streams | None] = [getattr(tier, "streams", None) for tier in tiers]
         if any(streams is not None for streams in self._streams):
-            self.admission.left = self._alias_left
+            self.admission.fence = self._fence
+        self._owned: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
         self._changed = threading.Condition(self.lock)
         self._wake = OwnedWakeup()
         self._flows = [{direction: Flow() for direction in Direction} for _ in links]
@@ -81,6 +140,7 @@ class Engine:
         self._pid = os.getpid()
         self._stopping = False
         self._broken: BaseException | None = None
+        self._condemned: BaseException | None = None
 
     # -- called by any thread --------------------------------------------------------------------------------------------
 
@@ -91,18 +151,35 @@ class Engine:
     def wait(self, request: Request, deadline: float | None = None) -> None:
         """Get ``request`` done, or raise its error; waits at most ``deadline`` seconds (default: the configured ones)."""
         asked = self.config.clock()
+        if self._owned():
+            self._refuse_nested()
         with self.lock:
-            try:  # Ctrl-C may come anywhere in here
+            try:  # an exception of a signal handler may come anywhere in here
                 at_once = self._submit(request)
                 if not at_once:
                     self._wait_for(request, asked, self.config.deadline if deadline is None else deadline)
                 self._count(request, asked, at_once)
             except BaseException:
-                self._give_up(request)
+                request.abandoned = True
+                self._withdraw(request)
                 raise
-            finally:
-                self._forget(request)
-        request.raise_error()
+        if request.error is not None:
+            request.raise_error()
+
+    def _withdraw(self, request: Request) -> None:
+        """``request`` is abandoned. What it began the engine undoes; else it only waits no longer."""
+        if request.deferred and self._thread is not None:
+            self._poke()
+        elif request in self.admission.requests:
+            self.admission.requests.remove(request)
+            request.abandon(self.admission)
+
+    def _refuse_nested(self) -> None:
+        """Raise MisuseError: this thread is within another call of the store, so a signal handler makes this one."""
+        raise MisuseError(
+            "a signal handler interrupted a call of this store and calls it, too: have the handler set a flag or raise, and "
+            "use the store after that"
+        )
 
     def begin(self, flush: Flush) -> None:
         """Return when it has begun; somebody has to ``wait`` for its end."""
@@ -113,23 +190,11 @@ class Engine:
                 self._refuse_stopped()
                 wait_for(self._changed, 5.0)
 
-    def behind(self, name: str, work: Callable[[], int], keep: Callable[[Future[int]], None]) -> None:
-        """``work`` in a thread of its own; ``keep`` is given its future before it starts."""
-        future = Future[int]()
-        future.set_running_or_notify_cancel()
-        keep(future)
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, name=name).start()
-
     async def arrive(self, request: Request) -> None:
         """``wait`` for a coroutine: no thread is blocked, and cancelling undoes what was granted meanwhile."""
         asked = self.config.clock()
+        if self._owned():
+            self._refuse_nested()
         loop = asyncio.get_running_loop()
         done = loop.create_future()
 
@@ -138,8 +203,8 @@ class Engine:
                 done.set_result(None)
 
         def give_up() -> None:
-            self._give_up(request)
-            self._forget(request)
+            request.abandoned = True
+            self._withdraw(request)
 
         def notify() -> None:  # under the lock
             try:
@@ -151,7 +216,6 @@ class Engine:
             with self.lock:
                 request.on_done = notify
                 at_once = self._submit(request)
-                for_room = request.waits_for_room
             if not at_once:
                 patience, left = None if math.isinf(self.config.deadline) else self.config.deadline, math.nan
                 # Not wait_for: before Python 3.12 that forgets a cancellation which comes together with the result.
@@ -164,7 +228,7 @@ class Engine:
                     self._refuse_stopped()
                     raise CapacityError(why_stuck(self.admission, request, waited))
                 if not at_once:
-                    self._stalled(request, waited, for_room)
+                    self._stalled(request, waited, request.short)
                 self._count(request, asked, at_once)
         except GeneratorExit:  # the event loop has gone, and the collector runs this, perhaps in a thread that has the lock
             self.later(give_up)
@@ -179,15 +243,42 @@ class Engine:
         """Attempt ``request`` in the caller's thread; what is not done at once waits among the others. Under the lock."""
         self._refuse_stopped()
         admission = self.admission
+        if admission.changing:
+            self._wait_for_recount()
         admission.bury()
         admission.number(request)
-        done = request.done or (not request.deferred and admission.attempt(request))
-        if not done and request not in admission.requests:
-            admission.requests.append(request)
-        admission.look_ahead()
-        if admission.anything_to_do:
+        done = admission.attempt_here(request)
+        if not done and self._thread is None and not request.deferred:  # whoever has no thread for it decides here
+            done = admission.attempt(request)
+        if not done:
+            if request not in admission.requests:
+                admission.requests.append(request)
+            if self._thread is None:
+                admission.look_ahead()
+            self._poke()
+        elif admission.anything_to_do:
+            if self._thread is None:
+                admission.look_ahead()
             self._poke()
         return done
+
+    def _wait_for_recount(self) -> None:
+        """An exception struck who had the lock before, within a change."""
+        if self._thread is None:
+            self._recount()
+        while self.admission.changing:
+            self._refuse_stopped()
+            self._poke()
+            wait_for(self._changed, 5.0)
+
+    def _recount(self) -> None:
+        """By the engine's thread. Where it does not come out, nothing that is kept can be trusted."""
+        try:
+            self.admission.recount()
+        except BaseException as error:
+            self._condemned = error
+        self._wake_everybody()
+        self._refuse_stopped()
 
     def _count(self, request: Request, asked: float, at_once: bool) -> None:
         if not isinstance(request, Lease):
@@ -212,22 +303,17 @@ class Engine:
             self._refuse_stopped()
             if request.left != left:
                 began, left = self.config.clock(), request.left
-            before, for_room = self.config.clock(), request.waits_for_room
-            if before - began >= patience:
+            before = self.config.clock()
+            if before - began >= patience and (request.tried or self._thread is None):
                 raise CapacityError(why_stuck(self.admission, request, before - began))
-            wait_for(self._changed, min(began + patience - before, 5.0))
-            self._stalled(request, self.config.clock() - before, for_room)
-
-    def _give_up(self, request: Request) -> None:
-        request.abandon(self.admission)
-        self._poke()  # for those who wait for what it had
-
-    def _forget(self, request: Request) -> None:
-        if request in self.admission.requests:
-            self.admission.requests.remove(request)
+            wait_for(self._changed, min(max(began + patience - before, 0.05), 5.0))
+            self._stalled(request, self.config.clock() - before, request.short)
+            request.short = bool(request.lacks)
 
     def hint(self, keys: Sequence[Key], tier: int) -> None:
         """Prefetch; never waits, never raises on full. A newer hint replaces what older ones have not begun."""
+        if self._owned():
+            self._refuse_nested()
         with self.lock:
             waiting = self.admission.requests
             waiting[:] = [request for request in waiting if not isinstance(request, Prefetch)]
@@ -248,26 +334,23 @@ class Engine:
     ) -> int:
         """Evict, and fetch into ``rooms[i]`` bytes of tier i, along ``order`` from here on until it ends, or, where it is
         empty, no longer; how many touches it planned anew."""
-        with self.lock:
-            self._refuse_stopped()
+        planned = len(order)
+
+        def work() -> None:
+            nonlocal planned
             admission = self.admission
-            planned, ahead = len(order), admission.ahead
-            try:
-                if not order:
-                    ahead = None
-                elif ahead is not None:
-                    planned = ahead.replan(order, then)
-                else:
-                    ahead = Ahead(Plan(order, then), [place.tier.name for place in admission.places], self._costs)
-                if ahead is not None:
-                    ahead.rooms = rooms
-                admission.follow(ahead, admission.own if ahead is None else policies(ahead.plan))
-            except BaseException:  # Ctrl-C in the middle: a plan that is half another one is worse than none
-                admission.follow(None, admission.own)
-                raise
+            ahead = admission.ahead if order else None
+            if ahead is not None:
+                planned = ahead.replan(order, then)
+            elif order:
+                ahead = Ahead(Plan(order, then), [place.tier.name for place in admission.places], self._costs)
+            if ahead is not None:
+                ahead.rooms, ahead.choose = rooms, policies
+            admission.follow(ahead, admission.own if ahead is None else ahead.policies())
             admission.look_ahead()
-            self._poke()
-            return planned
+
+        self.wait(Work("following an order", work))
+        return planned
 
     def _costs(self) -> list[tuple[float, float]]:
         """Seconds per byte of each link, up and down, as measured; 0 where nothing moved yet."""
@@ -286,68 +369,53 @@ class Engine:
                 streams.wait(stream, fence)
         return stream
 
-    def guard(self, tier: int, slot: Slot) -> None:
-        """What the caller computes from here on runs after what was queued with the memory of ``slot``, now its own. Under the
-        lock."""
+    def guard(self, tier: int, slot: Slot) -> object:
+        """What the caller computes from here on runs after what was queued with the memory of ``slot``, now its own; the stream
+        that it computes on."""
         streams = self._streams[tier]
-        if streams is not None:
-            for fence in self.admission.places[tier].guards(slot):
-                streams.wait(streams.current(), fence)
+        if streams is None:
+            return None
+        stream = streams.current()
+        with self.lock:
+            guards = self.admission.places[tier].guards(slot)
+        for fence in guards:
+            streams.wait(stream, fence)
+        return stream
 
     def fences(self, tier: int) -> tuple[Fence, ...]:
         """A fence that passes when all that the caller has queued so far has run."""
         streams = self._streams[tier]
         return () if streams is None else (streams.record(streams.current()),)
 
-    def release(self, copies: Sequence[Copy], access: Access, stream: object = None) -> None:
-        """End leases that ``stream`` computed with. In a forked child they are the parent's, and go on."""
-        if os.getpid() != self._pid:
+    def released(self) -> None:
+        """Somebody's token died, whose hold is of use to others. In a forked child it is the parent's, and goes on."""
+        if os.getpid() != self._pid or self._owned():
             return
         with self.lock:
-            self._released(copies, access, stream)
-            self.admission.bury()
-            if self.admission.anything_to_do:
+            admission = self.admission
+            if not admission.changing:
+                admission.bury()
+            if admission.changing or admission.anything_to_do:
                 self._poke()
 
-    def release_later(self, copies: Sequence[Copy], access: Access, stream: object = None) -> None:
-        """``release`` for where the garbage collector may be at work; whoever comes next finds them ended."""
-        self.later(lambda: self._released(copies, access, stream))
-
-    def _released(self, copies: Sequence[Copy], access: Access, stream: object) -> None:
-        fence = None
-        for copy in copies:
-            streams = self._streams[copy.tier]
-            if streams is not None:
-                fence = fence or streams.record(stream)
-                copy.fences = (*(f for f in copy.fences if not f.query()), fence)
-            self.admission.directory.release(copy, access)
+    def look(self) -> None:
+        """Have everything applied that ended, so that what is counted is what there is."""
+        with self.lock:
+            if self.admission.changing:
+                self._wait_for_recount()
+            self.admission.bury()
 
     def later(self, work: Callable[[], None]) -> None:
-        """Have ``work`` done under the lock before anything else is. Takes no lock, as a finalizer must not."""
+        """Have ``work``, which may be done twice, done under the lock before anything else is. Takes no lock, as a finalizer
+        must not."""
         if os.getpid() == self._pid:
             self.admission.later(work)
             self._wake.set()
 
-    def watch(self, owner: object, copy: Copy, stream: object) -> None:
-        """Count ``copy``'s alias, used on ``stream``, as gone when ``owner`` is collected."""
-        view = weakref.ref(owner, self._view_died)  # weakref.finalize does the same, and takes three times as long
-        self._views[id(view)] = (view, copy, stream)  # owners need not be hashable, and weak references are as their owners
-
-    def _view_died(self, view: weakref.ref[object]) -> None:
-        _, copy, stream = self._views.pop(id(view))
-        self.alias_died(copy, stream)
-
-    def alias_died(self, copy: Copy, stream: object = None) -> None:
-        """A view of ``copy``'s memory, used on ``stream``, was collected. Runs inside the garbage collector: no locks here."""
-        self.admission.alias_died(copy, stream)
-        if self.admission.requests and os.getpid() == self._pid:
-            self._wake.set()
-
-    def _alias_left(self, copy: Copy, stream: object) -> None:
-        """Under the lock, some time after the view died: a fence made now is late enough, too."""
-        streams = self._streams[copy.tier]
-        if streams is not None:
-            copy.fences = (*(f for f in copy.fences if not f.query()), streams.record(stream))
+    def _fence(self, tier: int, stream: object) -> Fence | None:
+        """A fence that passes when all has run that ``stream`` has by now."""
+        streams = self._streams[tier]
+        return None if streams is None else streams.record(stream)
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 
@@ -384,6 +452,11 @@ class Engine:
         self._wake.set()
 
     def _refuse_stopped(self) -> None:
+        if self._condemned is not None:
+            raise InterruptedStore(
+                f"an exception struck a call of this store, and what it left half done cannot be mended ({self._condemned!r}): "
+                "close the store and reopen it; the last commit holds"
+            ) from self._condemned
         if self._broken is not None:
             raise TieredError(f"the engine stopped on an internal error: {self._broken!r}") from self._broken
         if self._stopping:
@@ -403,7 +476,7 @@ class Engine:
                     finished = self._stopping and not any(self._started(i) for i in range(len(self.links)))
                 if finished:
                     break
-                if not moved and any(fd == self._wake.fileno() for fd, _ in poller.poll(1000)):
+                if not moved and any(fd == self._wake.fileno() for fd, _ in self._sleep(poller)):
                     self._wake.clear()
         except BaseException as error:
             with self.lock:
@@ -412,10 +485,21 @@ class Engine:
         finally:
             self._close_links()
 
+    def _sleep(self, poller: select.poll) -> list[tuple[int, int]]:
+        """Until there is something to do. A view that died wakes nobody (its token's death runs no code that could); so as long
+        as somebody waits, it is looked for from time to time."""
+        for _ in range(1000 // LOOKS_EVERY):
+            found = poller.poll(LOOKS_EVERY if self.admission.requests else 1000)
+            if found or self.admission.claims.ended or not self.admission.requests:
+                return found
+        return []
+
     def turn(self) -> bool:
         """One round: completions, requests, background write-backs, starts. True when anything moved. (Tests call it bare.)"""
         completions = [(index, done) for index, link in enumerate(self.links) for done in link.poll(0.0)]
         with self.lock:
+            if self.admission.changing:
+                self._recount()
             self.admission.bury()
             for index, completion in completions:
                 transfer = self.admission.complete(index, completion)
@@ -483,8 +567,8 @@ class Engine:
 
     def record(self, limit: int) -> Recorder | None:
         """Write down what happens, up to ``limit`` events, until ``stop_recording``; None: somebody does already."""
+        self.released()
         with self.lock:
-            self.admission.bury()
             if self.recorder is not None:
                 return None
             self.recorder = self.admission.traffic.recorder = Recorder(self.admission.places, self.config.clock, limit)

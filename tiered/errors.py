@@ -9,6 +9,7 @@
      |   +- StoreClosed
      |   +- StoreLocked
      |   +- ForkedStore
+     +- InterruptedStore          an exception struck a call and left the store so that it has to be reopened
      +- CapacityError             it does not fit: says what is needed, what there is, who holds it
      +- TransferError             bytes could not be moved: key, tier, path, offset, errno
      |   +- ReadError
@@ -31,6 +32,7 @@ __all__ = [
     "CommitError",
     "CorruptionError",
     "ForkedStore",
+    "InterruptedStore",
     "KeyNotFound",
     "LeaseConflict",
     "ManifestError",
@@ -76,6 +78,11 @@ class StoreLocked(MisuseError):
 
 class ForkedStore(MisuseError):
     """A store was used in a forked child; only the process that opened it may."""
+
+
+class InterruptedStore(TieredError):
+    """An exception (Ctrl-C, a signal handler's) struck a call of the store, and what that left half done cannot be mended:
+    close the store and reopen it. Nothing is committed any more; the last commit holds."""
 
 
 class CapacityError(TieredError):

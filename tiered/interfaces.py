@@ -5,7 +5,7 @@ Full is an answer here (0, None, False), never an exception: the engine decides 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from tiered.types import Candidate, Completion, Fence, IOCompletion, IORequest, Key, Slot, Transfer, Urgency
@@ -13,7 +13,7 @@ from tiered.types import Candidate, Completion, Fence, IOCompletion, IORequest, 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["EvictionPolicy", "IOBackend", "Link", "Memory", "Movable", "Planned", "Streams", "Tier"]
+__all__ = ["EvictionPolicy", "IOBackend", "Link", "Memory", "Movable", "Planned", "Restorable", "Streams", "Tier"]
 
 
 @runtime_checkable
@@ -91,6 +91,17 @@ class Tier(Protocol):
 
 
 @runtime_checkable
+class Restorable(Tier, Protocol):
+    """A tier that can be told anew which of its slots are given. A store over one that cannot is condemned when an exception
+    strikes a thread within ``allocate`` or ``free``."""
+
+    def restore(self, slots: Iterable[Slot]) -> None:
+        """Exactly ``slots`` are given from here on, whatever an ``allocate`` or a ``free`` left half done. AssertionError where
+        they overlap or lie outside."""
+        ...
+
+
+@runtime_checkable
 class Memory(Tier, Protocol):
     """A tier whose slots tensors can lie in: everything but the disk."""
 
@@ -102,7 +113,7 @@ class Memory(Tier, Protocol):
     def tensor(self, slot: Slot, nbytes: int) -> tuple[torch.Tensor, object]:
         """A uint8 tensor of shape (nbytes,), nbytes >= 1, over the beginning of ``slot``, and its owner.
 
-        The owner is an object that can be weakly referenced and lives until the last alias of the tensor is gone, views and
+        The owner is an object that takes an attribute ``claim`` and lives until the last alias of the tensor is gone, views and
         tensors that autograd saved included. It keeps the memory mapped, also after ``close``.
         """
         ...

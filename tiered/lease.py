@@ -7,6 +7,7 @@ from types import TracebackType
 
 import torch
 
+from tiered.claims import Token
 from tiered.engine import Engine
 from tiered.errors import MisuseError
 from tiered.interfaces import Memory
@@ -26,63 +27,86 @@ class _Held:
     ) -> None:
         self._running, self._memory = running, memory
         self._keys, self._access, self._tier = keys, access, tier
+        self.token: Token | None = None
+        """The lease lasts as long as this lives: setting it to None ends it, whatever strikes then."""
         self._engine: Engine | None = None
         self._copies: list[Copy] | None = None
-        self._stream: object = None
         self._number = 0
         self._versions: list[tuple[torch.Tensor, int]] = []
 
     def _enter(self) -> list[torch.Tensor]:
-        request = self._request()
-        engine = self._engine = self._running()
-        engine.wait(request)
-        return self._granted(engine, request)
+        self._refuse_open()
+        try:
+            engine = self._engine = self._running()
+            request = self._request(engine)
+            engine.wait(request)
+            return self._granted(engine, request)
+        except BaseException:
+            self._undo()
+            raise
 
     async def _arrive(self) -> list[torch.Tensor]:
-        request = self._request()
-        engine = self._engine = self._running()
-        await engine.arrive(request)
-        return self._granted(engine, request)
+        self._refuse_open()
+        try:
+            engine = self._engine = self._running()
+            request = self._request(engine)
+            await engine.arrive(request)
+            return self._granted(engine, request)
+        except GeneratorExit:  # from the collector, perhaps in a thread that has the lock
+            self.token = self._copies = None
+            raise
+        except BaseException:
+            self._undo()
+            raise
 
-    def _request(self) -> Lease:
-        if self._copies is not None:
+    def _refuse_open(self) -> None:
+        if self.token is not None:
             raise MisuseError(f"this lease of {', '.join(map(repr, self._keys))} is open already; make another one")
-        return Lease(self._keys, self._tier, self._access)
+
+    def _request(self, engine: Engine) -> Lease:
+        self.token = Token()
+        return Lease(self._keys, self._tier, self._access, engine.admission.claims.watch(self.token))
 
     def _granted(self, engine: Engine, request: Lease) -> list[torch.Tensor]:
-        copies = self._copies = request.copies
+        copies, views = request.copies, request.views
         self._number = request.sequence
         tensors: list[torch.Tensor] = []
         try:
-            self._stream = engine.enter(copies, self._tier)
-            for copy, spec in zip(copies, request.specs, strict=True):
-                tensors.append(_view(engine, self._memory, copy, spec, self._stream))
+            stream = request.stream = engine.enter(copies, self._tier)
+            for copy, spec, view in zip(copies, request.specs, views, strict=True):
+                if stream is not None:
+                    engine.admission.claims.used_on(view, stream)
+                tensors.append(_view(engine, self._memory, copy, spec, view))
         except BaseException:
-            for copy in copies[len(tensors) :]:
-                engine.alias_died(copy, self._stream)  # the view that there will not be
-            self._exit(BaseException)
+            self._undo()
             self._running()  # closed by another thread meanwhile: then that is the error
             raise
+        finally:
+            views.clear()  # each is its tensor's now, or nobody's
         if self._access is Access.READ:
             witnesses = [copy.witness for copy in copies]
             self._versions = [(w, w._version) for w in witnesses if isinstance(w, torch.Tensor)]
+        self._copies = copies
         return tensors
 
+    def _undo(self) -> None:
+        self.token = self._copies = None
+        if self._engine is not None:
+            self._engine.released()
+
     def _exit(self, kind: type[BaseException] | None) -> None:
-        copies, self._copies = self._copies, None
-        if copies is None or self._engine is None:
+        copies, engine = self._copies, self._engine
+        if copies is None or engine is None:
+            self.token = None
             return
-        written = [
-            copy.key for copy, (witness, version) in zip(copies, self._versions, strict=False) if witness._version != version
-        ]
-        self._versions = []
-        recorder = self._engine.recorder
+        versions, self._versions = self._versions, []
+        written = [copy.key for copy, (witness, version) in zip(copies, versions, strict=False) if witness._version != version]
+        self.token = self._copies = None
+        recorder = engine.recorder
         if recorder is not None:
             recorder.released(self._number)
-        if kind is GeneratorExit:  # the collector ends a generator or a coroutine, perhaps in a thread that has the lock
-            self._engine.release_later(copies, self._access, self._stream)
-        else:
-            self._engine.release(copies, self._access, self._stream)
+        if kind is not GeneratorExit:  # the collector ends a generator or a coroutine, perhaps in a thread that has the lock
+            engine.released()
         if written and kind is None:
             raise MisuseError(
                 f"tensor {written[0]!r} was written to under a READ lease; take store.lease(key, access='write') to change it"
@@ -91,12 +115,20 @@ class _Held:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._exit(kind)
+        try:
+            self._exit(kind)
+        except BaseException:
+            self.token = None
+            raise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._exit(kind)
+        try:
+            self._exit(kind)
+        except BaseException:
+            self.token = None
+            raise
 
 
 class LeaseOfOne(_Held):
@@ -119,17 +151,18 @@ class LeaseOfMany(_Held):
         return tuple(await self._arrive())
 
 
-def _view(engine: Engine, memory: Memory, copy: Copy, spec: TensorSpec, stream: object) -> torch.Tensor:
-    """A tensor on ``copy``'s slot. Its memory tells the engine when the last alias of it is gone, whoever holds that.
+def _view(engine: Engine, memory: Memory, copy: Copy, spec: TensorSpec, claim: Token) -> torch.Tensor:
+    """A tensor on ``copy``'s slot. ``claim`` lives until the last alias of it is gone, whoever holds that.
 
     All tensors ever made of one copy share one version counter: autograd then notices when something that it saved under a
     READ lease was changed under a later WRITE lease of the same slot.
     """
     if torch.is_inference_mode_enabled():  # a view made there would have no version
         with torch.inference_mode(False):
-            return _view(engine, memory, copy, spec, stream)
+            return _view(engine, memory, copy, spec, claim)
     dtype = dtype_of(spec)
     raw, owner = memory.tensor(copy.slot, max(1, spec.nbytes))
+    owner.claim = claim  # type: ignore[attr-defined]
     if spec.nbytes == 0:
         raw = raw[:0]
     contents = raw if dtype is torch.uint8 else raw.view(dtype)
@@ -139,11 +172,11 @@ def _view(engine: Engine, memory: Memory, copy: Copy, spec: TensorSpec, stream: 
     if witness is None:
         with engine.lock:  # two threads with a READ lease each must not make two of them
             if copy.witness is None:
-                copy.witness = contents.detach()
-                copy.witness.data = torch.empty(0, dtype=dtype, device=contents.device)
+                fresh = contents.detach()
+                fresh.data = torch.empty(0, dtype=dtype, device=contents.device)
+                copy.witness = fresh
             witness = copy.witness
     assert isinstance(witness, torch.Tensor)
     tensor = witness.detach()
     tensor.data = contents
-    engine.watch(owner, copy, stream)
     return tensor

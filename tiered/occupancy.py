@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from tiered.compaction import moves
-from tiered.interfaces import EvictionPolicy, Movable, Tier
+from tiered.interfaces import EvictionPolicy, Movable, Restorable, Tier
 from tiered.residency import Copy, Standing, State
 from tiered.stats import TierStatistics
 from tiered.types import Fence, Key, Slot
@@ -65,6 +65,13 @@ class Occupancy:
         slot = self.tier.allocate(nbytes)
         if slot is None and self._memory is not None and nbytes <= self.free:
             slot = self._after_moves(self._memory, nbytes, most * nbytes)
+        if slot is not None:
+            self.account(slot)
+        return slot
+
+    def take(self, nbytes: int) -> Slot | None:
+        """A slot of room that is free in one piece; nothing is moved."""
+        slot = self.tier.allocate(nbytes)
         if slot is not None:
             self.account(slot)
         return slot
@@ -125,6 +132,10 @@ class Occupancy:
     def _remove(self, slot: Slot) -> None:
         at = bisect_left(self._offsets, slot.offset)
         del self._slots[at], self._offsets[at]
+
+    def guard(self, slot: Slot, fence: Fence) -> None:
+        """Who has this memory next must wait for ``fence``."""
+        self._guards.append((slot, fence))
 
     def guards(self, slot: Slot) -> tuple[Fence, ...]:
         """Fences of earlier slots in the same memory that have not passed."""
@@ -289,6 +300,33 @@ class Occupancy:
     def neighbours(self, without: Iterable[Copy]) -> frozenset[Slot]:
         """The slots that stay when ``without`` go."""
         return frozenset(self._slots).difference(copy.slot for copy in without)
+
+    def recount(self, copies: Iterable[Copy], orphans: Iterable[Copy], others: Iterable[Slot], policy: EvictionPolicy) -> None:
+        """Everything anew, after an exception struck within a change: from the ``copies`` that the directory has here, the
+        ``orphans`` that somebody still looks at, and the slots that are somebody's for another reason. ``policy`` has seen none
+        of them.
+
+        Raises AssertionError where two of them overlap, or the tier cannot say anew which of its slots are given.
+        """
+        assert isinstance(self.tier, Restorable), f"tier {self.tier.name} cannot tell anew which of its slots are given"
+        self.copies = {copy.key: copy for copy in copies}
+        self.orphans = set(orphans)
+        self.leaves, self.condemned, self.policy = {}, {}, policy
+        self.bytes_of = [0 for _ in Standing]
+        slots = {copy.slot for copy in (*self.copies.values(), *self.orphans)} | set(others)
+        self._slots = sorted(slots, key=lambda slot: slot.offset)
+        self._offsets = [slot.offset for slot in self._slots]
+        assert all(one.offset + one.nbytes <= other for one, other in zip(self._slots, self._offsets[1:], strict=False))
+        self._sizes = Counter(slot.nbytes for slot in self._slots)
+        self.used = sum(slot.nbytes for slot in self._slots)
+        self.largest = max(self._sizes, default=0)
+        self.changes += 1
+        self.tier.restore(self._slots)
+        for copy in (*self.copies.values(), *self.orphans):
+            copy.standing = Standing.USED
+        for copy in self.copies.values():
+            self.note(copy)
+            policy.touched(copy.key)
 
     # -- looking in ------------------------------------------------------------------------------------------------------
 

@@ -86,7 +86,8 @@ def begin(wishes: Wishes, config: StoreConfig) -> tuple[Parts, Engine]:
         where = error.filename or wishes.path
         raise TieredError(f"cannot open the store: {where}: {error.strerror} (errno {error.errno})") from error
     try:
-        return parts, Engine(parts.tiers, parts.links, parts.policies, EngineConfig(deadline=wishes.deadline))
+        limits = EngineConfig(deadline=wishes.deadline, eviction=wishes.eviction)
+        return parts, Engine(parts.tiers, parts.links, parts.policies, limits)
     except BaseException as error:
         for link in parts.links:
             link.close()

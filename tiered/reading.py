@@ -7,6 +7,7 @@ filesystem that is mounted read-only will do. What lies where, the manifest says
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -142,6 +143,9 @@ class _DiskAtRest(NvmeTier):
 
     def allocate(self, nbytes: int) -> Slot | None:
         return None
+
+    def restore(self, slots: Iterable[Slot]) -> None:
+        """Nothing there is ever given or taken back."""
 
     def slot(self, index: int, offset: int, nbytes: int) -> Slot:
         """Raises ManifestError for what no file has."""

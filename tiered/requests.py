@@ -4,32 +4,45 @@ from __future__ import annotations
 
 import enum
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from tiered.errors import CapacityError, LeaseConflict, TieredError
+from tiered.claims import Token
+from tiered.errors import CapacityError, TieredError
 from tiered.residency import Copy, Entry, Standing
 from tiered.types import Access, Fence, Key, Slot, TensorSpec, Urgency, Use
 
 if TYPE_CHECKING:
     from tiered.admission import Admission
 
-__all__ = ["Delete", "Install", "Lease", "Prefetch", "Request", "Room"]
+__all__ = ["Delete", "Install", "Lease", "Prefetch", "Request", "Room", "Work"]
 
 
 class Request:
-    """``attempt`` returns True when done; it may raise a TieredError, which ends the request and reaches the caller."""
+    """``attempt`` returns True when done; it may raise a TieredError, which ends the request and reaches the caller.
+
+    ``attempt`` runs in the engine's thread, which no signal handler enters. What can be done at once ``attempt_here`` does in
+    the caller's thread, where an exception may strike at any bytecode: it may only do what ``Admission.recount`` can mend.
+
+    ``holder`` refers to the token of whoever waits for it, where something is granted: when that is dead, nobody wants it.
+    """
 
     deferred = False
-    """Long ones are attempted by the engine's thread alone, for Ctrl-C strikes in a caller's."""
+    """``attempt`` takes long, or has more than one step: it is abandoned by the engine's thread, too."""
 
-    def __init__(self, urgency: Urgency = Urgency.DEMAND, tier: int = 0) -> None:
-        self.urgency, self.tier = urgency, tier
+    def __init__(
+        self, urgency: Urgency = Urgency.DEMAND, tier: int = 0, holder: weakref.ref[Token] | None = None
+    ) -> None:
+        self.urgency, self.tier, self.holder = urgency, tier, holder
         self.sequence = 0
         self.done = False
         self.error: TieredError | None = None
+        self.abandoned = False  # the caller gave up, or was struck
+        self.tried = False  # by the engine
         self.lacks: tuple[int, ...] = ()  # the tiers in which its last attempt found no room
+        self.short = False  # whether any attempt found no room, since the waiting caller looked last
         self.left = 0  # whenever this changes it has come closer, and the deadline counts anew
         self._pushed: dict[int, list[Copy]] = {}  # by tier, what is on its way out for it, the first last
         self._pushed_bytes, self._least = 0, math.inf
@@ -39,8 +52,13 @@ class Request:
         self.on_done: Callable[[], None] | None = None
 
     @property
-    def waits_for_room(self) -> bool:
-        return bool(self.lacks)
+    def unwanted(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self.abandoned or (self.holder is not None and self.holder() is None)
+
+    def attempt_here(self, admission: Admission) -> bool:
+        """Whether it is done without a transfer, an eviction or a wait."""
+        return False
 
     def attempt(self, admission: Admission) -> bool:
         raise NotImplementedError
@@ -88,17 +106,22 @@ class Request:
             del error
 
     def abandon(self, admission: Admission) -> None:
-        """The caller gave up (deadline, Ctrl-C): undo what was granted meanwhile. Under the lock."""
+        """Nobody waits for it any more: undo what it began. By the engine, under the lock."""
 
 
 class Lease(Request):
-    """All of ``keys`` in ``tier`` at once, or none. ``copies`` are those granted, ``specs`` theirs, as ``keys`` are."""
+    """All of ``keys`` in ``tier`` at once, or none. ``copies`` are those granted, ``specs`` theirs and ``views`` the tokens of
+    the views that the caller makes of them, as ``keys`` are. It ends with the token of ``holder``."""
 
-    def __init__(self, keys: Sequence[Key], tier: int, access: Access) -> None:
-        super().__init__(Urgency.DEMAND, tier)
+    def __init__(
+        self, keys: Sequence[Key], tier: int, access: Access, holder: weakref.ref[Token] | None = None
+    ) -> None:
+        super().__init__(Urgency.DEMAND, tier, holder)
         self.keys, self.access = tuple(keys), access
         self.copies: list[Copy] = []
         self.specs: list[TensorSpec] = []
+        self.views: list[Token] = []
+        self.stream: object = None
 
     def __str__(self) -> str:
         return f"a {self.access.name} lease of {', '.join(map(repr, self.keys[:3]))}{'…' if len(self.keys) > 3 else ''}"
@@ -106,28 +129,44 @@ class Lease(Request):
     def wants(self) -> Sequence[Key]:
         return () if self.done else self.keys
 
+    def attempt_here(self, admission: Admission) -> bool:
+        directory, write = admission.directory, self.access is Access.WRITE
+        entries = [directory.entry(key) for key in self.keys]
+        for entry in entries:
+            directory.refuse_conflict(entry, self.access)
+        if not self._resident(entries):
+            return False
+        if write and (admission.flush is not None or any(entry.in_flight for entry in entries)):
+            return False
+        self._grant(admission, entries)
+        return True
+
     def attempt(self, admission: Admission) -> bool:
         entries = [admission.directory.entry(key) for key in self.keys]
-        if len(entries) > 1 or self.access is Access.WRITE:  # all or nothing; else the grant itself refuses
-            for entry in entries:
-                admission.directory.refuse_conflict(entry, self.access)
+        for entry in entries:
+            admission.directory.refuse_conflict(entry, self.access)
         if not self._resident(entries):
-            if len(entries) == 1:
-                admission.directory.refuse_conflict(entries[0], self.access)
             self._refuse_impossible(admission, [entry.nbytes for entry in entries])
             arrived = [admission.bring(entry, self.tier, self) for entry in entries]  # each starts, not only the first
             if not all(arrived):
                 return False
         if self.access is Access.WRITE and sum(admission.busy(entry, self) for entry in entries):  # each hurries
             return False
-        admission.disturbances += self.access is Access.WRITE
+        self._grant(admission, entries)
+        return True
+
+    def _grant(self, admission: Admission, entries: Sequence[Entry]) -> None:
+        write = self.access is Access.WRITE
+        admission.changing = True
+        admission.disturbances += write
         for entry in entries:
-            copy = admission.directory.grant(entry, self.tier, self.access)
-            copy.aliases += 1  # the view that the caller makes of it
+            copy = admission.directory.lend(entry, self.tier, self.access)
+            self.views.append(admission.claims.view(copy))
             self.copies.append(copy)
             self.specs.append(entry.spec)
-            admission.used(entry, self.tier, Use.READ if self.access is Access.READ else Use.WRITE)
-        return True
+            admission.used(entry, self.tier, Use.WRITE if write else Use.READ)
+        admission.claims.lease(self)
+        admission.changing = False
 
     def _resident(self, entries: Sequence[Entry]) -> bool:
         for entry in entries:
@@ -150,72 +189,86 @@ class Lease(Request):
         if key in self.keys and not self.done:
             self.error, self.done = error, True
 
-    def abandon(self, admission: Admission) -> None:
-        while self.copies:
-            copy = self.copies.pop()
-            copy.aliases -= 1
-            admission.directory.release(copy, self.access)
-
 
 class Room(Request):
-    """``nbytes`` contiguous bytes in ``tier`` for a put of ``key``; ``slot`` is the caller's until it is installed or given
-    back. Raises LeaseConflict, which it makes no sense to wait for."""
+    """``nbytes`` contiguous bytes in ``tier`` for a put of ``key``; ``slot`` is the caller's until it is installed, or until
+    the token of ``holder`` dies. Raises LeaseConflict, which it makes no sense to wait for."""
 
-    def __init__(self, tier: int, nbytes: int, key: Key | None = None) -> None:
-        super().__init__(Urgency.DEMAND, tier)
+    def __init__(self, tier: int, nbytes: int, key: Key | None = None, holder: weakref.ref[Token] | None = None) -> None:
+        super().__init__(Urgency.DEMAND, tier, holder)
         self.nbytes, self.key = nbytes, key
         self.slot: Slot | None = None
+        self.stream: object = None
 
     def __str__(self) -> str:
         return f"a put of {self.nbytes:,} bytes"
 
+    def attempt_here(self, admission: Admission) -> bool:
+        if self.key is not None:
+            admission.directory.refuse_leased(self.key)
+        admission.changing = True
+        self._granted(admission, admission.places[self.tier].take(self.nbytes))
+        admission.changing = False
+        return self.slot is not None
+
     def attempt(self, admission: Admission) -> bool:
         if self.key is not None:
             admission.directory.refuse_leased(self.key)
-        self.slot = admission.room(self.tier, self.nbytes, self)
+        self._granted(admission, admission.room(self.tier, self.nbytes, self))
         if self.slot is None:
             admission.refuse_full(self.tier, self.nbytes)
         return self.slot is not None
 
-    def abandon(self, admission: Admission) -> None:
-        if self.slot is not None:
-            admission.give_back(self.tier, self.slot)
+    def _granted(self, admission: Admission, slot: Slot | None) -> None:
+        self.slot = slot
+        if slot is not None:
+            admission.claims.room(self)
+            admission.background.unsettled = True  # there is less room
 
 
 class Install(Request):
-    """``slot``, filled by the caller, becomes tensor ``key``; replaces what was there once its transfers have ended.
+    """What the caller filled ``room`` with becomes tensor ``key``; replaces what was there once its transfers have ended.
 
-    ``fences`` pass when what fills it has run.
+    ``fences`` pass when what fills it has run. Where the room was given up meanwhile, nothing happens.
     """
 
-    def __init__(self, key: Key, spec: TensorSpec, tier: int, slot: Slot, fences: tuple[Fence, ...] = ()) -> None:
-        super().__init__(Urgency.DEMAND, tier)
-        self.key, self.spec, self.slot, self.fences = key, spec, slot, fences
+    def __init__(self, key: Key, spec: TensorSpec, room: Room, fences: tuple[Fence, ...] = ()) -> None:
+        super().__init__(Urgency.DEMAND, room.tier, room.holder)
+        self.key, self.spec, self.room, self.fences = key, spec, room, fences
         self.replaces = True
 
     def __str__(self) -> str:
         return f"a put of {self.key!r}"
 
+    def attempt_here(self, admission: Admission) -> bool:
+        admission.directory.refuse_leased(self.key)
+        old = admission.directory.find(self.key)
+        if old is not None and (admission.flush is not None or old.in_flight):
+            return False
+        self._install(admission)
+        return True
+
     def attempt(self, admission: Admission) -> bool:
         old = admission.directory.find(self.key)
         if old is not None and not old.leased and admission.busy(old, self):
             return False
-        try:
-            entry = admission.directory.put(self.key, self.spec, self.tier, self.slot)
-        except LeaseConflict:
-            admission.give_back(self.tier, self.slot, self.fences)
-            raise
+        admission.directory.refuse_leased(self.key)
+        self._install(admission)
+        return True
+
+    def _install(self, admission: Admission) -> None:
+        slot = self.room.slot
+        if slot is None or not admission.claims.has_room(self.room):
+            return
+        admission.changing = True
+        entry = admission.directory.put(self.key, self.spec, self.tier, slot, self.fences)
+        admission.claims.take_room(self.room)
         copy = entry.copies[self.tier]
         assert copy is not None
-        copy.fences = self.fences
         admission.install(copy)
         admission.used(entry, self.tier, Use.PUT)
         admission.background.changed(admission, copy)  # a plan says more of it from now on
-        return True
-
-    def abandon(self, admission: Admission) -> None:
-        if not self.done:
-            admission.give_back(self.tier, self.slot, self.fences)
+        admission.changing = False
 
 
 class Delete(Request):
@@ -227,12 +280,37 @@ class Delete(Request):
     def __str__(self) -> str:
         return f"the deletion of {self.key!r}"
 
+    def attempt_here(self, admission: Admission) -> bool:
+        entry = admission.directory.entry(self.key)
+        admission.directory.refuse_leased(self.key)
+        if admission.flush is not None or entry.in_flight or entry.aside:
+            return False
+        admission.changing = True
+        admission.directory.forget(self.key)
+        admission.changing = False
+        return True
+
     def attempt(self, admission: Admission) -> bool:
         entry = admission.directory.entry(self.key)
         if not entry.leased and admission.busy(entry, self):
             return False
         if not entry.aside:  # else it is gone already, for all who ask
             admission.directory.forget(self.key)
+        return True
+
+
+class Work(Request):
+    """Something that has to be done whole, by the engine's thread."""
+
+    def __init__(self, what: str, work: Callable[[], None]) -> None:
+        super().__init__()
+        self._what, self._work = what, work
+
+    def __str__(self) -> str:
+        return self._what
+
+    def attempt(self, admission: Admission) -> bool:
+        self._work()
         return True
 
 

@@ -24,7 +24,7 @@ may be evicted without moving a byte.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tiered.errors import CapacityError, KeyNotFound, LeaseConflict, TieredError
@@ -258,6 +258,11 @@ class Directory:
     def entries(self) -> Iterator[Entry]:
         return iter(self._entries.values())
 
+    def all_entries(self) -> Iterator[Entry]:
+        """Also those whose name is free for another tensor."""
+        yield from self._entries.values()
+        yield from self._aside.values()
+
     def set_aside_entries(self) -> Iterator[Entry]:
         """Those whose name is free for another tensor."""
         return iter(self._aside.values())
@@ -274,19 +279,26 @@ class Directory:
 
     # -- coming and going ------------------------------------------------------------------------------------------------
 
-    def put(self, key: Key, spec: TensorSpec, tier: int, slot: Slot) -> Entry:
-        """New bytes in ``slot`` replace whatever ``key`` was. Raises LeaseConflict under an open lease."""
-        old = self._entries.get(key)
-        if old is not None:
-            self.forget(key)
-        entry = self.add(key, spec, self.next_id)
-        copy = Copy(key, tier, slot)
+    def put(self, key: Key, spec: TensorSpec, tier: int, slot: Slot, fences: tuple[Fence, ...] = ()) -> Entry:
+        """New bytes in ``slot``, ready after ``fences``, replace whatever ``key`` was. Raises LeaseConflict while it is leased.
+
+        One store into the dict makes it so: before it the old tensor is there, after it the new one is.
+        """
+        self.refuse_leased(key)
+        entry = Entry(key, spec, self.next_id, [None] * self.depth)
+        copy = Copy(key, tier, slot, fences=fences)
         if tier == self.depth - 1:  # a chain of one tier: nothing below could be newer or older
             copy.become(State.FILLING)
             copy.become(State.CLEAN)
         else:
             copy.become(State.DIRTY)
         entry.copies[tier] = copy
+        self.next_id += 1
+        old = self._entries.get(key)
+        assert old is None or not old.in_flight
+        self._entries[key] = entry
+        if old is not None:
+            self._vacate_all(old)
         self._changed(copy)
         return entry
 
@@ -313,10 +325,8 @@ class Directory:
         entry = self.entry(key)
         self.refuse_leased(key)
         assert not entry.in_flight
-        for copy in entry.copies:
-            if copy is not None:
-                self._vacate(entry, copy)
         del (self._aside if entry.aside else self._entries)[key]
+        self._vacate_all(entry)
 
     def set_aside(self, entry: Entry) -> None:
         """Its name is free for another tensor; it goes on under a key that no name is, until it is forgotten."""
@@ -353,6 +363,12 @@ class Directory:
         copy = entry.copies[tier]
         assert copy is not None and copy.valid
         self.refuse_conflict(entry, access)
+        return self.lend(entry, tier, access)
+
+    def lend(self, entry: Entry, tier: int, access: Access) -> Copy:
+        """``grant`` for who has asked ``refuse_conflict`` already."""
+        copy = entry.copies[tier]
+        assert copy is not None and copy.valid
         if access is Access.WRITE:
             assert not entry.in_flight
             for other in entry.copies:
@@ -449,14 +465,50 @@ class Directory:
 
     # -- within ----------------------------------------------------------------------------------------------------------
 
+    def _vacate_all(self, entry: Entry) -> None:
+        for copy in entry.copies:
+            if copy is not None:
+                self._vacate(entry, copy)
+
     def _vacate(self, entry: Entry, copy: Copy) -> None:
         copy.become(State.EMPTY)
         entry.copies[copy.tier] = None
         self._changed(copy)
 
+    def recount(self, claims: Iterable[tuple[Copy, Access]], reads: Iterable[Copy]) -> None:
+        """Make every copy what the table says, after an exception struck within a change of it: ``claims`` are the leases that
+        there are, ``reads`` the copies that transfers up read. Calls nobody.
+
+        A change of a caller's thread takes away first and says what stays last. So what it left half done is completed: a copy
+        that is EMPTY is gone, what a WRITE lease supersedes is, and a CLEAN copy with nothing below has become the only one.
+        """
+        leased = list(claims)
+        for entry in self.all_entries():
+            for tier, copy in enumerate(entry.copies):
+                if copy is not None:
+                    copy.readers = copy.writers = copy.reads_from = 0
+                    if copy.state is State.EMPTY:
+                        entry.copies[tier] = None
+        for copy, access in leased:
+            if access is Access.WRITE:
+                copy.writers += 1
+                copy.checksums = copy.record = b""
+                for other in (held := self.entry(copy.key)).copies:
+                    if other is not None and other is not copy:
+                        held.copies[other.tier] = None
+            else:
+                copy.readers += 1
+        for copy in reads:
+            copy.reads_from += 1
+        for entry in self.all_entries():
+            for tier, copy in enumerate(entry.copies[:-1]):
+                below = any(other is not None and other.valid for other in entry.copies[tier + 1 :])
+                if copy is not None and copy.state is State.CLEAN and not below:
+                    copy.become(State.DIRTY)
+
     def check(self) -> None:
         """Assert every invariant of the state table (for tests)."""
-        for entry in (*self._entries.values(), *self._aside.values()):
+        for entry in self.all_entries():
             unsaved = [copy for copy in entry.copies if copy is not None and copy.state in (State.DIRTY, State.WRITEBACK)]
             valid = [copy for copy in entry.copies if copy is not None and copy.valid]
             assert len(unsaved) <= 1, f"{entry.key!r}: two copies claim to be the newest"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 __all__ = ["FreeSpace"]
 
@@ -97,6 +97,14 @@ class FreeSpace:
         if not self.is_free(offset, size):
             raise AssertionError(f"claim of [{offset}, {offset + size}), which is not wholly free")
         self._take(self._starts[bisect_right(self._starts, offset) - 1], offset, size)
+
+    def restore(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Exactly these ranges, each an offset and a size, are in use from here on; whatever was kept before does not count."""
+        capacity, self._capacity = self._capacity, 0
+        self._starts, self._sizes, self._by_size, self._used, self._free_bytes = [], {}, [], {}, 0
+        self.grow(capacity)
+        for offset, size in sorted(ranges):
+            self.claim(offset, size)
 
     def move(self, offset: int, size: int, to: int) -> None:
         """``free`` here and ``claim`` there, which may overlap: what is not free stays as it was."""

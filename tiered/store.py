@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 
+from tiered.claims import Token
 from tiered.commits import Commits
 from tiered.config import Parts
 from tiered.engine import Engine
@@ -131,7 +132,7 @@ class TieredStore:
         try:
             if kind is None and not self._closed and self._commits is not None and self._commits.refused is None:
                 self._running()
-                self._commits.commit(None, always=False)
+                self._commits.commit(None, self, always=False)
         finally:
             self.close()
 
@@ -177,29 +178,32 @@ class TieredStore:
         self._refuse_to_read_only()
         if spec.nbytes > self._parts.tiers[tier].capacity or spec.nbytes > self._parts.tiers[self._parts.dram].capacity:
             tier = self._parts.dram  # what that cannot hold could never leave the tiers above it: refused
-        room = Room(tier, max(1, spec.nbytes), key)
-        engine.wait(room)
-        assert room.slot is not None
+        token = Token()
+        room = Room(tier, max(1, spec.nbytes), key, engine.admission.claims.watch(token))
         try:
-            with engine.lock:
-                engine.guard(tier, room.slot)
+            engine.wait(room)
+            assert room.slot is not None
+            room.stream = engine.guard(tier, room.slot)
             if fill is not None and spec.nbytes:
                 fill(self._parts.memories[tier].tensor(room.slot, spec.nbytes)[0])
+            engine.wait(Install(key, spec, room, engine.fences(tier)))
         except BaseException:
-            fences = engine.fences(tier)
-            with engine.lock:
-                engine.admission.give_back(tier, room.slot, fences)
+            del token  # unless the tensor is there already, its room is given back
+            engine.released()
             self._running()  # closed by another thread meanwhile: then that is the error
             raise
-        engine.wait(Install(key, spec, tier, room.slot, engine.fences(tier)))
 
     def get(self, key: Key) -> torch.Tensor:
         """A contiguous copy of ``key``, of its dtype and shape, on the CPU, outside the budget. Waits as ``lease`` does.
 
         Raises KeyNotFound, LeaseConflict under an open WRITE lease, TransferError, CapacityError after the deadline.
         """
-        with self._lease_to_copy(key) as tensor:
-            return copied(tensor)
+        lease = self._lease_to_copy(key)
+        try:
+            return copied(lease.__enter__())
+        finally:
+            lease.token = None  # not __exit__: Ctrl-C may strike a call before its first line
+            self._engine.released()
 
     async def fetch(self, key: Key) -> torch.Tensor:
         """``get`` for a coroutine: it waits without blocking a thread, and may be cancelled at any time. Raises as ``get``."""
@@ -383,7 +387,7 @@ class TieredStore:
         LeaseConflict under an open WRITE lease, CapacityError where the disk has no room for what changed, CommitError when it
         fails, MisuseError without a disk, with durability "none" or a ``meta`` that is not JSON, or what a failed write raises.
         """
-        return self._committing(meta).commit(meta)
+        return self._committing(meta).commit(meta, self)
 
     def refuse_commits(self, why: str | None) -> None:
         """From here on commits raise MisuseError, and leaving a ``with`` block makes none. None: no longer."""
@@ -422,8 +426,8 @@ class TieredStore:
     def statistics(self) -> StoreStatistics:
         """What happened since ``open``: a frozen snapshot. Subtract two of them to see what one part of a program took."""
         engine = self._running()
+        engine.look()
         with engine.lock:
-            engine.admission.bury()
             return StoreStatistics(
                 backend=self._parts.backend.name if self._parts.backend else "none",
                 direct=self._parts.nvme is not None and self._parts.nvme.direct,

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tiered.residency import Entry
+from tiered.residency import Copy, Entry
 from tiered.timeline import Recorder
 from tiered.types import Direction, Key, Slot, Transfer, Urgency
 
@@ -89,6 +89,14 @@ class Traffic:
             if queue.length or promotions:
                 return True
         return False
+
+    def read(self) -> Iterator[Copy]:
+        """The copies that transfers up read, one time for each."""
+        for moving in self._moving.values():
+            for index, transfer in moving:
+                source = self._transfers[transfer.tag][0].copies[index + 1]
+                if transfer.direction is Direction.UP and source is not None:
+                    yield source
 
     def going_down(self, index: int) -> int:
         """Bytes of the slots below link ``index`` that its transfers down have and will fill."""

@@ -9,6 +9,7 @@ import mmap
 import os
 import resource
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -95,6 +96,9 @@ class DramTier:
 
     def free(self, slot: Slot) -> None:
         self._space.free(slot.offset, slot.nbytes)
+
+    def restore(self, slots: Iterable[Slot]) -> None:
+        self._space.restore((slot.offset, slot.nbytes) for slot in slots)
 
     def move(self, slot: Slot, offset: int) -> Slot:
         self._space.move(slot.offset, slot.nbytes, offset)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
 
@@ -107,6 +108,9 @@ class HbmTier:
     def free(self, slot: Slot) -> None:
         self._space.free(slot.offset, slot.nbytes)
 
+    def restore(self, slots: Iterable[Slot]) -> None:
+        self._space.restore((slot.offset, slot.nbytes) for slot in slots)
+
     def tensor(self, slot: Slot, nbytes: int) -> tuple[torch.Tensor, object]:
         """The slot's first bytes as a uint8 tensor of shape (nbytes,) on the device, and the owner, which torch holds."""
         assert 1 <= nbytes <= slot.nbytes
@@ -130,7 +134,7 @@ class HbmTier:
 class _Range:
     """Memory of a CUDA device in the form that torch adopts as it is (numba's CUDA array interface, version 2)."""
 
-    __slots__ = ("__cuda_array_interface__", "__weakref__", "_arena")
+    __slots__ = ("__cuda_array_interface__", "_arena", "claim")
 
     def __init__(self, arena: torch.Tensor, offset: int, nbytes: int) -> None:
         self._arena = arena

@@ -218,6 +218,19 @@ class NvmeTier:
         self._live.remove(slot)
         self._leave(slot)
 
+    def restore(self, slots: Iterable[Slot]) -> None:
+        """The store references exactly ``slots`` from here on; what kept generations reference stays theirs."""
+        self._live = set(slots)
+        self._left = {generation: {} for generation in self._kept}
+        given = set(self._live)
+        for generation in reversed(self._kept):  # the last one that references an extent
+            for slot in self._kept[generation] - given:
+                self._left[generation][slot.offset] = slot.nbytes
+            given |= self._kept[generation]
+        for file in self.files:
+            extents = (slot for slot in given if slot.offset >> FILE_BITS == file.index)
+            file.restore([(self.extent(slot)[1], slot.nbytes) for slot in extents])
+
     def claim(self, slot: Slot) -> None:
         """Take the extent that a manifest names: from the free space, or from kept generations that share it.
 
