@@ -10,6 +10,7 @@ import torch
 
 from tests.fakes import ManualBackend
 from tiered import TieredStore
+from tiered.requests import Work
 from tiered.types import IOCompletion, IORequest
 
 MIB = 1 << 20
@@ -103,6 +104,7 @@ def push_out(store: TieredStore) -> None:
 
 def nothing_is_held(store: TieredStore) -> None:
     """No lease, no alias, no request that waits."""
+    store._engine.wait(Work("a turn of the engine", lambda: None))
     assert not store._engine.admission.requests
     assert [tier.held for tier in store.statistics().tiers] == [0] * len(store.statistics().tiers)
     for key in list(store):

@@ -27,7 +27,7 @@ class Device(StandInStreams):
     """Streams whose work runs in an order that ``source`` chooses, a tier, and a heap beside it. One stream is slow for a
     while: it goes on only where all others wait.
 
-    ``deaf``: names of functions; what is recorded or waited for while the two innermost callers, or these in the midst of an
+    ``deaf``: names of functions; what is recorded or waited for while the three innermost callers, or these in the midst of an
     exception, are among them is left out: a mutation.
     """
 
@@ -57,7 +57,7 @@ class Device(StandInStreams):
             super().wait(stream, fence)
 
     def _ignores(self) -> bool:
-        names = {sys._getframe(2).f_code.co_name, sys._getframe(3).f_code.co_name}
+        names = {sys._getframe(depth).f_code.co_name for depth in (2, 3, 4)}
         if sys.exc_info()[0] is not None:
             names.add("except")
         elif "except" not in self._deaf:

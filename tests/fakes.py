@@ -244,6 +244,9 @@ class FakeTier:
     def free(self, slot: Slot) -> None:
         self._space.free(slot.offset, slot.nbytes)
 
+    def restore(self, slots: Iterable[Slot]) -> None:
+        self._space.restore((slot.offset, slot.nbytes) for slot in slots)
+
     def tensor(self, slot: Slot, nbytes: int) -> tuple[torch.Tensor, object]:
         assert not self.closed, "tensor after close"
         assert 1 <= nbytes <= slot.nbytes

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from tests.fakes import FakeTier, ManualLink, fake_checksums
 from tiered.admission import Admission
 from tiered.ahead import room_for
+from tiered.claims import Token
 from tiered.engine import Engine, EngineConfig
 from tiered.errors import ReadError, TieredError, TransferError, WriteError
 from tiered.eviction import LRU
@@ -30,32 +31,48 @@ class CheckedLease(Lease):
     """Looks at the bytes in the moment of the grant."""
 
     def __init__(self, rig: Rig, keys: Sequence[str], tier: int, access: Access) -> None:
-        super().__init__(keys, tier, access)
+        self.token: Token | None = Token()
+        super().__init__(keys, tier, access, rig.admission.claims.watch(self.token))
         self.rig = rig
 
+    def attempt_here(self, admission: Admission) -> bool:
+        return self.seen(super().attempt_here(admission))
+
     def attempt(self, admission: Admission) -> bool:
-        done = super().attempt(admission)
+        return self.seen(super().attempt(admission))
+
+    def seen(self, done: bool) -> bool:
         if done:
             assert [copy.key for copy in self.copies] == list(self.keys)
             for copy in self.copies:
                 assert copy.tier == self.tier
                 assert self.rig.bytes_of(copy) == self.rig.newest[copy.key], f"{copy.key!r} was granted with old bytes"
-                self.rig.on_loan(copy)
+            for copy, token in zip(self.copies, self.views, strict=True):
+                self.rig.on_loan(copy, token)
+            self.views.clear()
         return done
 
-    def abandon(self, admission: Admission) -> None:
-        for copy in self.copies:
-            self.rig.aliases.remove(copy)
-        super().abandon(admission)
+    def give_up(self) -> None:
+        """Whoever waits for it is struck, before or after it was granted."""
+        self.token = None
+        if self.done:
+            for copy in self.copies:
+                self.rig.drop(copy)
+        self.rig.engine.released()
 
 
 class CheckedInstall(Install):
-    def __init__(self, rig: Rig, key: str, data: bytes, tier: int, slot: Slot) -> None:
-        super().__init__(key, spec(len(data)), tier, slot)
+    def __init__(self, rig: Rig, key: str, data: bytes, room: Room) -> None:
+        super().__init__(key, spec(len(data)), room)
         self.rig, self.data = rig, data
 
+    def attempt_here(self, admission: Admission) -> bool:
+        return self.seen(super().attempt_here(admission))
+
     def attempt(self, admission: Admission) -> bool:
-        done = super().attempt(admission)
+        return self.seen(super().attempt(admission))
+
+    def seen(self, done: bool) -> bool:
         if done:
             self.rig.newest[self.key] = self.data
         return done
@@ -97,8 +114,13 @@ class CheckedDelete(Delete):
         super().__init__(key)
         self.rig = rig
 
+    def attempt_here(self, admission: Admission) -> bool:
+        return self.seen(super().attempt_here(admission))
+
     def attempt(self, admission: Admission) -> bool:
-        done = super().attempt(admission)
+        return self.seen(super().attempt(admission))
+
+    def seen(self, done: bool) -> bool:
         if done:
             del self.rig.newest[self.key]
         return done
@@ -109,19 +131,28 @@ class Put:
 
     def __init__(self, rig: Rig, key: str, data: bytes, tier: int) -> None:
         self.rig, self.key, self.data, self.tier = rig, key, data, tier
-        self.room = Room(tier, len(data))
+        self.token: Token | None = Token()
+        self.room = Room(tier, len(data), holder=rig.admission.claims.watch(self.token))
         self.install: CheckedInstall | None = None
 
     def go_on(self) -> bool:
         """Whether it has ended."""
+        if self.token is None:
+            return True
         if self.install is None and self.room.done:
             if self.room.error is not None:
                 return True
             assert self.room.slot is not None
             self.rig.tiers[self.tier].write(self.room.slot, self.data)
-            self.install = CheckedInstall(self.rig, self.key, self.data, self.tier, self.room.slot)
+            self.install = CheckedInstall(self.rig, self.key, self.data, self.room)
             self.rig.submit(self.install)
+        if self.install is not None and self.install.done and self.install.error is not None:
+            self.give_up()
         return self.install is not None and self.install.done
+
+    def give_up(self) -> None:
+        self.token = None
+        self.rig.engine.released()
 
     @property
     def error(self) -> TieredError | None:
@@ -155,15 +186,16 @@ class Rig:
             for upper, lower in zip(self.tiers, self.tiers[1:], strict=False)
         ]
         ticks = itertools.count()
-        config = EngineConfig(0.0, reserve, lambda: next(ticks) / 1000)
+        config = EngineConfig(0.0, reserve, lambda: next(ticks) / 1000, LRU)
         self.engine = Engine(self.tiers, self.links, [LRU() for _ in self.tiers], config)
         self.admission = self.engine.admission
         self.bottom = len(self.tiers) - 1
         self.newest: dict[str, bytes] = {}
         self.puts: list[Put] = []
         self.waiting: list[Request] = []
-        self.held: list[Lease] = []  # granted, and not released
+        self.held: list[CheckedLease] = []  # granted, and not released
         self.aliases: list[Copy] = []  # one for each view that is still reachable
+        self.tokens: list[tuple[Copy, Token]] = []  # theirs
         self.expected: dict[Copy, bytes] = {}
         self.lent: dict[Copy, Slot] = {}  # where the views of it are
         self.flushed = 0
@@ -175,7 +207,7 @@ class Rig:
             self.engine._submit(request)
         return request
 
-    def lease(self, *keys: str, tier: int = 0, access: Access = READ) -> Lease:
+    def lease(self, *keys: str, tier: int = 0, access: Access = READ) -> CheckedLease:
         request = CheckedLease(self, keys, tier, access)
         asked = self.engine.config.clock()
         self.submit(request)
@@ -228,9 +260,10 @@ class Rig:
             self.tiers[copy.tier].write(copy.slot, fresh)
             self.newest[copy.key] = self.expected[copy] = fresh
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: CheckedLease) -> None:
         self.held.remove(lease)
-        self.engine.release(lease.copies, lease.access)
+        lease.token = None
+        self.engine.released()
 
     def drop(self, copy: Copy) -> None:
         """The last reference to one view of it is gone."""
@@ -238,19 +271,22 @@ class Rig:
         if copy not in self.aliases:
             self.expected.pop(copy, None)
             self.lent.pop(copy, None)
-        self.engine.alias_died(copy)
+        del self.tokens[next(index for index, (other, _) in enumerate(self.tokens) if other is copy)]
 
-    def end(self, lease: Lease) -> None:
+    def end(self, lease: CheckedLease) -> None:
         self.release(lease)
         for copy in lease.copies:
             self.drop(copy)
 
     def abandon(self, request: Request) -> None:
-        """What ``Engine.wait`` does when its deadline passes or Ctrl-C comes."""
+        """What ``Engine.wait`` and its caller do when its deadline passes or Ctrl-C comes."""
         with self.engine.lock:
-            request.abandon(self.admission)
-            if request in self.admission.requests:
-                self.admission.requests.remove(request)
+            request.abandoned = True
+            self.engine._withdraw(request)
+        for put in [put for put in self.puts if put.waiting is request]:
+            put.give_up()
+        if isinstance(request, CheckedLease):
+            request.give_up()
 
     def complete(self, link: int, tag: int, error: TieredError | None = None) -> None:
         self.links[link].complete(tag, error)
@@ -286,8 +322,9 @@ class Rig:
 
     # Bookkeeping
 
-    def on_loan(self, copy: Copy) -> None:
+    def on_loan(self, copy: Copy, token: Token) -> None:
         self.aliases.append(copy)
+        self.tokens.append((copy, token))
         self.expected[copy] = self.bytes_of(copy)
         self.lent[copy] = copy.slot
 
@@ -305,7 +342,7 @@ class Rig:
             self.waiting.remove(request)
             if isinstance(request, Lease):
                 assert request.error is None or not request.copies
-                if request.error is None:
+                if request.error is None and isinstance(request, CheckedLease):
                     self.held.append(request)
 
     def _duplicate(self, copy: Copy, target: Slot, nbytes: int) -> None:
@@ -338,7 +375,7 @@ class Rig:
             slots |= {slot for at, slot in rooms if at == index}
             slots |= {slot for at, slot in self.admission.traffic.snapshots.values() if at == index}
             assert sum(slot.nbytes for slot in slots) <= tier.used
-            if self.admission._dead.empty():
+            if not self.admission.claims.ended:
                 assert sum(slot.nbytes for slot in slots) == tier.used, f"a slot of {tier.name} was lost"
 
     def check_traffic(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import select
 from collections.abc import Callable
 
 import pytest
 
 from tests.rig import READ, WRITE, Put, Rig, evicted, failure, fill, pending, queued, where, woken
+from tiered.claims import Token
 from tiered.errors import CapacityError, LeaseConflict, ReadError, StoreClosed, TieredError, WriteError
 from tiered.occupancy import MOVED, Occupancy
 from tiered.requests import Lease, Request, Room
@@ -77,7 +79,7 @@ def test_a_write_back_that_demand_needs_inherits_its_urgency() -> None:
     assert queued(rig) == [("y", Direction.DOWN, Urgency.WRITEBACK)]
     put = rig.put("z", b"zzzzzzzz")
     assert queued(rig) == [("y", Direction.DOWN, Urgency.DEMAND)]
-    assert put.room.waits_for_room
+    assert put.room.lacks == (0,)
     rig.wind_down()
 
 
@@ -234,7 +236,8 @@ def test_ctrl_c_in_a_waiting_lease_leaves_nothing(monkeypatch: pytest.MonkeyPatc
     rig = Rig(12, 400)
     fill(rig, "a", nbytes=5)
     evicted(rig, "a")
-    request = Lease(["a"], 0, WRITE)
+    token = Token()
+    request = Lease(["a"], 0, WRITE, rig.admission.claims.watch(token))
 
     def interrupted(timeout: float) -> None:
         # Granted by the engine in the very moment in which the signal comes.
@@ -254,6 +257,9 @@ def test_ctrl_c_in_a_waiting_lease_leaves_nothing(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(KeyboardInterrupt):
         rig.engine.wait(request, 60.0)
     assert request.done
+    del token, interrupted
+    request.views.clear()
+    rig.engine.look()
     assert not any(entry.leased for entry in rig.admission.directory.entries())
     rig.wind_down()
 
@@ -660,7 +666,8 @@ def test_who_waits_is_woken_by_what_makes_room_in_a_callers_thread() -> None:
     rig.run()
     woken(rig)
     rig.drop(a.copies[0])
-    assert woken(rig), "by the death of an alias"
+    assert rig.engine._sleep(select.poll()) == [], "an alias that died is looked for while somebody waits"
+    assert rig.admission.claims.ended
     rig.delete("a")
     assert woken(rig), "by a deletion"
     rig.drop(b.copies[0])
@@ -684,13 +691,14 @@ def test_a_request_that_is_done_does_not_keep_the_engine_turning() -> None:
     rig = Rig(8, 400, reserve=0.0)
     fill(rig, "a", nbytes=4)
     evicted(rig, "a")
-    request = Lease(["a"], 0, READ)
+    token = Token()
+    request = Lease(["a"], 0, READ, rig.admission.claims.watch(token))
     rig.submit(request)
     rig.settle()
     assert request.done
     assert not rig.engine.turn()
-    rig.engine.release(request.copies, READ)
-    rig.engine.alias_died(request.copies[0])
+    del token
+    request.views.clear()
     rig.wind_down()
 
 

@@ -99,7 +99,8 @@ class World:
         self.parts = Parts((device.tier, dram), None, None, tiers, links, tuple(LRU() for _ in tiers))
         self.now = 0.0
         self.idle = 0
-        self.engine = Engine(tiers, links, self.parts.policies, EngineConfig(60.0, source.choice((0.0, 0.5)), lambda: self.now))
+        config = EngineConfig(60.0, source.choice((0.0, 0.5)), lambda: self.now, LRU)
+        self.engine = Engine(tiers, links, self.parts.policies, config)
         self.engine._changed = NoHurry(self)  # type: ignore[assignment]
         self.store = TieredStore(self.parts, self.engine, None, scratch=False)
         self.numbers = iter(range(1, HEAP // max(SIZES)))
@@ -452,13 +453,13 @@ def without(names: str) -> Callable[[pytest.MonkeyPatch], frozenset[str]]:
 
 
 def install_forgets(patch: pytest.MonkeyPatch) -> None:
-    attempt = Install.attempt
+    install = Install._install
 
-    def mutant(self: Install, admission: Admission) -> bool:
+    def mutant(self: Install, admission: Admission) -> None:
         self.fences = ()
-        return attempt(self, admission)
+        install(self, admission)
 
-    patch.setattr(Install, "attempt", mutant)
+    patch.setattr(Install, "_install", mutant)
 
 
 def transfers_after(keep: Callable[[Any, Transfer, Fence], bool]) -> Callable[[pytest.MonkeyPatch], None]:
@@ -502,11 +503,11 @@ def moved_without(patch: pytest.MonkeyPatch) -> None:
 
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], frozenset[str] | None]] = {
     "entering a lease waits for nothing": without("enter < _granted"),
-    "the end of a lease records nothing": without("_released"),
-    "the death of an alias records nothing": without("_alias_left"),
+    "the end of a lease records nothing": without("_fenced < _lease_ended"),
+    "the death of an alias records nothing": without("_fenced < _view_ended"),
     "a put does not wait for who had its slot": without("guard < _put"),
     "a put records nothing": without("fences < _put < no except"),
-    "a put that fails records nothing": without("fences < _put < except"),
+    "a put that fails records nothing": without("_fence < _room_ended"),
     "a copy that was put has no fences": install_forgets,
     "transfers wait for no kernels on their copy": transfers_after(
         lambda place, transfer, fence: fence not in place.copies[transfer.key].fences
@@ -515,10 +516,8 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], frozenset[str] | None]] = {
         lambda place, transfer, fence: fence not in place.guards(transfer.upper)
     ),
     "what is evicted or deleted leaves no guards": given_back_by("note"),
-    "what outlived its tensor leaves no guards": given_back_by("bury"),
-    "a put that failed leaves no guards": given_back_by("give_back", "_put"),
-    "a put that was refused leaves no guards": given_back_by("give_back", "attempt"),
-    "a put that was given up leaves no guards": given_back_by("give_back", "abandon"),
+    "what outlived its tensor leaves no guards": given_back_by("_view_ended"),
+    "a put that failed leaves no guards": given_back_by("give_back", "_room_ended"),
     "a duplicate does not wait for its original": without("enter < duplicate"),
     "a duplicate does not wait for who had its slot": without("guard < duplicate"),
     "a duplicate records nothing": without("fences < duplicate"),

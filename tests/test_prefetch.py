@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.contracts.eviction import Copied, EvictionContract, NewPolicy
 from tests.fakes import FakeTier, ManualLink, NoDraft, fake_checksums
 from tiered.ahead import room_for
+from tiered.claims import Token
 from tiered.engine import Engine, EngineConfig
 from tiered.eviction import LRU, NextUse
 from tiered.flush import Flush
@@ -271,7 +272,7 @@ class Simulation:
         room = Room(0, nbytes)
         self._run(room)
         assert room.slot is not None
-        self._run(Install(key, TensorSpec("uint8", (nbytes,), 1), 0, room.slot))
+        self._run(Install(key, TensorSpec("uint8", (nbytes,), 1), room))
 
     def turn(self) -> None:
         while self.engine.turn():
@@ -305,14 +306,16 @@ class Simulation:
 
     def touch(self, key: str, access: Access = Access.READ) -> None:
         asked = self.now
-        lease = Lease([key], 0, access)
+        token = Token()
+        lease = Lease([key], 0, access, self.engine.admission.claims.watch(token))
         self._run(lease)
         self.stalled += self.now - asked
         with self.engine.lock:
             self.engine._count(lease, asked, self.now == asked)
         self.until(self.now + self.compute)
-        self.engine.release(lease.copies, access)
-        self.engine.alias_died(lease.copies[0])
+        del token
+        lease.views.clear()
+        self.engine.released()
         self.turn()
 
     def round(self, keys: Sequence[str], access: Access = Access.READ) -> tuple[float, float, int]:
@@ -488,12 +491,14 @@ def test_what_is_fetched_takes_the_place_of_nothing_that_a_lease_waits_for() -> 
                 if source.random() < 0.5:
                     simulation.touch(key)
                     continue
-                lease = Lease([source.choice(simulation.keys), key, other][source.randint(0, 1) :], 0, Access.READ)
+                wanted = [source.choice(simulation.keys), key, other][source.randint(0, 1) :]
+                token = Token()
+                lease = Lease(wanted, 0, Access.READ, simulation.engine.admission.claims.watch(token))
                 if len(set(lease.keys)) == len(lease.keys):
                     simulation._run(lease)
-                    simulation.engine.release(lease.copies, Access.READ)
-                    for copy in lease.copies:
-                        simulation.engine.alias_died(copy)
+                    del token
+                    lease.views.clear()
+                    simulation.engine.released()
                     simulation.turn()
         for place in simulation.engine.admission.places:
             place.check()

@@ -1,0 +1,268 @@
+"""Promise 20: an exception of a signal handler strikes a call of the store at any bytecode, and the same process goes on.
+
+Afterwards the store is right, compared with a dict: each tensor has the bytes of before the struck call or of after it, nothing
+is leased or held, everything can be read, written, committed and rolled back. Or it is condemned, and every call raises
+InterruptedStore until it is reopened, with the last commit's bytes.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.stress.contents import content
+from tests.stress.strikes import Strike, armed, lines_of, struck_at
+from tests.stress.tally import Tally, counts
+from tiered import InterruptedStore, TieredStore
+
+PROMISE = "20 (exceptions that strike a call)"
+MIB = 1 << 20
+KEYS = [f"t{number:02}" for number in range(14)]
+Contents = dict[str, int]
+
+
+def nbytes_of(key: str) -> int:
+    return 60_000 + 7_777 * (int(key[1:]) % 5)
+
+
+def bytes_of(key: str, version: int) -> torch.Tensor:
+    return content(key, version, nbytes_of(key))
+
+
+class Struck:
+    """A store, and what it may hold: ``now`` for sure, or ``other`` where a struck call may have got that far.
+
+    ``committed`` are the contents of each generation that may be the newest one.
+    """
+
+    def __init__(self, folder: Path, source: random.Random) -> None:
+        self.folder, self.source = folder, source
+        self.version = 0
+        self.now: Contents = {}
+        self.committed: dict[int, Contents] = {0: {}}
+        self.condemned = self.struck = 0
+        self.where: Counter[str] = Counter()
+        self.store = self.open()
+
+    def open(self) -> TieredStore:
+        return TieredStore.open(self.folder, dram=MIB, deadline=30.0)
+
+    # -- calls: each returns what the store may hold after it was struck, besides what it held -----------------------------
+
+    def put(self, key: str) -> Contents:
+        self.version += 1
+        return self._do(lambda: self.store.put(key, bytes_of(key, self.version)), self.now | {key: self.version})
+
+    def write(self, key: str) -> Contents:
+        self.version += 1
+        fresh, there = bytes_of(key, self.version), self.now | {key: self.version}
+
+        def work() -> None:
+            with self.store.lease(key, access="write") as tensor:
+                tensor.copy_(fresh)
+
+        return self._do(work, there)
+
+    def read(self, key: str) -> Contents:
+        def work() -> None:
+            with self.store.lease(key) as tensor:
+                assert torch.equal(tensor, bytes_of(key, self.now[key]))
+
+        return self._do(work, self.now)
+
+    def read_many(self, key: str) -> Contents:
+        keys = sorted({key, *self.source.sample(sorted(self.now), min(3, len(self.now)))})
+
+        def work() -> None:
+            with self.store.lease(keys) as tensors:
+                for name, tensor in zip(keys, tensors, strict=True):
+                    assert torch.equal(tensor, bytes_of(name, self.now[name]))
+
+        return self._do(work, self.now)
+
+    def get(self, key: str) -> Contents:
+        def work() -> None:
+            assert torch.equal(self.store.get(key), bytes_of(key, self.now[key]))
+
+        return self._do(work, self.now)
+
+    def delete(self, key: str) -> Contents:
+        return self._do(lambda: self.store.delete(key), {other: v for other, v in self.now.items() if other != key})
+
+    def prefetch(self, key: str) -> Contents:
+        return self._do(lambda: self.store.prefetch(sorted(self.now)[:3]), self.now)
+
+    def follow(self, key: str) -> Contents:
+        order = self.source.sample(sorted(self.now), len(self.now)) if self.source.random() < 0.7 else []
+        return self._do(lambda: self.store.follow(order), self.now)
+
+    def commit(self, key: str) -> Contents:
+        self.committed[self.store.generation + 1] = self.now
+        self.committed[self.store.generation + 2] = self.now  # a struck commit may have taken a number
+        return self._do(lambda: self.store.commit({"version": self.version}), self.now)
+
+    def rollback(self, key: str) -> Contents:
+        if not self.store.generation:
+            return self.now
+        return self._do(self.store.rollback, self.committed[self.store.generation])
+
+    def statistics(self, key: str) -> Contents:
+        return self._do(self.store.statistics, self.now)
+
+    CALLS = (put, put, write, write, read, read_many, get, get, delete, prefetch, follow, commit, rollback, statistics)
+
+    def _do(self, work: Callable[[], object], there: Contents) -> Contents:
+        self.expected = there
+        work()
+        self.now = there
+        return there
+
+    # -- after a strike ----------------------------------------------------------------------------------------------------
+
+    def after(self, where: str, before: Contents) -> None:
+        """Everything is as it was before, or as after the call; both for each tensor by itself are the same, as a call changes
+        one, or all."""
+        self.struck += 1
+        try:
+            self._goes_on(where, before)
+        except InterruptedStore:
+            self.condemned += 1
+            with pytest.raises(InterruptedStore):
+                self.store.commit()
+            self.reopen(where)
+        except Exception as error:
+            raise AssertionError(f"struck at {where}: {error!r}") from error
+
+    def _goes_on(self, where: str, before: Contents) -> None:
+        gc.collect()
+        store, there = self.store, {}
+        names = sorted(store)
+        assert names in (sorted(before), sorted(self.expected)), f"{where}: {names}"
+        for key in names:
+            found = store.get(key)
+            maybe = [held[key] for held in (before, self.expected) if key in held]
+            right = [version for version in maybe if torch.equal(found, bytes_of(key, version))]
+            assert right, f"{where}: {key} has none of its versions {maybe}"
+            there[key] = right[0]
+            del found
+        assert there in (before, self.expected), f"{where}: half of one and half of the other"
+        self.now = there
+        for tier in store.statistics().tiers:
+            assert tier.held == 0, f"{where}: {tier}"
+        for key in self.source.sample(names, min(2, len(names))):
+            self.write(key)  # nobody has a lease of it
+        with store._engine.lock:
+            assert not store._engine.admission.changing
+            store._engine.admission.directory.check()
+            for place in store._engine.admission.places:
+                place.check()
+
+    def reopen(self, where: str) -> None:
+        self.store.close()
+        self.store = self.open()
+        self.now = self.committed[self.store.generation]
+        assert sorted(self.store) == sorted(self.now), f"{where}: reopened"
+        for key, version in self.now.items():
+            assert torch.equal(self.store.get(key), bytes_of(key, version)), f"{where}: reopened, {key} is not {version}"
+        self.committed = {self.store.generation: self.now}
+
+    def step(self) -> tuple[Callable[[], Contents], Contents]:
+        """The next call, and what there is before it."""
+        key = self.source.choice(sorted(self.now) or KEYS) if self.source.random() < 0.7 else self.source.choice(KEYS)
+        call = self.source.choice(self.CALLS)
+        if key not in self.now and call in (Struck.write, Struck.read, Struck.get, Struck.delete, Struck.read_many):
+            call = Struck.put
+        return (lambda: call(self, key)), self.now
+
+    def fill(self) -> None:
+        for key in KEYS:
+            self.put(key)
+        self.commit("")
+
+
+@counts(150, 5_000)
+def test_real_signals(tmp_path: Path, count: int, tally: Tally) -> None:
+    source = random.Random(count)
+    world = Struck(tmp_path / "state", source)
+    world.fill()
+    while world.struck < count:
+        call, before = world.step()
+        world.expected = before
+        try:
+            with armed(source.choice([4e-6, 2e-5, 1e-4, 3e-4, 1e-3, 5e-3]) * (0.5 + source.random()), 0.0):
+                call()
+        except Strike as strike:
+            where = strike.where
+            world.where[where.split()[0].split(":")[0]] += 1
+            if source.random() < 0.2:  # within the except clause, with the traceback still there
+                with suppress(InterruptedStore):
+                    world.store.commit({"version": -1})
+                    world.committed = {world.store.generation: {}}  # whichever of the two it is, the next look tells
+        else:
+            continue
+        tally.count("a strike", 1)
+        world.after(where, before)
+        if -1 in (world.store.meta.get("version"),):
+            world.committed[world.store.generation] = world.now if world.now in (before, world.expected) else before
+            world.commit("")
+        if source.random() < 0.02:
+            world.commit("")
+            world.reopen(where)
+    world.commit("")
+    world.reopen("at the end")
+    print(f"{world.struck} strikes, {world.condemned} condemned; by file: {world.where.most_common(12)}")
+    assert world.condemned <= 0.02 * world.struck
+    world.store.close()
+
+
+@counts(150, 1_000_000)
+@pytest.mark.parametrize(
+    "what", ["put", "put a new one", "get", "get from the disk", "read", "write", "delete", "commit", "rollback", "prefetch"]
+)
+def test_every_line(tmp_path: Path, what: str, count: int, tally: Tally) -> None:
+    """Where ``count`` is less than the lines that there are, some of them, another choice for each call."""
+    source = random.Random(what)
+    world = Struck(tmp_path / "state", source)
+    world.fill()
+
+    def prepare() -> Callable[[], object]:
+        key = source.choice(KEYS)
+        if key not in world.now:
+            world.put(key)
+        if what == "put a new one":
+            world.delete(key)
+            return lambda: world.put(key)
+        if what == "get from the disk":
+            out = KEYS[(KEYS.index(key) + 1) % len(KEYS)]
+            world.commit("")
+            for other in KEYS * 2:
+                if other in world.now and other != key:
+                    world.get(other)
+            del out
+            return lambda: world.get(key)
+        if what in ("commit", "rollback"):
+            world.write(key)
+        elif what != "prefetch":
+            world.get(key)  # it is resident
+        return lambda: getattr(world, what)(key)
+
+    most = max(lines_of(prepare()) for _ in range(3))
+    numbers = range(most) if most <= count else sorted(source.sample(range(most), count))
+    for number in numbers:
+        call, before = prepare(), world.now
+        world.expected = before
+        where = struck_at(number, call)
+        if where is not None:
+            tally.count("a line", 1)
+            world.after(f"line {number} of {what}, {where}", before)
+    print(f"{what}: {world.struck} of {most} lines struck, {world.condemned} condemned")
+    world.commit("")
+    world.reopen("at the end")
+    world.store.close()
