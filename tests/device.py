@@ -57,7 +57,11 @@ class Device(StandInStreams):
             super().wait(stream, fence)
 
     def _ignores(self) -> bool:
-        names = {sys._getframe(depth).f_code.co_name for depth in (2, 3, 4)}
+        frame, names = sys._getframe(2), set()
+        for _ in range(3):
+            names.add(frame.f_code.co_name)
+            assert frame.f_back is not None
+            frame = frame.f_back
         if sys.exc_info()[0] is not None:
             names.add("except")
         elif "except" not in self._deaf:

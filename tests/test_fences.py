@@ -503,7 +503,7 @@ def moved_without(patch: pytest.MonkeyPatch) -> None:
 
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], frozenset[str] | None]] = {
     "entering a lease waits for nothing": without("enter < _granted"),
-    "the end of a lease records nothing": without("_fenced < _lease_ended"),
+    "the end of a lease records nothing": without("_fenced < lease_ended"),
     "the death of an alias records nothing": without("_fenced < _view_ended"),
     "a put does not wait for who had its slot": without("guard < _put"),
     "a put records nothing": without("fences < _put < no except"),

@@ -294,7 +294,7 @@ class Admission:
         if isinstance(hold, View):
             self._view_ended(hold)
         elif isinstance(hold, Lease):
-            self._lease_ended(hold)
+            self.lease_ended(hold)
         elif isinstance(hold, Room):
             self._room_ended(hold)
 
@@ -309,7 +309,8 @@ class Admission:
             place.orphans.remove(copy)
             place.give_back(copy.slot, copy.fences)
 
-    def _lease_ended(self, lease: Lease) -> None:
+    def lease_ended(self, lease: Lease) -> None:
+        """By the engine, or where what was left half done is counted anew."""
         for copy in lease.copies:
             self._fenced(copy, lease.stream)
             self.directory.release(copy, lease.access)

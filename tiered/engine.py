@@ -210,7 +210,8 @@ class Engine:
             try:
                 loop.call_soon_threadsafe(wake)
             except RuntimeError:  # the loop was closed meanwhile: nobody will ever resume the coroutine
-                give_up()
+                request.abandoned = True
+                request.abandon(self.admission)
 
         try:
             with self.lock:
@@ -277,7 +278,8 @@ class Engine:
             self.admission.recount()
         except BaseException as error:
             self._condemned = error
-        self._wake_everybody()
+            self._wake_everybody()
+        self._changed.notify_all()
         self._refuse_stopped()
 
     def _count(self, request: Request, asked: float, at_once: bool) -> None:

@@ -31,14 +31,14 @@ class _Held:
         """The lease lasts as long as this lives: setting it to None ends it, whatever strikes then."""
         self._engine: Engine | None = None
         self._copies: list[Copy] | None = None
-        self._number = 0
+        self._request: Lease | None = None
         self._versions: list[tuple[torch.Tensor, int]] = []
 
     def _enter(self) -> list[torch.Tensor]:
         self._refuse_open()
         try:
             engine = self._engine = self._running()
-            request = self._request(engine)
+            request = self._ask(engine)
             engine.wait(request)
             return self._granted(engine, request)
         except BaseException:
@@ -49,11 +49,11 @@ class _Held:
         self._refuse_open()
         try:
             engine = self._engine = self._running()
-            request = self._request(engine)
+            request = self._ask(engine)
             await engine.arrive(request)
             return self._granted(engine, request)
         except GeneratorExit:  # from the collector, perhaps in a thread that has the lock
-            self.token = self._copies = None
+            self._let_go()
             raise
         except BaseException:
             self._undo()
@@ -63,13 +63,13 @@ class _Held:
         if self.token is not None:
             raise MisuseError(f"this lease of {', '.join(map(repr, self._keys))} is open already; make another one")
 
-    def _request(self, engine: Engine) -> Lease:
+    def _ask(self, engine: Engine) -> Lease:
         self.token = Token()
-        return Lease(self._keys, self._tier, self._access, engine.admission.claims.watch(self.token))
+        self._request = Lease(self._keys, self._tier, self._access, engine.admission.claims.watch(self.token))
+        return self._request
 
     def _granted(self, engine: Engine, request: Lease) -> list[torch.Tensor]:
         copies, views = request.copies, request.views
-        self._number = request.sequence
         tensors: list[torch.Tensor] = []
         try:
             stream = request.stream = engine.enter(copies, self._tier)
@@ -81,22 +81,26 @@ class _Held:
             self._undo()
             self._running()  # closed by another thread meanwhile: then that is the error
             raise
-        finally:
-            views.clear()  # each is its tensor's now, or nobody's
+        views.clear()  # each is its tensor's now
         if self._access is Access.READ:
             witnesses = [copy.witness for copy in copies]
             self._versions = [(w, w._version) for w in witnesses if isinstance(w, torch.Tensor)]
         self._copies = copies
         return tensors
 
-    def _undo(self) -> None:
+    def _let_go(self) -> None:
         self.token = self._copies = None
+        if self._request is not None:
+            self._request.views.clear()
+
+    def _undo(self) -> None:
+        self._let_go()
         if self._engine is not None:
             self._engine.released()
 
     def _exit(self, kind: type[BaseException] | None) -> None:
         copies, engine = self._copies, self._engine
-        if copies is None or engine is None:
+        if copies is None or engine is None or self._request is None:
             self.token = None
             return
         versions, self._versions = self._versions, []
@@ -104,7 +108,7 @@ class _Held:
         self.token = self._copies = None
         recorder = engine.recorder
         if recorder is not None:
-            recorder.released(self._number)
+            recorder.released(self._request.sequence)
         if kind is not GeneratorExit:  # the collector ends a generator or a coroutine, perhaps in a thread that has the lock
             engine.released()
         if written and kind is None:

@@ -92,8 +92,9 @@ class Request:
 
     def notify(self) -> None:
         """It is done, and whoever waits for it is not blocked in a thread. Under the lock."""
-        if self.on_done is not None:
-            self.on_done()
+        on_done, self.on_done = self.on_done, None  # which refers to who waits, and must not outlive that
+        if on_done is not None:
+            on_done()
 
     def raise_error(self) -> None:
         """Raise its error, if it has one. That has every caller's frame in its traceback: a reference from there back to it
@@ -174,6 +175,11 @@ class Lease(Request):
             if copy is None or not copy.valid:
                 return False
         return True
+
+    def abandon(self, admission: Admission) -> None:
+        if self.holder is not None and admission.claims.take(self.holder) is not None:
+            admission.lease_ended(self)
+        self.views.clear()
 
     def _refuse_impossible(self, admission: Admission, sizes: Sequence[int]) -> None:
         space = admission.places[self.tier].tier
