@@ -499,7 +499,7 @@ def test_a_thread_that_does_not_start_leaves_nothing_open(folder: Path, monkeypa
                 raise KeyboardInterrupt
 
         monkeypatch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError):
+        with pytest.raises(TieredError, match="the system starts no more threads"):
             store.commit_async()
         assert store._parts.nvme is not None
         assert not store._parts.nvme.generations

@@ -1217,3 +1217,61 @@ def test_a_truncated_data_file(open_store: Open, folder: Path) -> None:
     os.truncate(folder / "data.0", 8192)
     with pytest.raises(TieredError):
         open_store().get("b")
+
+
+def written_under_read(store: TieredStore, key: str) -> None:
+    with pytest.raises(MisuseError, match=f"{key!r} was written to under a READ lease"), store.lease(key) as tensor:
+        tensor.fill_(7)
+
+
+def test_what_is_written_under_a_read_lease_is_not_stored(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "state", dram=MIB) as store:
+        store.put("a", torch.ones(1000))
+        store.commit()
+        written_under_read(store, "a")
+        assert store.get("a").eq(1).all(), "the disk had its bytes"
+        store.commit()
+    with TieredStore.open(tmp_path / "state", dram=MIB) as store:
+        assert store.get("a").eq(1).all()
+
+
+@pytest.mark.parametrize("mend", ["put", "delete", "rollback", "write lease of another"])
+def test_a_tensor_whose_only_bytes_were_written_over_is_refused(tmp_path: Path, mend: str) -> None:
+    with TieredStore.open(tmp_path / "state", dram=MIB) as store:
+        store.put("a", torch.ones(1000))
+        store.put("b", torch.ones(1000))
+        store.commit()
+        with store.lease("a", access="write") as tensor:
+            tensor.fill_(2)
+        del tensor
+        written_under_read(store, "a")
+        for access in ("read", "write"):
+            with pytest.raises(CorruptionError, match="READ lease"), store.lease("a", access=access):
+                pass
+        with pytest.raises(CorruptionError, match="READ lease"):
+            store.get("a")
+        with pytest.raises(CorruptionError, match="READ lease"):
+            store.commit()
+        with store.lease("b", access="write") as tensor:
+            tensor.fill_(3)
+        del tensor
+        if mend == "put":
+            store.put("a", torch.full((1000,), 4.0))
+        elif mend == "delete":
+            store.delete("a")
+        else:
+            store.rollback()
+        if mend != "delete":
+            assert store.get("a").eq(4 if mend == "put" else 1).all()
+        store.commit()
+
+
+def test_another_reader_keeps_what_was_written_over_from_being_read_anew(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "state", dram=MIB) as store:
+        store.put("a", torch.ones(1000))
+        store.commit()
+        with store.lease("a"):
+            written_under_read(store, "a")
+            with pytest.raises(CorruptionError, match="READ lease"):
+                store.get("a")
+        assert store.get("a").eq(1).all()

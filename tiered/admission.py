@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from tiered.ahead import Ahead
 from tiered.background import Background
-from tiered.claims import Claims, LeaseHold, RoomHold, Token, View
-from tiered.errors import CapacityError, TieredError
+from tiered.claims import Claims, Hold, Holder, View
+from tiered.errors import CapacityError, CorruptionError, TieredError
 from tiered.flush import Flush, came_down
 from tiered.interfaces import EvictionPolicy, Tier
 from tiered.leaving import Leaving
@@ -23,7 +24,7 @@ from tiered.requests import Lease, Request, Room
 from tiered.residency import Copy, Directory, Entry, Standing, State
 from tiered.stats import TierStatistics
 from tiered.traffic import Traffic
-from tiered.types import Completion, Direction, Fence, Key, Slot, Transfer, Urgency, Use
+from tiered.types import Access, Completion, Direction, Fence, Key, Slot, Transfer, Urgency, Use
 
 __all__ = ["Admission"]
 
@@ -115,9 +116,7 @@ class Admission:
     @property
     def anything_to_do(self) -> bool:
         """Whether the engine's thread would find something to decide or to start."""
-        if self.requests or self.traffic.waits or (self.background.unsettled and self.background.due(self)):
-            return True
-        return self.ahead is not None and self.ahead.due(self)
+        return bool(self.requests) or self.traffic.waits or (self.background.unsettled and self.background.due(self))
 
     # -- admission (called by requests) ------------------------------------------------------------------------------------
 
@@ -133,6 +132,7 @@ class Admission:
             if source is None:
                 continue
             if source.valid:
+                self.refuse_spoiled(source)
                 if not entry.written:
                     self._admit_fill(entry, below - 1, request)
             else:
@@ -166,7 +166,10 @@ class Admission:
         same bytes that is given back after it, where somebody could change the copy meanwhile."""
         below = tier + 1
         lower = None
+        source = entry.copies[tier]
+        assert source is not None
         try:
+            self.refuse_spoiled(source)
             lower = self.room(below, entry.nbytes, request)
             if lower is None and below == self.bottom:
                 why = getattr(self.places[below].tier, "refusal", None) or f"tier {self.places[below].tier.name} is full"
@@ -176,8 +179,6 @@ class Admission:
                 self.give_back(tier, snapshot)
         if lower is None:
             return False
-        source = entry.copies[tier]
-        assert source is not None
         self.directory.begin_writeback(entry, tier, lower)
         tag = self._enqueue(entry, tier, Direction.DOWN, snapshot or source.slot, lower, request.urgency, None)
         if snapshot is not None:
@@ -251,6 +252,15 @@ class Admission:
             ready += place.bytes_of[Standing.FRESH] + place.bytes_of[Standing.DIRTY] + place.bytes_of[Standing.LEAVING]
         return ready - nbytes >= place.largest
 
+    def refuse_spoiled(self, copy: Copy) -> None:
+        """Raise CorruptionError where ``copy`` was written to under a READ lease."""
+        if copy.unsealed:
+            raise self._why_spoiled(copy)
+
+    def _why_spoiled(self, copy: Copy) -> CorruptionError:
+        what, name = "written to under a READ lease (put it anew, delete it, or roll back):", self.places[copy.tier].tier.name
+        return CorruptionError(what, key=copy.key, tier=name, path=None, offset=copy.slot.offset, errno=None)
+
     # -- slots -----------------------------------------------------------------------------------------------------------
 
     def install(self, copy: Copy) -> None:
@@ -289,9 +299,9 @@ class Admission:
             ended.popleft()
         self.changing = False
 
-    def _end(self, holder: weakref.ref[Token]) -> None:
+    def _end(self, holder: Holder) -> None:
         hold = self.claims.take(holder)
-        if isinstance(hold, View):
+        if isinstance(hold, tuple):
             self._view_ended(hold)
         elif isinstance(hold, Lease):
             self.lease_ended(hold)
@@ -299,8 +309,9 @@ class Admission:
             self._room_ended(hold)
 
     def _view_ended(self, view: View) -> None:
-        copy = view.copy
-        self._fenced(copy, view.stream)
+        _, copy, stream = view
+        if self.fence is not None:
+            self._fenced(copy, stream)
         copy.aliases -= 1
         if copy.state is not State.EMPTY:
             self.changed(copy)
@@ -312,8 +323,20 @@ class Admission:
     def lease_ended(self, lease: Lease) -> None:
         """By the engine, or where what was left half done is counted anew."""
         for copy in lease.copies:
-            self._fenced(copy, lease.stream)
+            if self.fence is not None:
+                self._fenced(copy, lease.stream)
+            misused = lease.access is Access.READ and copy.unsealed
             self.directory.release(copy, lease.access)
+            if misused:
+                self._spoil(copy, lease)
+
+    def _spoil(self, copy: Copy, lease: Lease) -> None:
+        """``copy`` was written to under ``lease``, which is for READ. The tensor is what it was where a tier below has its bytes;
+        else nobody has, and all but a new put, a deletion or a rollback refuses it."""
+        lease.misused = copy.key
+        copy.spoiled = copy.state is not State.EMPTY
+        if copy.state is State.CLEAN and copy.tier < self.bottom and not (copy.leased or copy.in_flight):
+            self.directory.discard(copy)
 
     def _room_ended(self, room: Room) -> None:
         assert room.slot is not None
@@ -334,24 +357,24 @@ class Admission:
         What may be lost: the order in which an eviction policy remembers uses.
         """
         claims = self.claims
-        for hold in claims.forget_dead():
+        for hold in claims.take_dead():
             self._guard_dead(hold)
         mine = {id(copy): copy for entry in self.directory.all_entries() for copy in entry.copies if copy is not None}
         taken = {(copy.tier, copy.slot) for copy in mine.values()}
-        for room in list(claims.rooms()):
-            if (room.tier, room.slot) in taken:  # it had just been installed
-                claims.take_room(room)
-        leases = [(copy, lease.access) for lease in claims.leases() for copy in lease.copies]
+        for hold in claims:
+            if isinstance(hold, Room) and (hold.tier, hold.slot) in taken:  # it had just been installed
+                claims.take(hold.holder)
+        leases = [(copy, hold.access) for hold in claims if isinstance(hold, Lease) for copy in hold.copies]
+        views = [hold[1] for hold in claims if isinstance(hold, tuple)]
+        rooms = [hold for hold in claims if isinstance(hold, Room)]
         self.directory.recount(leases, self.traffic.read())
         copies = [copy for entry in self.directory.all_entries() for copy in entry.copies if copy is not None]
         mine = {id(copy): copy for copy in copies}
-        for copy in (*copies, *(view.copy for view in claims.views())):
+        for copy in (*copies, *views):
             copy.aliases = 0
-        orphans: dict[int, Copy] = {}
-        for view in claims.views():
-            view.copy.aliases += 1
-            if id(view.copy) not in mine:
-                orphans[id(view.copy)] = view.copy
+        for copy in views:
+            copy.aliases += 1
+        orphans = {id(copy): copy for copy in views if id(copy) not in mine}
         for copy in orphans.values():
             if copy.state is not State.EMPTY:
                 copy.become(State.EMPTY)
@@ -359,7 +382,7 @@ class Admission:
         assert self._policy is not None, "nobody makes eviction policies anew"
         self.own = [self._policy() for _ in self.places]
         policies = self.own if self.ahead is None else [*self.ahead.policies(), self.own[-1]]
-        others = [*((room.tier, room.slot) for room in claims.rooms()), *self.traffic.snapshots.values()]
+        others = [*((room.tier, room.slot) for room in rooms), *self.traffic.snapshots.values()]
         for index, (place, policy) in enumerate(zip(self.places, policies, strict=True)):
             place.recount(
                 [copy for copy in copies if copy.tier == index],
@@ -377,19 +400,18 @@ class Admission:
             place.check()
         self.changing = False
 
-    def _guard_dead(self, hold: LeaseHold | RoomHold | View) -> None:
+    def _guard_dead(self, hold: Hold) -> None:
         """What the device still does with the slots of a hold that is over must have run before their memory is used anew."""
-        if self.fence is None:
-            return
         slots: list[tuple[int, Slot]] = []
-        if isinstance(hold, View):
-            slots = [(hold.copy.tier, hold.copy.slot)]
+        stream = hold[2] if isinstance(hold, tuple) else hold.stream
+        if isinstance(hold, tuple):
+            slots = [(hold[1].tier, hold[1].slot)]
         elif isinstance(hold, Room) and hold.slot is not None:
             slots = [(hold.tier, hold.slot)]
         elif isinstance(hold, Lease):
             slots = [(copy.tier, copy.slot) for copy in hold.copies]
         for tier, slot in slots:
-            if (fence := self.fence(tier, hold.stream)) is not None:
+            if self.fence is not None and (fence := self.fence(tier, stream)) is not None:
                 self.places[tier].guard(slot, fence)
 
     # -- what happened -----------------------------------------------------------------------------------------------------
@@ -423,6 +445,9 @@ class Admission:
         entry, transfer = self.traffic.end(index, completion.tag)
         self.background.unsettled = True
         if transfer.direction is Direction.UP:
+            source = entry.copies[index + 1]
+            if completion.error is None and source is not None and source.unsealed:
+                completion = replace(completion, error=self._why_spoiled(source))
             self.directory.end_fill(entry, index, completion.error)
             if completion.error is None:
                 self.places[index].policy.touched(entry.key)

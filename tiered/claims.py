@@ -12,12 +12,12 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from tiered.residency import Copy
 from tiered.types import Access, Slot
 
-__all__ = ["Claims", "Ended", "LeaseHold", "RoomHold", "Token", "View"]
+__all__ = ["Claims", "Ended", "Hold", "Holder", "Token", "View"]
 
 
 class Token:
@@ -26,22 +26,19 @@ class Token:
     __slots__ = ("__weakref__",)
 
 
-Ended = weakref.ref[Token] | Callable[[], None]
+Holder = weakref.ref[Token]
+Ended = Holder | Callable[[], None]
 """A token that died, or work that was left for whoever has the lock next; the work may be done twice."""
 
-
-class View(NamedTuple):
-    """Somebody can reach the memory of ``copy``'s slot, and last used it on ``stream``."""
-
-    holder: weakref.ref[Token]
-    copy: Copy
-    stream: object
+View = tuple[Holder, Copy, object]
+"""Somebody can reach the memory of the copy's slot, and last used it on the stream that comes third. (A plain tuple, for one
+is made with every lease.)"""
 
 
 class LeaseHold(Protocol):
     """A granted lease; ``stream`` is the one that its holder computes on."""
 
-    holder: weakref.ref[Token] | None
+    holder: Holder | None
     copies: list[Copy]
     access: Access
     stream: object
@@ -50,10 +47,13 @@ class LeaseHold(Protocol):
 class RoomHold(Protocol):
     """A slot of ``tier`` that a put fills; ``stream`` is the one that it is filled on."""
 
-    holder: weakref.ref[Token] | None
+    holder: Holder | None
     tier: int
     slot: Slot | None
     stream: object
+
+
+Hold = LeaseHold | RoomHold | View
 
 
 class Claims:
@@ -65,63 +65,44 @@ class Claims:
 
     def __init__(self) -> None:
         self.ended: deque[Ended] = deque()
-        self._leases: dict[int, LeaseHold] = {}
-        self._views: dict[int, View] = {}
-        self._rooms: dict[int, RoomHold] = {}
+        self._holds: dict[int, Hold] = {}
 
-    def watch(self, token: Token) -> weakref.ref[Token]:
+    def watch(self, token: Token) -> Holder:
         """A reference that tells of the death of ``token``, whatever it comes to stand for."""
         return weakref.ref(token, self.ended.append)
 
-    def lease(self, hold: LeaseHold) -> None:
-        """A lease is granted."""
+    def grant(self, hold: LeaseHold | RoomHold) -> None:
+        """It is its holder's from here on."""
         if hold.holder is not None:
-            self._leases[id(hold.holder)] = hold
-
-    def room(self, hold: RoomHold) -> None:
-        """Room is granted."""
-        if hold.holder is not None:
-            self._rooms[id(hold.holder)] = hold
+            self._holds[id(hold.holder)] = hold
 
     def view(self, copy: Copy, stream: object = None) -> Token:
         """The token of a view that somebody is about to make of ``copy``'s slot."""
         token = Token()
         holder = weakref.ref(token, self.ended.append)
-        self._views[id(holder)] = View(holder, copy, stream)
+        self._holds[id(holder)] = (holder, copy, stream)
         copy.aliases += 1
         return token
 
     def used_on(self, token: Token, stream: object) -> None:
         """The view of ``token`` is used on ``stream``. May be called without the lock."""
         for holder in weakref.getweakrefs(token):
-            found = self._views.get(id(holder))
-            if found is not None:
-                self._views[id(holder)] = found._replace(stream=stream)
+            found = self._holds.get(id(holder))
+            if isinstance(found, tuple):
+                self._holds[id(holder)] = (holder, found[1], stream)
 
-    def has_room(self, hold: RoomHold) -> bool:
+    def has(self, hold: RoomHold) -> bool:
         """Whether its slot is still its own."""
-        return hold.holder is None or id(hold.holder) in self._rooms
+        return hold.holder is None or id(hold.holder) in self._holds
 
-    def take_room(self, hold: RoomHold) -> None:
-        """Its slot is a tensor's from here on."""
-        self._rooms.pop(id(hold.holder), None)
-
-    def take(self, holder: weakref.ref[Token]) -> LeaseHold | RoomHold | View | None:
+    def take(self, holder: Holder | None) -> Hold | None:
         """What ``holder`` stood for, which is over; None where that was never granted, or was taken before."""
-        number = id(holder)
-        return self._views.pop(number, None) or self._leases.pop(number, None) or self._rooms.pop(number, None)
+        return self._holds.pop(id(holder), None)
 
-    def forget_dead(self) -> list[LeaseHold | RoomHold | View]:
-        """Take all whose token has died, in whatever order."""
-        holders = [(number, hold.holder) for held in (self._views, self._leases, self._rooms) for number, hold in held.items()]
-        dead = [holder for _, holder in holders if holder is not None and holder() is None]
-        return [hold for hold in map(self.take, dead) if hold is not None]
+    def take_dead(self) -> list[Hold]:
+        """``take`` all whose token has died."""
+        holders = [hold[0] if isinstance(hold, tuple) else hold.holder for hold in self._holds.values()]
+        return [hold for hold in map(self.take, [h for h in holders if h is not None and h() is None]) if hold is not None]
 
-    def leases(self) -> Iterator[LeaseHold]:
-        return iter(self._leases.values())
-
-    def views(self) -> Iterator[View]:
-        return iter(self._views.values())
-
-    def rooms(self) -> Iterator[RoomHold]:
-        return iter(self._rooms.values())
+    def __iter__(self) -> Iterator[Hold]:
+        return iter(list(self._holds.values()))

@@ -257,7 +257,7 @@ class Engine:
             if self._thread is None:
                 admission.look_ahead()
             self._poke()
-        elif admission.anything_to_do:
+        elif admission.anything_to_do or (admission.ahead is not None and admission.ahead.due(admission)):
             if self._thread is None:
                 admission.look_ahead()
             self._poke()
@@ -342,16 +342,22 @@ class Engine:
             nonlocal planned
             admission = self.admission
             ahead = admission.ahead if order else None
-            if ahead is not None:
-                planned = ahead.replan(order, then)
-            elif order:
-                ahead = Ahead(Plan(order, then), [place.tier.name for place in admission.places], self._costs)
-            if ahead is not None:
-                ahead.rooms, ahead.choose = rooms, policies
-            admission.follow(ahead, admission.own if ahead is None else ahead.policies())
+            try:
+                if ahead is not None and not ahead.plan.over:
+                    planned = ahead.replan(order, then)
+                elif order:
+                    ahead = Ahead(Plan(order, then), [place.tier.name for place in admission.places], self._costs)
+                if ahead is not None:
+                    ahead.rooms, ahead.choose = rooms, policies
+                admission.follow(ahead, admission.own if ahead is None else ahead.policies())
+            except BaseException:  # a plan that is half another one is worse than none
+                admission.follow(None, admission.own)
+                raise
             admission.look_ahead()
 
-        self.wait(Work("following an order", work))
+        request = Work("following an order", work)
+        self.wait(request)
+        request.raise_failure()
         return planned
 
     def _costs(self) -> list[tuple[float, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 
@@ -32,10 +33,10 @@ class _Held:
         self._engine: Engine | None = None
         self._copies: list[Copy] | None = None
         self._request: Lease | None = None
-        self._versions: list[tuple[torch.Tensor, int]] = []
 
     def _enter(self) -> list[torch.Tensor]:
-        self._refuse_open()
+        if self.token is not None:
+            self._refuse_open()
         try:
             engine = self._engine = self._running()
             request = self._ask(engine)
@@ -46,7 +47,8 @@ class _Held:
             raise
 
     async def _arrive(self) -> list[torch.Tensor]:
-        self._refuse_open()
+        if self.token is not None:
+            self._refuse_open()
         try:
             engine = self._engine = self._running()
             request = self._ask(engine)
@@ -59,14 +61,14 @@ class _Held:
             self._undo()
             raise
 
-    def _refuse_open(self) -> None:
-        if self.token is not None:
-            raise MisuseError(f"this lease of {', '.join(map(repr, self._keys))} is open already; make another one")
+    def _refuse_open(self) -> NoReturn:
+        raise MisuseError(f"this lease of {', '.join(map(repr, self._keys))} is open already; make another one")
 
     def _ask(self, engine: Engine) -> Lease:
         self.token = Token()
-        self._request = Lease(self._keys, self._tier, self._access, engine.admission.claims.watch(self.token))
-        return self._request
+        holder = engine.admission.claims.watch(self.token)
+        request = self._request = Lease(self._keys, self._tier, self._access, holder)
+        return request
 
     def _granted(self, engine: Engine, request: Lease) -> list[torch.Tensor]:
         copies, views = request.copies, request.views
@@ -82,9 +84,6 @@ class _Held:
             self._running()  # closed by another thread meanwhile: then that is the error
             raise
         views.clear()  # each is its tensor's now
-        if self._access is Access.READ:
-            witnesses = [copy.witness for copy in copies]
-            self._versions = [(w, w._version) for w in witnesses if isinstance(w, torch.Tensor)]
         self._copies = copies
         return tensors
 
@@ -103,17 +102,16 @@ class _Held:
         if copies is None or engine is None or self._request is None:
             self.token = None
             return
-        versions, self._versions = self._versions, []
-        written = [copy.key for copy, (witness, version) in zip(copies, versions, strict=False) if witness._version != version]
         self.token = self._copies = None
         recorder = engine.recorder
         if recorder is not None:
             recorder.released(self._request.sequence)
         if kind is not GeneratorExit:  # the collector ends a generator or a coroutine, perhaps in a thread that has the lock
             engine.released()
-        if written and kind is None:
+        if self._request.misused is not None and kind is None:
             raise MisuseError(
-                f"tensor {written[0]!r} was written to under a READ lease; take store.lease(key, access='write') to change it"
+                f"tensor {self._request.misused!r} was written to under a READ lease: take store.lease(key, access='write') to "
+                "change it. What was written is not stored; where no other tier had its bytes the tensor is lost"
             )
 
     def __exit__(
@@ -178,7 +176,7 @@ def _view(engine: Engine, memory: Memory, copy: Copy, spec: TensorSpec, claim: T
             if copy.witness is None:
                 fresh = contents.detach()
                 fresh.data = torch.empty(0, dtype=dtype, device=contents.device)
-                copy.witness = fresh
+                copy.witness, copy.sealed = fresh, fresh._version
             witness = copy.witness
     assert isinstance(witness, torch.Tensor)
     tensor = witness.detach()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import enum
 import math
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from tiered.claims import Token
+from tiered.claims import Holder, Token
 from tiered.errors import CapacityError, TieredError
 from tiered.residency import Copy, Entry, Standing
 from tiered.types import Access, Fence, Key, Slot, TensorSpec, Urgency, Use
@@ -33,7 +32,7 @@ class Request:
     """``attempt`` takes long, or has more than one step: it is abandoned by the engine's thread, too."""
 
     def __init__(
-        self, urgency: Urgency = Urgency.DEMAND, tier: int = 0, holder: weakref.ref[Token] | None = None
+        self, urgency: Urgency = Urgency.DEMAND, tier: int = 0, holder: Holder | None = None
     ) -> None:
         self.urgency, self.tier, self.holder = urgency, tier, holder
         self.sequence = 0
@@ -115,13 +114,14 @@ class Lease(Request):
     the views that the caller makes of them, as ``keys`` are. It ends with the token of ``holder``."""
 
     def __init__(
-        self, keys: Sequence[Key], tier: int, access: Access, holder: weakref.ref[Token] | None = None
+        self, keys: Sequence[Key], tier: int, access: Access, holder: Holder | None = None
     ) -> None:
         super().__init__(Urgency.DEMAND, tier, holder)
         self.keys, self.access = tuple(keys), access
         self.copies: list[Copy] = []
         self.specs: list[TensorSpec] = []
         self.views: list[Token] = []
+        self.misused: Key | None = None  # written to under it, though it is for READ
         self.stream: object = None
 
     def __str__(self) -> str:
@@ -135,7 +135,7 @@ class Lease(Request):
         entries = [directory.entry(key) for key in self.keys]
         for entry in entries:
             directory.refuse_conflict(entry, self.access)
-        if not self._resident(entries):
+        if not self._resident(admission, entries):
             return False
         if write and (admission.flush is not None or any(entry.in_flight for entry in entries)):
             return False
@@ -146,7 +146,7 @@ class Lease(Request):
         entries = [admission.directory.entry(key) for key in self.keys]
         for entry in entries:
             admission.directory.refuse_conflict(entry, self.access)
-        if not self._resident(entries):
+        if not self._resident(admission, entries):
             self._refuse_impossible(admission, [entry.nbytes for entry in entries])
             arrived = [admission.bring(entry, self.tier, self) for entry in entries]  # each starts, not only the first
             if not all(arrived):
@@ -166,14 +166,16 @@ class Lease(Request):
             self.copies.append(copy)
             self.specs.append(entry.spec)
             admission.used(entry, self.tier, Use.WRITE if write else Use.READ)
-        admission.claims.lease(self)
+        admission.claims.grant(self)
         admission.changing = False
 
-    def _resident(self, entries: Sequence[Entry]) -> bool:
+    def _resident(self, admission: Admission, entries: Sequence[Entry]) -> bool:
         for entry in entries:
             copy = entry.copies[self.tier]
             if copy is None or not copy.valid:
                 return False
+            if copy.spoiled:
+                admission.refuse_spoiled(copy)
         return True
 
     def abandon(self, admission: Admission) -> None:
@@ -200,7 +202,7 @@ class Room(Request):
     """``nbytes`` contiguous bytes in ``tier`` for a put of ``key``; ``slot`` is the caller's until it is installed, or until
     the token of ``holder`` dies. Raises LeaseConflict, which it makes no sense to wait for."""
 
-    def __init__(self, tier: int, nbytes: int, key: Key | None = None, holder: weakref.ref[Token] | None = None) -> None:
+    def __init__(self, tier: int, nbytes: int, key: Key | None = None, holder: Holder | None = None) -> None:
         super().__init__(Urgency.DEMAND, tier, holder)
         self.nbytes, self.key = nbytes, key
         self.slot: Slot | None = None
@@ -228,7 +230,7 @@ class Room(Request):
     def _granted(self, admission: Admission, slot: Slot | None) -> None:
         self.slot = slot
         if slot is not None:
-            admission.claims.room(self)
+            admission.claims.grant(self)
             admission.background.unsettled = True  # there is less room
 
 
@@ -264,11 +266,11 @@ class Install(Request):
 
     def _install(self, admission: Admission) -> None:
         slot = self.room.slot
-        if slot is None or not admission.claims.has_room(self.room):
+        if slot is None or not admission.claims.has(self.room):
             return
         admission.changing = True
         entry = admission.directory.put(self.key, self.spec, self.tier, slot, self.fences)
-        admission.claims.take_room(self.room)
+        admission.claims.take(self.room.holder)
         copy = entry.copies[self.tier]
         assert copy is not None
         admission.install(copy)
@@ -311,13 +313,26 @@ class Work(Request):
     def __init__(self, what: str, work: Callable[[], None]) -> None:
         super().__init__()
         self._what, self._work = what, work
+        self._failure: BaseException | None = None
 
     def __str__(self) -> str:
         return self._what
 
     def attempt(self, admission: Admission) -> bool:
-        self._work()
+        try:
+            self._work()
+        except BaseException as error:  # it is the caller's, and no reason for the engine to stop
+            self._failure = error
         return True
+
+    def raise_failure(self) -> None:
+        """Raise what the work raised."""
+        failure, self._failure = self._failure, None
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure
 
 
 class Prefetch(Request):

@@ -84,7 +84,8 @@ class Copy:
     EMPTY *and* none is left. ``reads_from`` counts transfers up that read this slot. ``checksums`` and ``generation`` describe
     the bytes of a bottom copy; ``record`` is what a manifest says of it, once that is known. ``fences`` guard the slot (the
     engine's). ``witness`` is the store's (it shares torch's version counter between leases), ``version`` that counter when its
-    write-back began, ``standing`` the occupancy's.
+    write-back began, and ``sealed`` the counter when the first of its READ leases began. ``spoiled``: it was written to under
+    one, so it does not hold the tensor's bytes any more. ``standing`` is the occupancy's.
     """
 
     key: Key
@@ -103,6 +104,8 @@ class Copy:
     fences: tuple[Fence, ...] = ()
     witness: object = None
     version: int = 0
+    sealed: int = 0
+    spoiled: bool = False
     standing: Standing = Standing.USED
 
     @property
@@ -151,6 +154,11 @@ class Copy:
     def written(self) -> bool:
         """Somebody wrote to it, under whatever lease or none, since its write-back began."""
         return self._witnessed() != self.version
+
+    @property
+    def unsealed(self) -> bool:
+        """It was written to under a READ lease."""
+        return self.spoiled or (self.readers > 0 and self._witnessed() != self.sealed)
 
     def note_version(self) -> None:
         self.version = self._witnessed()
@@ -345,6 +353,11 @@ class Directory:
         assert copy.state is State.CLEAN and copy.idle and copy.tier < self.depth - 1
         self._vacate(self.entry(copy.key), copy)
 
+    def discard(self, copy: Copy) -> None:
+        """A CLEAN copy that does not hold the tensor's bytes: those below do."""
+        assert copy.state is State.CLEAN and not copy.leased and not copy.in_flight and copy.tier < self.depth - 1
+        self._vacate(self.entry(copy.key), copy)
+
     def move(self, copy: Copy, slot: Slot) -> Copy:
         """``copy``'s bytes were copied to ``slot`` of the same tier; the old slot goes to whoever still has aliases of it."""
         entry = self.entry(copy.key)
@@ -379,6 +392,8 @@ class Directory:
             copy.checksums = copy.record = b""
             copy.writers += 1
         else:
+            if not copy.readers:
+                copy.sealed = copy._witnessed()
             copy.readers += 1
         copy.prefetched = False
         copy.failure = None

@@ -320,7 +320,7 @@ class Run:
             engine.admission.bury()
             assert not engine.admission.requests or all("prefetch" in str(r) for r in engine.admission.requests)
             assert not engine.admission.unsaved
-            assert not list(engine.admission.claims.views())
+            assert not list(engine.admission.claims)
             assert not engine.admission.records
             for place in engine.admission.places:
                 assert not place.orphans
