@@ -19,6 +19,7 @@ from tiered import (
     LeaseConflict,
     ManifestError,
     MisuseError,
+    TieredError,
     TieredStore,
     WriteError,
     commits,

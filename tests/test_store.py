@@ -758,6 +758,7 @@ def test_writing_under_a_read_lease_raises_at_its_end(store: TieredStore) -> Non
     with pytest.raises(MisuseError, match="'a' was written to under a READ lease"), store.lease("a") as a:
         a[1:].add_(1)
     del a
+    store.put("a", torch.zeros(3))
 
     def failing() -> None:
         with store.lease("a") as a:
@@ -766,6 +767,7 @@ def test_writing_under_a_read_lease_raises_at_its_end(store: TieredStore) -> Non
 
     with pytest.raises(ZeroDivisionError):  # the first error is the one that counts
         failing()
+    store.put("a", torch.zeros(3))
     with store.lease("a", access="write"):  # and it ended
         pass
 
@@ -1270,8 +1272,11 @@ def test_another_reader_keeps_what_was_written_over_from_being_read_anew(tmp_pat
     with TieredStore.open(tmp_path / "state", dram=MIB) as store:
         store.put("a", torch.ones(1000))
         store.commit()
-        with store.lease("a"):
-            written_under_read(store, "a")
-            with pytest.raises(CorruptionError, match="READ lease"):
-                store.get("a")
+        outer = store.lease("a")
+        outer.__enter__()
+        written_under_read(store, "a")
+        with pytest.raises(CorruptionError, match="READ lease"):
+            store.get("a")
+        with pytest.raises(MisuseError, match="READ lease"):  # it has seen the wrong bytes, too
+            outer.__exit__(None, None, None)
         assert store.get("a").eq(1).all()

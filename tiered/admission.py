@@ -331,8 +331,8 @@ class Admission:
                 self._spoil(copy, lease)
 
     def _spoil(self, copy: Copy, lease: Lease) -> None:
-        """``copy`` was written to under ``lease``, which is for READ. The tensor is what it was where a tier below has its bytes;
-        else nobody has, and all but a new put, a deletion or a rollback refuses it."""
+        """``copy`` was written to under ``lease``, which is for READ. The tensor is what it was where a tier below has its
+        bytes; else nobody has, and all but a new put, a deletion or a rollback refuses it."""
         lease.misused = copy.key
         copy.spoiled = copy.state is not State.EMPTY
         if copy.state is State.CLEAN and copy.tier < self.bottom and not (copy.leased or copy.in_flight):
@@ -463,7 +463,8 @@ class Admission:
         assert source is not None
         if snapshot is not None:
             self.give_back(*snapshot)
-        elif completion.error is None and source.written:  # the bytes below are of before and after
+        if completion.error is None and (source.unsealed or (snapshot is None and source.written)):
+            # The bytes below are of before and after, or may be.
             self.directory.repeat_writeback(entry, index)
             self.disturbances += 1
             return

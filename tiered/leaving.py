@@ -127,7 +127,7 @@ class Leaving:
             return
         for transfer in [t for t in self._of.traffic.queues[tier] if t.direction is Direction.DOWN]:
             self._of.traffic.hurry(transfer.key, request.urgency)
-        failed = [copy for copy in place.leaves.values() if copy.stuck]
+        failed = [copy for copy in place.leaves.values() if copy.stuck and copy.failure is not None]
         if failed and not place.bytes_of[Standing.LEAVING]:
             failure = failed[0].failure
             assert failure is not None

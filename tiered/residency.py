@@ -168,8 +168,9 @@ class Copy:
 
     @property
     def stuck(self) -> bool:
-        """Its write-back failed, for another reason than want of room, which there may be by now."""
-        return self.failure is not None and not isinstance(self.failure, CapacityError)
+        """It cannot be written back: that failed, for another reason than want of room, which there may be by now; or it does
+        not hold the tensor's bytes."""
+        return self.spoiled or (self.failure is not None and not isinstance(self.failure, CapacityError))
 
     def stands(self) -> Standing:
         """What it means now to those who look for room."""

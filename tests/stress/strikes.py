@@ -59,8 +59,8 @@ def armed(seconds: float, again: float = 0.0) -> Iterator[None]:
 
 @cache
 def _safe(code: CodeType) -> frozenset[int]:
-    """Where ``with`` calls ``__exit__`` at the end of its block. The interpreter looks for signals at the start of functions, at
-    backward jumps and after calls, so not between the block's last call and this one; a tracer is told of the line all the
+    """Where ``with`` calls ``__exit__`` at the end of its block. The interpreter looks for signals at the start of functions,
+    at backward jumps and after calls, so not between the block's last call and this one; a tracer is told of the line all the
     same."""
     found, names = set(), [(step.offset, step.opname, step.argval) for step in dis.get_instructions(code)]
     for at, (offset, name, value) in enumerate(names[:-3]):

@@ -1,14 +1,14 @@
 """Promise 14: writing to a tensor that is on its way out, or using it after its lease, raises or cannot happen.
 
 Random interleavings of leases, aliases that outlive them, writes through both, commits and evictions, over a disk whose
-requests complete one by one, in any order, when the test says so. What is written under a READ lease, or through an alias after
-a lease, may be lost, or be seen (docs/decisions/0002): but always one whole version of the right tensor, in memory, from the
-disk and in a store that is opened again; and an alias keeps its own bytes.
+requests complete one by one, in any order, when the test says so. What is written through an alias after a lease may be lost,
+or be seen (docs/decisions/0002): but always one whole version of the right tensor, in memory, from the disk and in a store that
+is opened again; and an alias keeps its own bytes. What is written under a READ lease is never seen again: the tensor is as it
+was, or is refused until it is put anew.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import random
@@ -23,7 +23,7 @@ import torch
 from tests.chains import GatedBackend
 from tests.stress.contents import content
 from tests.stress.tally import Tally, counts
-from tiered import CapacityError, LeaseConflict, MisuseError, TieredStore
+from tiered import CapacityError, CorruptionError, LeaseConflict, MisuseError, TieredStore
 from tiered.residency import State
 from tiered.types import IORequest
 
@@ -64,6 +64,7 @@ class Interleaving:
         self.aliases: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # key, alias, what the alias has to show
         self.version = 0
         self.fired: Counter[str] = Counter()
+        self.misused: set[str] = set()  # written to under a READ lease, and not looked at since
 
     def fresh(self) -> torch.Tensor:
         self.version += 1
@@ -137,15 +138,15 @@ class Interleaving:
         self.fired["write through an alias" + (" during a write-back" if in_flight else "")] += 1
 
     def write_under_read(self, key: str) -> None:
-        """It raises at the end of the lease; what is on its way then is written once more, so old or new bytes are stored."""
+        """It raises at the end of the lease, and is not stored, whatever is on its way."""
         if not self.on_its_way(key):
             return  # and a lease might wait for the disk
         data = self.fresh()
         try:
             with self.store.lease(key) as tensor:
                 in_flight = self.on_its_way(key)  # it may have ended before the engine heard of it
+                self.misused.add(key)
                 tensor.copy_(data)
-                self.expected[key].append(data)
                 for _, alias, shows in self.aliases:
                     if alias.data_ptr() == tensor.data_ptr():
                         shows.copy_(data)
@@ -154,6 +155,18 @@ class Interleaving:
             self.fired["write under a READ lease during a write-back"] += in_flight
         else:
             raise AssertionError("a write under a READ lease was not noticed")
+
+    def mend(self) -> None:
+        """What was misused is as it was, or refused; then another one is put in its place."""
+        for key in self.misused:
+            try:
+                self.read(key)
+                self.fired["write under a READ lease, and the tensor is as it was"] += 1
+            except CorruptionError as error:
+                assert "written to under a READ lease" in str(error)
+                self.fired["write under a READ lease, and the tensor is refused"] += 1
+                self.put(key)
+        self.misused.clear()
 
     def conflict(self, key: str) -> None:
         """Everything that would change a leased tensor raises."""
@@ -198,10 +211,15 @@ class Interleaving:
             return bool(happened) or next(patience, None) is None
 
         def commit() -> None:
-            with contextlib.suppress(LeaseConflict):  # with the WRITE lease that came meanwhile
+            try:
                 self.store.commit()
+            except LeaseConflict:  # with the WRITE lease that came meanwhile
+                pass
+            except CorruptionError:
+                assert self.misused
 
         self.attempt(commit, meanwhile)
+        self.mend()
 
     @property
     def events(self) -> list[Callable[[str], None]]:
@@ -225,6 +243,7 @@ class Interleaving:
             except CapacityError:  # what aliases hold is too much for it
                 self.aliases.clear()
                 gc.collect()
+            self.mend()
             if len(self.aliases) > 2:
                 self.aliases.pop(0)
         while self.aliases:
@@ -255,8 +274,10 @@ KINDS = {
     "write through an alias",
     "write through an alias during a write-back",
     "write under a READ lease during a write-back",
+    "write under a READ lease, and the tensor is refused",
     "change under a lease",
 }
+RARE = {"write under a READ lease, and the tensor is as it was"}  # only where its write-back ended in between
 
 
 @counts(3, 600)
@@ -270,7 +291,9 @@ def test_interleavings(tmp_path: Path, count: int, tally: Tally) -> None:
         for what, times in trial.fired.items():
             for _ in range(times):
                 tally.count(what, 1)
-    assert {what for what, times in fired.items() if times} == KINDS
+    there = {what for what, times in fired.items() if times}
+    assert there - RARE == KINDS
+    assert count < 10 or there >= RARE
 
 
 def test_a_write_to_what_a_read_lease_gave_while_it_was_on_its_way(tmp_path: Path) -> None:
