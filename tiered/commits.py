@@ -92,7 +92,7 @@ class Commits:
 
         Raises ManifestError, also where there is no such generation.
         """
-        folder, nvme = self._nvme.folder, self._nvme
+        folder, nvme = self._nvme.open_folder, self._nvme
         generations.clean(folder)
         there = generations.generations(folder)
         newer = [number for number in there if drop_newer and generation is not None and number > generation]
@@ -189,7 +189,7 @@ class Commits:
         self.newest, self._went_back = chosen, chosen.number != self._kept[-1]
 
     def _load(self, generation: int | None) -> _Generation | None:
-        folder, nvme = self._nvme.folder, self._nvme
+        folder, nvme = self._nvme.open_folder, self._nvme
         found = generations.load(folder, generation)
         if found is None:
             return None
@@ -273,7 +273,7 @@ class Commits:
         if self.refused is not None:
             raise MisuseError(self.refused)
         try:
-            found = os.statvfs(self._nvme.folder)
+            found = os.fstatvfs(self._nvme.open_folder.fd)
         except OSError:  # it will say more when the manifest is written
             return
         free = found.f_bfree * found.f_frsize  # root may have the reserved blocks
@@ -288,6 +288,7 @@ class Commits:
         nvme, made = self._nvme, draft.made
         if made is None:
             return self.generation
+        self._refuse_strayed()  # before it costs anything
         try:
             nvme.sync()
         except OSError as error:
@@ -296,26 +297,38 @@ class Commits:
                 f"since generation {self.generation} cannot be trusted: close the store and reopen that generation"
             )
             raise CommitError(self._condemned) from error
-        generations.prepare(nvme.folder, made.number, draft.data)
+        generations.prepare(nvme.open_folder, made.number, draft.data)
+        try:
+            self._refuse_strayed()  # the last moment: a move after this is one after the commit
+        except BaseException:
+            generations.abandon(nvme.open_folder, made.number)
+            raise
         self._kept.append(made.number)  # also when the next line fails: a power loss may still show it
         draft.keep()
-        generations.publish(nvme.folder, made.number)
+        generations.publish(nvme.open_folder, made.number)
         self.newest, self._went_back = made, False
-        self._drop_old()
+        if nvme.strayed() is None:  # else a copy that was just made of links needs the old ones too
+            self._drop_old()
         return made.number
+
+    def _refuse_strayed(self) -> None:
+        """Raise CommitError where nobody would find the commit in the folder that was opened."""
+        why = self._nvme.strayed()
+        if why is not None:
+            raise CommitError(f"generation {self.generation} is the last commit: {why}")
 
     def _slot(self, extent: manifests.Extent) -> Slot:
         return self._nvme.slot(extent.file, extent.offset, extent.nbytes)
 
     def _drop_old(self) -> None:
         """Older generations than are kept: their manifests go first, durably; only then their extents may be written over."""
-        folder = self._nvme.folder
+        folder = self._nvme.open_folder
         try:
             there = generations.generations(folder)
         except ManifestError:  # as below
             return
         retained = [generation for generation in self._kept if generation in there][-self._keep :]  # a failed one is not there
-        old = [generation for generation in self._kept if generation < retained[0]]
+        old = [generation for generation in self._kept if retained and generation < retained[0]]
         if not old:
             return
         try:

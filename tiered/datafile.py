@@ -46,6 +46,7 @@ class DataFile:
         """Open it; then ``begin`` where it is ``blank``, else ``adopt``. Raises as ``LockedFile``, and ManifestError."""
         self._file = LockedFile(folder, name, accept, flags | os.O_DIRECT)
         self.folder, self.name, self.path = str(folder), name, self._file.path
+        self.open_folder = self._file.folder
         self.fd, self.direct = self._file.fd, self._file.direct
         self.full = False
         self.refusal: str | None = None
@@ -207,6 +208,10 @@ class DataFile:
         except OSError as error:
             error.filename = self.path
             raise
+
+    def strayed(self) -> str | None:
+        """Why those who come by its path do not find this file, or find it by other names too, with the mend; else None."""
+        return self._file.strayed()
 
     def close(self) -> None:
         """Release the lock. Idempotent. No I/O may be in flight."""

@@ -69,7 +69,13 @@ class Drives:
         self.files, self.created = files, created
         self.uuid = bytes.fromhex(record.store)
         self.alignment = record.alignment
+        self.open_folder = listed.folder
         self._listed = listed
+
+    def strayed(self) -> str | None:
+        """As of a ``LockedFile``, the list and the data files."""
+        found = [self._listed.strayed(), *(file.strayed() for file in self.files)]
+        return next((why for why in found if why is not None), None)
 
     def close(self) -> None:
         self._listed.close()
@@ -105,7 +111,7 @@ def open_drives(folder: Path, paths: Sequence[Path], growth: int) -> Drives:
         listed = LockedFile(folder, LIST_FILE, lambda names: _refuse_folder(folder, set(names) - inside), os.O_CREAT)
         undo.callback(listed.discard)
         record = _decode(os.pread(listed.fd, _MAX_BYTES + 1, 0), folder)
-        committed = any(MANIFEST.fullmatch(name) for name in os.listdir(folder))
+        committed = any(MANIFEST.fullmatch(name) for name in listed.folder.names())
         if record is None and committed:
             raise ManifestError(f"{folder} has a manifest, but its file {LIST_FILE} is missing or empty")
         if record is not None and len(record.folders) != len(paths):
@@ -205,7 +211,7 @@ def _open_file(folder: Path, path: Path, index: int, record: Record | None, comm
         if file.blank:
             if committed:
                 raise ManifestError(f"{file.path} is empty; it was a data file of the store in {folder}")
-            refuse_others(os.listdir(path))
+            refuse_others(file.open_folder.names())
             return file
         file.adopt()
         if record is None:

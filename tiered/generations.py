@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from tiered.errors import CommitError, ManifestError, MisuseError
+from tiered.folder import OpenFolder
 from tiered.manifest import MAX_BYTES, Manifest, decode
 
-__all__ = ["Folder", "clean", "drop", "generations", "load", "prepare", "present", "publish", "sync"]
+__all__ = ["Folder", "abandon", "clean", "drop", "generations", "load", "prepare", "present", "publish", "sync"]
 
-Folder = int | str | os.PathLike[str]
-"""A store's folder: an open descriptor of it, or its path."""
+Folder = OpenFolder | int | str | os.PathLike[str]
+"""A store's folder: held open, a descriptor of it, or its path."""
 
 
 _NAME = re.compile(r"manifest\.([1-9][0-9]{0,17})", re.ASCII)
@@ -54,6 +55,12 @@ def prepare(folder: Folder, generation: int, data: bytes | bytearray) -> None:
             if isinstance(error, OSError):
                 _fail(CommitError, f"cannot {doing}", folder, temporary, error)
             raise
+
+
+def abandon(folder: Folder, generation: int) -> None:
+    """Take away what was prepared and is not to be published, as far as the file system lets us."""
+    with _opened(folder, CommitError) as at:
+        _remove(at, _temporary(generation))
 
 
 def publish(folder: Folder, generation: int) -> None:
@@ -180,8 +187,8 @@ def clean(folder: Folder) -> list[str]:
 
 @contextlib.contextmanager
 def _opened(folder: Folder, kind: type[CommitError | ManifestError]) -> Iterator[int]:
-    if isinstance(folder, int):
-        yield folder
+    if isinstance(folder, int | OpenFolder):
+        yield folder if isinstance(folder, int) else folder.fd
         return
     try:
         at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -243,6 +250,8 @@ def _exists(at: int, name: str) -> bool:
 
 
 def _where(folder: Folder, name: str) -> str:
+    if isinstance(folder, OpenFolder):
+        folder = folder.path
     if isinstance(folder, int):
         try:
             folder = os.readlink(f"/proc/self/fd/{folder}")

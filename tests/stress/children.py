@@ -30,6 +30,13 @@ class Running:
         while words not in self.said:
             assert self._hear(self._patience), f"the child never said {words!r}, but {self.said}"
 
+    def hear(self) -> str:
+        """What it says next."""
+        before = len(self.said)
+        while len(self.said) == before:
+            assert self._hear(self._patience), f"the child says no more than {self.said}"
+        return self.said[before]
+
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 

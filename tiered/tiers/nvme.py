@@ -11,6 +11,7 @@ from uuid import uuid4
 from tiered.datafile import MINIMUM_ALIGNMENT, DataFile
 from tiered.drives import IGNORED, LIST_FILE, MANIFEST, Drives, folders_of, open_drives
 from tiered.errors import CapacityError, ManifestError, MisuseError
+from tiered.folder import OpenFolder
 from tiered.sizes import format_size
 from tiered.types import Location, Slot
 
@@ -48,7 +49,9 @@ class NvmeTier:
 
     name = "nvme"
     folder: str
-    """The store's own, where the manifests are."""
+    """Path of the store's own, where the manifests are, as it was opened."""
+    open_folder: OpenFolder
+    """The same folder, held open: what is done in it goes by this, for its path may lead elsewhere by now."""
     uuid: bytes
     """The store's 16 bytes of identity; part of every checksum."""
     alignment: int
@@ -75,7 +78,7 @@ class NvmeTier:
             return cls(folder, drives.files, drives.uuid, config.capacity, created=drives.created, drives=drives)._planned()
         file = DataFile(folder, DATA_FILE, _accept(folder), config.growth, flags=os.O_CREAT)
         try:
-            created = _begin_or_adopt(file, folder)
+            created = _begin_or_adopt(file)
         except BaseException:
             file.discard()
             raise
@@ -95,6 +98,7 @@ class NvmeTier:
         self.folder, self.uuid = str(folder), uuid
         self.alignment = files[0].alignment
         self._drives = drives
+        self.open_folder = drives.open_folder if drives else files[0].open_folder
         self._refusal: str | None = None
         # Files that are already larger than the capacity stay usable: their space is taken from the disk either way.
         extents = sum(file.extents for file in files)
@@ -127,7 +131,7 @@ class NvmeTier:
 
     def leave(self, room: Callable[[], int]) -> None:
         """Files grow only where so many bytes are left on the filesystem of the store's own folder, for manifests."""
-        device = os.stat(self.folder).st_dev
+        device = os.fstat(self.open_folder.fd).st_dev
         for file in self.files:
             if file.device == device:
                 file.leaves = room
@@ -333,6 +337,11 @@ class NvmeTier:
         for file in self.files:
             file.sync()
 
+    def strayed(self) -> str | None:
+        """Why those who come by the paths that were opened do not find this store, or find it by other names too, with the
+        mend; None where all is as it was opened. Looks at names only: a few system calls for each file."""
+        return self._drives.strayed() if self._drives else self.files[0].strayed()
+
     @property
     def closed(self) -> bool:
         return self.files[0].fd < 0
@@ -377,10 +386,10 @@ def _refuse_foreign(folder: Path, names: Iterable[str]) -> None:
         raise MisuseError(f"{folder} is not a tiered store; name an empty or new folder")
 
 
-def _begin_or_adopt(file: DataFile, folder: Path) -> bool:
+def _begin_or_adopt(file: DataFile) -> bool:
     """Whether the file was blank, and now is the beginning of a store."""
     if file.blank:
-        _refuse_foreign(folder, [name for name in os.listdir(folder) if name != DATA_FILE])
+        _refuse_foreign(file.open_folder.path, [name for name in file.open_folder.names() if name != DATA_FILE])
         file.begin(file.wants, uuid4().bytes, 0)
         return True
     file.adopt()
