@@ -26,6 +26,7 @@ LAYERS = {
     "sizes": "values",
     "directio": "values",
     "wakeup": "values",
+    "folder": "values",
     "locked": "values",
     "memory": "values",
     "datafile": "values",
