@@ -351,7 +351,7 @@ class TestDamagedManifests:
         damage = only(found)
         assert (damage.path, damage.offset, damage.generations) == (str(folder / "manifest.2"), None, (2,))
         assert "checksum" in damage.what
-        assert "to go back to generation 1, move manifest.2 out of the folder" in damage.what
+        assert "to go back to generation 1, open with generation=1, or move manifest.2 out of the folder" in damage.what
         assert [(one.number, one.tensors, one.sound) for one in found.generations] == [(2, None, False), (1, 4, True)]
         assert verify(folder, generation=1).sound
 

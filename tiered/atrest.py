@@ -26,7 +26,7 @@ from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Key, TensorSpec
 __all__ = ["StoreAtRest", "manifest_of"]
 
 
-def manifest_of(folder: Path, generation: int | None) -> Manifest:
+def manifest_of(folder: generations.Folder, generation: int | None) -> Manifest:
     """Of ``generation``, or of the newest one. Raises MisuseError where there is none, ManifestError where it is damaged."""
     generations.present(folder, generation)
     manifest = generations.load(folder, generation)
@@ -51,10 +51,11 @@ class StoreAtRest:
         self.folder = Path(os.path.expanduser(path))
         self.descriptors: list[int] = []  # of its data files, by their index; empty once closed
         self.places: list[str] = []
+        self._opened = generations.folder_of(self.folder)  # all is read in this one, whatever its name leads to meanwhile
         try:
-            self.manifest = manifest_of(self.folder, generation)
+            self.manifest = manifest_of(self._opened, generation)
             self._open(paths)
-            self.manifest = manifest_of(self.folder, generation)  # nobody commits any more
+            self.manifest = manifest_of(self._opened, generation)  # nobody commits any more
         except BaseException:
             self.close()
             raise
@@ -66,7 +67,7 @@ class StoreAtRest:
         return f"the store in {self.folder}"
 
     def _open(self, paths: Sequence[str | os.PathLike[str]] | None) -> None:
-        there = set(os.listdir(self.folder))
+        there = set(self._opened.names())
         if paths is None and LIST_FILE in there:
             where = folders_of(self.folder)
             raise MisuseError(f"{self.folder} keeps its tensors in other folders, which have to be named: {where}")
@@ -74,11 +75,12 @@ class StoreAtRest:
             raise MisuseError(f"{self.folder} keeps its tensors in its own folder: leave paths out")
         places = [self.folder] if paths is None else [Path(os.path.expanduser(place)) for place in paths]
         for file in self.manifest.files:
-            place = next((place for place in places if (place / file.name).exists()), None)
-            if place is None:
+            own = self._opened.fd if paths is None else None
+            place = next((place for place in places if own is not None or (place / file.name).exists()), None)
+            if place is None or (own is not None and file.name not in there):
                 raise ManifestError(f"the data file {file.name} of {self.folder} is missing in {', '.join(map(str, places))}")
             self.places.append(str(place / file.name))
-            self.descriptors.append(open_to_read(place, file.name))
+            self.descriptors.append(open_to_read(place, file.name, own))
             uuid = read_header(self.descriptors[-1], self.places[-1], direct=False)[1]
             if uuid.hex() != file.uuid:
                 raise ManifestError(f"{self.places[-1]} is not the file that was committed to: its UUID is another")
@@ -155,6 +157,7 @@ class StoreAtRest:
 
     def close(self) -> None:
         """Idempotent."""
+        self._opened.close()
         while self.descriptors:
             os.close(self.descriptors.pop())
 

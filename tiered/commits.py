@@ -57,6 +57,8 @@ class Commits:
         self._encoding = Encoding(nvme)
         self._meta_bytes = 0
         self._kept: list[int] = []
+        self.unreadable: dict[int, str] = {}
+        """Generations that are there and cannot be opened, with the reason."""
         self._condemned: str | None = None
         self.refused: str | None = None
         """Why nobody may commit."""
@@ -88,7 +90,8 @@ class Commits:
 
     def restore(self, generation: int | None, *, drop_newer: bool = False) -> None:
         """Fill the directory from ``generation`` (None: the newest); pin what the others that are kept reference.
-        ``drop_newer``: those after it are forgotten, durably; of 0 nothing is left.
+        ``drop_newer``: those after it are forgotten, durably; of 0 nothing is left. Others whose manifests are damaged are
+        passed over (``unreadable``): nobody can go back to them, so nothing is kept for them.
 
         Raises ManifestError, also where there is no such generation.
         """
@@ -103,10 +106,16 @@ class Commits:
             generations.sync(folder)
         self._engine.admission.generation = max(there, default=0) + 1
         if chosen is None:
+            if not there:
+                nvme.leave_nothing()  # should nothing be committed
             return
         there = [number for number in there if number not in newer]
         for number in [*(other for other in there if other != chosen.generation), chosen.generation]:
-            manifest = chosen if number == chosen.generation else generations.load(folder, number)
+            try:
+                manifest = chosen if number == chosen.generation else generations.load(folder, number)
+            except ManifestError as error:
+                self.unreadable[number] = str(error)
+                continue
             assert manifest is not None
             if manifest.store != nvme.uuid.hex():
                 raise ManifestError(f"{folder}: manifest.{number} belongs to another store than {nvme.files[0].path}")
@@ -195,6 +204,8 @@ class Commits:
             return None
         if found.store != nvme.uuid.hex() or found.generation not in self._kept:
             raise ManifestError(f"{folder}: manifest.{found.generation} is not one of this store's generations")
+        if found.generation in self.unreadable:  # it can be read by now, but its extents were not kept
+            raise ManifestError(self.unreadable[found.generation])
         return _Generation.of(found)
 
     # -- committing ------------------------------------------------------------------------------------------------------
@@ -297,6 +308,7 @@ class Commits:
                 f"since generation {self.generation} cannot be trusted: close the store and reopen that generation"
             )
             raise CommitError(self._condemned) from error
+        nvme.leave_everything()
         generations.prepare(nvme.open_folder, made.number, draft.data)
         try:
             self._refuse_strayed()  # the last moment: a move after this is one after the commit
@@ -327,7 +339,8 @@ class Commits:
             there = generations.generations(folder)
         except ManifestError:  # as below
             return
-        retained = [generation for generation in self._kept if generation in there][-self._keep :]  # a failed one is not there
+        # One that failed is not there, and one that cannot be read is none to go back to.
+        retained = [one for one in self._kept if one in there and one not in self.unreadable][-self._keep :]
         old = [generation for generation in self._kept if retained and generation < retained[0]]
         if not old:
             return

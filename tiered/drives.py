@@ -23,6 +23,7 @@ import xxhash
 from tiered.datafile import MINIMUM_ALIGNMENT, DataFile
 from tiered.directio import LARGEST_ALIGNMENT
 from tiered.errors import ManifestError, MisuseError
+from tiered.folder import SHORTAGES, cannot_open
 from tiered.locked import LockedFile
 
 __all__ = [
@@ -93,9 +94,14 @@ def folders_of(folder: Path) -> str:
     return _named(record.folders) if record else "paths=[...]"
 
 
-def read_record(folder: Path) -> Record | None:
-    """What the list of a store with several drives says; None where it is empty. Raises OSError, ManifestError."""
-    with open(folder / LIST_FILE, "rb", opener=_opener) as file:
+def read_record(folder: Path, at: int | None = None) -> Record | None:
+    """What the list of a store with several drives says; None where it is empty. ``at``: a descriptor of the folder.
+
+    Raises OSError, ManifestError.
+    """
+    name = folder / LIST_FILE if at is None else LIST_FILE
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
+    with open(fd, "rb") as file:
         return _decode(file.read(_MAX_BYTES + 1), folder)
 
 
@@ -171,7 +177,9 @@ def _by_index(folder: Path, record: Record, paths: Sequence[Path], committed: bo
     for path in paths:
         try:
             numbers = [int(match[1]) for match in map(DRIVE.fullmatch, os.listdir(path)) if match]
-        except OSError:
+        except OSError as error:
+            if error.errno in SHORTAGES:
+                raise cannot_open(path, error) from error
             numbers = []
         if len(numbers) > 1:
             raise ManifestError(f"{path} has data files of several drives; each drive needs a folder of its own")
@@ -231,10 +239,6 @@ def _shown(path: Path) -> str:
 
 def _named(folders: Sequence[str]) -> str:
     return "paths=[" + ", ".join(map(repr, folders)) + "]"
-
-
-def _opener(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 # The list, as bytes

@@ -13,18 +13,22 @@ import os
 import shlex
 from pathlib import Path
 
-from tiered.errors import MisuseError
+from tiered.errors import MisuseError, TieredError
 
-__all__ = ["OpenFolder", "whereabouts"]
+__all__ = ["SHORTAGES", "OpenFolder", "cannot_open", "whereabouts"]
+
+SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""What a process or a machine answers that has nothing left: it says nothing about the file that was asked for."""
 
 
 class OpenFolder:
     """``fd`` is a descriptor of the folder that ``path`` led to; ``made`` says whether it was not there before."""
 
     def __init__(self, path: Path, flags: int = 0) -> None:
-        """``flags``: O_CREAT makes it (0700), and its parents, where absent. The last part of ``path`` is no symbolic link.
+        """``flags``: O_CREAT makes it (0700), and its parents, where absent; O_NOFOLLOW refuses a symbolic link as the last
+        part of ``path``.
 
-        Raises MisuseError, and FileNotFoundError without O_CREAT.
+        Raises MisuseError, TieredError where the process has no descriptor left, and FileNotFoundError without O_CREAT.
         """
         self.path = path
         self.fd = -1
@@ -34,7 +38,7 @@ class OpenFolder:
                 if flags & os.O_CREAT:
                     self._make()
                 try:
-                    self.fd = _open(path)
+                    self.fd = _open(path, flags & os.O_NOFOLLOW)
                     return
                 except FileNotFoundError:  # whoever made it has removed it again
                     if not flags & os.O_CREAT:
@@ -148,14 +152,24 @@ def whereabouts(fd: int) -> str | None:
         return None
 
 
-def _open(path: Path) -> int:
+def cannot_open(path: str | Path, error: OSError) -> TieredError:
+    """What to raise for a file or folder of a store."""
+    if error.errno in SHORTAGES:
+        return TieredError(
+            f"cannot open {path} now: {error.strerror} (errno {error.errno}); nothing is known to be wrong with it: close "
+            "other files, or raise the limit (ulimit -n)"
+        )
+    return MisuseError(f"cannot open {path}: {error.strerror}; name a folder that you may write to")
+
+
+def _open(path: Path, nofollow: int) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | nofollow | os.O_CLOEXEC)
     except FileNotFoundError:
         raise
     except OSError as error:
-        if path.is_symlink():
+        if nofollow and path.is_symlink():
             raise MisuseError(f"{path} is a symbolic link; name the folder that it points to") from error
         if error.errno == errno.ENOTDIR:
             raise MisuseError(f"{path} is not a folder; name an empty or new one") from error
-        raise MisuseError(f"cannot open {path}: {error.strerror}; name a folder that you may write to") from error
+        raise cannot_open(path, error) from error

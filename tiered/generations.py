@@ -14,16 +14,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from tiered.errors import CommitError, ManifestError, MisuseError
-from tiered.folder import OpenFolder
+from tiered.errors import CommitError, ManifestError, MisuseError, TieredError
+from tiered.folder import SHORTAGES, OpenFolder
 from tiered.manifest import MAX_BYTES, Manifest, decode
 
-__all__ = ["Folder", "abandon", "clean", "drop", "generations", "load", "prepare", "present", "publish", "sync"]
+__all__ = ["Folder", "abandon", "clean", "drop", "folder_of", "generations", "load", "prepare", "present", "publish", "sync"]
 
 Folder = OpenFolder | int | str | os.PathLike[str]
 """A store's folder: held open, a descriptor of it, or its path."""
 
 
+LISTINGS = 100
+"""How often the newest generation may have gone between its being listed and being read, before that is an error."""
 _NAME = re.compile(r"manifest\.([1-9][0-9]{0,17})", re.ASCII)
 _TMP_NAME = re.compile(r"manifest\.[1-9][0-9]{0,17}\.tmp", re.ASCII)
 
@@ -99,18 +101,24 @@ def generations(folder: Folder) -> list[int]:
     return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
 
 
-def present(folder: Path, generation: int | None) -> list[int]:
+def folder_of(path: Path) -> OpenFolder:
+    """That of a store which is there already. Raises ``MisuseError``, and ``TieredError`` without a descriptor for it."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.is_dir():
+            return OpenFolder(path)
+    raise MisuseError(f"{path} is not a folder: name that of a store")
+
+
+def present(folder: Folder, generation: int | None) -> list[int]:
     """The generations of the store in ``folder``, oldest first: at least one, and ``generation`` is among them if it is given.
 
     Raises ``MisuseError`` where there is no such store or generation; that it can be read is not said.
     """
-    if not folder.is_dir():
-        raise MisuseError(f"{folder} is not a folder: name that of a store")
-    there = generations(folder)
+    there = generations(folder) or generations(folder)  # the only one may have given way to the next while they were listed
     if not there:
-        raise MisuseError(f"{folder} is not a tiered store with a commit: it has no manifest")
+        raise MisuseError(f"{_where(folder, '')} is not a tiered store with a commit: it has no manifest")
     if generation is not None and generation not in there:
-        raise MisuseError(f"{folder} has no generation {generation}; there are: {', '.join(map(str, there))}")
+        raise MisuseError(f"{_where(folder, '')} has no generation {generation}; there are: {', '.join(map(str, there))}")
     return there
 
 
@@ -118,30 +126,37 @@ def load(folder: Folder, generation: int | None = None, *, limit: int = MAX_BYTE
     """The manifest of ``generation``, or of the newest one; None when the folder has no generation at all.
 
     A manifest that has its name was whole when it got it. So an invalid newest one is damage, not an unfinished commit,
-    and raises ``ManifestError``: going back to older tensors is for the caller to decide.
+    and raises ``ManifestError``: going back to older tensors is for the caller to decide. Raises ``TieredError`` where the
+    process or the machine cannot read it now, whatever it is like.
     """
     with _opened(folder, ManifestError) as at:
-        there = generations(at)
-        if generation is None:
-            if not there:
+        for _ in range(LISTINGS):
+            there = generations(at)
+            if generation is None and not there:
                 return None
-            generation = there[-1]
-        elif generation not in there:
-            held = ", ".join(map(str, there)) or "none"
-            raise ManifestError(f"no generation {generation} in {_where(folder, '')}; there are: {held}")
-        name = f"manifest.{generation}"
-        try:
-            return decode(_read(at, name, limit), generation=generation, limit=limit)
-        except OSError as error:
-            why = f"cannot be read: {os.strerror(error.errno or 0)} (errno {error.errno})"
-        except MemoryError:
-            why = "cannot be read: there is not enough memory"
-        except ManifestError as error:
-            why = str(error)
-        others = [str(other) for other in there if other != generation]
+            number = there[-1] if generation is None else generation
+            if number not in there:
+                held = ", ".join(map(str, there)) or "none"
+                raise ManifestError(f"no generation {number} in {_where(folder, '')}; there are: {held}")
+            name = f"manifest.{number}"
+            try:
+                return decode(_read(at, name, limit), generation=number, limit=limit)
+            except OSError as error:
+                why = f"cannot be read: {os.strerror(error.errno or 0)} (errno {error.errno})"
+                if error.errno in SHORTAGES:
+                    raise TieredError(f"{_where(folder, name)} {why}; nothing is known to be wrong with it") from error
+                if generation is None and isinstance(error, FileNotFoundError):
+                    continue  # a job that goes on has made newer ones and dropped it meanwhile
+            except MemoryError:
+                raise TieredError(f"{_where(folder, name)} cannot be read: there is not enough memory") from None
+            except ManifestError as error:
+                why = str(error)
+            break
+        others = [str(other) for other in there if other != number]
         advice = f"; generations here: {', '.join(map(str, there))}"
         if others:
-            advice += f"; to go back to generation {others[-1]}, move manifest.{generation} out of the folder"
+            back = f"open with generation={others[-1]}, or move manifest.{number} out of the folder"
+            advice += f"; to go back to generation {others[-1]}, {back}"
         else:
             advice += ", and no other one to go back to"
         raise ManifestError(f"{_where(folder, name)}: {why}{advice}")

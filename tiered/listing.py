@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from tiered import generations
 from tiered.errors import ManifestError
+from tiered.folder import OpenFolder
 from tiered.manifest import Manifest
 from tiered.types import Key, TensorSpec
 
@@ -54,16 +56,32 @@ def listing(path: str | os.PathLike[str], generation: int | None = None) -> List
     Raises MisuseError (no store with a commit there, no such generation), ManifestError (that one is damaged, or all are).
     """
     folder = Path(os.path.expanduser(path))
+    with contextlib.closing(generations.folder_of(folder)) as opened:
+        for _ in range(generations.LISTINGS):
+            found = _listed(opened, generation)
+            if found is not None:
+                return found
+    raise ManifestError(f"{folder} changes too fast to be listed: a job commits there; try again")
+
+
+def _listed(folder: OpenFolder, generation: int | None) -> Listing | None:
+    """None where a job that goes on has dropped the newest one meanwhile: there is a newer one.
+
+    The newest is read first. Older ones are dropped before it, so if it is still there, none that was newer was there when the
+    folder was listed: no listing goes back behind one that came before it.
+    """
     there = generations.present(folder, generation)
     listed, chosen, different, error = [], None, {}, None
-    for number in there:
+    for number in reversed(there):
         try:
             manifest = generations.load(folder, number)
         except ManifestError as problem:
             if number not in generations.generations(folder):
-                continue  # a job that goes on has dropped it meanwhile
+                if number == there[-1]:
+                    return None
+                continue
             listed.append(ListedGeneration(number, {}, 0, 0, str(problem)))
-            error = problem
+            error = error or problem
             if number == generation:
                 raise
             continue
@@ -71,13 +89,15 @@ def listing(path: str | os.PathLike[str], generation: int | None = None) -> List
         sizes = _sizes(manifest)
         listed.append(ListedGeneration(number, manifest.meta, len(manifest.tensors), sum(sizes.values())))
         different.update(sizes)
-        if generation in (None, number):
+        if generation == number or (generation is None and chosen is None):
             chosen = manifest
     if chosen is None:
-        raise error or ManifestError(f"{folder} changes too fast to be listed: a job commits there; try again")
+        if error is not None and generation is None:
+            raise error
+        return None
     found = [ListedTensor(record.key, record.spec, record.generation) for record in chosen.tensors]
     ordered = tuple(sorted(found, key=lambda one: one.key))
-    return Listing(str(folder), tuple(listed), chosen.generation, ordered, sum(different.values()))
+    return Listing(str(folder), tuple(reversed(listed)), chosen.generation, ordered, sum(different.values()))
 
 
 def _sizes(manifest: Manifest) -> dict[tuple[int, int], int]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tiered.errors import MisuseError, StoreLocked
-from tiered.folder import OpenFolder, whereabouts
+from tiered.folder import OpenFolder, cannot_open, whereabouts
 
 __all__ = ["LockedFile", "make_direct", "open_to_read"]
 
@@ -36,14 +36,14 @@ class LockedFile:
         """
         self.name, self.fd, self.made = name, -1, False
         self._pid = os.getpid()
-        self.folder = OpenFolder(folder, flags)
+        self.folder = OpenFolder(folder, flags | os.O_NOFOLLOW)
         try:
             for _ in range(10):
                 if self._take(accept, flags):
                     return
                 if not self.folder.leads_here():
                     self.folder.unmake()
-                    self.folder = OpenFolder(folder, flags)
+                    self.folder = OpenFolder(folder, flags | os.O_NOFOLLOW)
         except BaseException:
             self.folder.unmake()
             raise
@@ -217,7 +217,7 @@ def _open(folder: OpenFolder, name: str, flags: int) -> tuple[int, bool, bool]:
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise MisuseError(f"{path} is a symbolic link; a store's files are not") from error
-        raise MisuseError(f"cannot open {path}: {error.strerror}; name a folder that you may write to") from error
+        raise cannot_open(path, error) from error
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise MisuseError(f"{path} is not a regular file; name an empty or new folder")

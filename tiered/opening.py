@@ -69,12 +69,14 @@ def assemble(wishes: Wishes) -> tuple[Parts, Engine, Commits | None]:
                 )
             if not wishes.scratch:
                 commits.encode_early()
-    except BaseException:
+            for number, why in commits.unreadable.items():
+                warnings.warn(f"generation {number} is damaged, and nobody can go back to it: {why}", stacklevel=3)
+            if not parts.nvme.direct:
+                warn_buffered(next(file.folder for file in parts.nvme.files if not file.direct))
+    except BaseException:  # a warning may be made an error
         engine.stop()
         parts.close()
         raise
-    if parts.nvme is not None and not parts.nvme.direct:
-        warn_buffered(next(file.folder for file in parts.nvme.files if not file.direct))
     return parts, engine, None if wishes.scratch else commits
 
 

@@ -71,13 +71,13 @@ def open_to_read(wishes: Wishes) -> ReadingStore:
         raise
     try:
         _restore(parts, engine, rest.manifest)
+        if parts.nvme is not None and not parts.nvme.direct:
+            warn_buffered(parts.nvme.folder)
         store = ReadingStore(parts, engine, rest.manifest)
-    except BaseException:
+    except BaseException:  # a warning may be made an error
         engine.stop()
         parts.close()
         raise
-    if parts.nvme is not None and not parts.nvme.direct:
-        warn_buffered(parts.nvme.folder)
     engine.start()
     return store
 

@@ -23,6 +23,7 @@ from tiered.datafile import MINIMUM_ALIGNMENT, read_header
 from tiered.directio import direct_io_alignment
 from tiered.drives import DRIVE, LIST_FILE, Record, folders_of, read_record
 from tiered.errors import ManifestError, MisuseError
+from tiered.folder import SHORTAGES, OpenFolder, cannot_open
 from tiered.locked import make_direct, open_to_read
 from tiered.manifest import Manifest, TensorRecord
 from tiered.tiers.dram import DramConfig, DramTier
@@ -106,12 +107,14 @@ def verify(
     with the bytes read so far and in all, after each piece; it may raise, to stop. Memory: 32 MiB, and the manifests.
 
     What is damaged is no error but part of the answer, a manifest too. Raises MisuseError (no store there, no such generation,
-    other paths than the store's) and StoreLocked.
+    other paths than the store's), StoreLocked, and TieredError where the process has no descriptor, thread or memory left.
     """
     folder = _named(path)
     with contextlib.ExitStack() as stack:
-        files, listed, damages = _open_files(folder, paths, stack)
-        manifests, checked, more = _load(folder, generation)
+        opened = _open_folder(folder)  # all is looked for in this one, whatever its name leads to meanwhile
+        stack.callback(opened.close)
+        files, listed, damages = _open_files(opened, paths, stack)
+        manifests, checked, more = _load(opened, generation)
         damages += more
         if not files and not checked:
             raise MisuseError(f"{folder} is not a tiered store: it has neither a data file nor a manifest")
@@ -150,6 +153,15 @@ def _named(path: str | os.PathLike[str]) -> Path:
     return folder
 
 
+def _open_folder(folder: Path) -> OpenFolder:
+    try:
+        return OpenFolder(folder, os.O_NOFOLLOW)
+    except (FileNotFoundError, MisuseError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        why = cause.strerror if isinstance(cause, OSError) else error
+        raise MisuseError(f"{folder} is not a tiered store: {why}") from error
+
+
 @dataclass(frozen=True)
 class _File:
     """A data file, open for reading; ``problem`` instead where it cannot be."""
@@ -162,19 +174,20 @@ class _File:
 
 
 def _open_files(
-    folder: Path, paths: Sequence[str | os.PathLike[str]] | None, stack: contextlib.ExitStack
+    opened: OpenFolder, paths: Sequence[str | os.PathLike[str]] | None, stack: contextlib.ExitStack
 ) -> tuple[dict[int, _File], Record | None, list[Damage]]:
     """The data files that are there by index, what the list of drives says, and what is wrong with them."""
+    folder = opened.path
     try:
-        names = set(os.listdir(folder))
+        names = set(opened.names())
     except OSError as error:
-        raise MisuseError(f"{folder} is not a tiered store: {error.strerror}") from error
+        raise cannot_open(folder, error) from error
     if paths is None:
         if LIST_FILE in names:
             raise MisuseError(f"{folder} keeps its tensors in other folders, which have to be named: {folders_of(folder)}")
         if DATA_FILE not in names:
             return {}, None, []
-        file, damages = _open_file(folder, DATA_FILE, 0, stack)
+        file, damages = _open_file(folder, DATA_FILE, 0, stack, opened.fd)
         return {0: file}, None, damages
     if DATA_FILE in names:
         raise MisuseError(f"{folder} keeps its tensors in its own folder: verify it without paths")
@@ -183,13 +196,15 @@ def _open_files(
     record = None
     if LIST_FILE in names:
         try:
-            stack.callback(os.close, open_to_read(folder, LIST_FILE))
-            record = read_record(folder)
+            stack.callback(os.close, open_to_read(folder, LIST_FILE, opened.fd))
+            record = read_record(folder, opened.fd)
             if record is None:
                 damages.append(Damage("is empty", str(folder / LIST_FILE)))
         except ManifestError as error:
             damages.append(Damage(_without(str(error), folder / LIST_FILE), str(folder / LIST_FILE)))
         except OSError as error:
+            if error.errno in SHORTAGES:
+                raise cannot_open(folder / LIST_FILE, error) from error
             damages.append(Damage(_cannot("open", error), str(folder / LIST_FILE)))
     else:
         damages.append(Damage("is missing", str(folder / LIST_FILE)))
@@ -211,17 +226,23 @@ def _indices(place: Path) -> list[int]:
     """Which drives' files are in the folder ``place``; none where it cannot be listed: its drive is missing."""
     try:
         return sorted(int(match[1]) for match in map(DRIVE.fullmatch, os.listdir(place)) if match)
-    except OSError:
+    except OSError as error:
+        if error.errno in SHORTAGES:
+            raise cannot_open(place, error) from error
         return []
 
 
-def _open_file(folder: Path, name: str, index: int, stack: contextlib.ExitStack) -> tuple[_File, list[Damage]]:
+def _open_file(
+    folder: Path, name: str, index: int, stack: contextlib.ExitStack, at: int | None = None
+) -> tuple[_File, list[Damage]]:
     path = str(folder / name)
     try:
-        fd = open_to_read(folder, name)
+        fd = open_to_read(folder, name, at)
     except PermissionError as error:
         raise MisuseError(f"cannot open {path}: {error.strerror}; it takes the rights of who made the store") from error
     except OSError as error:
+        if error.errno in SHORTAGES:
+            raise cannot_open(path, error) from error
         what = _cannot("open", error)
         return _File(path, problem=what), [Damage(what, path)]
     stack.callback(os.close, fd)
@@ -259,9 +280,10 @@ def _without(message: str, path: object) -> str:
 # What they should hold
 
 
-def _load(folder: Path, generation: int | None) -> tuple[list[Manifest], list[CheckedGeneration], list[Damage]]:
+def _load(opened: OpenFolder, generation: int | None) -> tuple[list[Manifest], list[CheckedGeneration], list[Damage]]:
     """The manifests that can be read, newest first; a line for each that is there; what is wrong with the others."""
-    there = generations.generations(folder)
+    folder = opened.path
+    there = generations.generations(opened)
     if generation is not None:
         if generation not in there:
             raise MisuseError(f"{folder} has no generation {generation}; there are: {', '.join(map(str, there)) or 'none'}")
@@ -270,7 +292,7 @@ def _load(folder: Path, generation: int | None) -> tuple[list[Manifest], list[Ch
     for number in reversed(there):
         path = str(folder / f"manifest.{number}")
         try:
-            manifest = generations.load(folder, number)
+            manifest = generations.load(opened, number)
             assert manifest is not None
         except ManifestError as error:
             damages.append(Damage(_without(str(error), path), path, generations=(number,)))

@@ -98,6 +98,7 @@ class NvmeTier:
         self.folder, self.uuid = str(folder), uuid
         self.alignment = files[0].alignment
         self._drives = drives
+        self._at_close = self._close
         self.open_folder = drives.open_folder if drives else files[0].open_folder
         self._refusal: str | None = None
         # Files that are already larger than the capacity stay usable: their space is taken from the disk either way.
@@ -346,8 +347,26 @@ class NvmeTier:
     def closed(self) -> bool:
         return self.files[0].fd < 0
 
+    def leave_nothing(self) -> None:
+        """From here on ``close`` removes what opening a new store made: nobody could open anything there."""
+        if self.created:
+            self._at_close = self._remove
+
+    def leave_everything(self) -> None:
+        """``close`` removes nothing any more: there may be a commit."""
+        self._at_close = self._close
+
     def close(self) -> None:
         """Release the locks. Idempotent. No I/O may be in flight."""
+        try:
+            if not self.closed:
+                self._at_close()
+        except OSError:  # what cannot be removed stays, and is a store without a commit
+            pass
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         for file in self.files:
             file.close()
         if self._drives is not None:
@@ -357,6 +376,9 @@ class NvmeTier:
         """Delete the data files, and the folders that this tier made and that are empty; then close. For scratch stores."""
         if self.files[0].fd < 0:
             raise AssertionError("the NVMe tier was closed")
+        self._remove()
+
+    def _remove(self) -> None:
         for file in self.files:
             file.remove()
         if self._drives is not None:
