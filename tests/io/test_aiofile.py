@@ -9,10 +9,10 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-from aiofiles.os import wrap
 
 from tests.contracts.io_backend import BLOCK, PATIENCE, READ, WRITE, File, IOBackendContract, Memory, drain, run
-from tiered.errors import MisuseError
+from tiered.config import open_backend
+from tiered.errors import MisuseError, TieredError
 from tiered.io import aiofile
 from tiered.io.aiofile import AiofilesBackend, AiofilesConfig
 from tiered.types import IOCompletion, IORequest
@@ -55,7 +55,7 @@ class TestAiofilesWithoutPreadv(IOBackendContract):
 
     @pytest.fixture
     def backend(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[AiofilesBackend]:
-        monkeypatch.setattr(aiofile, "_read", wrap(aiofile._pread))
+        monkeypatch.setattr(aiofile, "_read", aiofile._pread)
         backend = AiofilesBackend()
         yield backend
         backend.close()
@@ -93,7 +93,7 @@ def test_depth_requests_move_at_once(backend: AiofilesBackend, fd: int, monkeypa
         barrier.wait()
         return len(memory)
 
-    monkeypatch.setattr(aiofile, "_read", wrap(together))
+    monkeypatch.setattr(aiofile, "_read", together)
     memory = Memory(BLOCK)
     requests = [IORequest(READ, fd, 0, memory.address, BLOCK, tag) for tag in range(backend.depth)]
     assert run(backend, requests) == dict.fromkeys(range(backend.depth), BLOCK)
@@ -106,8 +106,8 @@ def test_short_transfers_are_continued(
     def pieces(call: Callable[..., int]) -> Callable[..., int]:
         return lambda fd, memory, offset: call(fd, memory[:1000], offset)
 
-    monkeypatch.setattr(aiofile, "_read", wrap(pieces(aiofile._preadv)))
-    monkeypatch.setattr(aiofile, "_write", wrap(pieces(os.pwrite)))
+    monkeypatch.setattr(aiofile, "_read", pieces(aiofile._preadv))
+    monkeypatch.setattr(aiofile, "_write", pieces(os.pwrite))
     memory = Memory(3 * BLOCK)
     content = memory.fill(5)
     request = IORequest(READ if operation is READ else WRITE, fd, 100, memory.address, 3 * BLOCK, 1)
@@ -122,7 +122,7 @@ def test_an_error_after_a_part_is_the_error(backend: AiofilesBackend, fd: int, m
             raise OSError(errno.EIO, "broken")
         return os.preadv(fd, [memory[: len(memory) // 2]], offset)
 
-    monkeypatch.setattr(aiofile, "_read", wrap(half))
+    monkeypatch.setattr(aiofile, "_read", half)
     memory = Memory(2 * BLOCK)
     assert run(backend, [IORequest(READ, fd, 0, memory.address, 2 * BLOCK, 1)]) == {1: -errno.EIO}
 
@@ -143,7 +143,7 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
-        monkeypatch.setattr(aiofile, "_read", wrap(self._read))
+        monkeypatch.setattr(aiofile, "_read", self._read)
 
     def _read(self, fd: int, memory: memoryview, offset: int) -> int:
         assert self.open.wait(PATIENCE)
@@ -226,3 +226,53 @@ def test_it_works_under_an_event_loop_of_the_callers(fd: int) -> None:
         return {completion.tag: completion.result for completion in done}
 
     assert asyncio.run(body()) == {9: BLOCK}
+
+
+@pytest.mark.parametrize("threads", range(9))
+def test_without_threads_requests_are_made_all_the_same_and_once(
+    fd: int, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """The system gives no more of them. What the pool has queued nevertheless must not move bytes after its completion."""
+    backend, start, left = AiofilesBackend(AiofilesConfig(depth=8)), threading.Thread.start, [threads]
+
+    def start_if_there_is_one(thread: threading.Thread) -> None:
+        if left[0] == 0:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(thread)
+
+    calls = []
+
+    def counted(fd: int, memory: memoryview, offset: int) -> int:
+        calls.append(offset)
+        return os.preadv(fd, [memory], offset)
+
+    monkeypatch.setattr(threading.Thread, "start", start_if_there_is_one)
+    monkeypatch.setattr(aiofile, "_read", counted)
+    memory = Memory(8 * BLOCK)
+    requests = [IORequest(READ, fd, tag, memory.address + tag * BLOCK, BLOCK, tag) for tag in range(8)]
+    for _ in range(3):
+        calls.clear()
+        assert run(backend, requests) == dict.fromkeys(range(8), BLOCK)
+        assert sorted(calls) == list(range(8))
+        assert memory.view == b"".join(os.pread(fd, BLOCK, tag) for tag in range(8))
+    backend.close()
+    assert sorted(calls) == list(range(8))
+
+
+@pytest.mark.parametrize("lacks", ["thread", "descriptor"])
+def test_a_backend_that_cannot_be_opened_keeps_nothing(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+
+    def none_left(*_: object) -> None:
+        raise RuntimeError("can't start new thread") if lacks == "thread" else OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none_left)
+        if lacks == "descriptor":
+            patch.setattr("asyncio.new_event_loop", none_left)
+        with pytest.raises((RuntimeError, OSError)):
+            AiofilesBackend()
+        with pytest.raises(TieredError, match="aiofiles backend cannot be opened"):
+            open_backend("aiofiles", 8)
+    assert set(os.listdir("/proc/self/fd")) == before

@@ -8,13 +8,14 @@ through file descriptors at offsets, with the request's own memory: nothing is c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import errno
 import fcntl
 import os
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from aiofiles.os import wrap
@@ -31,13 +32,16 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
 
 @dataclass(frozen=True, slots=True)
 class AiofilesConfig:
-    """``depth``: requests in flight at once, each in a thread while it moves."""
+    """``depth``: requests in flight at once, each in a thread while it moves, as far as the system gives threads."""
 
     depth: int = 16
 
 
 class AiofilesBackend:
-    """An ``IOBackend``. Its threads sleep while nothing is in flight, and end with ``close``."""
+    """An ``IOBackend``. Its threads sleep while nothing is in flight, and end with ``close``.
+
+    Raises OSError and RuntimeError where the process has no descriptor or thread left for it.
+    """
 
     name = "aiofiles"
     alignment = 1
@@ -54,9 +58,13 @@ class AiofilesBackend:
         self._wakeup = Wakeup()  # set while there are some
         self._tasks: set[asyncio.Task[None]] = set()  # a loop by itself holds its tasks weakly
         self._pool = ThreadPoolExecutor(self.depth, "tiered-aiofile-io")  # makes its threads as they are needed
-        self._loop = asyncio.new_event_loop()
-        self._worker = threading.Thread(target=self._loop.run_forever, name="tiered-aiofile", daemon=True)
-        self._worker.start()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._wakeup.close)
+            self._loop = asyncio.new_event_loop()
+            undo.callback(self._loop.close)
+            self._worker = threading.Thread(target=self._loop.run_forever, name="tiered-aiofile", daemon=True)
+            self._worker.start()
+            undo.pop_all()
 
     def submit(self, batch: Sequence[IORequest]) -> int:
         self._check()
@@ -117,13 +125,20 @@ class AiofilesBackend:
             result = -(error.errno or errno.EIO)
         except (OverflowError, ValueError):  # sizes, offsets and fds that no system call can be asked for
             result = -errno.EINVAL
-        except RuntimeError:  # the interpreter is ending and starts no more threads
-            result = -errno.ECANCELED
         with self._changed:
             self._moving -= 1
             self._done.append(IOCompletion(request.tag, result))
             self._wakeup.set()
             self._changed.notify_all()
+
+    async def _in_thread(self, call: _Call) -> int:
+        try:
+            moved: int = await _made(call, executor=self._pool)
+            return moved
+        except RuntimeError:  # no more threads: a limit, or the interpreter is ending. The pool may have queued it nevertheless
+            if call.begins():
+                return call.make()  # here, while others wait
+            return await asyncio.wrap_future(call.result)
 
     async def _move(self, request: IORequest) -> int:
         """Bytes moved (fewer than asked for: end of file). Python itself resumes after EINTR."""
@@ -132,7 +147,7 @@ class AiofilesBackend:
         moved = 0
         try:
             while True:
-                count: int = await call(request.fd, memory[moved:], request.offset + moved, executor=self._pool)
+                count: int = await self._in_thread(_Call(call, request.fd, memory[moved:], request.offset + moved))
                 moved += count
                 if count == 0 or moved == request.nbytes:
                     return moved
@@ -155,8 +170,38 @@ def _pread(fd: int, memory: memoryview, offset: int) -> int:
     return len(data)
 
 
-_read = wrap(_preadv if hasattr(os, "preadv") else _pread)
-_write = wrap(os.pwrite)
+_read = _preadv if hasattr(os, "preadv") else _pread
+_write = os.pwrite
+
+
+class _Call:
+    """One system call, made once, by whoever begins it first: memory that was given back must not be written to later."""
+
+    def __init__(self, function: Callable[[int, memoryview, int], int], fd: int, memory: memoryview, offset: int) -> None:
+        self.result: Future[int] = Future()
+        self._function, self._fd, self._memory, self._offset = function, fd, memory, offset
+        self._begun = threading.Lock()
+
+    def begins(self) -> bool:
+        """True for the first who asks."""
+        return self._begun.acquire(blocking=False)
+
+    def make(self) -> int:
+        """How many bytes moved. Raises OSError, and what a call that cannot be made raises."""
+        try:
+            moved = self._function(self._fd, self._memory, self._offset)
+        except BaseException as error:
+            self.result.set_exception(error)
+            raise
+        self.result.set_result(moved)
+        return moved
+
+
+def _in_its_turn(call: _Call) -> int:
+    return call.make() if call.begins() else 0
+
+
+_made = wrap(_in_its_turn)
 
 
 def _is_direct(fd: int) -> bool:
