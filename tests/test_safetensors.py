@@ -175,3 +175,35 @@ def test_larger_than_the_store_has_memory(tmp_path: Path) -> None:
         import_safetensors(store, tmp_path)
     with TieredStore.open(tmp_path / "state", dram="2MiB") as store:
         assert all(torch.equal(store.get(name), value) for name, value in given.items())
+
+
+F32 = b'{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+EMPTY = b'{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+
+
+@pytest.mark.parametrize(
+    ("header", "twice"),
+    [
+        (b'{"w":%b,"w":%b}' % (F32, F32), "'w'"),
+        (b'{"w":%b,"v":%b,"w":%b}' % (EMPTY, F32, EMPTY), "'w'"),
+        (b'{"w":%b, "\\u0077" : %b}' % (F32, F32), "'w'"),
+        (b'{"w":{"dtype":"I32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}', "'dtype'"),
+        (b'{"w":{"dtype":"F32","shape":[9],"shape":[1],"data_offsets":[0,4]}}', "'shape'"),
+        (b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[4,8],"data_offsets":[0,4]}}', "'data_offsets'"),
+        (b'{"__metadata__":{"a":"1"},"w":%b,"__metadata__":{}}' % F32, "'__metadata__'"),
+        (b'{"__metadata__":{"a":"1","a":"2"},"w":%b}' % F32, "'a'"),
+        (b'{"dtype":%b,"dtype":%b}' % (F32, F32), "'dtype'"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_named(tmp_path: Path, header: bytes, twice: str) -> None:
+    path = saved(tmp_path / "model.safetensors", header, bytes(4))
+    with pytest.raises(SafetensorsError, match=f"{twice} is there twice"):
+        WeightFiles(path)
+
+
+@pytest.mark.parametrize("name", ["dtype", "shape", "data_offsets", '"data_offsets"', "\\", 'x"dtype', "ü"])
+def test_names_that_look_like_keys_of_the_format(tmp_path: Path, name: str) -> None:
+    values = {name: torch.ones(3), "other": torch.zeros(2)}
+    save_file(values, tmp_path / "model.safetensors", {"dtype": "shape", "note": '"data_offsets"'})
+    with WeightFiles(tmp_path / "model.safetensors") as files:
+        assert set(files.entries) == set(values)

@@ -121,8 +121,11 @@ def read_header(fd: int, path: str) -> list[Entry]:
         raise SafetensorsError(f"{path} is no safetensors file, or cut short: it says that its header has {length} bytes")
     data = status.st_size - 8 - length
     try:
-        raw = _HEADER.decode(_pread(fd, length, 8, path))
-        _METADATA.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")))
+        header = _pread(fd, length, 8, path)
+        raw = _HEADER.decode(header)
+        metadata = raw.pop("__metadata__", msgspec.Raw(b"{}"))
+        _METADATA.decode(metadata)
+        _refuse_twice(header, len(raw), metadata)
         infos = {name: _INFO.decode(info) for name, info in raw.items()}
     except (ValueError, RecursionError, OverflowError) as error:  # msgspec's and Unicode's errors are ValueErrors
         raise SafetensorsError(f"{path}: the header is not what a safetensors file has: {error}") from None
@@ -145,6 +148,28 @@ def read_header(fd: int, path: str) -> list[Entry]:
     if at != data:
         raise SafetensorsError(f"{path}: the tensors have {at} bytes, the file has {data} for them")
     return entries
+
+
+def _refuse_twice(header: bytes, tensors: int, metadata: msgspec.Raw) -> None:
+    """Raise ValueError where an object has one key twice: decoders take the last, and drop what the first says.
+
+    Each tensor's object has each of its keys. So where there are as many of these as there are different names, no name comes
+    twice; only where something else is spelt like them, all of the header is decoded once more, slowly.
+    """
+    once = tensors, tensors, tensors, bytes(metadata) != b"{}"
+    seen = [header.count(key) for key in (b'"dtype"', b'"shape"', b'"data_offsets"', b'"__metadata__"')]
+    if b"\\" in header or tuple(seen) != once:
+        json.loads(header, object_pairs_hook=_refuse_pairs)
+    else:
+        json.loads(bytes(metadata), object_pairs_hook=_refuse_pairs)
+
+
+def _refuse_pairs(pairs: list[tuple[str, object]]) -> None:
+    names = set()
+    for name, _ in pairs:
+        if name in names:
+            raise ValueError(f"{name!r} is there twice")
+        names.add(name)
 
 
 class WeightFiles:
