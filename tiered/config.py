@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from tiered.errors import CapacityError, MisuseError
+from tiered.errors import CapacityError, MisuseError, TieredError
 from tiered.eviction import LRU
 from tiered.interfaces import EvictionPolicy, IOBackend, Link, Memory, Tier
 from tiered.io.posix import PosixBackend, PosixConfig
@@ -124,7 +124,11 @@ def _device_link(hbm: HbmTier, dram: DramTier) -> Link:
 
 
 def open_backend(backend: BackendName | Callable[[], IOBackend], depth: int) -> IOBackend:
-    """One with ``depth`` requests in flight. Raises MisuseError for one that is unknown or does not work here."""
+    """One with ``depth`` requests in flight. "auto" is libaio, or posix where that is not built or the kernel refuses it.
+
+    Raises MisuseError for one that is unknown or does not work here, CapacityError where the kernel has no room for it,
+    TieredError where the process has no descriptor or thread left for it.
+    """
     if not isinstance(backend, str):
         return backend()
     if backend not in get_args(BackendName):
@@ -138,11 +142,18 @@ def open_backend(backend: BackendName | Callable[[], IOBackend], depth: int) -> 
         except (ImportError, OSError) as error:
             if backend == "libaio":
                 raise MisuseError(f"the libaio backend does not work here: {error}; use backend='posix'") from error
-    if backend == "aiofiles":
-        from tiered.io.aiofile import AiofilesBackend, AiofilesConfig
+        except TieredError:  # no AIO in this kernel or container, or no room for another ring
+            if backend == "libaio":
+                raise
+    try:
+        if backend == "aiofiles":
+            from tiered.io.aiofile import AiofilesBackend, AiofilesConfig
 
-        return AiofilesBackend(AiofilesConfig(depth=depth))
-    return PosixBackend(PosixConfig(depth=depth))
+            return AiofilesBackend(AiofilesConfig(depth=depth))
+        return PosixBackend(PosixConfig(depth=depth))
+    except (OSError, RuntimeError) as error:  # no descriptor, no thread
+        name = "posix" if backend == "auto" else backend
+        raise TieredError(f"the {name} backend cannot be opened: {error}; raise this process's limits (ulimit)") from error
 
 
 def default_dram() -> int:

@@ -389,3 +389,32 @@ def test_a_ring_that_cannot_be_had_says_why(strace: str, tmp_path: Path, name: s
     assert fired == 1
     assert answer[0] == kind
     assert says in str(answer[1])
+
+
+AUTO = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import torch
+from tiered import TieredError, TieredStore
+try:
+    with TieredStore.open(sys.argv[1], dram=1 << 20, backend=sys.argv[3]) as store:
+        store.put("t", torch.arange(1000))
+        store.commit()
+        assert store.get("t").equal(torch.arange(1000))
+        print(store.statistics().backend)
+except TieredError as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize(("backend", "answers"), [("auto", ["posix"] * 4), ("libaio", ["CapacityError", *["TieredError"] * 3])])
+def test_a_kernel_that_refuses_aio_leaves_auto_with_posix(
+    strace: str, tmp_path: Path, backend: str, answers: list[str]
+) -> None:
+    for name, answer in zip(("EAGAIN", "ENOSYS", "EPERM", "EINVAL"), answers, strict=True):
+        log = tmp_path / "log"
+        command = [strace, "-f", "--seccomp-bpf", "-o", str(log), "-e", "trace=io_setup", "-e", f"inject=io_setup:error={name}"]
+        arguments = [sys.executable, "-c", AUTO, str(tmp_path / name), str(ROOT), backend]
+        child = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240, check=False)
+        assert child.stdout.split() == [answer], child.stderr
+        assert log.read_text().count("(INJECTED)") == 1

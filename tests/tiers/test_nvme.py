@@ -5,6 +5,7 @@ import fcntl
 import mmap
 import os
 import resource
+import select
 import signal
 import stat
 from collections.abc import Iterator
@@ -308,6 +309,38 @@ class TestLock:
             os.kill(holder, signal.SIGKILL)
             os.waitpid(holder, 0)
             os.close(ready)
+        NvmeTier.open(NvmeConfig(folder)).close()
+
+    def test_a_forked_child_that_holds_it_alone_is_named(self, folder: Path) -> None:
+        """Who took the lock was killed; its child has the descriptor still."""
+        if not os.path.exists("/proc/locks"):
+            pytest.skip("needs /proc/locks")
+        NvmeTier.open(NvmeConfig(folder)).close()
+        ready, opened = os.pipe()
+        owner = os.fork()
+        if owner == 0:
+            NvmeTier.open(NvmeConfig(folder))
+            child = os.fork()
+            if child:
+                os.write(opened, child.to_bytes(4, "little"))
+            signal.pause()
+            os._exit(1)
+        child = int.from_bytes(os.read(ready, 4), "little")
+        try:
+            with pytest.raises(StoreLocked, match=f"in use by process {owner};"):
+                NvmeTier.open(NvmeConfig(folder))
+            os.kill(owner, signal.SIGKILL)
+            os.waitpid(owner, 0)
+            says = f"in use by process {child}, which was forked from process {owner}, which opened it and has ended;"
+            with pytest.raises(StoreLocked, match=says):
+                NvmeTier.open(NvmeConfig(folder))
+            gone = os.pidfd_open(child)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.close(ready)
+            os.close(opened)
+        assert select.select([gone], [], [], 60)[0]
+        os.close(gone)
         NvmeTier.open(NvmeConfig(folder)).close()
 
     def test_the_same_process_is_refused_too(self, tier: NvmeTier, folder: Path) -> None:
