@@ -277,4 +277,6 @@ def _where(folder: Folder, name: str) -> str:
 
 def _fail(kind: type[CommitError | ManifestError], what: str, folder: Folder, name: str, error: OSError) -> NoReturn:
     number = error.errno or 0
+    if kind is ManifestError and number in SHORTAGES:
+        raise TieredError(f"{what} {_where(folder, name)} now: {os.strerror(number)} (errno {number})") from error
     raise kind(f"{what} {_where(folder, name)}: {os.strerror(number)} (errno {number})") from error

@@ -27,6 +27,7 @@ from tiered.wakeup import Wakeup
 __all__ = ["AiofilesBackend", "AiofilesConfig"]
 
 _SECTOR = 512
+_OF_A_LOOP = 3  # descriptors of an event loop: epoll and a pair of sockets
 _O_DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
 
 
@@ -60,6 +61,9 @@ class AiofilesBackend:
         self._pool = ThreadPoolExecutor(self.depth, "tiered-aiofile-io")  # makes its threads as they are needed
         with contextlib.ExitStack() as undo:
             undo.callback(self._wakeup.close)
+            with contextlib.ExitStack() as reserved:  # a loop that is made in part keeps what it has, and complains at its end
+                for _ in range(_OF_A_LOOP):
+                    reserved.callback(os.close, os.dup(self._wakeup.fileno()))
             self._loop = asyncio.new_event_loop()
             undo.callback(self._loop.close)
             self._worker = threading.Thread(target=self._loop.run_forever, name="tiered-aiofile", daemon=True)
