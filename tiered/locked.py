@@ -260,24 +260,24 @@ def _holder(fd: int) -> str:
     taken = next((int(word[4]) for word in words if len(word) >= 6 and word[1] == "FLOCK" and word[5] == inode), 0)
     if taken <= 0:
         return "another process"
-    if _has_lock(taken, found, inode):
+    if _has_lock(taken, inode):
         return f"process {taken}"
     ended = "" if os.path.exists(f"/proc/{taken}") else " and has ended"
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):
-        if _has_lock(pid, found, inode):
+        if _has_lock(pid, inode):
             return f"process {pid}, which was forked from process {taken}, which opened it{ended}"
     if ended:
         return f"a process that was forked from process {taken}, which has ended, or its writes have not landed yet"
     return f"process {taken}"
 
 
-def _has_lock(pid: int, found: os.stat_result, inode: str) -> bool:
+def _has_lock(pid: int, inode: str) -> bool:
     """Whether one of the descriptors of that process holds the lock; False also where it cannot be looked at."""
     with contextlib.suppress(OSError):
-        for name in os.listdir(f"/proc/{pid}/fd"):
+        for name in os.listdir(f"/proc/{pid}/fdinfo"):
             with contextlib.suppress(OSError):
-                if os.path.samestat(os.stat(f"/proc/{pid}/fd/{name}"), found):
-                    lines = Path(f"/proc/{pid}/fdinfo/{name}").read_text().splitlines()
-                    if any(line.startswith("lock:") and "FLOCK" in line and inode in line.split() for line in lines):
-                        return True
+                # Not stat: what else it has open may be on a filesystem that does not answer.
+                lines = Path(f"/proc/{pid}/fdinfo/{name}").read_text().splitlines()
+                if any(line.startswith("lock:") and "FLOCK" in line and inode in line.split() for line in lines):
+                    return True
     return False
