@@ -13,7 +13,6 @@ import re
 import resource
 import shutil
 import string
-import struct
 import subprocess
 import sys
 from collections import Counter
@@ -24,10 +23,10 @@ from typing import Any
 
 import msgspec
 import pytest
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.forged import signed as sign
 from tiered import generations as protocol
 from tiered import manifest as subject
 from tiered.errors import CommitError, ManifestError, MisuseError
@@ -70,13 +69,6 @@ def sample(generation: int = 3) -> Manifest:
             record("big", 2, (PIECE_BYTES // 4 + 1,), 8 << 20),
         ),
     )
-
-
-def sign(body: bytes, version: int = 1, length: int | None = None) -> bytes:
-    """A file whose digests are right, whatever is inside; written from the format's description, not with its code."""
-    size = len(body) if length is None else length
-    head = struct.pack("<8sIQ16s", b"TIEREDMF", version, size, xxhash.xxh3_128(body).digest())
-    return head + struct.pack("<Q", xxhash.xxh3_64(head).intdigest()) + body
 
 
 def body_of(manifest: Manifest) -> bytes:
@@ -286,6 +278,8 @@ def test_generation_must_be_the_file_names() -> None:
         ("tensors.0.shape", [2**63], "shape"),
         ("tensors.0.shape", [1025], "has 4100 bytes in an extent of 4096"),
         ("tensors.0.shape", [0], "checksums"),
+        ("tensors.2.shape", [2**40, 2**40, 0], "'empty' has the shape (1099511627776, 1099511627776, 0), whose"),
+        ("tensors.2.shape", [0, 2**62, 2], "'empty' has the shape (0, 4611686018427387904, 2), whose strides overflow"),
         ("tensors.0.itemsize", 0, "itemsize"),
         ("tensors.0.generation", 4, "written in generation 4, after this one"),
         ("tensors.0.checksums", "", "has 0 bytes of checksums for 1 pieces"),
@@ -309,7 +303,7 @@ def test_contradictions_are_named(path: str, value: object, says: str) -> None:
 
 
 def test_empty_tensor_with_a_huge_dimension_is_legal() -> None:
-    assert decode(change("tensors.2.shape", [2**63 - 1] * 63 + [0])).tensors[2].spec.nbytes == 0
+    assert decode(change("tensors.2.shape", [2**60, 0])).tensors[2].spec.nbytes == 0
 
 
 @pytest.mark.parametrize("body", [b"[" * 1_000_000, b'{"meta":' + b'{"a":' * 500_000, b"", b"null", b"{}", b"\xff\xfe"])

@@ -90,6 +90,9 @@ def one(**changes: Any) -> dict[str, Any]:
         ({**one(), "v": one(data_offsets=[4, 12])["w"]}, bytes(12), "overlaps"),
         ({**one(), "v": one()["w"]}, bytes(8), "overlaps"),
         (one(shape=[2**61], data_offsets=[0, 2**63 - 1]), bytes(8), "has 9223372036854775807 bytes"),
+        (one(shape=[2**40, 2**40, 0], data_offsets=[0, 0]), b"", "strides overflow"),
+        (one(shape=[0, 2**62, 2], data_offsets=[0, 0]), b"", "strides overflow"),
+        (one(dtype="nn"), bytes(8), "of type 'nn'"),
     ],
 )  # fmt: skip
 def test_a_hostile_header(tmp_path: Path, header: Any, data: bytes, says: str) -> None:

@@ -29,7 +29,7 @@ import msgspec
 import xxhash
 
 from tiered.errors import ManifestError, MisuseError
-from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Key, TensorSpec
+from tiered.types import CHECKSUM_BYTES, LARGEST, PIECE_BYTES, Key, TensorSpec
 
 __all__ = [
     "ALIGNMENT",
@@ -389,8 +389,10 @@ def _own_problem(tensor: TensorRecord) -> str | None:
         return f"has {tensor.dtype!r} for its element type, which is not the name of one"
     if len(tensor.checksums) != pieces(nbytes) * CHECKSUM_BYTES:
         return f"has {len(tensor.checksums)} bytes of checksums for {pieces(nbytes)} pieces"
-    if extent is None:
-        return f"has {nbytes} bytes and no extent" if nbytes else None
+    if extent is None and nbytes:
+        return f"has {nbytes} bytes and no extent"
+    if extent is None:  # with bytes, those of the extent are the limit
+        return f"has the shape {_short(tensor.shape)}, whose strides overflow" if tensor.spec.span > LARGEST else None
     if not nbytes:
         return "has an extent and no bytes"
     if nbytes > extent.nbytes:

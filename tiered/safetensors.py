@@ -22,7 +22,7 @@ from typing import Annotated
 import msgspec
 
 from tiered.errors import MisuseError, SafetensorsError
-from tiered.types import TensorSpec
+from tiered.types import LARGEST, TensorSpec
 
 __all__ = ["CODES", "INDEX", "SINGLE", "Entry", "WeightFiles", "encode_header", "entry_of", "read_header"]
 
@@ -140,6 +140,8 @@ def read_header(fd: int, path: str) -> list[Entry]:
         spec = TensorSpec(known[0], info.shape, known[1])
         if math.prod(info.shape) * known[1] != end - begin:
             raise SafetensorsError(f"{path}: tensor {name!r} of shape {info.shape} has {end - begin} bytes")
+        if spec.span > LARGEST:
+            raise SafetensorsError(f"{path}: tensor {name!r} has the shape {info.shape}, whose strides overflow")
         if begin != at:
             what = "overlaps another" if begin < at else f"follows {begin - at} bytes that are no tensor's"
             raise SafetensorsError(f"{path}: tensor {name!r} {what}")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tiered.errors import ManifestError, MisuseError
-from tiered.types import Key, TensorSpec
+from tiered.types import LARGEST, Key, TensorSpec
 
 __all__ = [
     "copied",
@@ -26,6 +26,11 @@ __all__ = [
 ]
 
 
+# Not getattr(torch, name): a name that a file has may be that of a module, which that would import. Quantized types have no
+# dense contents.
+_TYPES = {name: found for name, found in vars(torch).items() if isinstance(found, torch.dtype) and not name.startswith("q")}
+
+
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """Shape and element type of ``tensor``."""
     return TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.dtype.itemsize)
@@ -33,8 +38,8 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
     """Raises ManifestError when this torch has no such element type."""
-    dtype = getattr(torch, spec.dtype, None)
-    if not isinstance(dtype, torch.dtype) or dtype.itemsize != spec.itemsize:
+    dtype = _TYPES.get(spec.dtype)
+    if dtype is None or dtype.itemsize != spec.itemsize:
         raise ManifestError(f"this torch ({torch.__version__}) has no element type {spec.dtype!r} of {spec.itemsize} bytes")
     return dtype
 
@@ -71,11 +76,12 @@ def refuse_spec(key: Key, spec: object) -> None:
         raise MisuseError(f"{key!r}: a tensor to create is described by a TensorSpec, not by {spec!r}")
     if not isinstance(spec.shape, tuple) or not all(type(size) is int and size >= 0 for size in spec.shape):
         raise MisuseError(f"{key!r}: a shape is a tuple of sizes, not {spec.shape!r}")
-    dtype = getattr(torch, spec.dtype, None) if isinstance(spec.dtype, str) else None
-    if not isinstance(dtype, torch.dtype) or spec.dtype.startswith("q"):
+    dtype = _TYPES.get(spec.dtype) if isinstance(spec.dtype, str) else None
+    if dtype is None:
         raise MisuseError(f"{key!r}: {spec.dtype!r} is no element type that a store holds; name torch's, such as 'float32'")
     if dtype.itemsize != spec.itemsize:
         raise MisuseError(f"{key!r}: an element of {spec.dtype} has {dtype.itemsize} bytes, not {spec.itemsize!r}")
+    _refuse_span(key, spec)
 
 
 def refuse_unstorable(key: Key, tensor: torch.Tensor) -> None:
@@ -85,6 +91,14 @@ def refuse_unstorable(key: Key, tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
         what = "a meta tensor" if tensor.is_meta else f"a {tensor.layout} tensor" if not tensor.is_quantized else "quantized"
         raise MisuseError(f"{key!r} is {what}: a store holds dense tensors with contents; convert it first")
+    if not tensor.numel():
+        _refuse_span(key, spec_of(tensor))
+
+
+def _refuse_span(key: Key, spec: TensorSpec) -> None:
+    """Of an empty tensor; what others are too large for says how large it is."""
+    if not spec.nbytes and spec.span > LARGEST:
+        raise MisuseError(f"{key!r} has the shape {spec.shape}, whose strides overflow: give it another shape")
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from tiered.errors import TieredError
 
 __all__ = [
     "CHECKSUM_BYTES",
+    "LARGEST",
     "PIECE_BYTES",
     "Access",
     "BackendName",
@@ -41,6 +42,8 @@ PIECE_BYTES = 4 << 20
 """An extent is checksummed in pieces of this many bytes (the last one may be shorter)."""
 CHECKSUM_BYTES = 16
 """Bytes of one piece's checksum (xxh3-128)."""
+LARGEST = 2**63 - 1
+"""Bytes of a tensor at most: torch counts in signed 64 bits."""
 
 
 class _Name(enum.Enum):
@@ -102,6 +105,12 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         return self.numel * self.itemsize
+
+    @property
+    def span(self) -> int:
+        """Bytes with 1 in the place of each 0 of the shape: torch's strides count as far, also where there is no element. A
+        tensor whose span is above LARGEST cannot be made."""
+        return math.prod(size or 1 for size in self.shape) * self.itemsize
 
 
 class Slot(NamedTuple):

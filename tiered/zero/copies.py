@@ -10,6 +10,7 @@ import torch
 
 from tiered import Access, TensorSpec
 from tiered.zero.checkpoint import Readable
+from tiered.zero.record import type_named
 
 __all__ = ["Copies"]
 
@@ -42,7 +43,7 @@ class Copies:
         return self._made[key]
 
     def create(self, key: str, spec: TensorSpec) -> None:
-        self._made[key] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="cpu")
+        self._made[key] = torch.empty(spec.shape, dtype=type_named(spec.dtype), device="cpu")
 
     def put(self, key: str, tensor: torch.Tensor) -> None:
         self._made[key] = tensor

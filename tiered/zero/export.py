@@ -19,6 +19,7 @@ from tiered.zero.copies import Copies
 from tiered.zero.home import placement_of
 from tiered.zero.paging import Pager
 from tiered.zero.rank_stores import shared_json
+from tiered.zero.record import type_named
 from tiered.zero.reshard import Source, opened
 from tiered.zero.sharding import Shared
 from tiered.zero.states import States
@@ -195,7 +196,7 @@ def export_at_rest(
     name = _chosen(store, model)
     if name is None:
         keys = list(store)
-        entries = [_entry(key, store.spec(key).shape, _goal(_torch_type(store.spec(key)), dtype)) for key in keys]
+        entries = [_entry(key, store.spec(key).shape, _goal(type_named(store.spec(key).dtype), dtype)) for key in keys]
         contents = _of_tensors(store, keys, dtype)
     else:
         record = read_record(store, name)
@@ -282,7 +283,7 @@ def _refuse_older(store: AtRest, name: str, units: Sequence[UnitPlan]) -> None:
 def _of_tensors(store: AtRest, keys: Sequence[str], dtype: torch.dtype | None) -> Iterator[memoryview]:
     for key in keys:
         spec = store.spec(key)
-        stored = _torch_type(spec)
+        stored = type_named(spec.dtype)
         for piece in store.read(key, 0, spec.nbytes):
             yield from _pieces(piece.view(stored), _goal(stored, dtype))
 
@@ -327,11 +328,6 @@ def _updated(store: AtRest, key: str, unit: UnitPlan, chunk: int, found: dict[st
 
 
 # Bytes
-
-
-def _torch_type(spec: TensorSpec) -> torch.dtype:
-    found: torch.dtype = getattr(torch, spec.dtype)
-    return found
 
 
 def _goal(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

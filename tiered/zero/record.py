@@ -18,7 +18,7 @@ import torch
 
 from tiered import ManifestError, MisuseError
 
-__all__ = ["dumps", "loads"]
+__all__ = ["dumps", "loads", "type_named"]
 
 INLINE = 16 << 10
 """Bytes: larger tensors become tensors of the store."""
@@ -99,12 +99,12 @@ def _rebuilt(value: Any, fetch: Fetch) -> Any:
     if kind == "counter":
         return Counter({_rebuilt(key, fetch): _rebuilt(one, fetch) for key, one in found})
     if kind == "dtype":
-        return _dtype(found)
+        return type_named(found)
     if kind == "stored":
         return fetch(found)
     if kind == "tensor":
         name, shape, text = found
-        dtype, data = _dtype(name), bytearray(base64.b64decode(text, validate=True))
+        dtype, data = type_named(name), bytearray(base64.b64decode(text, validate=True))
         if len(data) > INLINE:
             raise ValueError(f"a tensor of {len(data)} bytes")
         flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -114,8 +114,9 @@ def _rebuilt(value: Any, fetch: Fetch) -> Any:
     raise ValueError(f"{kind!r} is no kind of value")
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r} is no element type")
+def type_named(name: object) -> torch.dtype:
+    """Of torch's name without the prefix. Raises ManifestError for what is no type of dense tensors."""
+    found = vars(torch).get(name) if isinstance(name, str) else None  # not getattr, which imports what has such a name
+    if not isinstance(found, torch.dtype) or str(name).startswith("q"):
+        raise ManifestError(f"this torch ({torch.__version__}) has no element type {name!r}")
     return found
