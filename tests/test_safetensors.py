@@ -121,7 +121,7 @@ def test_a_header_that_says_it_is_long_takes_no_memory(tmp_path: Path, length: i
         ({"weight_map": {"w": "../a.safetensors"}}, "not a file beside it"),
         ({"weight_map": {"w": "/etc/passwd"}}, "not a file beside it"),
         ({"weight_map": {"w": ".."}}, "not a file beside it"),
-        ({"weight_map": {"w": "c.safetensors"}}, "names c.safetensors, which is missing"),
+        ({"weight_map": {"w": "c.safetensors"}}, "names 'c.safetensors', which is missing"),
         ({"weight_map": {"v": "a.safetensors"}}, "lacks 'v'"),
         ({"weight_map": {"w": "a.safetensors"}, "metadata": 1}, "has 'x', which no index names"),
     ],

@@ -1,4 +1,4 @@
-"""Every error that ``tiered`` raises, in one tree.
+"""Every error that ``tiered`` raises, in one tree; and how what a file or a peer has named is said in one.
 
 ::
 
@@ -27,6 +27,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+WIDEST = 100
+"""Characters of a name, or of another text from a file, that are printed."""
+
 __all__ = [
     "CapacityError",
     "CommitError",
@@ -46,7 +49,27 @@ __all__ = [
     "TieredError",
     "TransferError",
     "WriteError",
+    "shortened",
+    "shown",
 ]
+
+
+def shortened(text: str, most: int = WIDEST) -> str:
+    """At most that many characters of ``text``: of what is longer the middle is left out."""
+    left = (most - 2) // 2
+    return text if len(text) <= most else f"{text[:left]}...{text[left + 3 - most :]}"
+
+
+def shown(text: str, most: int = WIDEST) -> str:
+    """``text`` on one line, ``shortened``, with what is no printable character escaped as in Python: so a name does nothing to
+    a terminal."""
+    return shortened(_escaped(shortened(text, 2 * most)), most)
+
+
+def _escaped(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 class TieredError(Exception):

@@ -28,7 +28,7 @@ from typing import Annotated, TypeVar
 import msgspec
 import xxhash
 
-from tiered.errors import ManifestError, MisuseError
+from tiered.errors import ManifestError, MisuseError, shortened, shown
 from tiered.types import CHECKSUM_BYTES, LARGEST, PIECE_BYTES, Key, TensorSpec
 
 __all__ = [
@@ -217,7 +217,7 @@ def decode_tensor(data: bytes) -> TensorRecord:
     try:
         return _TENSOR_DECODER.decode(data)
     except ValueError as error:
-        raise ManifestError(f"this is not what a manifest holds of a tensor: {error}") from None
+        raise ManifestError(f"this is not what a manifest holds of a tensor: {_told(error)}") from None
 
 
 def assemble(head: Head, tensors: Iterable[bytes], *, limit: int = MAX_BYTES) -> bytearray:
@@ -281,7 +281,7 @@ def _parse(body: bytes | memoryview) -> Manifest:
         payload = _PAYLOAD_DECODER.decode(body)
         meta = decode_meta(bytes(payload.meta))
     except (ValueError, RecursionError, OverflowError) as error:  # msgspec's and Unicode's errors are ValueErrors
-        raise ManifestError(f"the payload is not what a manifest holds: {error}") from None
+        raise ManifestError(f"the payload is not what a manifest holds: {_told(error)}") from None
     except MemoryError:
         raise ManifestError(f"decoding {len(body)} bytes of payload needs more memory than there is") from None
     manifest = Manifest(payload.store, payload.generation, meta, payload.files, payload.next_tensor_id, payload.tensors)
@@ -297,7 +297,7 @@ def decode_meta(data: bytes) -> dict[str, object]:
     try:
         meta = _META_DECODER.decode(data)
     except (ValueError, RecursionError, OverflowError) as error:
-        raise ManifestError(f"the payload is not what a manifest holds, in its meta: {error}") from None
+        raise ManifestError(f"the payload is not what a manifest holds, in its meta: {_told(error)}") from None
     problem = _meta_problem(meta)
     if problem:
         raise ManifestError(problem)
@@ -423,5 +423,9 @@ def _repeated(values: Sequence[_T]) -> _T:
 
 
 def _short(text: object) -> str:
-    shown = repr(text)
-    return shown if len(shown) <= 100 else shown[:97] + "..."
+    return shortened(repr(text))
+
+
+def _told(error: BaseException) -> str:
+    """What a decoder says, which names what it found."""
+    return shown(str(error), 300)

@@ -21,7 +21,7 @@ from typing import Annotated
 
 import msgspec
 
-from tiered.errors import MisuseError, SafetensorsError
+from tiered.errors import MisuseError, SafetensorsError, shortened, shown
 from tiered.types import LARGEST, TensorSpec
 
 __all__ = ["CODES", "INDEX", "SINGLE", "Entry", "WeightFiles", "encode_header", "entry_of", "read_header"]
@@ -128,23 +128,23 @@ def read_header(fd: int, path: str) -> list[Entry]:
         _refuse_twice(header, len(raw), metadata)
         infos = {name: _INFO.decode(info) for name, info in raw.items()}
     except (ValueError, RecursionError, OverflowError) as error:  # msgspec's and Unicode's errors are ValueErrors
-        raise SafetensorsError(f"{path}: the header is not what a safetensors file has: {error}") from None
+        raise SafetensorsError(f"{path}: the header is not what a safetensors file has: {shown(str(error), 300)}") from None
     except MemoryError:
         raise SafetensorsError(f"{path}: decoding a header of {length} bytes needs more memory than there is") from None
     entries, at = [], 0
     for name, info in sorted(infos.items(), key=lambda item: item[1].data_offsets):
         begin, end = info.data_offsets
-        known = _TYPES.get(info.dtype)
+        known, whose = _TYPES.get(info.dtype), f"{path}: tensor {shortened(name)!r}"
         if known is None:
-            raise SafetensorsError(f"{path}: tensor {name!r} is of type {info.dtype!r}, which a store does not hold")
+            raise SafetensorsError(f"{whose} is of type {shortened(info.dtype)!r}, which a store does not hold")
         spec = TensorSpec(known[0], info.shape, known[1])
         if math.prod(info.shape) * known[1] != end - begin:
-            raise SafetensorsError(f"{path}: tensor {name!r} of shape {info.shape} has {end - begin} bytes")
+            raise SafetensorsError(f"{whose} of shape {info.shape} has {end - begin} bytes")
         if spec.span > LARGEST:
-            raise SafetensorsError(f"{path}: tensor {name!r} has the shape {info.shape}, whose strides overflow")
+            raise SafetensorsError(f"{whose} has the shape {info.shape}, whose strides overflow")
         if begin != at:
             what = "overlaps another" if begin < at else f"follows {begin - at} bytes that are no tensor's"
-            raise SafetensorsError(f"{path}: tensor {name!r} {what}")
+            raise SafetensorsError(f"{whose} {what}")
         entries.append(Entry(name, spec, 8 + length + begin))
         at = end
     if at != data:
@@ -193,12 +193,13 @@ class WeightFiles:
             raise
 
     def _add(self, file: str, names: set[str] | None) -> None:
-        entries = read_header(self._open(file), file)
+        told = _told(file)
+        entries = read_header(self._open(file), told)
         there = {entry.name for entry in entries}
         if names is not None and names != there:
             lacks, has = sorted(names - there), sorted(there - names)
             what = f"lacks {_some(lacks)}, which its index names" if lacks else f"has {_some(has)}, which no index names"
-            raise SafetensorsError(f"{file} {what}")
+            raise SafetensorsError(f"{told} {what}")
         for entry in entries:
             self.entries[entry.name] = entry
             self._files[entry.name] = file
@@ -222,7 +223,7 @@ class WeightFiles:
             at = entry.offset + start + done
             count = os.preadv(fd, [piece], at)
             if not count:
-                raise SafetensorsError(f"{self._files[name]} became shorter while it was read")
+                raise SafetensorsError(f"{_told(self._files[name])} became shorter while it was read")
             os.posix_fadvise(fd, at, count, os.POSIX_FADV_DONTNEED)
             done += count
 
@@ -267,21 +268,26 @@ def _indexed(index: Path) -> Iterator[tuple[Path, set[str]]]:
         found = msgspec.json.decode(index.read_bytes(), type=dict[str, msgspec.Raw])
         places = msgspec.json.decode(found.get("weight_map", msgspec.Raw(b"null")), type=dict[str, str])
     except (ValueError, RecursionError) as error:
-        raise SafetensorsError(f"{index} is not an index of safetensors files: {error}") from None
+        raise SafetensorsError(f"{index} is not an index of safetensors files: {shown(str(error), 300)}") from None
     names: dict[str, set[str]] = {}
     for name, file in places.items():
         names.setdefault(file, set()).add(name)
     for file in sorted(names):
         if not file or os.path.basename(file) != file or file in (".", "..") or "\0" in file:
-            raise SafetensorsError(f"{index} names {file!r}, which is not a file beside it")
+            raise SafetensorsError(f"{index} names {shortened(file)!r}, which is not a file beside it")
         if not (index.parent / file).exists():
-            raise SafetensorsError(f"{index} names {file}, which is missing")
+            raise SafetensorsError(f"{index} names {shortened(file)!r}, which is missing")
         yield index.parent / file, names[file]
+
+
+def _told(file: str) -> str:
+    """The name of a file that an index may have named, as errors say it: it does nothing to a terminal."""
+    return file if file.isprintable() else repr(file)
 
 
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(map(repr, names[:3])) + more
+    return ", ".join(repr(shortened(name)) for name in names[:3]) + more
 
 
 def _pread(fd: int, nbytes: int, offset: int, path: str) -> bytes:

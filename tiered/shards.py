@@ -13,11 +13,12 @@ import fcntl
 import json
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tiered.errors import CapacityError, MisuseError, TieredError
-from tiered.safetensors import INDEX, SINGLE, Entry, encode_header
+from tiered.safetensors import INDEX, MAX_HEADER, SINGLE, Entry, encode_header
 from tiered.sizes import format_size, parse_size
 
 __all__ = ["Existing", "Shards"]
@@ -242,9 +243,12 @@ def _names(count: int) -> list[str]:
 def _ours(index: Path) -> set[str] | None:
     """The files of the export whose index this is; None where it is none of ours."""
     try:
+        status = index.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_HEADER:
+            return None
         found = json.loads(index.read_bytes())
         return set(found["weight_map"].values()) if found["metadata"]["made_by"] == MADE_BY else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError):
         return None
 
 

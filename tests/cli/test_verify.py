@@ -113,14 +113,13 @@ def test_names_that_cannot_be_printed(original: Path, tmp_path: Path, encoding: 
     folder = Path(shutil.copytree(original, tmp_path / "bad\udcff"))
     report = tmp_path / "it\udcff.json"
     words = [os.fsencode(word) for word in command("verify", folder, "--json", report)]
-    name = rb"bad\udcff" if "strict" in encoding else b"bad\xff"
     for damage in False, True:
         if damage:
             flip(folder / "data.0", 20)
         done = subprocess.run(words, capture_output=True, env=ONE_THREAD | {"PYTHONIOENCODING": encoding})
         assert done.returncode == damage, done.stderr
         assert b"Traceback" not in done.stderr
-        assert done.stdout.count(name) == (4 if damage else 1)
+        assert done.stdout.count(rb"bad\udcff") == (4 if damage else 1)
         assert json.loads(report.read_text())["sound"] is not damage
 
 

@@ -20,10 +20,12 @@ from tiered import __version__
 from tiered.cli import bench, export, import_, info, ls, train, verify
 from tiered.cli.arguments import Parser
 from tiered.cli.launched import launched
-from tiered.errors import TieredError
+from tiered.errors import TieredError, shown
 
 __all__ = ["main", "run"]
 
+LONGEST = 4000
+"""Characters of an error."""
 EXAMPLE = """\
 examples:
   tiered info --dir /mnt/nvme
@@ -56,8 +58,9 @@ def run() -> None:
 
 
 def _print_any_name(stream: TextIO) -> None:
-    """Names of files may hold bytes that are no text in the terminal's encoding: shown escaped, as stderr does, not fatal."""
-    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+    """Names of files may hold bytes that are no text in the terminal's encoding, and names of tensors any character: shown
+    escaped, as stderr does, not fatal. (In the C locale Python's own way is "surrogateescape", which fails for é.)"""
+    if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
         stream.reconfigure(errors="backslashreplace")
 
 
@@ -127,4 +130,5 @@ def _show_warning(
 
 
 def _one_line(message: str) -> str:
-    return " ".join(message.split())
+    """It may hold names that are in a file."""
+    return shown(" ".join(message.split()), LONGEST)

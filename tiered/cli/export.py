@@ -50,6 +50,7 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     from tiered.atrest import StoreAtRest
     from tiered.cli.progress import Progress
     from tiered.cli.stop import Stopped, StopRequest
+    from tiered.errors import shown
     from tiered.sizes import format_size
     from tiered.zero.export import export_at_rest, export_of_ranks
     from tiered.zero.rank_stores import sets_in
@@ -81,5 +82,5 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
         print("tiered: stopped; nothing was left behind", file=sys.stderr)
         return stopped.exit_code
     files = names[0] if len(names) == 1 else f"{len(names)} files"
-    print(f"{parsed.out}: {files} of {of}, {format_size(written)}")
+    print(f"{shown(parsed.out, 1000)}: {files} of {of}, {format_size(written)}")
     return 0

@@ -46,6 +46,7 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     from tiered import TieredStore, import_safetensors
     from tiered.cli.progress import Progress
     from tiered.cli.stop import Stopped, StopRequest
+    from tiered.errors import shown
     from tiered.sizes import format_size
 
     read = 0
@@ -67,5 +68,5 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     except Stopped as stopped:
         print("tiered: stopped; nothing was committed", file=sys.stderr)
         return stopped.exit_code
-    print(f"{parsed.dir}: {tensors:,} tensors, {format_size(read)}, in generation {generation}")
+    print(f"{shown(parsed.dir, 1000)}: {tensors:,} tensors, {format_size(read)}, in generation {generation}")
     return 0

@@ -18,8 +18,12 @@ __all__ = ["add_parser"]
 DESCRIPTION = """\
 List what the commits in a store's folder hold: generations with their meta, the tensors of one of them, models
 with a checkpoint, sums. Nothing is changed; it works while a job has the store open, and after one died. The
-exit code is 1 when a manifest is damaged.
+exit code is 1 when a manifest is damaged. Names and meta are shown with control characters escaped, and long ones
+without their middle; --json has all of them.
 """
+
+LINE = 1000
+"""Characters of a path or an error."""
 
 EXAMPLES = """\
 examples:
@@ -92,6 +96,7 @@ def _is_unit(key: str) -> bool:
 
 def _described(found: Listing, models: list[dict[str, Any]], note: str | None) -> str:
     from tiered.cli.table import table
+    from tiered.errors import shown
     from tiered.sizes import format_size
 
     lines = []
@@ -99,7 +104,7 @@ def _described(found: Listing, models: list[dict[str, Any]], note: str | None) -
     for one in found.generations:
         told = one.problem or (json.dumps(one.meta) if one.meta else "")
         numbers = ("?", "?") if one.problem else (f"{one.tensors:,}", format_size(one.nbytes))
-        rows.append((str(one.number), *numbers, _short(told)))
+        rows.append((str(one.number), *numbers, shown(told)))
     lines += [_aligned(row) for row in _padded(rows)]
     if found.tensors:
         lines += ["", f"generation {found.number}:"]
@@ -112,19 +117,15 @@ def _described(found: Listing, models: list[dict[str, Any]], note: str | None) -
         lines.append("")
     for model in models:
         has = "" if model["parameters"] is None else f"{model['parameters']:,} parameters in "
-        step = "" if model["step"] is None else f", step {model['step']}"
+        step = "" if model["step"] is None else f", step {shown(str(model['step']))}"
         size = format_size(model["bytes"])
-        lines.append(f"model {model['name']!r}: {has}{model['units']} units, {size} with what training needs{step}")
+        lines.append(f"model '{shown(model['name'])}': {has}{model['units']} units, {size} with what training needs{step}")
     if note:
-        lines.append(f"parameters were not counted: {note}")
-    total = sum(one.spec.nbytes for one in found.tensors)
-    lines += ["", f"{found.folder}: {len(found.tensors):,} tensors in generation {found.number}, {format_size(total)}; "
+        lines.append(f"parameters were not counted: {shown(note, LINE)}")
+    total, where = sum(one.spec.nbytes for one in found.tensors), shown(found.folder, LINE)
+    lines += ["", f"{where}: {len(found.tensors):,} tensors in generation {found.number}, {format_size(total)}; "
               f"{format_size(found.nbytes)} in all {len(found.generations)} generations"]  # fmt: skip
     return "\n".join(lines)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 100 else text[:97] + "..."
 
 
 def _padded(rows: list[tuple[str, str, str, str]]) -> list[list[str]]:

@@ -7,6 +7,7 @@ one of them cannot begin none of them begins, and of what went wrong each thing 
 from __future__ import annotations
 
 import hashlib
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from datetime import timedelta
 from enum import IntEnum
 from typing import Any, NoReturn, Protocol
 
+import msgspec
 import torch
 
 from tiered import RankError, TieredStore, zero
@@ -29,6 +31,7 @@ PATIENCE = 5.0
 """Seconds that a rank has to tell what went wrong."""
 ANSWER = 2.0
 """Seconds that the store in which the ranks met has for an answer: what it runs in may be what was lost."""
+SIGNUMS = frozenset(map(int, signal.valid_signals()))
 STAGES: dict[int, zero.Stage] = {1: zero.Stage1(), 2: zero.Stage2(), 3: zero.Stage3()}
 
 
@@ -62,8 +65,8 @@ class Peers(Protocol):
         all raise."""
         ...
 
-    def said(self, value: Any) -> list[Any]:
-        """Everybody's ``value``, which is JSON."""
+    def said(self, value: Any, kind: Any) -> list[Any]:
+        """Everybody's ``value``, which is JSON, each as a ``kind``."""
         ...
 
     def watch(self, stop: StopRequest) -> None:
@@ -108,8 +111,8 @@ class One:
     def together(self, but: type[Exception] | None = None) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def said(self, value: Any) -> list[Any]:
-        return [value]
+    def said(self, value: Any, kind: Any) -> list[Any]:
+        return [msgspec.convert(value, kind)]
 
     def watch(self, stop: StopRequest) -> None:
         self._stop = stop
@@ -160,7 +163,7 @@ class Several:
         mine = torch.tensor([loss.item(), signum, time.monotonic() - self._began], dtype=torch.float64)
         said = self._ranks.shared(mine, "the loss")
         self._now = float(said[0, 2])
-        self._leave_together(int(said[:, 1].amax()))
+        self._leave_together(said[:, 1])
         return float(said[:, 0].mean())
 
     @contextmanager
@@ -181,10 +184,13 @@ class Several:
 
     def _everybody(self, how: _How) -> list[_How]:
         said = self._ranks.shared(torch.tensor([how]), "whether all can begin (one that cannot says why)")
-        return [_How(one) for one in said.view(-1).tolist()]
+        try:
+            return [_How(one) for one in said.view(-1).tolist()]
+        except ValueError as error:
+            raise RankError(f"a rank says what no rank of this release says: {error}") from error
 
-    def said(self, value: Any) -> list[Any]:
-        return shared_json(self._ranks, value)
+    def said(self, value: Any, kind: Any) -> list[Any]:
+        return shared_json(self._ranks, value, kind)
 
     def watch(self, stop: StopRequest) -> None:
         self._stop = stop
@@ -196,11 +202,14 @@ class Several:
 
     def check_together(self) -> None:
         signum = self._stop.signum if self._stop is not None else 0
-        self._leave_together(int(self._ranks.shared(torch.tensor([signum]), "whether to stop").amax()))
+        self._leave_together(self._ranks.shared(torch.tensor([signum]), "whether to stop"))
 
-    def _leave_together(self, signum: int) -> None:
+    def _leave_together(self, signums: torch.Tensor) -> None:
+        signum = float(signums.amax())
         if signum:
-            raise StopNoted(signum)
+            if signum not in SIGNUMS:
+                raise RankError(f"a rank says that it was asked to stop by signal {signum:g}, which there is not")
+            raise StopNoted(int(signum))
 
 
 @contextmanager

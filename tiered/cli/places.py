@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from tiered import MisuseError
 from tiered.cli.peers import Peers
 from tiered.zero.rank_stores import Joint, folder_of, has_commit, in_all, joints, newest_set
@@ -22,6 +24,15 @@ class Place:
     newest: str
     source: str | None = None
     generation: int | None = None
+
+
+class _Seen(msgspec.Struct, forbid_unknown_fields=True):
+    """What a rank finds: number and ranks of the newest commit, whether one process committed there, and the commits of all
+    ranks that are in its own store."""
+
+    newest: tuple[int, int]
+    plain: bool
+    mine: list[tuple[int, str, int]]
 
 
 def find(folder: str, peers: Peers) -> Place | None:
@@ -47,21 +58,22 @@ def find(folder: str, peers: Peers) -> Place | None:
             "newest": [0, 0] if seen is None else [seen.number, seen.ranks],
             "plain": plain,
             "mine": [[joint.number, joint.name, joint.generation] for joint in mine],
-        }
+        },
+        _Seen,
     )
-    common = in_all([[Joint(*joint) for joint in said["mine"]] for said in everybody])
-    newest = max(said["newest"] for said in everybody)
+    common = in_all([[Joint(*joint) for joint in said.mine] for said in everybody])
+    newest = max(said.newest for said in everybody)
     if common is not None and common[0].number >= newest[0]:
         return Place(folder, own)
     if newest[0]:
-        blind = [str(number) for number, said in enumerate(everybody) if said["newest"] != newest]
+        blind = [str(number) for number, said in enumerate(everybody) if said.newest != newest]
         if blind or seen is None:
             raise MisuseError(
                 f"the newest commit in {folder} is of {newest[1]} ranks, and rank {', '.join(blind)} does not see the stores "
                 f"of all of them: go on with {newest[1]} ranks, or copy these stores to where all ranks read them"
             )
         return Place(folder, str(seen.folders[0]), folder, seen.joints[0].generation)
-    return Place(folder, folder, folder) if all(said["plain"] for said in everybody) else None
+    return Place(folder, folder, folder) if all(said.plain for said in everybody) else None
 
 
 def refuse_others(folder: str, ranks: int) -> None:

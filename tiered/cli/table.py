@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tiered.errors import shown
 from tiered.sizes import format_size
 
 __all__ = ["bandwidth", "duration", "exact_size", "table", "told_environment", "told_io", "told_noise"]
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Lines of ``rows``; the first ``left`` columns begin at the same place, the others end at the same place."""
+    """Lines of ``rows``, as ``shown``; the first ``left`` columns begin at the same place, the others end at the same place."""
+    rows = [[shown(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -22,6 +22,9 @@ damaged: tensor, generation, file, offset. The store must not be in use; nothing
 code is 0 when all is sound, and 1 otherwise.
 """
 
+LINE = 1000
+"""Characters of what is said of one damage; --json has all."""
+
 EXAMPLES = """\
 examples:
   tiered verify state/                      every generation that is kept
@@ -71,20 +74,22 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
 
 
 def _described(found: Verification) -> str:
+    from tiered.errors import shortened, shown
     from tiered.sizes import format_size
 
-    lines = [f"damaged: {damage}" for damage in found.damages]
+    named = [one if one.key is None else dataclasses.replace(one, key=shortened(one.key)) for one in found.damages]
+    lines = [f"damaged: {shown(str(damage), LINE)}" for damage in named]
     for one in found.generations:
         if one.tensors is None or one.nbytes is None:
             lines.append(f"generation {one.number}: its manifest cannot be read")
         else:
             told = f"{one.damaged} of {one.tensors} tensors damaged" if one.damaged else f"{one.tensors} tensors sound"
-            closed = f"cannot be opened ({one.obstacle}); " if one.obstacle else ""
+            closed = f"cannot be opened ({shown(one.obstacle, LINE)}); " if one.obstacle else ""
             lines.append(f"generation {one.number}: {closed}{told}, {format_size(one.nbytes)}")
     if not found.generations:
         lines.append("nothing was ever committed")
     read = f"{format_size(found.read)} read, {found.tensors} different tensors in {len(found.generations)} generations"
-    lines.append(f"{found.folder}: {'sound' if found.sound else 'DAMAGED'}; {read}")
+    lines.append(f"{shown(found.folder, LINE)}: {'sound' if found.sound else 'DAMAGED'}; {read}")
     return "\n".join(lines)
 
 
