@@ -179,9 +179,9 @@ def test_which_model(tmp_path: Path) -> None:
         value = one.state_dict()["position"]
         store.close()
     with StoreAtRest(tmp_path / "state") as at_rest:
-        with pytest.raises(MisuseError, match="name one of one, two"):
+        with pytest.raises(MisuseError, match="name one of 'one', 'two'"):
             export_at_rest(at_rest, tmp_path / "out")
-        with pytest.raises(MisuseError, match="no checkpoint of a model named 'three'; it has: one, two"):
+        with pytest.raises(MisuseError, match="no checkpoint of a model named 'three'; it has: 'one', 'two'"):
             export_at_rest(at_rest, tmp_path / "out", model="three")
         assert not (tmp_path / "out").exists()
         export_at_rest(at_rest, tmp_path / "out", model="one")

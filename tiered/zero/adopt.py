@@ -155,7 +155,7 @@ def page(
         update_tier=update_tier,
     )
     if existing == "resume":
-        checkpoint.refuse_other(store, name, tentative, partition)
+        checkpoint.refuse_other(store, name, tentative, partition, model)
         strides |= {fresh: strides[meta] for fresh, meta in _replace_meta(model, store).items()}
         plan = divide(model, limits, strides, policy, partition.shares)
         buffers = _buffers_for(model, store)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer
 
-from tiered import ManifestError, MisuseError, TieredStore
+from tiered import ManifestError, MisuseError, TensorSpec, TieredStore
+from tiered.zero import loaders
 from tiered.zero.home import placement_of
+from tiered.zero.loaders import Loader, Stateful, random_states
 from tiered.zero.optimizer import AdamW
 from tiered.zero.paging import Pager
-from tiered.zero.record import dumps, loads
+from tiered.zero.record import MOST, dumps, loads
+from tiered.zero.record_schema import VERSION, checked, refuse_other_tensors
 from tiered.zero.rules import AdamWRule
 from tiered.zero.sharding import Partition
 from tiered.zero.states import Pending, Update
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["commit", "commit_async", "resume", "rollback"]
 
-VERSION = 1
-
 
 class Readable(Protocol):
     """A store, as far as a record is read from it."""
@@ -38,13 +36,7 @@ class Readable(Protocol):
 
     def get(self, key: str) -> torch.Tensor: ...
 
-
-class Stateful(Protocol):
-    """A scheduler, a scaler, a data loader: what can say its state, and take it over."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state_dict: Any) -> Any: ...
+    def spec(self, key: str) -> TensorSpec: ...
 
 
 def commit(
@@ -177,7 +169,7 @@ def _prepare(
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
         "data": data.get_state() if isinstance(data, torch.Generator) else None if data is None else data.state_dict(),
-        "random": _random_states(),
+        "random": random_states(),
         "extra": None if extra is None else dict(extra),
     }
     write_record(store, name, record)
@@ -194,10 +186,11 @@ def write_record(store: TieredStore, name: str, record: Mapping[str, Any]) -> No
 
     written = dumps(record, "the checkpoint", keep)
     Validity(store, name).end()  # what comes now is another record's
-    for key in [key for key in store if key.startswith(f"{name}/checkpoint/") and int(key.rsplit("/", 1)[1]) > len(larger)]:
+    parts = {f"{name}/checkpoint/{number}": tensor for number, tensor in enumerate(larger, 1)}
+    for key in [key for key in store if key.startswith(f"{name}/checkpoint/") and key not in parts]:
         store.delete(key)
-    for number, tensor in enumerate(larger, 1):
-        store.put(f"{name}/checkpoint/{number}", tensor)
+    for key, tensor in parts.items():
+        store.put(key, tensor)
     store.put(f"{name}/checkpoint", torch.frombuffer(bytearray(written), dtype=torch.uint8))
 
 
@@ -255,36 +248,36 @@ def _names(parameters: list[nn.Parameter], pager: Pager) -> list[str]:
     return [placement.name for _, _, placement in found]
 
 
-def _random_states() -> dict[str, Any]:
-    numpy = sys.modules.get("numpy")
-    return {
-        "python": random.getstate(),
-        "numpy": None if numpy is None else numpy.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
-    }
-
-
 # Reading
 
 
 def read_record(store: Readable, name: str) -> dict[str, Any]:
-    """The record of model ``name``. Raises MisuseError where there is none, ManifestError where it is damaged."""
+    """The record of model ``name``, checked as a whole (``record_schema``). Raises MisuseError where there is none,
+    ManifestError where it is damaged."""
     key = f"{name}/checkpoint"
     if key not in store:
         raise MisuseError(
             f"{store} has no checkpoint of a model named {name!r}: zero.commit makes one; a commit of the store after training "
             "went on has none, then open an earlier generation"
         )
-    record = loads(store.get(key).numpy().tobytes(), f"the checkpoint of {name!r}", store.get)
-    if not isinstance(record, dict) or record.get("version") != VERSION:
-        raise ManifestError(f"the checkpoint of {name!r} is of another version than {VERSION}, which this release reads")
-    return record
+
+    def fetch(larger: str) -> torch.Tensor:
+        if not larger.startswith(f"{key}/"):
+            raise ManifestError(f"it has {larger!r} for a part of it, which is none")
+        return store.get(larger)
+
+    what, spec = f"the checkpoint of {name!r}", store.spec(key)
+    if spec.dtype != "uint8" or len(spec.shape) != 1 or spec.nbytes > MOST:
+        shape = list(spec.shape)
+        raise ManifestError(f"{what} is damaged: {key!r} is {spec.dtype} of shape {shape}, and not at most {MOST} bytes")
+    return checked(loads(store.get(key).numpy().tobytes(), what, fetch), what)
 
 
 def recall(pager: Pager) -> None:
-    """Have the units and buffers be as they were committed; their tensors are in the store."""
-    record = read_record(pager.store, pager.name)
+    """Have the units and buffers be as they were committed; their tensors are in the store. Raises as ``resume``, with nothing
+    changed."""
+    plan = [unit.plan for unit in pager.units]
+    record = _fitting(pager.store, pager.name, plan, pager.limits, pager.partition, pager.model)
     for unit, found in zip(pager.units, record["units"], strict=True):
         named = {part.name: part for part in unit.parts.values()}
         unit.states.stale_masters = {named[name] for name in found["stale_masters"]}
@@ -328,48 +321,33 @@ def _load(
     scaler: Stateful | None,
     data: Stateful | torch.Generator | None,
 ) -> Any:
+    """All of it, or, where it raises, nothing."""
     for what, given in (("optimizer", optimizer), ("scheduler", scheduler), ("scaler", scaler), ("data", data)):
         if (record[what] is None) is not (given is None):
             has = "has none" if record[what] is None else "has one"
             raise MisuseError(f"{what}= {'was given' if given is not None else 'is missing'}, and the checkpoint {has}")
+    loading: list[Loader] = []
     if optimizer is not None:
-        _load_optimizer(optimizer, pager, record["optimizer"])
+        here = [_names(group["params"], pager) for group in optimizer.param_groups]
+        named = {placement.name: placement for placement in pager.placements}
+        loading.append(loaders.of_optimizer(optimizer, here, named, record["optimizer"]))
     if scheduler is not None:
-        scheduler.load_state_dict(record["scheduler"])
+        loading.append(loaders.of_stateful(scheduler, record["scheduler"], "scheduler="))
     if scaler is not None:
-        scaler.load_state_dict(record["scaler"])
+        loading.append(loaders.of_stateful(scaler, record["scaler"], "scaler="))
     if isinstance(data, torch.Generator):
-        data.set_state(record["data"])
+        loading.append(loaders.of_generator(data, record["data"]))
     elif data is not None:
-        data.load_state_dict(record["data"])
-    states = record["random"]
-    random.setstate(states["python"])
-    torch.set_rng_state(states["torch"])
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and states["numpy"] is not None:
-        numpy.random.set_state(states["numpy"])
-    if states["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])
+        loading.append(loaders.of_data(data, record["data"]))
+    loaders.load_all([*loading, loaders.of_random(record["random"])])
     return record["extra"]
-
-
-def _load_optimizer(optimizer: AdamW, pager: Pager, found: Mapping[str, Any]) -> None:
-    here = [_names(group["params"], pager) for group in optimizer.param_groups]
-    if here != [group["names"] for group in found["groups"]]:
-        raise MisuseError("the optimizer's param groups have other parameters than those that were committed")
-    groups, first = [], 0
-    for group in found["groups"]:
-        count = len(group["names"])
-        settings = {key: value for key, value in group.items() if key != "names"}
-        groups.append({**settings, "params": list(range(first, first + count))})
-        first += count
-    Optimizer.load_state_dict(optimizer, {"state": {}, "param_groups": groups})
-    named = {placement.name: placement for placement in pager.placements}
-    optimizer.steps = {named[name]: step for name, step in found["steps"].items()}
 
 
 def _difference(committed: Any, here: Any) -> str:
     """The first one, in words."""
+    if committed.get("share") != here.get("share"):
+        was, is_ = (f"as {found['share']}" if "share" in found else "not" for found in (committed, here))
+        return f"it was divided {was}, and is {is_}"
     for old, new in zip(committed["units"], here["units"], strict=False):
         if old == new:
             continue
@@ -400,26 +378,6 @@ def layout(store: TieredStore, name: str) -> tuple[Limits, dict[str, tuple[int, 
     return Limits(found["limit"], found["chunk"]), strides
 
 
-def plans(record: Mapping[str, Any]) -> tuple[list[UnitPlan], Limits]:
-    """The units that a record describes, with parameters on the meta device, and by what the model was divided."""
-    found, units = record["layout"], []
-    for name, described in found["units"]:
-        placements = []
-        for index, (qualified, shape, dtype, stored, stride) in enumerate(described):
-            blank = torch.empty(shape, dtype=_dtype(dtype), device="meta")
-            parameter = nn.Parameter(blank, requires_grad=False)  # then the order of a unit stays what it is
-            placements.append(Placement(parameter, qualified, index, tuple(stride), _dtype(stored)))
-        units.append(UnitPlan(name, placements, found.get("share", {}).get("ranks", 1)))
-    return units, Limits(found["limit"], found["chunk"])
-
-
-def _dtype(shown: str) -> torch.dtype:
-    dtype = getattr(torch, shown.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ManifestError(f"a checkpoint has parameters of type {shown!r}, which this torch does not have")
-    return dtype
-
-
 def persistent_buffers(model: nn.Module) -> list[str]:
     """Names of the buffers that ``state_dict`` has, each once."""
     transient = {
@@ -430,11 +388,30 @@ def persistent_buffers(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_buffers() if name not in transient]
 
 
-def refuse_other(store: TieredStore, name: str, plan: Plan, partition: Partition) -> None:
-    """Raises MisuseError where ``plan`` is not of the model that was committed as ``name``."""
-    committed, here = read_record(store, name)["layout"], layout_of(plan.units, plan.limits, partition)
+def refuse_other(store: TieredStore, name: str, plan: Plan, partition: Partition, model: nn.Module) -> None:
+    """Raises MisuseError where ``model``, divided by ``plan``, is not the one that was committed as ``name``, and ManifestError
+    where its record is damaged, or not of the tensors that are there."""
+    buffers = _fitting(store, name, plan.units, plan.limits, partition, model)["buffers"]
+    for fresh, _ in model.named_buffers():
+        if fresh not in buffers:
+            raise MisuseError(f"this model is not what was committed as {name!r}: that had no buffer {fresh!r}")
+
+
+def _fitting(
+    store: TieredStore, name: str, units: Sequence[UnitPlan], limits: Limits, partition: Partition, model: nn.Module
+) -> dict[str, Any]:
+    """The record of what is a model with these units. Raises as ``refuse_other``."""
+    record = read_record(store, name)
+    committed, here = record["layout"], layout_of(units, limits, partition)
     if committed != here:
         raise MisuseError(f"this model is not what was committed as {name!r}: {_difference(committed, here)}")
+    refuse_other_tensors(store, name, record, units, limits)
+    modules = dict(model.named_modules())
+    for buffer in record["buffers"]:
+        where, _, last = buffer.rpartition(".")
+        if where not in modules or last not in modules[where]._buffers:
+            raise MisuseError(f"this model is not what was committed as {name!r}: it has no buffer {buffer!r}")
+    return record
 
 
 def layout_of(units: Sequence[UnitPlan], limits: Limits, partition: Partition) -> dict[str, Any]:

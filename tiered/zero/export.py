@@ -12,14 +12,16 @@ import torch
 from torch import nn
 
 from tiered import MisuseError, TensorSpec
+from tiered.errors import shortened
 from tiered.safetensors import Entry, entry_of
 from tiered.shards import Existing, Shards
-from tiered.zero.checkpoint import Readable, pending_of, plans, read_record
+from tiered.zero.checkpoint import Readable, pending_of, read_record
 from tiered.zero.copies import Copies
 from tiered.zero.home import placement_of
 from tiered.zero.paging import Pager
 from tiered.zero.rank_stores import shared_json
 from tiered.zero.record import type_named
+from tiered.zero.record_schema import plans, refuse_other_tensors
 from tiered.zero.reshard import Source, opened
 from tiered.zero.sharding import Shared
 from tiered.zero.states import States
@@ -96,7 +98,7 @@ def _of_first(pager: Pager, files: list[str] | None) -> list[str] | None:
     """Rank 0's."""
     if not isinstance(pager.partition, Shared):
         return files
-    found: list[str] | None = shared_json(pager.partition.ranks, files)[0]
+    found: list[str] | None = shared_json(pager.partition.ranks, files, list[str] | None)[0]
     return found
 
 
@@ -201,7 +203,11 @@ def export_at_rest(
     else:
         record = read_record(store, name)
         units, limits = plans(record)
+        stage = record["layout"].get("share", {}).get("stage")
+        if stage == "Stage3" or (stage is not None and any(found["pending"] for found in record["units"])):
+            raise MisuseError(f"{store} has one rank's share of {name!r}: name the folder above the stores of all ranks")
         _refuse_older(store, name, units)
+        refuse_other_tensors(store, name, record, units, limits)
         buffers = {key: record["buffers"][key] for key in record.get("persistent", record["buffers"])}
         entries = [_entry(p.name, p.shape, _goal(p.dtype, dtype)) for unit in units for p in unit.placements]
         entries += [_entry(key, buffer.shape, _goal(buffer.dtype, dtype)) for key, buffer in buffers.items()]
@@ -230,7 +236,7 @@ def export_of_ranks(
         source = Source(stores, name, states=False)
         order = [p for unit in source.units for p in unit.placements]
         record = source.records[0]
-        buffers = {key: record["buffers"][key] for key in record["persistent"]}
+        buffers = {key: record["buffers"][key] for key in record.get("persistent", record["buffers"])}
         entries = [_entry(p.name, p.shape, _goal(p.dtype, dtype)) for p in order]
         entries += [_entry(key, buffer.shape, _goal(buffer.dtype, dtype)) for key, buffer in buffers.items()]
         shards = Shards(folder, entries, shard, existing)
@@ -255,10 +261,10 @@ def _chosen(store: AtRest, model: str | None) -> str | None:
     there = models_in(store)
     if model is not None:
         if model not in there:
-            raise MisuseError(f"{store} has no checkpoint of a model named {model!r}; it has: {', '.join(there) or 'none'}")
+            raise MisuseError(f"{store} has no checkpoint of a model named {model!r}; it has: {_some(there) or 'none'}")
         return model
     if len(there) > 1:
-        raise MisuseError(f"{store} has several models: name one of {', '.join(there)}")
+        raise MisuseError(f"{store} has several models: name one of {_some(there)}")
     if there:
         return there[0]
     for key in store:
@@ -268,6 +274,12 @@ def _chosen(store: AtRest, model: str | None) -> str | None:
                 "them is: commit with zero.commit, or name an earlier generation (a commit of the store alone has none)"
             )
     return None
+
+
+def _some(names: Sequence[str]) -> str:
+    """They are a file's: each may be anything, and there may be many."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(repr(shortened(name)) for name in names[:5]) + more
 
 
 def _refuse_older(store: AtRest, name: str, units: Sequence[UnitPlan]) -> None:

@@ -14,12 +14,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
-from tiered import ManifestError, MisuseError, TieredStore
+from tiered import ManifestError, MisuseError, RankError, TieredStore
+from tiered.errors import shown
 from tiered.listing import ListedGeneration, listing
 from tiered.zero.ranks import Ranks
 
@@ -34,7 +36,9 @@ __all__ = [
     "newest_set",
     "number_of",
     "open_store",
+    "said_in",
     "sets_in",
+    "shared_json",
 ]
 
 META = "tiered.ranks"
@@ -42,8 +46,30 @@ META = "tiered.ranks"
 BEGUN = "tiered.ranks.begun"
 """In the meta of all that ranks committed, and of what each commits before the first of these commits: where a rank has nothing
 at all while others have that, its store is lost, and was not about to begin."""
+MOST_SAID = 64 << 20
+"""Bytes of JSON that a rank may tell the others at once."""
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _NAME = re.compile(r"rank-(\d+)-of-(\d+)")
 _MANIFEST = re.compile(r"manifest\.\d+")
+
+
+class _Said(msgspec.Struct, forbid_unknown_fields=True):
+    """What a commit's meta has under ``META``: of which commit of all ranks it is, and of how many."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+    number: _Number
+    of: _Number
+    first: bool = False
+
+
+class _Rank(msgspec.Struct, forbid_unknown_fields=True):
+    """What each rank tells the others as it opens its store. ``joints``: the fields of its ``Joint``s."""
+
+    problem: str
+    joints: list[tuple[_Number, str, _Number, list[str], bool]]
+    generations: list[_Number]
+    others: _Number
+    opened: bool
 
 
 @dataclass(frozen=True)
@@ -92,13 +118,12 @@ def joints(folder: Path) -> list[Joint]:
     if not has_commit(folder):
         return []
     for one in listing(folder).generations:
-        said = one.meta.get(META)
-        if isinstance(said, Mapping) and one.problem is None:
+        said = said_in(one.meta, f"generation {one.number} in {folder}")
+        if said is not None and one.problem is None:
             keys = [tensor.key for tensor in listing(folder, one.number).tensors]
             models = tuple(sorted(key.removesuffix("/checkpoint") for key in keys if key.endswith("/checkpoint")))
             if models:
-                first = bool(said.get("first", False))
-                found[str(said["name"])] = Joint(int(said["number"]), str(said["name"]), one.number, models, first)
+                found[said.name] = Joint(said.number, said.name, one.number, models, said.first)
         elif one.problem is not None:
             damaged = one
     newest = max((joint.generation for joint in found.values()), default=0)
@@ -163,8 +188,20 @@ def newest_set(path: str | os.PathLike[str], *, apart: int = 0) -> Set | None:
 
 def number_of(meta: Mapping[str, object]) -> int:
     """Of the commit of all ranks that has this meta; 0 where it is none."""
-    said = meta.get(META)
-    return int(said["number"]) if isinstance(said, Mapping) else 0
+    said = said_in(meta, "the store")
+    return 0 if said is None else said.number
+
+
+def said_in(meta: Mapping[str, object], whose: str) -> _Said | None:
+    """Of which commit of all ranks a commit with this meta is; None: of none. Raises ManifestError for what ranks do not
+    write there."""
+    if META not in meta:
+        return None
+    try:
+        return msgspec.convert(meta[META], _Said, strict=True)
+    except msgspec.ValidationError as error:
+        what = shown(str(error), 300)
+        raise ManifestError(f"the meta of {whose} is damaged: {META!r} is not what ranks write there ({what})") from error
 
 
 def open_store(path: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None, **options: Any) -> TieredStore:
@@ -200,7 +237,7 @@ def open_store(path: str | os.PathLike[str], *, group: dist.ProcessGroup | None 
         said["problem"] = str(error)
     except OSError as error:
         said["problem"] = f"{error.filename or folder}: {error.strerror}"
-    everybody = shared_json(ranks, said)
+    everybody = [msgspec.to_builtins(one) for one in shared_json(ranks, said, _Rank)]
     for rank, one in enumerate(everybody):
         if one["problem"]:
             raise ManifestError(f"the store of rank {rank} cannot be read: {one['problem']}")
@@ -239,10 +276,20 @@ def _described(everybody: Sequence[Mapping[str, Any]]) -> str:
     return "; ".join(found) + ". Nothing was changed. To begin anew, name another folder, or remove these"
 
 
-def shared_json(ranks: Ranks, value: Any) -> list[Any]:
-    """Everybody's ``value``."""
+def shared_json(ranks: Ranks, value: Any, kind: Any) -> list[Any]:
+    """Everybody's ``value``, each of which is a ``kind``. Raises RankError for what is not: a rank is not believed."""
     data = json.dumps(value).encode()
+    if len(data) > MOST_SAID:
+        raise MisuseError(f"a rank would tell the others {len(data):,} bytes; the limit is {MOST_SAID:,}")
     longest = int(ranks.shared(torch.tensor([len(data)], device="cpu"), "the length of what ranks say").amax())
+    if longest > MOST_SAID:
+        raise RankError(f"a rank says that it will tell the others {longest:,} bytes; the limit is {MOST_SAID:,}")
     padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in ranks.shared(padded, "what ranks say")]
+    found = []
+    for rank, row in enumerate(ranks.shared(padded, "what ranks say")):
+        try:
+            found.append(msgspec.convert(json.loads(row.numpy().tobytes().rstrip(b"\0")), kind, strict=True))
+        except (ValueError, RecursionError, OverflowError) as error:  # msgspec's and Unicode's errors are ValueErrors
+            raise RankError(f"rank {rank} says what no rank of this release says: {error!r:.200}") from error
+    return found

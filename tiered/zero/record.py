@@ -12,7 +12,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,14 @@ INLINE = 16 << 10
 """Bytes: larger tensors become tensors of the store."""
 DEEPEST = 100
 """Levels of nesting."""
+MOST = 256 << 20
+"""Bytes of JSON: of some hundred thousand parameters."""
+
+_WRONG = (
+    *(ValueError, TypeError, KeyError, IndexError, OverflowError, AttributeError),
+    *(RuntimeError, MemoryError),  # torch's, and RecursionError
+)
+"""What Python and torch raise for values that are not what is expected."""
 
 Store = Callable[[torch.Tensor], str]
 Fetch = Callable[[str], torch.Tensor]
@@ -34,15 +42,22 @@ def dumps(value: Any, what: str, store: Store) -> bytes:
 
     Raises MisuseError for what cannot be written down, with the way to it, which begins with ``what``.
     """
-    return json.dumps(_plain(value, what, store, 0), separators=(",", ":")).encode()
+    data = json.dumps(_plain(value, what, store, 0), separators=(",", ":")).encode()
+    if len(data) > MOST:
+        raise MisuseError(f"{what} has {len(data):,} bytes, and may have {MOST:,}: put what is large into tensors")
+    return data
 
 
 def loads(data: bytes, what: str, fetch: Fetch) -> Any:
     """The opposite. Raises ManifestError for what ``dumps`` cannot have written."""
+    if len(data) > MOST:
+        raise ManifestError(f"{what} has {len(data):,} bytes; the limit is {MOST:,}")
     try:
-        return _rebuilt(json.loads(data), fetch)
-    except (ValueError, TypeError, KeyError, IndexError, RuntimeError, RecursionError) as error:
-        raise ManifestError(f"{what} is damaged, or of another version: {error!r}") from error
+        return _rebuilt(json.loads(data, object_pairs_hook=_kind), fetch, 0)
+    except ManifestError as error:
+        raise ManifestError(f"{what} is damaged, or of another version: {error}") from error
+    except _WRONG as error:
+        raise ManifestError(f"{what} is damaged, or of another version: {error!r:.200}") from error
 
 
 def _plain(value: Any, where: str, store: Store, depth: int) -> Any:
@@ -86,32 +101,76 @@ def _tensor(tensor: torch.Tensor, where: str, store: Store) -> dict[str, Any]:
     return {"tensor": [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), base64.b64encode(data).decode()]}
 
 
-def _rebuilt(value: Any, fetch: Fetch) -> Any:
-    if isinstance(value, list):
-        return [_rebuilt(found, fetch) for found in value]
-    if not isinstance(value, dict):
+class _Kind(NamedTuple):
+    """What is no JSON value, as it is written: a dict with one key."""
+
+    name: str
+    value: Any
+
+
+def _kind(pairs: list[tuple[str, Any]]) -> _Kind:
+    if len(pairs) != 1:
+        raise ValueError(f"a dict with {len(pairs)} keys")
+    return _Kind(*pairs[0])
+
+
+def _rebuilt(value: Any, fetch: Fetch, depth: int) -> Any:
+    if depth > DEEPEST + 1:  # an array is a tensor inside
+        raise ValueError(f"it is nested deeper than {DEEPEST} levels")
+
+    def inside(found: Any) -> Any:
+        return _rebuilt(found, fetch, depth + 1)
+
+    if type(value) is list:
+        return [inside(found) for found in value]
+    if not isinstance(value, _Kind):
         return value
-    ((kind, found),) = value.items()
-    if kind == "tuple":
-        return tuple(_rebuilt(one, fetch) for one in found)
-    if kind == "dict":
-        return {_rebuilt(key, fetch): _rebuilt(one, fetch) for key, one in found}
-    if kind == "counter":
-        return Counter({_rebuilt(key, fetch): _rebuilt(one, fetch) for key, one in found})
-    if kind == "dtype":
-        return type_named(found)
-    if kind == "stored":
-        return fetch(found)
-    if kind == "tensor":
-        name, shape, text = found
-        dtype, data = type_named(name), bytearray(base64.b64decode(text, validate=True))
-        if len(data) > INLINE:
-            raise ValueError(f"a tensor of {len(data)} bytes")
-        flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
-        return flat.view(dtype).reshape(shape)
-    if kind == "array":
-        return _rebuilt(found, fetch).numpy()
-    raise ValueError(f"{kind!r} is no kind of value")
+    found = value.value
+    match value.name:
+        case "tuple":
+            return tuple(inside(one) for one in _list(found))
+        case "dict":
+            return _dict(found, inside)
+        case "counter":
+            return Counter(_dict(found, inside))
+        case "dtype":
+            return type_named(found)
+        case "stored":
+            if not isinstance(found, str):
+                raise ValueError(f"{found!r:.100} is no key")
+            return fetch(found)
+        case "tensor":
+            return _read_tensor(*_list(found))
+        case "array":
+            array = inside(found)
+            if not isinstance(array, torch.Tensor):
+                raise ValueError(f"an array is written as {found!r:.100}")
+            return array.numpy()
+    raise ValueError(f"{value.name!r:.100} is no kind of value")
+
+
+def _list(found: Any) -> list[Any]:
+    if type(found) is not list:
+        raise ValueError(f"{found!r:.100} is no list")
+    return found
+
+
+def _dict(found: Any, inside: Callable[[Any], Any]) -> dict[Any, Any]:
+    pairs = [(inside(key), inside(one)) for key, one in map(_list, _list(found))]
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("a dict has one key twice")
+    return dict(pairs)
+
+
+def _read_tensor(name: object, shape: object, text: str) -> torch.Tensor:
+    sizes = _list(shape)
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError(f"a tensor of shape {sizes!r:.100}")
+    dtype, data = type_named(name), bytearray(base64.b64decode(text, validate=True))
+    if len(data) > INLINE:
+        raise ValueError(f"a tensor of {len(data)} bytes")
+    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
+    return flat.view(dtype).reshape(sizes)
 
 
 def type_named(name: object) -> torch.dtype:

@@ -18,9 +18,10 @@ import torch
 
 from tiered import Access, ManifestError, MisuseError, TensorSpec, TieredStore
 from tiered.atrest import StoreAtRest
-from tiered.zero.checkpoint import Readable, layout_of, pending_of, plans, read_record, write_record
+from tiered.zero.checkpoint import Readable, layout_of, pending_of, read_record, write_record
 from tiered.zero.copies import Copies
 from tiered.zero.rank_stores import has_commit, newest_set, sets_in
+from tiered.zero.record_schema import plans, refuse_other_tensors
 from tiered.zero.sharding import Partition
 from tiered.zero.states import States
 from tiered.zero.units import Limits, Placement, Plan, UnitPlan, even_chunks
@@ -49,6 +50,7 @@ class Source:
         self.records = [read_record(store, name) for store in stores]
         self.ranks = len(stores)
         self.units, self.limits = plans(self.records[0])
+        of_all = [self.records[0]["layout"][part] for part in ("units", "limit", "chunk")]
         shares = [record["layout"].get("share", {"rank": 0, "ranks": 1, "stage": "Alone"}) for record in self.records]
         for rank, share in enumerate(shares):
             if (share["rank"], share["ranks"]) != (rank, self.ranks):
@@ -56,6 +58,12 @@ class Source:
                     f"{stores[rank]} has the share of rank {share['rank']} of {share['ranks']}, and is taken for that of rank "
                     f"{rank} of {self.ranks}"
                 )
+            layout = self.records[rank]["layout"]
+            if share["stage"] != shares[0]["stage"] or [layout[part] for part in ("units", "limit", "chunk")] != of_all:
+                raise MisuseError(f"{stores[rank]} has a share of another model {name!r}, or another stage, than {stores[0]}")
+            refuse_other_tensors(stores[rank], name, self.records[rank], self.units, self.limits)
+            if _graded(self.records[rank]) != _graded(self.records[0]):
+                raise ManifestError(f"{stores[rank]} and {stores[0]} have gradients of different parameters: one is damaged")
         self._whole = shares[0]["stage"] != "Stage3"
         self._home = {p.name: index for index, unit in enumerate(self.units) for p in unit.placements}
         self._cache: OrderedDict[tuple[int, int], _Share] = OrderedDict()
@@ -129,6 +137,11 @@ class Source:
         return share
 
 
+def _graded(record: Mapping[str, Any]) -> list[str]:
+    """The parameters that have a gradient."""
+    return sorted(name for unit in record["units"] for name, said in unit["gradients"].items() if said["there"])
+
+
 def opened(path: str | os.PathLike[str], stack: ExitStack) -> list[StoreAtRest]:
     """The stores of the last training below ``path``, to be read: of all of its ranks as of the last commit that all of them
     have, or the one store that ``path`` is, where none of its ranks committed together.
@@ -148,22 +161,22 @@ def reshard(source: Source, store: TieredStore, plan: Plan, partition: Partition
     """Have in ``store`` what this rank's share of ``plan`` is of ``source``, with a checkpoint: as if as many ranks with that
     stage had committed it.
 
-    Raises MisuseError where the model is another than was committed.
+    Raises MisuseError where the model is another than was committed, and what reading ``source`` raises; then nothing of it
+    stays in ``store``.
     """
-    name, units = source.name, []
+    name, there = source.name, set(store)
     known = {p.name for unit in plan.units for p in unit.placements}
     lost = [p.name for unit in source.units for p in unit.placements if p.name not in known]
     if lost:
         raise MisuseError(f"this model is not what was committed as {name!r}: it has no {lost[0]!r}")
-    for unit in plan.units:
-        units.append(_reshard_unit(source, store, unit, plan.limits, partition))
     mine = source.records[min(partition.rank, source.ranks - 1)]
-    record = {
-        **mine,
-        "layout": layout_of(plan.units, plan.limits, partition),
-        "units": units,
-    }
-    write_record(store, name, record)
+    try:
+        units = [_reshard_unit(source, store, unit, plan.limits, partition) for unit in plan.units]
+        write_record(store, name, {**mine, "layout": layout_of(plan.units, plan.limits, partition), "units": units})
+    except BaseException:
+        for key in [key for key in store if key.startswith(f"{name}/") and key not in there]:
+            store.delete(key)
+        raise
 
 
 def _reshard_unit(

@@ -12,8 +12,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -22,6 +23,8 @@ from tiered.zero.at_tier import Tensors, dram_of, host
 from tiered.zero.local import Local
 from tiered.zero.rank_stores import shared_json
 from tiered.zero.ranks import Ranks, Under
+from tiered.zero.record import MOST
+from tiered.zero.record_schema import MOST_STEPS, refuse_other_states
 from tiered.zero.rules import UpdateRule
 from tiered.zero.states import Pending, States, Update
 from tiered.zero.units import Limits, Placement
@@ -37,6 +40,19 @@ computes what is left over at the end of a tensor."""
 AHEAD = 2
 """Rounds whose states are asked for before they are needed."""
 NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+_Steps = list[Annotated[int, msgspec.Meta(ge=0, le=MOST_STEPS)]]
+
+
+class _Layout(msgspec.Struct, forbid_unknown_fields=True):
+    """How the parameters of a group are divided among the ranks, and what they were."""
+
+    version: int
+    rank: int
+    ranks: int
+    limit: Annotated[int, msgspec.Meta(ge=STEP, le=ROUND, multiple_of=STEP)]
+    parameters: list[list[Any]]
 
 
 @dataclass(eq=False)
@@ -239,12 +255,14 @@ class Resident:
         }
         if self._resume and key in self.store:
             committed = _read(self.store, key)
-            layout["limit"] = committed.get("limit")
+            layout["limit"] = limit = committed["limit"]
             if committed != layout:
                 difference = _difference(committed, layout)
                 raise MisuseError(f"param group {group} is not what was committed as {self.name!r}: {difference}")
-            limit = int(committed["limit"])
-        self._rounds += self._divided(fresh, group, limit)
+        rounds = self._divided(fresh, group, limit)
+        for one in rounds if self._resume else ():
+            refuse_other_states(self.store, one.states, one.own)
+        self._rounds += rounds
         self._layouts.append(json.dumps(layout).encode())
         self.locals += fresh
 
@@ -272,18 +290,10 @@ class Resident:
 
     def write(self) -> list[int]:
         """Have what was added in the store; returns ``steps``. Raises MisuseError where the ranks' stores differ in these."""
-        for key in () if self._resume else self._held:
-            self.store.delete(key)
         fresh = not self._written and not self._resume
-        steps = torch.zeros(0, dtype=torch.int64, device="cpu") if fresh else self._counted()
-        self._held, self._written = [], True
-        for group, layout in enumerate(self._layouts):
-            key = f"{self.name}/{group}/layout"
-            if key not in self.store:
-                self.store.put(key, torch.frombuffer(bytearray(layout), dtype=torch.uint8))
-        if len(steps) < len(self.locals):
-            steps = torch.cat([steps, torch.zeros(len(self.locals) - len(steps), dtype=torch.int64, device="cpu")])
-            self.store.put(self._key, steps)
+        counted = torch.zeros(0, dtype=torch.int64, device="cpu") if fresh else self._counted()
+        more = max(0, len(self.locals) - len(counted))
+        steps = torch.cat([counted, torch.zeros(more, dtype=torch.int64, device="cpu")])
         mine: list[int] = steps.tolist()
         everybody = self._everybody(steps)
         if any(counted != mine for counted in everybody):
@@ -291,17 +301,25 @@ class Resident:
                 f"the stores of the ranks have states of different steps under {self.name!r} (this one's: {_in_words(mine)}; "
                 f"of all: {'; '.join(map(_in_words, everybody))}): open generations of one step"
             )
+        for key in () if self._resume else self._held:
+            self.store.delete(key)
+        self._held, self._written = [], True
+        for group, layout in enumerate(self._layouts):
+            key = f"{self.name}/{group}/layout"
+            if key not in self.store:
+                self.store.put(key, torch.frombuffer(bytearray(layout), dtype=torch.uint8))
+        if more:
+            self.store.put(self._key, steps)
         return mine[: len(self.locals)]
 
     def _everybody(self, steps: torch.Tensor) -> list[list[int]]:
         """The step counts of all ranks that have a share of the same states, or of the same parameters."""
         if self._ranks is not None:
-            return shared_json(self._ranks, steps.tolist())  # of another length where a rank's store is another
+            return shared_json(self._ranks, steps.tolist(), _Steps)  # of another length where a rank's store is another
         found: list[list[int]] = []
         for group in dict.fromkeys(group for local in self.locals for group in local.groups()):
-            rows: list[list[int]] = [[]] * dist.get_world_size(group)
-            dist.all_gather_object(rows, steps.tolist(), group=group)
-            found += rows
+            if dist.get_world_size(group) > 1:
+                found += shared_json(Ranks.of(group), steps.tolist(), _Steps)
         return found
 
     # -- stepping ----------------------------------------------------------------------------------------------------------
@@ -322,7 +340,13 @@ class Resident:
                 f"a step of {self.name!r} was interrupted, and some parameters were updated, others not: go back to the last "
                 "commit (store.rollback(), and the parameters of then), or load_state_dict"
             )
-        return self.store.get(self._key)
+        spec = self.store.spec(self._key)
+        if spec.dtype != "int64" or len(spec.shape) != 1:
+            raise ManifestError(f"{self._key!r} is damaged: {spec.dtype} of shape {list(spec.shape)} are no step counts")
+        found = self.store.get(self._key)
+        if bool(((found < 0) | (found > MOST_STEPS)).any()):
+            raise ManifestError(f"{self._key!r} is damaged: step counts go from 0 to {MOST_STEPS}")
+        return found
 
     def step(self, rules: Sequence[UpdateRule]) -> list[int]:
         """Update all parameters that have a gradient; ``rules``: by param group. Returns ``steps``. All ranks call it."""
@@ -444,13 +468,19 @@ def _in_words(steps: Sequence[int]) -> str:
 
 
 def _read(store: TieredStore, key: str) -> dict[str, Any]:
+    """The layout of a param group. Raises ManifestError."""
     try:
+        spec = store.spec(key)
+        if spec.dtype != "uint8" or len(spec.shape) != 1 or spec.nbytes > MOST:
+            raise ValueError(f"{spec.dtype} of shape {list(spec.shape)}")
         found = json.loads(store.get(key).numpy().tobytes())
-    except ValueError as error:
-        raise ManifestError(f"{key!r} is damaged, or of another version: {error!r}") from error
-    if not isinstance(found, dict) or found.get("version") != VERSION:
-        raise ManifestError(f"{key!r} is of another version than {VERSION}, which this release reads")
-    return found
+        if isinstance(found, dict) and found.get("version") != VERSION:
+            raise ValueError(f"version {found.get('version')!r:.100}, and this release reads {VERSION}")
+        msgspec.convert(found, _Layout, strict=True)
+    except (ValueError, RecursionError, OverflowError) as error:  # msgspec's and Unicode's errors are ValueErrors
+        raise ManifestError(f"{key!r} is damaged, or of another version: {error!r:.200}") from error
+    made: dict[str, Any] = found
+    return made
 
 
 def _difference(committed: Mapping[str, Any], here: Mapping[str, Any]) -> str:

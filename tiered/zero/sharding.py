@@ -21,7 +21,7 @@ from tiered import Access, CommitError, MisuseError, RankError, TensorSpec, Tier
 from tiered.zero.at_tier import Tensors, dram_of
 from tiered.zero.exchange import Exchange, NoExchange, Reductions
 from tiered.zero.local_gradients import Arriving, LocalGradients
-from tiered.zero.rank_stores import BEGUN, META, number_of, shared_json
+from tiered.zero.rank_stores import BEGUN, META, number_of, said_in, shared_json
 from tiered.zero.ranks import Ranks
 from tiered.zero.stored import Gathered, Replicated, Stored, Whole
 from tiered.zero.unit_gradients import UnitGradients
@@ -302,8 +302,8 @@ class Shared:
     def refuse_apart(self, store: TieredStore) -> None:
         if store in _unfinished:
             raise CommitError(f"{_unfinished[store]}: open the stores again with zero.open_store")
-        said = store.meta.get(META)
-        names = shared_json(self.ranks, said["name"] if isinstance(said, Mapping) else None)
+        said = said_in(store.meta, str(store))
+        names = shared_json(self.ranks, None if said is None else said.name, str | None)
         if len(set(names)) > 1:
             raise MisuseError(
                 f"the ranks' stores are not as of one commit (this is rank {self.rank}'s {store}, at generation "

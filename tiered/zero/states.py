@@ -74,6 +74,11 @@ class States:
         if torch.float16 in kinds:
             self._layout["master"] = torch.float32
 
+    @property
+    def types(self) -> tuple[torch.dtype, ...]:
+        """Of a chunk's tensors, in the order of their keys."""
+        return tuple(self._layout.values())
+
     def chunks(self, placements: Iterable[Placement]) -> list[tuple[int, list[str]]]:
         """Chunks that ``placements`` lie in: index and keys, in order."""
         indices: set[int] = set()
