@@ -61,6 +61,7 @@ Trial = Callable[[random.Random], "tuple[str, bool]"]
 
 def main(kind: str, count: int, folder: Path) -> None:
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
     trial = KINDS[kind](folder)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + CAP, used + CAP))
@@ -214,6 +215,9 @@ class Reading:
         yield data[start:stop]
 
 
+POLICIES = zero.Policy(torch.bfloat16), zero.Policy()
+
+
 class Images:
     """Two checkpoints: of an update that is pending, and of gradients that are clipped and accumulated."""
 
@@ -221,12 +225,14 @@ class Images:
         self.out = folder / "out"
         self.folders = [self._made(folder / name, name) for name in ("pending", "gradients")]
         self.records = [self._record(found) for found in self.folders]
+        for found, policy in zip(self.folders, POLICIES, strict=True):
+            with contextlib.closing(TieredStore.open(found, dram="1MiB")) as store:
+                assert not self._refused("nothing was changed", store, policy)
 
     def _made(self, folder: Path, what: str) -> Path:
         with TieredStore.open(folder, dram="1MiB") as store:
             torch.manual_seed(0)
-            policy = zero.Policy(torch.bfloat16) if what == "pending" else zero.Policy()
-            job = Job(zero.page(Model(), store, policy=policy))
+            job = Job(zero.page(Model(), store, policy=POLICIES[what == "gradients"]))
             for _ in range(3):
                 job.optimizer.zero_grad()
                 job.backward()
@@ -257,7 +263,7 @@ class Images:
                 change = changed_bytes(source, record) if kind == "bytes" else changed_document(source, json.loads(record))
                 what, data = change
                 store.put("model/checkpoint", torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8))
-            return what, self._refused(what, store, zero.Policy() if which else zero.Policy(torch.bfloat16))
+            return what, self._refused(what, store, POLICIES[which])
 
     def _changed_tensors(self, source: random.Random, store: TieredStore) -> str:
         """Beside a record that is right."""
@@ -332,6 +338,7 @@ class Manifests:
             store.close()
         self.path = next(self.folder.glob("manifest.*"))
         self.whole, self.data = self.path.read_bytes(), (self.folder / "data.0").read_bytes()
+        assert not self._refused("nothing was changed")
 
     def trial(self, source: random.Random) -> tuple[str, bool]:
         body = self.whole[44:]

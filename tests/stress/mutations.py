@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Iterator
 from typing import Any
 
 __all__ = ["changed_bytes", "changed_document"]
@@ -32,16 +31,15 @@ TOKENS = [*(b"{", b"[", b'"', b"}", b"]", b",", b"null", b"1e999", b"-", b"\xff"
 TWICE = "@@twice@@"
 
 
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Each container and key, or index, of something in it."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield value, key
-            yield from _places(inner)
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield value, index
-            yield from _places(inner)
+def _place(source: random.Random, value: Any) -> tuple[Any, Any] | None:
+    """A container and a key, or an index, of something in it: found from above, so that a long list is no likelier than what
+    stands beside it."""
+    while isinstance(value, dict | list) and value:
+        at = source.choice(list(value)) if isinstance(value, dict) else source.randrange(len(value))
+        if not isinstance(value[at], dict | list) or not value[at] or source.random() < 0.12:
+            return value, at
+        value = value[at]
+    return None
 
 
 def changed_document(source: random.Random, document: Any) -> tuple[str, bytes]:
@@ -49,15 +47,14 @@ def changed_document(source: random.Random, document: Any) -> tuple[str, bytes]:
     made = copy.deepcopy(document)
     told = []
     for _ in range(source.choice([1] * 9 + [3])):
-        places = list(_places(made))
-        if not places:
-            break
-        told.append(_change(source, places, *source.choice(places)))
+        place = _place(source, made)
+        if place is not None:
+            told.append(_change(source, made, *place))
     written = json.dumps(made, separators=(",", ":")).replace(f'"{TWICE}', '"')
     return "; ".join(told), written.encode()
 
 
-def _change(source: random.Random, places: list[tuple[Any, Any]], holder: Any, at: Any) -> str:
+def _change(source: random.Random, document: Any, holder: Any, at: Any) -> str:
     kind = source.choice(["value"] * 6 + ["near", "near", "missing", "twice", "nested", "swapped", "renamed", "unknown"])
     value = holder[at]
     told = f"{kind} at {at!r:.60}, which was {value!r:.60}"
@@ -71,7 +68,7 @@ def _change(source: random.Random, places: list[tuple[Any, Any]], holder: Any, a
     elif kind == "nested":
         holder[at] = source.choice([[value], {"tuple": [value]}, {"a": value}])
     elif kind == "swapped":
-        other, where = source.choice(places)
+        other, where = _place(source, document) or (holder, at)
         holder[at] = copy.deepcopy(other[where])
     elif kind == "renamed" and isinstance(holder, dict):
         holder[source.choice(["", "x", "\x1b[31m", at + " ", at.upper()])] = holder.pop(at)
