@@ -134,10 +134,9 @@ def test_a_value_that_cannot_be_is_named_and_nothing_is_resumed(
     put(store, images, change)
     before, model = contents(store), Model()
     untouched = digest([dict(model.state_dict()), generators()])
-    try:
-        zero.page(model, store, existing="resume")
-    except (ManifestError, MisuseError) as error:
-        assert re.search(says, str(error)), error
+    told = _refusal(lambda: zero.page(model, store, existing="resume"))
+    if told:
+        assert re.search(says, told), told
         assert digest([dict(model.state_dict()), generators()]) == untouched
     else:
         job = Job(model)
@@ -146,6 +145,14 @@ def test_a_value_that_cannot_be_is_named_and_nothing_is_resumed(
             zero.resume(model, job.optimizer, **job.others)
         assert digest(job.state()) == here
     assert contents(store) == before
+
+
+def _refusal(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (ManifestError, MisuseError) as error:
+        return str(error)
+    return ""
 
 
 def test_a_record_that_is_right_is_taken(images: Images, store: TieredStore) -> None:

@@ -199,7 +199,7 @@ def said_in(meta: Mapping[str, object], whose: str) -> _Said | None:
         return None
     try:
         return msgspec.convert(meta[META], _Said, strict=True)
-    except msgspec.ValidationError as error:
+    except (ValueError, OverflowError) as error:  # msgspec's and Unicode's errors are ValueErrors
         what = shown(str(error), 300)
         raise ManifestError(f"the meta of {whose} is damaged: {META!r} is not what ranks write there ({what})") from error
 

@@ -118,7 +118,7 @@ def checked(record: object, what: str) -> dict[str, Any]:
         raise ManifestError(f"{what} is of another version than {VERSION}, which this release reads")
     try:
         found = msgspec.convert(record, _Record, strict=True, dec_hook=_tensor)
-    except (msgspec.ValidationError, OverflowError, RecursionError) as error:
+    except (ValueError, OverflowError, RecursionError) as error:  # msgspec's and Unicode's errors are ValueErrors
         raise ManifestError(f"{what} is damaged, or of another version: {shown(str(error), 300)}") from error
     for problem in _problems(found):
         raise ManifestError(f"{what} is damaged: {problem}")
