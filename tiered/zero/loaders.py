@@ -37,6 +37,7 @@ __all__ = [
 
 SETTINGS = ("lr", "betas", "eps", "weight_decay", "maximize")
 """Of a param group: what an update is computed with."""
+SCALING = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 
 
 class Stateful(Protocol):
@@ -154,9 +155,12 @@ def _refuse_schedule(given: object, before: Any, found: Any, what: str) -> None:
     lacks = {"last_epoch", "base_lrs"} & set(before)
     if not isinstance(found, dict) or lacks - set(found):
         raise ManifestError(f"the checkpoint has {found!r:.100} for {what}, which is no state of a {type(given).__name__}")
+    torchs = type(given).__module__ == LRScheduler.__module__  # what other people's have may become anything
     for name, value in found.items():
-        known = isinstance(name, str) and (name in before or not hasattr(type(given), name))  # else it would hide a method
-        if not known or (name in before and not _alike(before[name], value)):
+        fine = isinstance(name, str) and (name in before or not hasattr(type(given), name))  # else it would hide a method
+        if fine and name in before and (torchs or name in ("last_epoch", "base_lrs")):
+            fine = _alike(before[name], value) and (name != "base_lrs" or len(value) == len(before[name]))
+        if not fine:
             raise ManifestError(
                 f"the checkpoint has {value!r:.100} for {name!r:.100} of {what}, which a {type(given).__name__} does not "
                 "have: it is damaged, or was of another kind"
@@ -171,8 +175,8 @@ def _refuse_scaling(before: Any, found: Any, what: str) -> None:
         raise MisuseError(f"{what} {is_} enabled, and what was committed {was}: make it as it was made then")
     if before.keys() != found.keys():
         raise ManifestError(f"the checkpoint has {sorted(map(str, found))!r:.100} of {what}, and not {sorted(before)}")
-    for name, value in found.items():
-        whole = name in ("growth_interval", "_growth_tracker")
+    for name in SCALING & found.keys():
+        value, whole = found[name], name in ("growth_interval", "_growth_tracker")
         if not _plain(value) or not math.isfinite(value) or value < 0 or (whole and type(value) is not int):
             raise ManifestError(f"the checkpoint has {value!r:.100} for {name!r} of {what}")
 
@@ -192,13 +196,14 @@ def _alike(present: Any, found: Any) -> bool:
         return True
     if isinstance(present, bool | str):
         return type(found) is type(present)
+    if isinstance(present, torch.Tensor) and present.numel() != 1:
+        return isinstance(found, torch.Tensor) and found.shape == present.shape
     if isinstance(present, int | float | torch.Tensor):
         return _number(found) and not math.isnan(float(found))
     if isinstance(present, Mapping):
         return isinstance(found, Mapping) and all(_alike(present[key], found[key]) for key in present.keys() & found.keys())
     if isinstance(present, list | tuple):
-        same = isinstance(found, list | tuple) and bool(found) is bool(present)
-        return same and all(map(_alike, present, found))
+        return isinstance(found, list | tuple) and all(map(_alike, present, found))
     return True
 
 

@@ -186,9 +186,9 @@ def _wrong_unit(unit: _Unit, name: str, types: Mapping[str, torch.dtype]) -> Ite
     yield from _twice("stale master", unit.stale_masters)
     yield from _unknown("a master is stale of", unit.stale_masters, types)
     for parameter, gradient in unit.gradients.items():
-        numbers = [*gradient.scales, *gradient.wide_scales, *gradient.norms.values()]
-        numbers += [] if gradient.expected is None else [gradient.expected]
-        if not all(map(_is_number, numbers)) or any(map(math.isnan, [*gradient.norms, *gradient.orders])):
+        numbers = [*gradient.scales, *gradient.wide_scales, *([] if gradient.expected is None else [gradient.expected])]
+        whole = all(map(_is_number, [*numbers, *gradient.norms.values()])) and not any(n.dim() for n in gradient.norms.values())
+        if not whole or any(map(math.isnan, [*gradient.norms, *gradient.orders])):
             yield f"a factor or a norm of the gradient of {parameter!r} is no number"
     if unit.pending is not None:
         yield from _unknown("an update is pending of", unit.pending.updates, graded)
@@ -201,7 +201,7 @@ def _wrong_unit(unit: _Unit, name: str, types: Mapping[str, torch.dtype]) -> Ite
 
 
 def _is_number(tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 0 and tensor.is_floating_point() and tensor.layout is torch.strided
+    return tensor.numel() == 1 and tensor.dim() <= 1 and tensor.is_floating_point() and tensor.layout is torch.strided
 
 
 def _twice(what: str, names: Sequence[str]) -> Iterator[str]:
