@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from tests.cli.trainings import TINY, losses, same, stop_at, tiered, training, values
-from tiered import TieredStore
-from tiered.cli import main
+from tiered import ManifestError, TieredStore
+from tiered.cli import main, resuming
 
 MIB = 1 << 20
 STEPS = 40
@@ -132,6 +132,34 @@ def test_what_would_be_another_training_is_refused(whole: Path, tmp_path: Path, 
     with TieredStore.open(whole / "store", dram=MIB) as store:
         assert (store.generation, store.meta["step"]) == (1, STEPS)
         store.close()
+
+
+@pytest.mark.parametrize(
+    "opening",
+    [{}, {"dram": "much"}, {"dram": MIB, "hbm": -1.5}, {"dram": MIB, "hbm": None, "device": 3}, {"dram": MIB, "backend": "nn"}],
+)
+def test_a_commit_that_does_not_say_how_it_is_opened(
+    tmp_path: Path, opening: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with TieredStore.open(tmp_path / "state", dram=MIB) as store:
+        store.commit({"command": "train", "opening": opening})
+    assert "does not say how its store is opened" in failure(capsys, "train", "--resume", "--dir", tmp_path / "state")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"options": 3}, {"options": {}}, {"options": torch.ones(2)}, {"step": "3"}, {"step": -1}, {"seconds": None}, {"text_bytes": 1.5}),
+        *({"losses": [1.0]}, {"losses": torch.ones(2, 2)}),
+    ],
+)
+def test_what_no_training_says_of_itself(
+    tmp_path: Path, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = {"options": {}, "step": 3, "seconds": 1.0, "text_bytes": 5, "losses": torch.ones(3)}
+    monkeypatch.setattr(resuming, "read_record", lambda store, name: {"extra": {**kept, **changes}})
+    with pytest.raises(ManifestError, match="the training in it is damaged, or of another version"):
+        resuming.earlier({}, "it", "model", {})  # type: ignore[arg-type]
 
 
 def test_where_there_is_nothing_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,12 +6,16 @@ import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+import torch
 
 from tiered import ManifestError, MisuseError
 from tiered.cli.launched import Launched
 from tiered.cli.text import Text
 from tiered.cli.train import Options
+from tiered.errors import shown
 from tiered.generations import load
 from tiered.types import BackendName
 from tiered.zero.checkpoint import Readable, read_record
@@ -37,6 +41,9 @@ SAME = (
 
 ADDED = {"device": "cuda", "update_tier": "dram"}
 """Options that a training of an earlier release does not have written down, where they are not None."""
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Over(MisuseError):
@@ -65,6 +72,16 @@ class Earlier:
     losses: list[float]
 
 
+class _Kept(msgspec.Struct):
+    """What ``zero.commit`` was given for ``extra``, as far as it is needed here."""
+
+    options: dict[str, Any]
+    text_bytes: _Count
+    step: _Count
+    seconds: float
+    losses: torch.Tensor
+
+
 def opening(folder: str, wishes: Mapping[str, Any]) -> Opening:
     """Opens and makes nothing. Raises MisuseError where there is no training to go on with."""
     manifest = load(folder) if os.path.isdir(folder) else None
@@ -76,7 +93,11 @@ def opening(folder: str, wishes: Mapping[str, Any]) -> Opening:
             f"what is committed in {folder} is no training that can be resumed: name the --dir of one, or begin one without "
             "--resume"
         )
-    return Opening(**{field.name: _chosen(field.name, kept, wishes) for field in fields(Opening)})
+    found = {field.name: _chosen(field.name, kept, wishes) for field in fields(Opening)}
+    try:
+        return msgspec.convert(found, Opening, strict=True)
+    except (ValueError, OverflowError) as error:
+        raise ManifestError(f"the meta of {folder} does not say how its store is opened: {shown(str(error), 300)}") from error
 
 
 def _chosen(name: str, kept: Mapping[str, Any], wishes: Mapping[str, Any]) -> Any:
@@ -95,10 +116,13 @@ def earlier(store: Readable, folder: str, name: str, wishes: Mapping[str, Any]) 
     """
     extra = read_record(store, name)["extra"]
     try:
-        kept, text_bytes, step, seconds, losses = (extra[key] for key in ("options", "text_bytes", "step", "seconds", "losses"))
-        options, losses = _merged(kept, wishes), losses.tolist()
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ManifestError(f"{store}: the training in it is of another version, which this release does not read") from error
+        kept = msgspec.convert(extra, _Kept, strict=True, dec_hook=_losses)
+        options, losses, step, seconds = _merged(kept.options, wishes), kept.losses.tolist(), kept.step, kept.seconds
+    except (TypeError, KeyError, ValueError, OverflowError, AttributeError) as error:
+        raise ManifestError(
+            f"{store}: the training in it is damaged, or of another version, which this release does not read "
+            f"({shown(str(error), 300)})"
+        ) from error
     if options.steps is not None and step >= options.steps:
         raise Over(
             f"the training in {folder} has had {step} of its {options.steps} steps: for more of them give --steps, "
@@ -109,7 +133,13 @@ def earlier(store: Readable, folder: str, name: str, wishes: Mapping[str, Any]) 
             f"the training in {folder} has had its {options.minutes:g} minutes: for more of them give --minutes, counted "
             "from its beginning"
         )
-    return Earlier(options, text_bytes, step, seconds, losses)
+    return Earlier(options, kept.text_bytes, step, seconds, losses)
+
+
+def _losses(kind: type, value: object) -> object:
+    if not isinstance(value, torch.Tensor) or value.dim() != 1 or not value.is_floating_point():
+        raise TypeError(f"Expected losses, got {value!r:.100}")
+    return value
 
 
 def _merged(kept: Mapping[str, Any], wishes: Mapping[str, Any]) -> Options:
@@ -129,7 +159,7 @@ def _merged(kept: Mapping[str, Any], wishes: Mapping[str, Any]) -> Options:
     merged["recompute"] = wishes["recompute"] or kept["recompute"]
     if merged["recompute"] and merged["micro_batch"] > 1:
         raise MisuseError(f"--micro-batch {kept['micro_batch']} computes units again in backward: resume without --checkpoint")
-    return Options(**{field.name: merged[field.name] for field in fields(Options)})
+    return msgspec.convert({field.name: merged[field.name] for field in fields(Options)}, Options, strict=True)
 
 
 def refuse_other_stage(store: Readable, name: str, stage: int) -> None:

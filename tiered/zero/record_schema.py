@@ -27,6 +27,9 @@ VERSION = 1
 MOST_STEPS = 2**53
 """Counts up to which a float counts exactly, as torch's kernels do."""
 
+_WRONG = (ValueError, OverflowError, RecursionError, AttributeError, TypeError)
+"""msgspec's and Unicode's errors are ValueErrors; a tensor in the place of a dict has no ``keys``."""
+
 _Size = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 _Sizes = Annotated[list[_Size], msgspec.Meta(max_length=64)]
 _Step = Annotated[int, msgspec.Meta(ge=1, le=MOST_STEPS)]
@@ -118,7 +121,7 @@ def checked(record: object, what: str) -> dict[str, Any]:
         raise ManifestError(f"{what} is of another version than {VERSION}, which this release reads")
     try:
         found = msgspec.convert(record, _Record, strict=True, dec_hook=_tensor)
-    except (ValueError, OverflowError, RecursionError) as error:  # msgspec's and Unicode's errors are ValueErrors
+    except _WRONG as error:
         raise ManifestError(f"{what} is damaged, or of another version: {shown(str(error), 300)}") from error
     for problem in _problems(found):
         raise ManifestError(f"{what} is damaged: {problem}")
