@@ -49,9 +49,7 @@ __all__ = [
     "TieredError",
     "TransferError",
     "WriteError",
-    "shortened",
-    "shown",
-]
+]  # the errors alone: the package exports all of these
 
 
 def shortened(text: str, most: int = WIDEST) -> str:

@@ -149,7 +149,8 @@ def test_a_commit_that_does_not_say_how_it_is_opened(
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"options": 3}, {"options": {}}, {"options": torch.ones(2)}, {"step": "3"}, {"step": -1}, {"seconds": None}, {"text_bytes": 1.5}),
+        *({"options": 3}, {"options": {}}, {"options": torch.ones(2)}),
+        *({"step": "3"}, {"step": -1}, {"seconds": None}, {"text_bytes": 1.5}),
         *({"losses": [1.0]}, {"losses": torch.ones(2, 2)}),
     ],
 )
