@@ -1,13 +1,52 @@
-"""How much memory this process may still take, by the system and by its cgroups."""
+"""How much memory this process has, and may still take, by the system and by its cgroups."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-__all__ = ["CgroupRoom", "cgroup_room", "headroom"]
+from tiered.errors import CapacityError
+
+__all__ = ["CgroupRoom", "anonymous", "beside_pool", "cgroup_room", "headroom", "refuse_without_room"]
+
+POOL_SHARE = 10
+BESIDE_POOL = 128 << 20
+"""Beside its pool a process takes this fraction of it and so many bytes, after its imports; a model's activations apart."""
+SPENT = 16 << 20
+"""Bytes of these that are taken, or that the kernel takes for the process, when a model is first built."""
+BESIDE_LARGEST = 96 << 20
+"""Bytes beside a parameter, or a gradient, that is as large as all of that."""
+
+
+def beside_pool(pool: int, largest: int = 0) -> int:
+    """Bytes that building, loading, paging and training take at most beside a pool of ``pool`` bytes, activations apart.
+
+    ``largest``: bytes of the largest parameter, or gradient, that is whole in ordinary memory.
+    """
+    return max(pool // POOL_SHARE + BESIDE_POOL - SPENT, largest + BESIDE_LARGEST)
+
+
+def anonymous() -> int:
+    """Bytes of anonymous memory of this process: heap, stacks, what was touched of a pool. 0 where the system does not say."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()
+    except OSError:
+        return 0
+    return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
+
+
+def refuse_without_room(what: str, nbytes: int, mend: str) -> None:
+    """Raises CapacityError if this process's cgroup leaves less than ``nbytes``, which ``what`` may take from here on: beyond
+    its limit the kernel kills it. ``mend``: what to do about it, beside raising the limit."""
+    room = cgroup_room()
+    if room is not None and nbytes > room.headroom:
+        raise CapacityError(
+            f"{what} may take {nbytes:,} bytes more, and the memory cgroup {room.folder} leaves {room.headroom:,} of its limit "
+            f"of {room.limit:,}: {mend}, or raise the limit by {nbytes - room.headroom:,} bytes"
+        )
 
 
 def headroom() -> int:

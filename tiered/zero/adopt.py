@@ -16,8 +16,8 @@ from tiered import CapacityError, MisuseError, TieredError, TieredStore
 from tiered.zero import checkpoint
 from tiered.zero.at_tier import UpdateTier, updates_of
 from tiered.zero.construct import unguard
-from tiered.zero.heap import Trimmer
-from tiered.zero.paging import TRIM_SHARE, Pager
+from tiered.zero.heap import Trimmer, refuse_little_room, returned_at_once
+from tiered.zero.paging import Pager
 from tiered.zero.policy import Policy
 from tiered.zero.rank_stores import newest_set, number_of
 from tiered.zero.ranks import Ranks
@@ -141,6 +141,8 @@ def page(
         strides |= {parameter: kept[qualified] for qualified, parameter in model.named_parameters() if qualified in kept}
     tentative = divide(model, limits, strides, policy, partition.shares)
     _refuse_small_pool(tentative, model, store, pool, micro_batch, partition.shares)
+    together = 0 if existing == "resume" or weights is not None else _largest_meta(model)
+    refuse_little_room(store, "paging this model", largest=together)
     for module, qualified in split_modules(model, tentative).items() if micro_batch > 1 else ():
         refuse_batch_dependent(module, qualified)
     made = partial(
@@ -169,6 +171,7 @@ def page(
     if param_init_fn is None and weights is None:
         _refuse_without_reset(model)
     with ExitStack() as stack:
+        stack.enter_context(returned_at_once())
         pretrained = None if weights is None else stack.enter_context(_opened(model, weights))
         meta = _replace_meta(model, store)
         adoption = _Adoption(model, store, window, partition, staged, meta, param_init_fn, pretrained)
@@ -178,7 +181,7 @@ def page(
             plan = divide(model, limits, strides, policy, partition.shares)
             for key in held:
                 store.delete(key)
-            adoption.move(plan, name, Trimmer(pool // TRIM_SHARE))
+            adoption.move(plan, name, Trimmer(pool))
             if pretrained is not None:
                 pretrained.fill_buffers(model)
             partition.same_buffers(model)
@@ -334,6 +337,17 @@ def _refuse_without_reset(model: nn.Module) -> None:
                 f"{type(module).__name__} has meta parameters and no reset_parameters(): give page() a param_init_fn"
             )
         seen |= fresh
+
+
+def _largest_meta(model: nn.Module) -> int:
+    """Bytes of the parameters on the meta device that are given memory together: those directly on one module."""
+    return max(
+        (
+            sum(p.numel() * p.itemsize for p in module._parameters.values() if p is not None and p.is_meta)
+            for module in model.modules()
+        ),
+        default=0,
+    )
 
 
 def _replace_meta(model: nn.Module, store: TieredStore) -> dict[nn.Parameter, nn.Parameter]:

@@ -21,7 +21,8 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 from torch.overrides import TorchFunctionMode
 
 from tiered import MisuseError, TieredStore
-from tiered.zero.window import WINDOW_SHARE, Window, current, find
+from tiered.zero.heap import refuse_little_room, returned_at_once
+from tiered.zero.window import Window, current, find
 
 __all__ = ["Construction", "ConstructionStatistics", "init", "unguard"]
 
@@ -101,13 +102,15 @@ class Construction:
         window = self._window
         if current.get() is not None or window.building:
             raise MisuseError("zero.init inside zero.init: one block is in force at a time, in one thread per store")
-        pool = self._store.statistics().tiers[0].capacity
-        window.limit = pool // WINDOW_SHARE if self._limit is None else self._limit
+        limit = window.usual if self._limit is None else self._limit
+        refuse_little_room(self._store, "building a model", more=max(0, limit - window.usual))
+        window.limit = limit
         window.context += 1
         self._context = window.context
         window.released = window.fetched = 0
         window.peak_bytes = window.resident_bytes
         with ExitStack() as stack:
+            stack.enter_context(returned_at_once())
             window.building = True
             stack.callback(setattr, window, "building", False)
             current.set(window)

@@ -17,6 +17,7 @@ from tiered.safetensors import Entry, entry_of
 from tiered.shards import Existing, Shards
 from tiered.zero.checkpoint import Readable, pending_of, read_record
 from tiered.zero.copies import Copies
+from tiered.zero.heap import refuse_little_room
 from tiered.zero.home import placement_of
 from tiered.zero.paging import Pager
 from tiered.zero.rank_stores import shared_json
@@ -62,6 +63,7 @@ def export(
         if unit.held:
             raise MisuseError(f"the parameters of {unit.plan.name!r} are in use: export outside forward and backward")
         unit.gradients.close()
+    refuse_little_room(pager.store, "an export")
     parameters, buffers = _listed(pager)
     order = [p for unit in pager.units for p in unit.plan.placements if p.parameter in parameters]
     entries = [_entry(parameters[p.parameter], p.shape, _goal(p.dtype, dtype)) for p in order]

@@ -3,6 +3,7 @@ memory, with states in a store (``resident.py``): ``step()`` updates."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from tiered import TieredError, TieredStore
 from tiered.errors import MisuseError
 from tiered.zero.gradients import SpentGradient
+from tiered.zero.heap import compiler, refuse_little_room
 from tiered.zero.home import placement_of
 from tiered.zero.paging import Pager
 from tiered.zero.ranks import Ranks
@@ -100,12 +102,15 @@ class AdamW(Optimizer):
         ):
             if wrong:
                 raise MisuseError(f"{what}={value} is out of range")
+        given: Any = list(params)
+        if store is None:
+            _refuse_little_room(given)
         self.steps: dict[Placement, int] = {}
         """How many each parameter has had."""
         self._resident = None if store is None else Resident(store, name, existing, _ranks(stage, group, timeout))
         self._made = False
         super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+            given, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         )
         self._made = True
         if self._resident is not None:
@@ -407,6 +412,21 @@ class AdamW(Optimizer):
 
 def _rule(group: dict[str, Any]) -> AdamWRule:
     return AdamWRule(float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"], group["maximize"])
+
+
+def _refuse_little_room(params: Sequence[Any]) -> None:
+    """Raise CapacityError where a memory cgroup leaves no room for the gradients of paged parameters, which are whole in
+    ordinary memory before they are stored: one at a time, or two of one that several modules share."""
+    groups = [group["params"] for group in params if isinstance(group, dict)]
+    given = [parameter for group in groups if isinstance(group, list) for parameter in group] if groups else params
+    paged = (parameter for parameter in given if isinstance(parameter, torch.Tensor) and hasattr(parameter, "_tiered"))
+    pagers = dict.fromkeys(placement_of(parameter)[0] for parameter in paged)
+    for pager in pagers:
+        named = [parameter for _, parameter in pager.model.named_parameters(remove_duplicate=False)]
+        uses = Counter(id(parameter) for parameter in named)
+        gradients = [p.nbytes * min(uses[id(p.parameter)], 2) for p in pager.placements if p.parameter.requires_grad]
+        largest = max(gradients, default=0)
+        refuse_little_room(pager.store, "training this model", largest=largest, more=compiler())
 
 
 def _ranks(stage: Stage | None, group: dist.ProcessGroup | None, timeout: float | None) -> Ranks | None:

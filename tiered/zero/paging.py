@@ -35,10 +35,7 @@ from tiered.zero.unit import Unit
 from tiered.zero.units import Placement, Plan, is_called
 from tiered.zero.validity import Validity
 
-__all__ = ["TRIM_SHARE", "Pager"]
-
-TRIM_SHARE = 4
-"""Freed memory goes back to the system whenever this fraction of the pool came and went as gradients."""
+__all__ = ["Pager"]
 
 
 class _Reference:
@@ -116,7 +113,7 @@ class Pager:
         self._accumulators: dict[Placement, Any] = {}
         self.rehearsal = Rehearsal.of(store)
         self.rehearsal.prefetch = self._prefetch = prefetch
-        self._trimmer = Trimmer(pool // TRIM_SHARE)
+        self._trimmer = Trimmer(pool, max((placement.nbytes for placement in self.placements), default=0))
         self._watch()
         self.splitter = Splitter(self, plan, pool, micro_batch) if micro_batch > 1 else None
         self._listing = False

@@ -28,7 +28,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tiered import CapacityError, MisuseError, TieredStore
-from tiered.zero.heap import Trimmer
+from tiered.memory import beside_pool
+from tiered.zero.heap import Trimmer, refuse_little_room
 from tiered.zero.placeholder import Placeholder
 
 __all__ = ["PREFIX", "Staged", "Window", "current", "find"]
@@ -36,8 +37,9 @@ __all__ = ["PREFIX", "Staged", "Window", "current", "find"]
 PREFIX = "zero.init/"
 """Keys of parameters that wait in the store to be paged. Nobody else's: what a run left there, the next one deletes."""
 WINDOW_SHARE = 8
-"""The window is this fraction of the pool."""
-TRIM_SHARE = 4
+"""The window is this fraction of the pool, as far as what a process may take beside the pool allows."""
+SPARE = 64 << 20
+"""Bytes of what it may take that parameters in memory leave alone: temporary tensors and freed memory are there, too."""
 
 
 @dataclass(eq=False)
@@ -79,7 +81,8 @@ class Window:
         self.name = str(store)
         pool = store.statistics().tier("dram").capacity
         self._pool = pool
-        self.limit = pool // WINDOW_SHARE
+        self._most = beside_pool(pool) - SPARE
+        self.limit = self.usual = min(pool // WINDOW_SHARE, self._most)
         self.context = 0
         self.resident_bytes = self.peak_bytes = self.released = self.fetched = 0
         self._largest = 0
@@ -90,7 +93,7 @@ class Window:
         self.guards: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
         self.building = False  # a zero.init block is in force, in some thread
         self._gone: SimpleQueue[tuple[int, str | None]] = SimpleQueue()
-        self._trimmer = Trimmer(pool // TRIM_SHARE)
+        self._trimmer = Trimmer(pool)
         for key in [key for key in store if key.startswith(PREFIX)]:
             store.delete(key)
 
@@ -164,6 +167,8 @@ class Window:
             )
         gone, where = self._gone, id(parameter)
         reference = weakref.ref(parameter, lambda _: gone.put((where, None)))
+        if nbytes > self._most:  # more than was asked for when the block began; as a rule it has not been written to yet
+            refuse_little_room(self.store, f"parameter {name} of {nbytes:,} bytes", largest=nbytes)
         self._resident[where] = _Resident(reference, name, context, nbytes)
         self._largest = max(self._largest, nbytes)
         self.resident_bytes += nbytes
@@ -219,9 +224,10 @@ class Window:
 
     def _make_room(self, incoming: int, keep: set[int]) -> None:
         """Release the oldest until ``incoming`` bytes fit, and then another parameter as large as the largest yet, which torch
-        makes before it tells of it; but not more than half of the window for that."""
+        makes before it tells of it; but not more than half of the window for that, unless the process had too much then."""
         self.sweep()
-        target = max(0, self.limit - min(self._largest, self.limit // 2) - incoming)
+        spared = min(self._largest, self.limit // 2)
+        target = max(0, min(self.limit - spared, max(self.limit, self._most) - self._largest) - incoming)
         if self.resident_bytes <= max(target, self._settled_at):
             return
         for where in list(self._resident):
@@ -229,7 +235,8 @@ class Window:
                 break
             if where not in keep:
                 self._release(where)
-        self._settled_at = self.resident_bytes
+        kept = sum(self._resident[where].nbytes for where in keep if where in self._resident)
+        self._settled_at = self.resident_bytes - kept  # these will not be kept next time
 
     def _release(self, where: int) -> None:
         """Put a parameter into the store, unless something else uses its memory."""
