@@ -2,6 +2,7 @@
 
     .venv/bin/python bench/memory.py                   4 GiB of state under a limit of 1.5 GiB for the whole process
     .venv/bin/python bench/memory.py --growth          one layer count and ten times as many, both with --checkpoint
+    .venv/bin/python -m bench.memory --beside          what a process takes beside its pool, step by step (docs/memory.md)
 
 The limit is a memory cgroup (v2 or v1) where this user may make one; else the peak RSS is compared with it. Prints a Markdown
 table and exits 1 when the limit, or the pool's budget, was exceeded.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -80,13 +82,115 @@ def row(summary: dict[str, Any], peak: int | None) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+# -- beside the pool ----------------------------------------------------------------------------------------------------------
+
+BESIDE = """
+import os, sys, tempfile
+import torch
+from torch import nn
+from tiered import TieredStore, zero
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(4096, 1024)
+        self.layers = nn.ModuleList(
+            nn.Linear(1024, 2048, bias=False) if n % 2 == 0 else nn.Linear(2048, 1024, bias=False) for n in range(24)
+        )
+        self.head = nn.Linear(1024, 4096, bias=False)
+    def forward(self, words):
+        x = self.embedding(words)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+folder, pool = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(2)
+def at(what):
+    print(what, flush=True)
+    sys.stdin.readline()
+
+at("imports of torch and tiered")
+import torch._dynamo
+at("torch._dynamo, which torch imports with its first optimizer, or meta tensor")
+torch.ones(512, 512) @ torch.ones(512, 512)
+at("the first product: buffers of torch's libraries")
+with TieredStore.open(folder + "/store", dram=pool) as store:
+    at("open")
+    with zero.init(store):
+        model = Model()
+    at("zero.init")
+    zero.page(model, store)
+    at("zero.page of that")
+    zero.export(model, folder + "/weights", shard="100MB")
+    at("zero.export")
+    with torch.device("meta"):
+        again = Model()
+    zero.page(again, store, name="again", weights=folder + "/weights")
+    at("zero.page from safetensors")
+    optimizer = zero.AdamW(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.arange(16)).square().mean().backward()
+        optimizer.step()
+    at("two steps of training, 16 words")
+    store.close()
+"""
+
+
+def anonymous_of(pid: int) -> int:
+    pages = Path(f"/proc/{pid}/statm").read_text().split()
+    return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
+
+
+def beside(pool: int) -> int:
+    """A table of what a process has at the end of each step, and at most within it, beside its pool (all of it, once open);
+    the imports are what it begins with. Looked at from outside, every millisecond or so."""
+    said = pool // 10 + (128 << 20)
+    print(f"A pool of {format_size(pool)}, a model of 224 MiB whose largest parameter has 16. Said: {format_size(said)}.\n")
+    print("| step | at its end | at most | beside the pool |\n|---|---|---|---|")
+    worst = imports = 0
+    with tempfile.TemporaryDirectory(dir=".", prefix="bench-memory-") as folder:
+        child = subprocess.Popen(
+            [sys.executable, "-c", BESIDE, folder, str(pool)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdin is not None
+        assert child.stdout is not None
+        while True:
+            most = 0
+            while not select.select([child.stdout], [], [], 0.001)[0]:
+                most = max(most, anonymous_of(child.pid))
+            step = child.stdout.readline().strip()
+            if not step:
+                break
+            now = anonymous_of(child.pid)
+            most = max(most, now)
+            if not imports or step.startswith("torch._dynamo"):
+                imports = now
+                print(f"| {step} | {format_size(now)} | {format_size(most)} | - |")
+            else:
+                extra = max(0, most - imports - pool)
+                worst = max(worst, extra)
+                print(f"| {step} | {format_size(now)} | {format_size(most)} | {format_size(extra)} |", flush=True)
+            child.stdin.write("\n")
+            child.stdin.flush()
+        if child.wait():
+            return 1
+    print(f"\nat most {format_size(worst)} beside the pool")
+    return int(worst > said)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", default="1.5GiB", help="for the whole process (default: 1.5GiB)")
     parser.add_argument("--layers", type=int, default=51, help="of width 768: 51 have 4 GiB of parameters and Adam states")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--growth", action="store_true", help="compare 4 and 40 small layers instead")
+    parser.add_argument("--beside", action="store_true", help="what a process takes beside its pool, step by step")
+    parser.add_argument("--dram", default="64MiB", help="the pool of --beside (default: 64MiB)")
     options = parser.parse_args()
+    if options.beside:
+        return beside(parse_size(options.dram))
     print("| command | parameters | state | pool peak | peak RSS | cgroup peak | per step |\n|---|---|---|---|---|---|---|")
     failed = False
     if options.growth:

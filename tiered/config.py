@@ -23,6 +23,9 @@ __all__ = ["SMALLEST_DRAM", "BackendName", "Parts", "StoreConfig", "build", "def
 
 SMALLEST_DRAM = 1 << 20
 """Bytes: the smallest DRAM budget that a store opens with."""
+BESIDE_OPEN = 8 << 20
+TABLES_SHARE = 256
+"""So many bytes, and this fraction of the pool, are taken beside it by whoever opens a store and does no more than use it."""
 
 
 @dataclass(frozen=True)
@@ -162,10 +165,12 @@ def default_dram() -> int:
 
 
 def _refuse_beyond_cgroup(dram: int) -> None:
-    """Raises CapacityError for a pool that would end in the kernel's killing the process: its pages come at first touch."""
-    room = cgroup_room()
-    if room is not None and dram > room.headroom:
+    """Raises CapacityError for a pool that would end in the kernel's killing the process: its pages come at first touch. The
+    engine's thread, and the kernel's tables of these pages, take some room, too."""
+    room, beside = cgroup_room(), BESIDE_OPEN + dram // TABLES_SHARE
+    if room is not None and dram + beside > room.headroom:
         raise CapacityError(
-            f"a DRAM budget of {dram:,} bytes is more than the memory cgroup {room.folder} can hold: of its limit of "
-            f"{room.limit:,} bytes {room.headroom:,} are left; ask for less, or raise the limit"
+            f"a DRAM budget of {dram:,} bytes, and {beside:,} for what serves it, are more than the memory cgroup "
+            f"{room.folder} can hold: of its limit of {room.limit:,} bytes {room.headroom:,} are left; ask for less, or raise "
+            "the limit"
         )
