@@ -92,10 +92,11 @@ def page(
 
     Raises MisuseError (paged before, name taken, wrong device, built for another store, no way to initialise; weights that are
     missing, unexpected, or of another shape), SafetensorsError (damaged weights), CapacityError when the store's DRAM budget is
-    below the smallest that works for this model (the message says how much that is), and what ``param_init_fn`` and the store
-    raise. Then the model is as before, and ``page`` may be tried again; only what ``existing="overwrite"`` had to overwrite may
-    be gone (and, with several processes, the values of parameters), what a ``policy`` stores as another type may be rounded,
-    and where reading ``weights`` failed in between, some parameters may have their values from there.
+    below the smallest that works for this model, or a memory cgroup leaves less than this may take beside it (the message says
+    how much that is), and what ``param_init_fn`` and the store raise. Then the model is as before, and ``page`` may be tried
+    again; only what ``existing="overwrite"`` had to overwrite may be gone (and, with several processes, the values of
+    parameters), what a ``policy`` stores as another type may be rounded, and where reading ``weights`` failed in between,
+    some parameters may have their values from there.
     """
     if existing not in ("refuse", "overwrite", "resume") or prefetch not in ("on", "off"):
         raise MisuseError("existing is 'refuse', 'overwrite' or 'resume', prefetch is 'on' or 'off'")

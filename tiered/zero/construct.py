@@ -50,7 +50,8 @@ class ConstructionStatistics:
     """Of one ``zero.init`` block so far. Bytes are those of parameters in ordinary memory.
 
     ``limit``: what the block stays below, as long as no parameter is larger than half of it, no function needs more at once
-    than that, and nothing else keeps the memory of parameters. ``peak``: the most there was at a time. ``resident``: now.
+    than that, and nothing else keeps the memory of parameters. ``peak``: the most there was at a time. ``resident``: now. The
+    process has more: what was touched of the pool, the temporary tensors of initialisers, and 48 MiB of freed memory at most.
     ``released`` and ``fetched`` count parameters that went to the store and came back from it.
     """
 
@@ -66,17 +67,18 @@ def init(store: TieredStore, *, window: int | None = None) -> Construction:
 
     Inside the block modules are built and initialised by ordinary code, in place, in any order and more than once; values are
     bit for bit those of the same code without the block. Parameters that were used last stay in memory, up to ``window`` bytes
-    (default: an eighth of the pool; more only where a single parameter, or a single function, needs more). The others wait in
-    the store, under keys that begin with ``zero.init/``. Buffers stay in memory, and so do parameters on the meta device, which
-    ``page`` initialises, and those of classes of their own.
+    (default: an eighth of the pool, of a large one a tenth and 48 MiB; more only where a single parameter or function needs
+    more). The others wait in the store, under keys that begin with ``zero.init/``. Buffers stay in memory, and so do parameters
+    on the meta device, which ``page`` initialises, and those of classes of their own.
 
     After the block the parameters have shape but no values (they read as NaN) until ``zero.page(model, store)``; ``state_dict``
     and ``load_state_dict`` belong inside the block, or after ``page``. An exception that leaves the block deletes what was
     built in it. What is never paged is deleted when the model dies and the store is next used by ``init`` or ``page``, or by
     the first of these after the store is reopened.
 
-    Entering raises MisuseError inside another such block. Inside, CapacityError is raised for a parameter that is larger than
-    a third of the pool, and what ``store.put`` and ``store.lease`` raise.
+    Entering raises MisuseError inside another such block, and CapacityError where a memory cgroup leaves less than building may
+    take beside the pool (docs/memory.md). Inside, CapacityError is raised for a parameter that is larger than a third of the
+    pool, or than the cgroup leaves, and what ``store.put`` and ``store.lease`` raise.
     """
     return Construction(store, window)
 
