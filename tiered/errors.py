@@ -20,6 +20,7 @@
      +- ManifestError
      +- RankError                another rank is lost, late, or does something else
      +- SafetensorsError
+     +- InterruptedStep          a training step was cut off where it cannot be gone on with: says what to call
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ __all__ = [
     "CommitError",
     "CorruptionError",
     "ForkedStore",
+    "InterruptedStep",
     "InterruptedStore",
     "KeyNotFound",
     "LeaseConflict",
@@ -166,3 +168,7 @@ class RankError(TieredError):
 
 class SafetensorsError(TieredError):
     """A file is no safetensors file, is damaged, or is not what its folder's index says."""
+
+
+class InterruptedStep(TieredError):
+    """An exception struck inside a training step and left a model that would give wrong numbers; ``zero.rollback`` mends it."""

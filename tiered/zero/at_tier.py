@@ -13,8 +13,9 @@ from typing import Any, Literal, Protocol, overload
 import torch
 
 from tiered import Access, MisuseError, Span, TensorSpec, TieredStore
+from tiered.zero.leases import Leases
 
-__all__ = ["AtTier", "Tensors", "UpdateTier", "dram_of", "host", "updates_of"]
+__all__ = ["AtTier", "Tensors", "UpdateTier", "dram_of", "host", "top_of", "updates_of"]
 
 UpdateTier = Literal["dram", "hbm"]
 
@@ -43,10 +44,11 @@ class Tensors(Protocol):
 
 
 class AtTier:
-    """A store whose tensors are made and leased in ``tier``, which need not be the top one."""
+    """A store whose tensors are made and leased in ``tier`` (None: the top one), and whose leases are in the books."""
 
-    def __init__(self, store: TieredStore, tier: str) -> None:
+    def __init__(self, store: TieredStore, tier: str | None) -> None:
         self._store, self._tier = store, tier
+        self._leases = Leases.of(store)
 
     def __contains__(self, key: object) -> bool:
         return key in self._store
@@ -67,10 +69,15 @@ class AtTier:
         self._store.delete(key)
 
     def lease(self, key: Any, *, access: Access = Access.READ) -> Any:
-        return self._store.lease(key, access=access, tier=self._tier)
+        return self._leases.registered(self._store.lease(key, access=access, tier=self._tier), key)
 
     def span(self, kind: str, name: str) -> Span:
         return self._store.span(kind, name)
+
+
+def top_of(store: TieredStore) -> Tensors:
+    """``store``, where parameters compute."""
+    return AtTier(store, None)
 
 
 def dram_of(store: TieredStore) -> Tensors:

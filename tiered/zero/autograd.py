@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["drop_queued", "graph_task", "hooks_active", "in_backward", "is_called_within"]
+from tiered import MisuseError
+
+__all__ = [
+    *("drop_queued", "graph_task", "hooks_active", "in_backward", "is_called_within", "pop_hooks", "push_hooks"),
+    *("refuse_tracing", "restore_recording", "without_grad"),
+]
+
+_MODES = torch._C._TorchDispatchModeKey
 
 
 def graph_task() -> int:
@@ -25,6 +33,62 @@ def in_backward() -> bool:
 def hooks_active() -> Any:
     """The saved-tensor hooks in force, of whoever (torch.utils.checkpoint, for one); the innermost pair wins."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def push_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+    """Have them in force until ``pop_hooks``. The context manager of torch would keep an object for it, which an exception may
+    lose."""
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def pop_hooks() -> None:
+    """The innermost pair, which is in force no longer."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+_unrecorded: set[without_grad] = set()
+"""Those that are in force, or that an exception has kept from ending."""
+
+
+class without_grad:  # as torch.no_grad, which it is but for ``restore_recording``
+    """``with without_grad():`` nothing is recorded."""
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        if self._before:
+            _unrecorded.add(self)
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_grad_enabled(self._before)
+        _unrecorded.discard(self)
+
+
+def restore_recording() -> None:
+    """Nothing of ours is running: have torch record again where an exception struck as a ``without_grad`` ended."""
+    if _unrecorded:
+        torch._C._set_grad_enabled(True)
+        _unrecorded.clear()
+
+
+def refuse_tracing() -> None:
+    """Raise MisuseError where torch does not compute but writes down what would be computed: with tensors that have no values,
+    or with the addresses of parameters that will be elsewhere."""
+    what = ""
+    if torch._C._get_tracing_state() is not None:
+        what = "torch.jit.trace"
+    elif torch._C._len_torch_dispatch_stack():
+        if torch._C._get_dispatch_mode(_MODES.FAKE) is not None:
+            what = "torch.export, or a FakeTensorMode,"
+        elif any(torch._C._get_dispatch_mode(mode) is not None for mode in (_MODES.PROXY, _MODES.FUNCTIONAL)):
+            what = "torch.fx (make_fx)"
+    if not what and torch.compiler.is_compiling():
+        what = "torch.compile, or torch.export,"
+    if what:
+        raise MisuseError(
+            f"{what} cannot look into a paged model, whose parameters are in memory only while they are used: give it a model "
+            "that is not paged (one made anew, with load_state_dict(model.state_dict()))"
+        )
 
 
 def drop_queued() -> None:

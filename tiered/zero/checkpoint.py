@@ -13,7 +13,7 @@ from tiered.zero import loaders
 from tiered.zero.home import placement_of
 from tiered.zero.loaders import Loader, Stateful, random_states
 from tiered.zero.optimizer import AdamW
-from tiered.zero.paging import Pager
+from tiered.zero.paging import Pager, pagers_of
 from tiered.zero.record import MOST, dumps, loads
 from tiered.zero.record_schema import VERSION, checked, refuse_other_tensors
 from tiered.zero.rules import AdamWRule
@@ -115,18 +115,38 @@ def rollback(
 ) -> Any:
     """Give up all since the last commit, after an exception or a loss that is not finite, say; returns its ``extra``.
 
-    Moves no tensor of the model: see ``TieredStore.rollback``. Graphs of before cannot run backward any more. It is the whole
-    store that goes back: call it for each model that is in it. Raises as that, with nothing changed where the last commit has
-    no record of the model, and as ``resume``.
+    Whatever an exception left of forward, backward or ``step()``, and wherever it struck: all that models in the store hold by
+    themselves (leases, gradients, updates that are pending, hooks) is thrown away. Where this call is interrupted, too, call it
+    again. Moves no tensor of the model: see ``TieredStore.rollback``. Graphs of before cannot run backward any more. It is the
+    whole store that goes back: call it for each model that is in it; until then the others raise InterruptedStep. Raises as
+    that, with nothing changed where the last commit has no record of the model, and as ``resume``.
     """
     pager = _pager_of(model)
-    pager.reset()
+    others = pagers_of(pager.store)
+    for other in others:
+        other.give_up()
     pager.partition.refuse_apart(pager.store)
-    for unit in pager.units:
-        unit.gradients.close()
-    pager.store.rollback(needs=[pager.validity.key])
+    others = [other for other in others if other is pager or other.trained]
+    before = [other.intent.spoiled for other in others]
+    for other in others:
+        other.intent.spoil(
+            f"the store went back to its last commit, and model {other.name!r} in it has not followed yet: call zero.rollback "
+            "for it (again, with all that zero.commit was given)"
+        )
+    try:
+        pager.store.rollback(needs=[pager.validity.key])
+    except MisuseError:  # nothing was changed
+        for other, why in zip(others, before, strict=True):
+            other.intent.spoil(why)
+        raise
+    if pager.splitter is not None:
+        pager.splitter.keeper.forget()
+    pager.exchange.paused = False
     recall(pager)
-    return _load(pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
+    extra = _load(pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
+    getattr(scaler, "_per_optimizer_states", {}).clear()  # what torch does after each step, and load_state_dict does not
+    pager.intent.forget()
+    return extra
 
 
 def extra_of(store: TieredStore, name: str) -> Any:
@@ -151,6 +171,8 @@ def _prepare(
     stage = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {}).get("stage")
     if getattr(stage, "name", None) == "UNSCALED":  # which torch's state_dict does not tell
         raise MisuseError("the gradients are unscaled and not used yet: commit before scaler.unscale_ or after scaler.step")
+    pager.intent.refuse()
+    pager.intent.refuse_half_updated()
     if not pager.computing:
         pager.reset()  # what an exception left held
         pager.exchange.synchronise()
@@ -197,6 +219,7 @@ def write_record(store: TieredStore, name: str, record: Mapping[str, Any]) -> No
 def _of_unit(unit: Unit) -> dict[str, Any]:
     gradients = {}
     for placement, state in unit.gradients.states.items():
+        unit.gradients.refuse_interrupted(placement)
         if unit.gradients.has(placement):
             unit.gradients.collect(placement)  # what somebody assigned to ``parameter.grad``
         gradients[placement.name] = {
@@ -290,6 +313,7 @@ def recall(pager: Pager) -> None:
             state.scales, state.wide_scales = list(kept["scales"]), list(kept["wide_scales"])
             state.expected, state.norms, state.orders = kept["expected"], dict(kept["norms"]), set(kept["orders"])
             state.finite, state.spent, state.accumulate = kept["finite"], False, kept["there"]
+            state.adding = False
             placement.parameter.grad = state.marker if kept["there"] else None
     modules = dict(pager.model.named_modules())
     for name, value in record["buffers"].items():

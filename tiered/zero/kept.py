@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tiered import TieredStore
+from tiered import MisuseError, TieredStore
+from tiered.zero.at_tier import Tensors, top_of
 
 __all__ = ["SMALL", "Keeper", "Kept"]
 
@@ -26,8 +27,8 @@ class Kept:
     ``restore`` gives a copy: where the tensor was expanded (stride 0), of what it was expanded from.
     """
 
-    def __init__(self, store: TieredStore, tensor: torch.Tensor, piece: int) -> None:
-        self._store, self._piece = store, max(1, piece // tensor.itemsize)
+    def __init__(self, store: Tensors, books: _Books, tensor: torch.Tensor, piece: int) -> None:
+        self._store, self._books, self._piece = store, books, max(1, piece // tensor.itemsize)
         self._expanded = tensor.size()
         tensor = unexpanded(tensor)
         self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
@@ -52,7 +53,10 @@ class Kept:
 
     @torch.no_grad()
     def restore(self) -> torch.Tensor:
-        """A tensor of the same values, size, strides and dtype; it needs no gradient. Raises what the store raises."""
+        """A tensor of the same values, size, strides and dtype; it needs no gradient. Raises what the store raises, and
+        MisuseError where the store went back to a commit since."""
+        if self._books.over:
+            raise MisuseError("this graph was made before zero.rollback, and what it needs is gone: compute the loss again")
         made = self._empty()
         if self._small is not None:
             return made.copy_(self._small).expand(self._expanded)
@@ -70,6 +74,29 @@ class Kept:
         return memory.as_strided(self._size, self._stride, self._phase)
 
 
+class _Trace(weakref.ref[Kept]):
+    """What is left of a ``Kept`` that is gone: which keys to delete. Its callback is a method of C, which no signal handler
+    can interrupt."""
+
+    __slots__ = ("keys", "label", "number")
+    label: str
+    number: int
+    keys: list[str]
+
+
+class _Books:
+    """Which numbers are free and used, by label; ``traces`` of what is kept, and of what is ``gone``."""
+
+    def __init__(self) -> None:
+        self.free: dict[str, list[int]] = {}
+        self.used: dict[str, int] = {}
+        self.traces: set[_Trace] = set()
+        self.gone: deque[_Trace] = deque()
+        self.known = WeakIdKeyDictionary()
+        self.over = False
+        """The store went back to a commit: the keys are gone, or others' by now."""
+
+
 class Keeper:
     """Keeps tensors under ``NAME/input/LABEL#NUMBER``, the smallest number that is free: each step uses the same keys.
 
@@ -77,11 +104,8 @@ class Keeper:
     """
 
     def __init__(self, store: TieredStore, name: str, piece: int) -> None:
-        self._store, self._prefix, self._piece = store, f"{name}/input", piece
-        self._free: dict[str, list[int]] = {}
-        self._used: dict[str, int] = {}
-        self._gone: deque[tuple[str, int, list[str]]] = deque()
-        self._known = WeakIdKeyDictionary()
+        self._all, self._store, self._prefix, self._piece = store, top_of(store), f"{name}/input", piece
+        self._books = _Books()
 
     def keep(self, label: str, tensor: torch.Tensor, sizes: Sequence[int]) -> list[Kept] | None:
         """One for each of the parts of ``sizes`` along the first dimension; a single size is the whole. None for what can only
@@ -92,7 +116,7 @@ class Keeper:
         self.sweep()
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or overlaps(unexpanded(tensor)):
             return None
-        known = self._known.get(tensor)  # type: ignore[no-untyped-call]
+        known = self._books.known.get(tensor)  # type: ignore[no-untyped-call]
         state = None if tensor.is_inference() else (tensor.data_ptr(), tensor._version, tuple(sizes))
         if known is not None and known[0] == state:
             found = [reference() for reference in known[1]]
@@ -101,26 +125,39 @@ class Keeper:
         parts = [tensor] if len(sizes) == 1 else torch.split(tensor.detach(), list(sizes))
         kept = [self._keep(label if len(sizes) == 1 else f"{label}.{number}", part) for number, part in enumerate(parts)]
         if state is not None:  # else nothing would tell that it was changed
-            self._known[tensor] = (state, [weakref.ref(one) for one in kept])
+            self._books.known[tensor] = (state, [weakref.ref(one) for one in kept])
         return kept
 
     def _keep(self, label: str, tensor: torch.Tensor) -> Kept:
-        kept = Kept(self._store, tensor, self._piece)
-        free = self._free.setdefault(label, [])
-        number = heapq.heappop(free) if free else self._used.setdefault(label, 0)
-        self._used[label] = max(self._used.get(label, 0), number + 1)
-        weakref.finalize(kept, self._gone.append, (label, number, kept.keys)).atexit = False
+        books = self._books
+        kept = Kept(self._store, books, tensor, self._piece)
+        free = books.free.setdefault(label, [])
+        number = heapq.heappop(free) if free else books.used.get(label, 0)
+        books.used[label] = max(books.used.get(label, 0), number + 1)
+        trace = _Trace(kept, books.gone.append)
+        trace.label, trace.number, trace.keys = label, number, kept.keys
+        books.traces.add(trace)  # from here on its end is noticed, and it has nothing in the store before
         kept.fill(tensor, f"{self._prefix}/{label}#{number}")
         return kept
 
     def sweep(self) -> None:
         """Delete what nobody needs any more. Not done where that is noticed, which may be inside a garbage collection."""
-        while self._gone:
-            label, number, keys = self._gone.popleft()
-            for key in keys:
+        books = self._books
+        while books.gone:
+            trace = books.gone[0]
+            for key in trace.keys:
                 if key in self._store:
                     self._store.delete(key)
-            heapq.heappush(self._free[label], number)
+            books.gone.popleft()  # whose number is nobody's if this is interrupted here: better than twice somebody's
+            books.traces.discard(trace)
+            heapq.heappush(books.free[trace.label], trace.number)
+
+    def forget(self) -> None:
+        """The store went back to a commit: no graph of before can be used any more, and none needs anything in the store."""
+        self._books.over = True
+        for key in [key for key in self._all if key.startswith(f"{self._prefix}/")]:
+            self._store.delete(key)
+        self._books = _Books()
 
 
 def unexpanded(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import ExitStack
 from typing import Protocol
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from tiered import Access, MisuseError, TensorSpec
 from tiered.zero.at_tier import Tensors
 from tiered.zero.gradients import StoredGradient
+from tiered.zero.leases import Opened
 from tiered.zero.unit_gradients import UnitGradients
 from tiered.zero.units import Placement, UnitPlan
 
@@ -49,7 +49,7 @@ class LocalGradients:
         self.key, self._store, self._plan, self._gradients = key, store, plan, gradients
         self._arrived: set[Placement] = set()
         self._opened: torch.Tensor | None = None
-        self._lease = ExitStack()
+        self._lease = Opened()
 
     def has(self, placement: Placement) -> bool:
         return placement in self._arrived
@@ -96,7 +96,7 @@ class LocalGradients:
             self._gradients.prepare()
             if self.key not in self._store:
                 self._store.create(self.key, TensorSpec("uint8", (self._plan.nbytes,), 1))
-            self._opened = self._lease.enter_context(self._store.lease(self.key, access=Access.WRITE))
+            self._opened = self._lease.open(self._store.lease(self.key, access=Access.WRITE))
         return self._opened
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from tiered import TieredError, TieredStore
 from tiered.errors import MisuseError
+from tiered.zero.autograd import without_grad
 from tiered.zero.gradients import SpentGradient
 from tiered.zero.heap import compiler, refuse_little_room
 from tiered.zero.home import placement_of
+from tiered.zero.intent import decide
 from tiered.zero.paging import Pager
 from tiered.zero.ranks import Ranks
 from tiered.zero.resident import Resident
@@ -142,7 +145,6 @@ class AdamW(Optimizer):
 
     # -- stepping ----------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One AdamW step for every parameter that has a gradient. ``closure`` as in torch; returns what it returns, else None.
 
@@ -157,27 +159,39 @@ class AdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._resident is not None:
-            self._show(self._resident.step([_rule(group) for group in self.param_groups]))
+            with torch.no_grad():
+                self._show(self._resident.step([_rule(group) for group in self.param_groups]))
             return loss
-        updates: dict[Unit, dict[Placement, Update]] = {}
         for pager in self._pagers():
             pager.reset()
             pager.exchange.synchronise()
             pager.exchange.refresh()
+        with without_grad():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        updates: dict[Unit, dict[Placement, Update]] = {}
+        deeds: list[Callable[[], object]] = []
+        steps: dict[Placement, int] = {}
         for group in self.param_groups:
             rule = _rule(group)
             for parameter in group["params"]:
                 _, unit, placement = placement_of(parameter)
-                unit.gradients.close_step(placement)
-                if parameter.grad is not None:
+                unit.gradients.refuse_interrupted(placement)
+                deeds.append(partial(unit.gradients.close_step, placement))
+                if unit.gradients.has(placement):
                     unit.gradients.refuse_infinite(placement)
                     unit.gradients.close()
-                    step = self.steps.get(placement, 0) + 1
-                    updates.setdefault(unit, {})[placement] = Update(rule, step)
+                    state = unit.gradients.states[placement]
+                    step = steps[placement] = self.steps.get(placement, 0) + 1
+                    update = Update(rule, step, tuple(state.scales), tuple(state.wide_scales))
+                    updates.setdefault(unit, {})[placement] = update
         error: TieredError | None = None
         try:
             for unit in updates:  # the last that can fail, before anything is marked
                 unit.settle()  # an earlier update that nothing has asked for yet
+                unit.stored.give_up()
         except TieredError as problem:
             error = problem
         for pager in self._pagers():  # of several ranks all make the step, or none
@@ -186,18 +200,12 @@ class AdamW(Optimizer):
                 error = TieredError("another rank could not make this step, and says why; no rank has made it")
         if error is not None:
             raise error
-        for unit, changed in updates.items():
-            self._mark(unit, changed)
+        deeds.append(partial(self.steps.update, steps))
+        deeds += [unit.marking(changed) for unit, changed in updates.items()]
+        deeds += [pager.intent.all_updated for pager in self._pagers()]
+        decide([pager.intent for pager in self._pagers()], deeds)
         for rehearsal in dict.fromkeys(pager.rehearsal for pager in self._pagers()):
             rehearsal.step_ended()
-        return loss
-
-    def _mark(self, unit: Unit, changed: dict[Placement, Update]) -> None:
-        for placement, update in changed.items():
-            state = unit.gradients.states[placement]
-            changed[placement] = Update(update.rule, update.step, tuple(state.scales), tuple(state.wide_scales))
-            self.steps[placement] = update.step
-        unit.mark(changed)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; with ``set_to_none=False`` they become zeros (hence an update follows), as in torch.
@@ -209,27 +217,29 @@ class AdamW(Optimizer):
             super().zero_grad(set_to_none)
             return
         for pager in self._pagers():
+            pager.intent.refuse()
             if not pager.computing:
                 pager.reset()  # what an exception left held
                 if not set_to_none:
                     pager.exchange.synchronise()  # zeros take the place of all that is on its way
         units: dict[Unit, list[Placement]] = {}
+        deeds: list[Callable[[], object]] = []
         for parameter in self._parameters():
             _, unit, placement = placement_of(parameter)
-            if isinstance(parameter.grad, SpentGradient):
-                parameter.grad = None
-            elif parameter.grad is not None:
+            if set_to_none or isinstance(parameter.grad, SpentGradient):
+                deeds.append(partial(unit.gradients.forget, placement))
+            elif parameter.grad is not None or unit.gradients.was_added_to(placement):
                 units.setdefault(unit, []).append(placement)
+        decide([pager.intent for pager in self._pagers()], deeds)
         if set_to_none:
-            for placement in (placement for placements in units.values() for placement in placements):
-                placement.parameter.grad = None
             for unit in self._units():  # also of one that no parameter shows, when an exception struck as it was stored
                 unit.forget_gradients()
         else:
             for unit, placements in units.items():
                 unit.settle()
                 for placement in placements:
-                    unit.gradients.take(placement, torch.zeros((), dtype=placement.dtype, device="cpu").expand(placement.shape))
+                    zero = torch.zeros((), dtype=placement.dtype, device="cpu")
+                    unit.gradients.zero(placement, zero.expand(placement.shape))
                 unit.gradients.close()
 
     def clip_grad_norm_(
@@ -248,7 +258,7 @@ class AdamW(Optimizer):
         for pager in self._pagers():
             pager.reset()
             pager.exchange.synchronise()
-        graded = [placement_of(p) for p in self._parameters() if p.grad is not None]
+        graded = self._graded()
         if not graded:
             return torch.tensor(0.0, device="cpu")
         graded.sort(key=lambda found: found[2].index)
@@ -257,9 +267,16 @@ class AdamW(Optimizer):
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(f"The total norm of order {norm_type} of the gradients is not finite: {total.item()}")
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for _, unit, placement in graded:
-            unit.gradients.scale(placement, factor)
+        deeds = [unit.gradients.scaled(placement, factor) for _, unit, placement in graded]
+        decide([pager.intent for pager in self._pagers()], deeds)
         return total
+
+    def _graded(self) -> list[tuple[Pager, Unit, Placement]]:
+        """Parameters that have a gradient. Raises InterruptedStep where one is not right."""
+        found = [placement_of(parameter) for parameter in self._parameters()]
+        for _, unit, placement in found:
+            unit.gradients.refuse_interrupted(placement)
+        return [one for one in found if one[2].parameter.grad is not None]
 
     def _norms(self, graded: Sequence[tuple[Pager, Unit, Placement]], order: float) -> list[torch.Tensor]:
         """Of each whole gradient."""
@@ -279,6 +296,7 @@ class AdamW(Optimizer):
         if self._resident is not None:
             return None if parameter.grad is None else parameter.grad.detach().clone()
         pager, unit, placement = placement_of(parameter)
+        pager.start()
         if not pager.computing:
             pager.exchange.synchronise()
         return unit.gradient(placement)
@@ -287,6 +305,8 @@ class AdamW(Optimizer):
         """Apply every pending update now. Raises what the store raises."""
         if self._resident is not None:
             return  # none waits
+        for pager in self._pagers():
+            pager.start_anew()
         for unit in self._units():
             unit.settle()
 
@@ -349,6 +369,7 @@ class AdamW(Optimizer):
         if self._resident is not None:
             yield from zip(self._resident.steps(), self._resident.copies(), strict=True)
             return
+        self.flush()
         for parameter in self._parameters():
             _, unit, placement = placement_of(parameter)
             yield self.steps.get(placement, 0), unit.state_copies(placement) if placement in self.steps else {}
@@ -377,10 +398,14 @@ class AdamW(Optimizer):
             for index, parameter in enumerate(group["params"])
         ]
 
-    def _update_now(self, placement: Placement) -> Update:
-        """Called within backward when a gradient is complete: counts one step, and returns it."""
-        step = self.steps[placement] = self.steps.get(placement, 0) + 1
-        return Update(_rule(self.param_groups[self._group_of[placement]]), step)
+    def _update_now(self, placement: Placement) -> tuple[Update, Callable[[], None]]:
+        """Called within backward when a gradient is complete: the next step, and what counts it."""
+        step = self.steps.get(placement, 0) + 1
+
+        def count() -> None:
+            self.steps[placement] = step
+
+        return Update(_rule(self.param_groups[self._group_of[placement]]), step), count
 
     def _unscale(self, factor: torch.Tensor) -> list[bool]:
         """Multiply all gradients by ``factor`` (0-d) when they are used; says of each whether it was finite before."""
@@ -388,8 +413,9 @@ class AdamW(Optimizer):
         for pager in self._pagers():
             pager.reset()
             pager.exchange.synchronise()
-        graded = [placement_of(p) for p in self._parameters() if p.grad is not None]
-        return [unit.gradients.unscale(placement, factor) for _, unit, placement in graded]
+        found = [unit.gradients.unscaled(placement, factor) for _, unit, placement in self._graded()]
+        decide([pager.intent for pager in self._pagers()], [unscale for _, unscale in found])
+        return [finite for finite, _ in found]
 
     def _refuse_in_backward(self, what: str) -> None:
         """Raise MisuseError where the gradients are gone when ``step()`` is called."""

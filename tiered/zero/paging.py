@@ -7,27 +7,44 @@ Backward: what autograd saves of a paged parameter is packed as a reference (uni
 the unit in memory; unpacking it holds the unit until another one is unpacked. Gradients are moved into the store as they
 arrive. ``torch.utils.checkpoint`` works by the same hooks: only the innermost pair of saved-tensor hooks runs, so ours are
 pushed only where no others are active, and its recomputation is an ordinary forward with frames.
+
+An exception of a signal handler may strike between any two lines of this. So nothing that is written down here is trusted when
+a model is used anew: ``reset`` throws it away, and takes from every unit what it may still have.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge
 
-from tiered import MisuseError, Span, TieredStore
+from tiered import MisuseError, Span, TieredError, TieredStore
 from tiered.types import Access
 from tiered.zero.at_tier import UpdateTier, updates_of
-from tiered.zero.autograd import drop_queued, graph_task, hooks_active, in_backward, is_called_within
+from tiered.zero.autograd import (
+    drop_queued,
+    graph_task,
+    hooks_active,
+    in_backward,
+    is_called_within,
+    pop_hooks,
+    push_hooks,
+    refuse_tracing,
+    restore_recording,
+)
 from tiered.zero.backward import BackwardUpdates
 from tiered.zero.heap import Trimmer
 from tiered.zero.home import Home, no_copy, told
+from tiered.zero.intent import Intent
 from tiered.zero.kept import Kept
+from tiered.zero.leases import Leases
 from tiered.zero.schedule import Prefetch, Rehearsal
 from tiered.zero.sharding import Partition
 from tiered.zero.split import Splitter
@@ -35,7 +52,7 @@ from tiered.zero.unit import Unit
 from tiered.zero.units import Placement, Plan, is_called
 from tiered.zero.validity import Validity
 
-__all__ = ["Pager"]
+__all__ = ["Pager", "pagers_of"]
 
 
 class _Reference:
@@ -47,20 +64,36 @@ class _Reference:
         self.unit, self.version = unit, unit.version
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.offset = tensor.storage_offset()
-        unit.references.add(self)
+        unit.references.add(weakref.ref(self, unit.references.discard))  # of C: no exception keeps it from being called
 
 
 class _Frame:
-    """What one running forward holds."""
+    """What one running forward holds. ``below``: the hooks that were in force when it began."""
 
-    __slots__ = ("hooks", "module", "recording", "span", "units")
+    __slots__ = ("below", "module", "recording", "span", "units")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.recording = torch.is_grad_enabled()
+        self.below = hooks_active()
         self.units: list[Unit] = []
-        self.hooks: saved_tensors_hooks | None = None
         self.span: Span | None = None
+
+
+class _Pass:
+    """Called by autograd at the end of a backward pass; it is gone when the pass has ended in any way."""
+
+    __slots__ = ("__weakref__", "finish")
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self.finish = finish
+
+    def __call__(self) -> None:
+        self.finish()
+
+
+class _Listing(OrderedDict[str, Any]):
+    """A state_dict of the parameters themselves."""
 
 
 class _Watched(dict[str, Any]):
@@ -94,8 +127,9 @@ class Pager:
         self.model, self.store, self.name = model, store, name
         self.limits = plan.limits
         self.validity, chunk = Validity(store, name), plan.limits.chunk
+        self.intent, self._leases = Intent(), Leases.of(store)
         updates, self._update_tier = updates_of(store, update_tier), update_tier
-        self.units = [Unit(store, updates, name, u, chunk, self.validity, partition) for u in plan.units]
+        self.units = [Unit(store, updates, name, u, chunk, self.validity, partition, self.intent) for u in plan.units]
         partition.joins(store)
         self.partition, self.exchange = partition, partition.exchange(self.units, pool)
         self.placements = sorted((p for u in plan.units for p in u.placements), key=lambda p: p.index)
@@ -105,18 +139,21 @@ class Pager:
         self._bases: dict[int, Unit] = {}
         self._backward_units: tuple[Unit, ...] = ()
         self._gradient_unit: Unit | None = None
-        self._in_backward = False
+        self._running: weakref.ref[_Pass] | None = None  # the backward pass, from its first hook to its end
         self._backward_task = -1
         self._passing: Span | None = None  # the whole backward pass, and what one visit computes, for a timeline
         self._visiting: Span | None = None
         self._updates = BackwardUpdates()
-        self._accumulators: dict[Placement, Any] = {}
+        self._accumulators: dict[Placement, tuple[Any, object]] = {}  # nodes, and what their hooks know themselves by
         self.rehearsal = Rehearsal.of(store)
         self.rehearsal.prefetch = self._prefetch = prefetch
         self._trimmer = Trimmer(pool, max((placement.nbytes for placement in self.placements), default=0))
         self._watch()
         self.splitter = Splitter(self, plan, pool, micro_batch) if micro_batch > 1 else None
-        self._listing = False
+        for module in self.model.modules():
+            if self._is_hooked(module):
+                module.forward = self._guarded(module, module.forward)  # of this one object
+        _pagers.add(self)
 
     # -- installing --------------------------------------------------------------------------------------------------------
 
@@ -132,9 +169,29 @@ class Pager:
                 module.register_state_dict_post_hook(after)  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_post_hook(self._after_load)  # type: ignore[no-untyped-call]
-            if module in self._held or (module is self.model and is_called(module)):
+            if self._is_hooked(module):
                 module.register_forward_pre_hook(self._before_forward, prepend=True)
                 module.register_forward_hook(self._after_forward, always_call=True)
+
+    def _is_hooked(self, module: nn.Module) -> bool:
+        return module in self._held or (module is self.model and is_called(module))
+
+    def _guarded(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward``, after which nothing of it is in force in this thread, whatever exception ends it."""
+
+        @wraps(forward)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return forward(*args, **kwargs)
+            except Exception:  # torch calls ``_after_forward``
+                self._restore_thread(module)
+                raise
+            except BaseException:  # and here it calls no hook
+                self._restore_thread(module)
+                self._after_forward(module, None, None)
+                raise
+
+        return guarded
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Called by copy and pickle."""
@@ -143,18 +200,19 @@ class Pager:
     # -- forward -----------------------------------------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
+        refuse_tracing()
         if in_backward():  # a recomputation
             self._begin_backward()
         elif module is self.model or not self._frames:
             self.reset()
+            self.intent.refuse_half_updated()
             self.exchange.pass_begins()
             if module is self.model:
                 self.rehearsal.forward_begins("training" if torch.is_grad_enabled() else "inference")
         frame = _Frame(module)
         self._frames.append(frame)
         if torch.is_grad_enabled() and not hooks_active():
-            frame.hooks = saved_tensors_hooks(self._pack, self._unpack)
-            frame.hooks.__enter__()
+            push_hooks(self._pack, self._unpack)
         units = self._held.get(module, ())
         for unit in units:
             self._hold(frame, unit)
@@ -197,10 +255,20 @@ class Pager:
     def _leave(self, frame: _Frame) -> None:
         if frame.span is not None:
             frame.span.end()
-        if frame.hooks is not None and hooks_active() == (self._pack, self._unpack):  # else an exception took them away
-            frame.hooks.__exit__()
+        if not frame.below and hooks_active() == (self._pack, self._unpack):  # else an exception took them away
+            pop_hooks()
         for unit in reversed(frame.units):
             self._drop(unit)
+
+    def _restore_thread(self, module: nn.Module) -> None:
+        """An exception ends the outermost forward: what was in force in it, whoever had it so, is as it was before."""
+        while self._frames and self._frames[-1].module is not module and any(f.module is module for f in self._frames):
+            self._leave(self._frames.pop())
+        if len(self._frames) == 1 and self._frames[0].module is module:
+            frame = self._frames[0]
+            while hooks_active() and hooks_active() != frame.below:
+                pop_hooks()
+            torch._C._set_grad_enabled(frame.recording)
 
     def _drop(self, unit: Unit) -> None:
         assert unit.base is not None
@@ -249,14 +317,75 @@ class Pager:
         """
         return in_backward() or bool(self._frames and is_called_within({f.module for f in self._frames}))
 
+    def start(self) -> None:
+        """Somebody uses the model otherwise: see that an interruption left nothing in the way. Raises as ``reset``."""
+        if (self._frames or self._running is not None) and not self.computing:
+            self.reset()
+        self.intent.ready()
+
+    def start_anew(self) -> None:
+        """The same where nobody may hold a unit, but within forward and backward."""
+        if any(unit.in_hand for unit in self.units) and not self.computing:
+            self.reset()
+        self.start()
+
     def reset(self) -> None:
-        """Let go of everything, also what an exception or Ctrl-C left held. The next forward starts from nothing."""
-        if self._in_backward and not in_backward():
+        """Let go of everything, also what an exception or Ctrl-C left held. The next forward starts from nothing.
+
+        Raises InterruptedStep where an exception left what cannot be gone on with, MisuseError where a parameter was written to
+        while it could only be read.
+        """
+        self.intent.finish()
+        self._let_go(Unit.let_go)
+        self.intent.refuse()
+
+    def give_up(self) -> None:
+        """The same before all is rolled back: nothing of it is looked at, and nothing raises."""
+        self._running = None
+        if not in_backward():
             drop_queued()
-        while self._frames:
-            self._leave(self._frames.pop())
+        self._let_go(Unit.give_up)
+
+    @property
+    def trained(self) -> bool:
+        """Whether anything of it was updated, or has a gradient, since it was paged."""
+        return any(unit.updates or unit.pending is not None or unit.gradients.any for unit in self.units)
+
+    def _let_go(self, how: Callable[[Unit], None]) -> None:
+        if self._running is not None and not in_backward():
+            drop_queued()
+        frames, self._frames = self._frames, []
+        for frame in frames:
+            if frame.span is not None:
+                frame.span.end()
+        self._backward_units = ()
         self._end_backward()
+        self._withdraw_hooks()
         self.exchange.abandon()  # not as an exception passes: another rank may have none, and this one would wait for it
+        error: TieredError | None = None
+        for unit in self.units:
+            unit.arriving.close()
+            unit.gradients.close()
+            try:
+                how(unit)
+            except TieredError as problem:
+                error = problem
+        self._bases.clear()
+        self._leases.end(self.name)
+        if self.splitter is not None:
+            self.splitter.reset()
+        if error is not None:
+            raise error
+
+    def _withdraw_hooks(self) -> None:
+        """Those of models whose forward an exception left where nobody could take them away, whatever models these are."""
+        while True:
+            owner = getattr((hooks_active() or (None,))[0], "__self__", None)
+            if not isinstance(owner, Pager) or owner.computing:
+                break
+            pop_hooks()
+        if not in_backward():
+            restore_recording()
 
     # -- saved for backward ------------------------------------------------------------------------------------------------
 
@@ -269,6 +398,8 @@ class Pager:
         return None
 
     def _pack(self, tensor: torch.Tensor) -> object:
+        if not self._frames:  # an exception left these hooks behind, and this is another model's
+            return tensor
         reference = self.reference(tensor)
         if reference is not None or self.splitter is None:
             return tensor if reference is None else reference
@@ -337,13 +468,27 @@ class Pager:
             while frame in self._frames:
                 self._leave(self._frames.pop())
 
+    @property
+    def _in_backward(self) -> bool:
+        """Whether the backward pass that began last goes on."""
+        return self._running is not None and self._running() is not None
+
     def _begin_backward(self) -> None:
-        if not self._in_backward:
-            self._in_backward = True
-            self.exchange.pass_begins(backward=True)
-            self._backward_task = graph_task()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
-            self._passing = self.store.span("backward", type(self.model).__name__)
+        if self._in_backward:
+            return
+        if self._running is not None or (self._frames and not is_called_within({f.module for f in self._frames})):
+            self.reset()  # what was before was interrupted
+        self.intent.ready()
+        self.exchange.pass_begins(backward=True)
+        self._backward_task = graph_task()
+        torch.autograd.Variable._execution_engine.queue_callback(self._begun())
+        self._passing = self.store.span("backward", type(self.model).__name__)
+
+    def _begun(self) -> _Pass:
+        """A pass that nobody keeps but autograd."""
+        begun = _Pass(self._finish_backward)
+        self._running = weakref.ref(begun)
+        return begun
 
     def _finish_backward(self) -> None:
         self._leave_backward()
@@ -352,6 +497,7 @@ class Pager:
             for unit, placement in self.exchange.backward_ended():
                 self._updates.arrived(unit, placement)
             self._updates.finish()
+            self.intent.updated = False
         finally:
             self._end_backward()
 
@@ -362,7 +508,6 @@ class Pager:
 
     def _end_backward(self) -> None:
         """Also after an exception."""
-        self._in_backward = False
         self._leave_backward()
         if self._passing is not None:
             self._passing.end()
@@ -370,6 +515,7 @@ class Pager:
         self._close_gradients()
         if self.splitter is not None:
             self.splitter.keeper.sweep()
+        self._running = None
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
@@ -386,18 +532,25 @@ class Pager:
                 parameter: Any = placement.parameter
                 # On the node, which accumulates; a hook on the parameter would run for torch.autograd.grad, too. The parameter
                 # holds its node weakly.
-                node = self._accumulators[placement] = get_gradient_edge(parameter).node
-                node.register_prehook(told(parameter, Pager._gradient_arrives))
-                parameter.register_post_accumulate_grad_hook(told(parameter, Pager._gradient_arrived))
+                node, pair = get_gradient_edge(parameter).node, object()
+                node.register_prehook(told(parameter, partial(Pager._gradient_arrives, pair=pair)))
+                parameter.register_post_accumulate_grad_hook(told(parameter, partial(Pager._gradient_arrived, pair=pair)))
+                self._accumulators[placement] = node, pair  # from here on they count: one of them alone would do harm
 
-    def _gradient_arrives(self, unit: Unit, placement: Placement) -> None:
-        if not placement.parameter.requires_grad:  # frozen since forward: torch does not accumulate, and calls the hooks
+    def _is_hook(self, placement: Placement, pair: object) -> bool:
+        """Whether hooks of this ``pair`` are those that count, and there is something for them to do."""
+        found = self._accumulators.get(placement)
+        # frozen since forward: torch does not accumulate, and calls the hooks
+        return found is not None and found[1] is pair and placement.parameter.requires_grad
+
+    def _gradient_arrives(self, unit: Unit, placement: Placement, *, pair: object) -> None:
+        if not self._is_hook(placement, pair):
             return
         self._open_gradients(unit)
         unit.arriving.before(placement)
 
-    def _gradient_arrived(self, unit: Unit, placement: Placement) -> None:
-        if not placement.parameter.requires_grad:
+    def _gradient_arrived(self, unit: Unit, placement: Placement, *, pair: object) -> None:
+        if not self._is_hook(placement, pair):
             return
         assert placement.parameter.grad is not None
         unit.arriving.add(placement, placement.parameter.grad)
@@ -427,21 +580,18 @@ class Pager:
     # -- state_dict --------------------------------------------------------------------------------------------------------
 
     def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for name, parameter in module._parameters.items() if not self._listing else ():
+        for name, parameter in module._parameters.items() if not isinstance(state, _Listing) else ():
             if parameter is not None and prefix + name in state and parameter in self._home:
                 state[prefix + name] = self.value(parameter)
 
     def listed(self) -> dict[str, Any]:
         """What ``state_dict`` has, with the parameters themselves in place of their values."""
-        self._listing = True
-        try:
-            return self.model.state_dict(keep_vars=True)
-        finally:
-            self._listing = False
+        return self.model.state_dict(destination=_Listing(), keep_vars=True)
 
     def value(self, parameter: nn.Parameter) -> torch.Tensor:
         """A copy of a parameter's value in host memory, with pending updates applied."""
         unit, placement = self._home[parameter]
+        self.start()
         self.take(unit)
         try:
             return placement.parameter.detach().to("cpu", copy=True)
@@ -454,6 +604,7 @@ class Pager:
     def _before_load(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise MisuseError("load_state_dict(assign=True) would replace paged parameters: load without assign")
+        self.start()
         for unit in self._loading(module):
             self.take(unit, Access.WRITE)
 
@@ -471,3 +622,11 @@ def _refuse_updated(unit: Unit, version: int) -> None:
         raise MisuseError(
             f"the parameters of {unit.plan.name!r} were updated after this graph was made: call backward before step()"
         )
+
+
+def pagers_of(store: TieredStore) -> list[Pager]:
+    """Of all models in ``store``."""
+    return [pager for pager in list(_pagers) if pager.store is store]
+
+
+_pagers: weakref.WeakSet[Pager] = weakref.WeakSet()

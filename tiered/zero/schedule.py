@@ -33,30 +33,38 @@ class _Loop:
 
     def __init__(self) -> None:
         self.seen: deque[list[Touch]] = deque(maxlen=2 * ROUNDS)
-        self.expected: list[list[Touch]] = []
-        self.repeats = False
-        self.next = 0
+        self._state: tuple[list[list[Touch]], int, bool] = [], 0, False  # one assignment changes all of it
+
+    @property
+    def expected(self) -> list[list[Touch]]:
+        return self._state[0]
+
+    @property
+    def repeats(self) -> bool:
+        return self._state[2]
 
     def happened(self, touches: list[Touch]) -> None:
         """A round has ended. Until two rounds were alike the newest is expected; one that differs later is an exception."""
         self.seen.append(touches)
-        as_expected = bool(self.expected) and touches == self.expected[self.next]
-        if self.expected:
-            self.next = (self.next + 1) % len(self.expected)
+        expected, place, repeats = self._state
+        as_expected = bool(expected) and touches == expected[place]
+        if expected:
+            place = (place + 1) % len(expected)
+        self._state = expected, place, repeats or as_expected
         if as_expected:
-            self.repeats = True
             return
         rounds = list(self.seen)
         for period in range(1, len(rounds) // 2 + 1):
             if rounds[-period:] == rounds[-2 * period : -period]:
-                self.expected, self.next, self.repeats = rounds[-period:], 0, True
+                self._state = rounds[-period:], 0, True
                 return
-        if not self.repeats:
-            self.expected, self.next = rounds[-1:], 0
+        if not repeats:
+            self._state = rounds[-1:], 0, False
 
     def order(self) -> list[Touch]:
         """What is expected from here on, the first touch first."""
-        turned = self.expected[self.next :] + self.expected[: self.next]
+        expected, place, _ = self._state
+        turned = expected[place:] + expected[:place]
         return [touch for touches in turned for touch in touches]
 
 

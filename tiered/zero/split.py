@@ -10,8 +10,7 @@ first; each parameter's gradient arrives once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -201,14 +200,17 @@ class Splitter:
             if buffer.layout is torch.strided
         )
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """While a part runs nothing within it is split."""
+    def undivided(self, compute: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
+        """Compute a part. While it runs nothing within it is split."""
         before, self._inside = self._inside, True
         try:
-            yield
+            return compute(leaves)
         finally:
             self._inside = before
+
+    def reset(self) -> None:
+        """Nothing runs, whatever an interruption left."""
+        self._inside, self._batch = False, None
 
     # -- what autograd saves between split modules -------------------------------------------------------------------------
 
@@ -244,8 +246,7 @@ class _Call:
 
     def plain(self) -> list[Any]:
         """Each part's output, where nothing will be needed for a backward."""
-        with self._splitter.running():
-            return [self._compute(self._given(part)) for part in range(len(self._sizes))]
+        return [self._splitter.undivided(self._compute, self._given(part)) for part in range(len(self._sizes))]
 
     def checkpointed(self, name: str) -> list[Any]:
         """Each part's output, with what each is given kept in the store; its inside will be computed again."""
@@ -298,17 +299,16 @@ class _Part:
     def __call__(self, anywhere: torch.Tensor) -> Any:
         given, self._given = self._given, None
         if given is not None:
-            with self._splitter.running():
-                return self._compute(given)
+            return self._splitter.undivided(self._compute, given)
         self._splitter.keeper.sweep()
-        with self._splitter.pager.recomputing(self._module, self._versions) as unpack, self._splitter.running():
+        with self._splitter.pager.recomputing(self._module, self._versions) as unpack:
             leaves = []
             for leaf in self._again:
                 if isinstance(leaf, _Again):
                     leaves.append(unpack(leaf.source).detach().requires_grad_(leaf.requires_grad))
                 else:
                     leaves.append(leaf)
-            return self._compute(leaves)
+            return self._splitter.undivided(self._compute, leaves)
 
 
 def _merge(outputs: list[Any], sizes: list[int], name: str) -> Any:

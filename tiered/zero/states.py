@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tiered import Access, MisuseError, TensorSpec
+from tiered import Access, InterruptedStep, MisuseError, TensorSpec
 from tiered.zero.at_tier import Tensors
+from tiered.zero.autograd import without_grad
 from tiered.zero.master import all_finite, join, split
 from tiered.zero.rules import UpdateRule
 from tiered.zero.units import Placement
@@ -36,14 +37,43 @@ class Update:
     wide_scales: tuple[torch.Tensor, ...] = ()
 
 
-@dataclass
 class Pending:
     """A unit's share of an optimizer step. What was done is counted, in chunks and in pieces of the chunk after these, so that
-    an update that was interrupted goes on where it stopped."""
+    an update that was interrupted goes on where it stopped. Between ``begin`` and ``done`` a piece is neither as it was nor
+    updated."""
 
-    updates: dict[Placement, Update]
-    chunks_done: int = 0
-    pieces_done: int = 0
+    def __init__(self, updates: dict[Placement, Update], chunks_done: int = 0, pieces_done: int = 0) -> None:
+        self.updates = updates
+        self._place = chunks_done, pieces_done
+        self._begun: tuple[int, int] | None = None
+
+    @property
+    def chunks_done(self) -> int:
+        return self._place[0]
+
+    @property
+    def pieces_done(self) -> int:
+        return self._place[1]
+
+    def begin(self) -> None:
+        """The next piece. Raises InterruptedStep if it was begun before and is not done."""
+        if self._begun == self._place:
+            raise InterruptedStep(
+                "an exception struck in the middle of an optimizer update, and some parameters are neither as they were nor "
+                "updated: call zero.rollback, or open the store again, which goes back to the last commit"
+            )
+        self._begun = self._place
+
+    def as_it_was(self) -> None:
+        """The piece that was begun is not changed."""
+        self._begun = None
+
+    def done(self) -> None:
+        """With the piece that was begun; one assignment, so that it counts or does not."""
+        self._place = self._place[0], self._place[1] + 1
+
+    def chunk_done(self) -> None:
+        self._place = self._place[0] + 1, 0
 
 
 class States:
@@ -119,7 +149,8 @@ class States:
     def apply(self, pending: Pending, unit: torch.Tensor, gradient: torch.Tensor) -> None:
         """Update the parameters in ``unit``, whose gradients are in ``gradient`` (both uint8, of the unit's layout).
 
-        Raises MisuseError for a bf16 parameter whose master would no longer be finite, with all of that piece as it was.
+        Raises MisuseError for a bf16 parameter whose master would no longer be finite, with all of that piece as it was, and
+        InterruptedStep where an exception struck in the middle of a piece before.
         """
         scratch = _Scratch(unit.device)
         for index, keys in self.chunks(pending.updates)[pending.chunks_done :]:
@@ -127,7 +158,7 @@ class States:
             begin = index * self.chunk_elements
             with (
                 self.store.lease(keys, access=Access.WRITE) as chunk,
-                torch.no_grad(),
+                without_grad(),
                 self.store.span("update", f"{self.key}#{index}"),
             ):
                 began = time.perf_counter()
@@ -135,13 +166,17 @@ class States:
                     at = slice(placement.element + start - begin, placement.element + stop - begin)
                     state = {name: whole[at] for name, whole in zip(self._layout, chunk, strict=True)}
                     param, grad = placement.stored_flat(unit, start, stop), placement.flat(gradient, start, stop)
-                    self._update_piece(placement, pending.updates[placement], param, grad, state, scratch)
-                    pending.pieces_done += 1
+                    pending.begin()
+                    try:
+                        self._update_piece(placement, pending.updates[placement], param, grad, state, scratch)
+                    except MisuseError:
+                        pending.as_it_was()
+                        raise
+                    pending.done()
                     del state, param, grad
                 self.update_seconds += time.perf_counter() - began
                 del chunk  # the last alias: the chunk may go to disk as soon as the lease ends
-            pending.chunks_done += 1
-            pending.pieces_done = 0
+            pending.chunk_done()
         self.stale_masters.difference_update(pending.updates)
 
     def _pieces(self, placements: Iterable[Placement], begin: int) -> list[tuple[Placement, int, int]]:

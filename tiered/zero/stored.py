@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 
 from tiered import Access, TensorSpec, TieredStore
-from tiered.zero.at_tier import Tensors, dram_of
+from tiered.zero.at_tier import Tensors, dram_of, top_of
+from tiered.zero.leases import Opened
 from tiered.zero.ranks import Ranks, Under
 from tiered.zero.units import UnitPlan
 from tiered.zero.validity import Validity
@@ -45,7 +46,7 @@ class Stored(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing of what ``open`` gave is used any more."""
+        """Nothing of what ``open`` gave is used any more. Idempotent, also after an ``open`` that was interrupted."""
         ...
 
     def own(self, access: Access) -> AbstractContextManager[torch.Tensor]:
@@ -57,8 +58,8 @@ class Whole:
     """They are in the store as they are used: a lease, no copy. ``updates``: the store, where updates are computed."""
 
     def __init__(self, store: TieredStore, key: str, validity: Validity, updates: Tensors) -> None:
-        self._store, self._key, self._validity, self._updates = store, key, validity, updates
-        self._lease = ExitStack()
+        self._store, self._top, self._key, self._validity, self._updates = store, top_of(store), key, validity, updates
+        self._lease = Opened()
 
     def begin(self) -> None:
         """Nothing takes long that the store does not know of."""
@@ -73,7 +74,7 @@ class Whole:
         """There are no others."""
 
     def open(self, access: Access) -> torch.Tensor:
-        return self._lease.enter_context(self._leased(self._store, access))
+        return self._lease.open(self._leased(self._top, access))
 
     def write_back(self, unit: torch.Tensor) -> None:
         """It is the store's own memory."""
@@ -134,7 +135,7 @@ class Gathered:
     def __init__(
         self, store: TieredStore, key: str, validity: Validity, updates: Tensors, plan: UnitPlan, ranks: Ranks
     ) -> None:
-        self._store, self._key, self._validity, self._ranks = store, key, validity, ranks
+        self._top, self._key, self._validity, self._ranks = top_of(store), key, validity, ranks
         self._updates, self._host = updates, dram_of(store)
         self._gathered = f"{key}/gathered"
         self._nbytes = plan.stored_nbytes
@@ -194,7 +195,7 @@ class Gathered:
         del whole, under  # its memory may move
         try:
             self._lease.close()
-            return self._lease.enter_context(self._store.lease(self._gathered, access=Access.WRITE))
+            return self._lease.enter_context(self._top.lease(self._gathered, access=Access.WRITE))
         except BaseException:
             self.close()
             raise
@@ -234,9 +235,10 @@ class Converted:
     use."""
 
     def __init__(self, stored: Stored, store: TieredStore, key: str, plan: UnitPlan) -> None:
-        self._stored, self._store, self._plan = stored, store, plan
+        self._stored, self._store, self._plan = stored, top_of(store), plan
         self._key = f"{key}/converted"
-        self._lease = ExitStack()
+        self._lease = Opened()
+        self._reading = False  # ``stored`` is open, or was when an interruption came
 
     def begin(self) -> None:
         self._stored.begin()
@@ -251,32 +253,45 @@ class Converted:
         self._stored.refresh()
 
     def open(self, access: Access) -> torch.Tensor:
-        with ExitStack() as leases:
+        self.close()
+        try:
             self._store.create(self._key, TensorSpec("uint8", (self._plan.nbytes,), 1))
-            leases.callback(self._store.delete, self._key)
-            converted = leases.enter_context(self._store.lease(self._key, access=Access.WRITE))
-            stored = self._stored.open(Access.READ)
-            try:
-                for placement in self._plan.placements:
-                    placement.view(converted).copy_(placement.stored_view(stored))
-            finally:
-                del stored
-                self._stored.close()
-            self._lease = leases.pop_all()
+            converted = self._lease.open(self._store.lease(self._key, access=Access.WRITE))
+            stored = self._open_stored(Access.READ)
+            for placement in self._plan.placements:
+                placement.view(converted).copy_(placement.stored_view(stored))
+            del stored
+            self._close_stored()
+        except BaseException:
+            self.close()
+            raise
         return converted
 
     def write_back(self, unit: torch.Tensor) -> None:
-        stored = self._stored.open(Access.WRITE)
+        stored = self._open_stored(Access.WRITE)
         try:
             for placement in self._plan.placements:
                 placement.stored_view(stored).copy_(placement.view(unit))
             self._stored.write_back(stored)
         finally:
             del stored
+            self._close_stored()
+
+    def _open_stored(self, access: Access) -> torch.Tensor:
+        self._close_stored()
+        self._reading = True
+        return self._stored.open(access)
+
+    def _close_stored(self) -> None:
+        if self._reading:
             self._stored.close()
+            self._reading = False
 
     def close(self) -> None:
+        self._close_stored()
         self._lease.close()
+        if self._key in self._store:
+            self._store.delete(self._key)
 
     def own(self, access: Access) -> AbstractContextManager[torch.Tensor]:
         return self._stored.own(access)

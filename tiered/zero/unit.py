@@ -5,12 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiered import Access, MisuseError, TieredStore
 from tiered.zero.at_tier import Tensors, host
+from tiered.zero.autograd import refuse_tracing
+from tiered.zero.intent import Intent, decide
 from tiered.zero.placeholder import Placeholder
 from tiered.zero.sharding import Partition
 from tiered.zero.states import Pending, States, Update
@@ -22,9 +25,9 @@ from tiered.zero.validity import Validity
 __all__ = ["Stepper", "Unit"]
 
 
-Stepper = Callable[[Placement], Update]
-"""A method of an optimizer that updates within backward: counts one step of a parameter and returns it, with the
-hyper-parameters that there are now."""
+Stepper = Callable[[Placement], tuple[Update, Callable[[], None]]]
+"""A method of an optimizer that updates within backward: the next step of a parameter, with the hyper-parameters that there are
+now, and what counts it when it is called, once or twice."""
 
 
 class Unit:
@@ -44,12 +47,14 @@ class Unit:
         chunk: int,
         validity: Validity,
         partition: Partition,
+        intent: Intent,
     ) -> None:
         self._updates = updates
         self.store, self.plan, self._validity, self._partition = store, plan, validity, partition
         self.key = f"{prefix}/param/{plan.name}"
         self.version = 0
         self.updates = 0
+        self.intent = intent
         self.pending: Pending | None = None
         self.base: torch.Tensor | None = None
         self.parts = plan.parts(partition.rank)
@@ -58,12 +63,13 @@ class Unit:
         self.gradients = UnitGradients(updates, f"{self.key}/grad", plan.placements, self.parts, validity, self.settle)
         self.arriving = partition.arriving(store, self.key, plan, self.gradients)
         self._holders = 0
+        self._in_use = False  # from before the parameters are given memory until after it is taken away
         self._access = Access.READ
         self._versions: list[int] = []
         self._placeholders = {p: Placeholder.on(store.device, p.shape, p.dtype) for p in plan.placements}
         self._steppers: dict[Placement, weakref.WeakMethod[Stepper]] = {}
         self._lent: list[StorageWeakRef] = []
-        self.references: weakref.WeakSet[object] = weakref.WeakSet()  # what graphs saved of it, which has no memory of its own
+        self.references: set[weakref.ref[object]] = set()  # what graphs saved of it, which has no memory of its own
         kinds = {placement.stored for placement in plan.placements}
         self.states = States(updates, self.key, list(self.parts.values()), even_chunks(plan.elements, chunk), kinds)
 
@@ -73,48 +79,83 @@ class Unit:
     def held(self) -> bool:
         return self._holders > 0
 
+    @property
+    def in_hand(self) -> bool:
+        """Whether it is held, or an interruption left it neither so nor otherwise."""
+        return self._in_use
+
     def hold(self, access: Access = Access.READ) -> None:
         """Give the parameters their memory, with any pending update applied first. Nests."""
         if self._holders == 0:
+            refuse_tracing()
+            if self._in_use:  # an interruption left it so
+                self.let_go()
             for placement in self.plan.placements:
                 self.refuse_written(placement)
             self.settle()
-            self.base = self.stored.open(access)
-            self._access = access
-            for placement in self.plan.placements:
-                placement.parameter.data = placement.view(self.base)
-            self._versions = [p.parameter._version for p in self.plan.placements]
+            self._in_use = True
+            try:
+                self._open(access)
+            except BaseException:
+                self.give_up()
+                raise
         elif access is Access.WRITE and self._access is not Access.WRITE:
             raise MisuseError(f"the parameters of {self.plan.name!r} are in use: write to them outside forward and backward")
         self._holders += 1
 
-    def drop(self) -> None:
-        """Undo one ``hold``; the last one takes the parameters' memory away again."""
-        self._holders -= 1
-        if self._holders:
-            return
-        assert self.base is not None
-        if self._steppers:
-            self._lent = _living(self._lent)
-            self._lent.append(StorageWeakRef(self.base.untyped_storage()))  # type: ignore[no-untyped-call]
-        written = None
-        if self._access is Access.READ:
-            here = _address(self.base)
-            for placement, version in zip(self.plan.placements, self._versions, strict=True):
-                if placement.parameter._version != version or _address(placement.parameter) != here:
-                    written = placement.name
-        else:
-            self.stored.write_back(self.base)
+    def _open(self, access: Access) -> None:
+        if access is Access.WRITE:  # what follows writes, whatever becomes of it
             self.states.stale_masters.update(self.parts.values())
             self.version += 1
-        self.release_parameters()
-        self.base = None
-        self.stored.close()
+        self._access = access
+        self.base = self.stored.open(access)
+        for placement in self.plan.placements:
+            placement.parameter.data = placement.view(self.base)
+        self._versions = [p.parameter._version for p in self.plan.placements]
+
+    def drop(self) -> None:
+        """Undo one ``hold``; the last one takes the parameters' memory away again."""
+        if self._holders > 1:
+            self._holders -= 1
+            return
+        assert self.base is not None
+        self.let_go()
+
+    def let_go(self) -> None:
+        """However often it is held, and whatever an interruption left of it: nobody holds it from here on."""
+        if not self._in_use:
+            return
+        written = None
+        if self.base is not None:
+            if self._steppers:
+                self._lent = [*_living(self._lent), StorageWeakRef(self.base.untyped_storage())]  # type: ignore[no-untyped-call]
+            if self._access is Access.WRITE:
+                self.stored.write_back(self.base)
+            elif self._holders:
+                written = self._written(_address(self.base))
+        self.give_up()
         if written is not None:
             raise MisuseError(
                 f"parameter {written!r} was changed in place while it was paged in for reading, and the change is lost; "
                 "change parameters through the optimizer or load_state_dict"
             )
+
+    def _written(self, here: int) -> str | None:
+        """The last parameter that was changed while it could only be read, which is memory at ``here``."""
+        written = None
+        for placement, version in zip(self.plan.placements, self._versions, strict=True):
+            if placement.parameter._version != version or _address(placement.parameter) != here:
+                written = placement.name
+        return written
+
+    def give_up(self) -> None:
+        """``let_go`` of what will not be used again, for all was rolled back or nothing came of it."""
+        if self._in_use:
+            self.release_parameters()
+            self.base = None
+            self.stored.close()
+            self._holders = 0
+            self._in_use = False
 
     def release_parameters(self) -> None:
         for placement, placeholder in self._placeholders.items():
@@ -162,22 +203,28 @@ class Unit:
         self.settle()
         for placement in placements:
             self.gradients.refuse_infinite(placement)
-        updates = {}
+        updates: dict[Placement, Update] = {}
+        deeds: list[Callable[[], object]] = []
         for placement in placements:
             stepper = self.stepper(placement)
             if stepper is not None:
-                updates[placement] = stepper(placement)
-                self.gradients.spend(placement)
-        self.mark(updates)
+                updates[placement], count = stepper(placement)
+                deeds += [count, partial(self.gradients.spend, placement)]
+        self.stored.give_up()
+        decide([self.intent], [*deeds, self.marking(updates), self.intent.half_updated])
         self.settle()
 
     # -- updates -----------------------------------------------------------------------------------------------------------
 
-    def mark(self, updates: dict[Placement, Update]) -> None:
-        """These are pending from here on."""
-        self.stored.give_up()
-        self.pending = Pending({self.parts[p]: update for p, update in updates.items() if p in self.parts})
-        self.version += 1
+    def marking(self, updates: dict[Placement, Update]) -> Callable[[], None]:
+        """What makes these pending when it is called, once or twice."""
+        pending = Pending({self.parts[p]: update for p, update in updates.items() if p in self.parts})
+        version = self.version + 1
+
+        def mark() -> None:
+            self.pending, self.version = pending, version
+
+        return mark
 
     def upcoming_keys(self) -> list[str]:
         """What the next ``hold`` will lease, in order."""
@@ -201,8 +248,8 @@ class Unit:
             unit = leases.enter_context(self.stored.own(Access.WRITE))
             self.states.apply(pending, unit, gradient)
             del unit, gradient
-        self.updates += 1
         self.pending = None
+        self.updates += 1
         self.forget_gradients()
 
     def state_copies(self, placement: Placement) -> dict[str, torch.Tensor]:

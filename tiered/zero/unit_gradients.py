@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
 
-from tiered import Access, MisuseError, TensorSpec
+from tiered import Access, InterruptedStep, MisuseError, TensorSpec
 from tiered.zero.at_tier import Tensors, host
 from tiered.zero.gradients import SpentGradient, StoredGradient
+from tiered.zero.leases import Opened
 from tiered.zero.master import all_finite
 from tiered.zero.units import Placement
 from tiered.zero.validity import Validity
@@ -27,7 +27,8 @@ class GradientState:
     those that somebody asked for before, worth computing while a gradient is at hand; they will be asked for when it has been
     multiplied by ``expected``, if it is as last time. ``finite``: whether the stored gradient, as it is, has neither NaN nor
     infinity. ``accumulate``: the next one is added to it. ``spent``: it was used up by an update within backward, and
-    ``optimizer.step()`` was not called since."""
+    ``optimizer.step()`` was not called since. ``adding``: what is stored is not in ``parameter.grad`` now, or only half added
+    to; an interruption leaves it so."""
 
     marker: StoredGradient
     scales: list[torch.Tensor] = field(default_factory=list)
@@ -38,6 +39,7 @@ class GradientState:
     accumulate: bool = False
     finite: bool = True
     spent: bool = False
+    adding: bool = False
 
 
 class UnitGradients:
@@ -60,7 +62,7 @@ class UnitGradients:
         }
         self.parts = {placement: part for placement, part in parts.items() if placement in self.states}
         self.opened: torch.Tensor | None = None  # while gradients arrive: leased
-        self._lease = ExitStack()
+        self._lease = Opened()
 
     def nbytes(self, also: Collection[Placement] = ()) -> int:
         """Of the tensor: the unit as far as its last parameter that needs a gradient, or was given one."""
@@ -86,9 +88,11 @@ class UnitGradients:
         grad = placement.parameter.grad
         state = self.states[placement]
         self.refuse_another(placement)
+        self.refuse_interrupted(placement)
         if grad is None:
             state.accumulate = False
         else:
+            state.adding = True
             if not isinstance(grad, StoredGradient):
                 self.take(placement, grad)
             state.accumulate = True
@@ -102,21 +106,35 @@ class UnitGradients:
                 'accumulate, or to share parameters with a reentrant checkpoint, make the optimizer with update="on_fetch"'
             )
 
+    def refuse_interrupted(self, placement: Placement) -> None:
+        """Raise InterruptedStep if an exception struck while the gradient was added to what there was before."""
+        state = self.states.get(placement)
+        if state is not None and state.adding:
+            raise InterruptedStep(
+                f"an exception struck while a gradient of {placement.name!r} was added to one of before, and their sum is not "
+                "right: leave this step out (optimizer.zero_grad()), or call zero.rollback"
+            )
+
     def take(self, placement: Placement, grad: torch.Tensor) -> None:
         """Overwrite the stored gradient of one parameter."""
         self.states[placement].accumulate = False
-        self.add(placement, grad)
+        self._add(placement, grad)
 
     def collect(self, placement: Placement) -> None:
         """Store a gradient that somebody assigned to ``parameter.grad``."""
+        self.refuse_interrupted(placement)
         grad = placement.parameter.grad
         assert grad is not None
         if not isinstance(grad, StoredGradient):
             self.take(placement, grad)
 
-    @torch.no_grad()  # also where backward records itself (create_graph)
     def add(self, placement: Placement, grad: torch.Tensor) -> None:
         """``grad`` is of the parameter's shape."""
+        self._add(placement, grad)
+        self.states[placement].adding = False
+
+    @torch.no_grad()  # also where backward records itself (create_graph)
+    def _add(self, placement: Placement, grad: torch.Tensor) -> None:
         if grad.layout is not torch.strided:
             raise MisuseError(f"the gradient of {placement.name!r} is {grad.layout}: use sparse=False")
         part, state = self.parts.get(placement), self.states[placement]
@@ -169,7 +187,7 @@ class UnitGradients:
                 grown = torch.zeros(needed, dtype=torch.uint8, device="cpu")
                 grown[: old.numel()] = old
                 self.store.put(self.key, grown)
-            self.opened = self._lease.enter_context(self.store.lease(self.key, access=Access.WRITE))
+            self.opened = self._lease.open(self.store.lease(self.key, access=Access.WRITE))
         return self.opened
 
     def close(self) -> None:
@@ -182,6 +200,7 @@ class UnitGradients:
         """A copy, in host memory, of what this process has of the gradient as torch would have it in ``parameter.grad``;
         or None."""
         grad = placement.parameter.grad
+        self.refuse_interrupted(placement)
         if isinstance(grad, SpentGradient):
             raise MisuseError(
                 f"{placement.name!r} was updated during backward, and its gradient is gone: to look at gradients, make the "
@@ -218,26 +237,33 @@ class UnitGradients:
             del stored, whole
         return state.norms[order]
 
-    def scale(self, placement: Placement, factor: torch.Tensor) -> None:
-        """Multiply the gradient by ``factor`` (0-d), when it is next used."""
-        if factor == 1:
-            return
+    def scaled(self, placement: Placement, factor: torch.Tensor) -> Callable[[], None]:
+        """Have the gradient multiplied by ``factor`` (0-d) when it is next used: what does so when called, once or twice."""
         state = self.states[placement]
-        (state.wide_scales or state.scales).append(host(factor))
-        state.norms.clear()
+        scales, wide_scales, norms = list(state.scales), list(state.wide_scales), dict(state.norms)
+        if factor != 1:
+            (wide_scales or scales).append(host(factor))
+            norms = {}
 
-    def unscale(self, placement: Placement, factor: torch.Tensor) -> bool:
-        """Multiply the gradient by ``factor`` (0-d), as fp32 where its type is narrower, when it is next used. Returns whether
-        it was finite before."""
+        def scale() -> None:
+            state.scales, state.wide_scales, state.norms = list(scales), list(wide_scales), dict(norms)
+
+        return scale
+
+    def unscaled(self, placement: Placement, factor: torch.Tensor) -> tuple[bool, Callable[[], None]]:
+        """Have the gradient multiplied by ``factor`` (0-d), as fp32 where its type is narrower, when it is next used. Whether
+        it was finite before; and what does so when called, once or twice."""
         self.collect(placement)
         self.close()
         factor, state = host(factor), self.states[placement]
         finite = _is_finite(state)
-        if state.scales or state.wide_scales or state.expected is None or not torch.equal(state.expected, factor):
-            state.norms.clear()
-        state.expected = factor
-        state.wide_scales.append(factor)
-        return finite
+        known = not (state.scales or state.wide_scales or state.expected is None or not torch.equal(state.expected, factor))
+        norms, wide_scales = (dict(state.norms) if known else {}), [*state.wide_scales, factor]
+
+        def unscale() -> None:
+            state.norms, state.expected, state.wide_scales = dict(norms), factor, list(wide_scales)
+
+        return finite, unscale
 
     def refuse_infinite(self, placement: Placement) -> None:
         """Raise MisuseError if the gradient has NaN or infinity, or is to be multiplied by such a factor."""
@@ -269,9 +295,25 @@ class UnitGradients:
         """The gradient that an update within backward used up counts as none from now on."""
         state = self.states.get(placement)
         if state is not None and state.spent:
-            state.spent = False
             if isinstance(placement.parameter.grad, SpentGradient):
                 placement.parameter.grad = None
+            state.spent = False
+
+    def was_added_to(self, placement: Placement) -> bool:
+        """When an exception struck; ``parameter.grad`` does not show it."""
+        return placement in self.states and self.states[placement].adding
+
+    def zero(self, placement: Placement, zeros: torch.Tensor) -> None:
+        """Whatever the gradient was, it is ``zeros``, of the parameter's shape."""
+        self.take(placement, zeros)
+        self.states[placement].adding = False
+
+    def forget(self, placement: Placement) -> None:
+        """The parameter has no gradient any more."""
+        placement.parameter.grad = None
+        state = self.states.get(placement)
+        if state is not None:
+            state.adding = False
 
     def restored(self) -> None:
         """The store went back to a commit; what is known of gradients comes from its record."""

@@ -1,0 +1,245 @@
+"""Exceptions that strike anywhere in a training step, as signal handlers raise them, and what ought to hold afterwards.
+
+``Trainer`` trains a small model from a commit on. ``undisturbed`` is what two steps after that commit give. A strike comes in
+the first of them, from a line tracer (deterministic) or from a timer (a real signal); then ``zero.rollback`` and both steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import signal
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+
+import tiered
+from tests.zero.models import Tied, parameter_groups
+from tests.zero.splitting import Language
+from tiered import TieredError, TieredStore, zero
+
+__all__ = ["KINDS", "Struck", "StruckError", "Trainer", "innermost", "struck_after", "struck_at"]
+
+PACKAGE = str(Path(tiered.__file__).parent)
+ZERO = str(Path(PACKAGE) / "zero")
+KINDS = ["plain", "checkpoint", "reentrant", "in backward", "micro batch", "stored as bf16", "scaled"]
+
+
+class Struck(BaseException):
+    """What the handler raises: torch calls no hook after it."""
+
+
+class StruckError(Exception):
+    """The same for handlers that raise an ordinary exception."""
+
+
+@dataclass
+class Result:
+    """Of two steps, all of it."""
+
+    losses: list[float] = field(default_factory=list)
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    moments: list[torch.Tensor] = field(default_factory=list)
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Result)
+        return (
+            self.losses == other.losses
+            and list(self.values) == list(other.values)
+            and all(torch.equal(value, other.values[name]) for name, value in self.values.items())
+            and len(self.moments) == len(other.moments)
+            and all(torch.equal(a, b) for a, b in zip(self.moments, other.moments, strict=True))
+        )
+
+    def difference(self, other: Result) -> str:
+        if self.losses != other.losses:
+            return f"losses {self.losses} where {other.losses} are right"
+        wrong = [name for name, value in self.values.items() if not torch.equal(value, other.values[name])]
+        return f"parameters {wrong}" if wrong else "moments"
+
+
+class Trainer:
+    """A model of some ``kind`` in a store of its own, committed after ``WARM`` steps."""
+
+    WARM = 2
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.kind = kind
+        self.store = TieredStore.open(folder, dram="1.25MiB", deadline=20)
+        torch.manual_seed(7)
+        mode = kind if kind in ("checkpoint", "reentrant") else "plain"
+        self.model: Any = Language() if kind == "micro batch" else Tied(width=48, mode=mode)
+        policy = zero.Policy(torch.bfloat16) if kind == "stored as bf16" else zero.Policy()
+        zero.page(self.model, self.store, policy=policy, micro_batch=2 if kind == "micro batch" else 1)
+        update = "in_backward" if kind == "in backward" else "on_fetch"
+        self.optimizer = zero.AdamW(parameter_groups(self.model), lr=1e-3, update=update)
+        self.scaler = zero.GradScaler(init_scale=2.0**8, growth_interval=3) if kind == "scaled" else None
+        for number in range(self.WARM):
+            self.step(number)
+        self.commit()
+        self.right = self.two_steps()
+        self.rollback()
+        assert self.two_steps() == self.right
+        self.rollback()
+
+    def commit(self) -> None:
+        zero.commit(self.model, self.optimizer, scaler=self.scaler)
+
+    def rollback(self) -> None:
+        zero.rollback(self.model, self.optimizer, scaler=self.scaler)
+
+    def loss(self, seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)  # of dropout
+        return self.model.loss(seed, 4) if self.kind == "micro batch" else self.model.loss(seed)
+
+    def step(self, number: int) -> list[float]:
+        """Of two batches, clipped; of one where updates come within backward."""
+        seen = []
+        self.optimizer.zero_grad()
+        for seed in (2 * number, 2 * number + 1)[: 1 if self.kind == "in backward" else 2]:
+            loss = self.loss(seed)
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            seen.append(loss.item())
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if self.kind != "in backward":
+            seen.append(self.optimizer.clip_grad_norm_(0.5).item())
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        return seen
+
+    def two_steps(self) -> Result:
+        losses = self.step(self.WARM) + self.step(self.WARM + 1)
+        values = {name: value.clone() for name, value in self.model.state_dict().items()}
+        state = self.optimizer.state_dict()["state"]
+        moments = [state[number][name] for number in sorted(state) for name in ("exp_avg", "exp_avg_sq")]
+        return Result(losses, values, moments)
+
+    def goes_on(self) -> None:
+        """After ``rollback``: both steps are those of a run that nothing struck, and nothing is held."""
+        found = self.two_steps()
+        assert found == self.right, found.difference(self.right)
+        self.rollback()
+        self.nothing_is_held()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+    def nothing_is_held(self) -> None:
+        gc.collect()
+        held = self.store.statistics().tiers[0].held
+        assert held == 0, f"{held} bytes are held"
+
+    def close(self) -> None:
+        self.store.close()
+
+
+def innermost(error: BaseException | None) -> str:
+    """The file of the package in which an exception struck, "" for one elsewhere."""
+    found = ""
+    trace: TracebackType | None = None if error is None else error.__traceback__
+    for frame, _ in traceback.walk_tb(trace):
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            found = frame.f_code.co_filename
+    return found
+
+
+class Lines:
+    """Counts the lines that run in files below ``within``, and raises at one of them. Tracing slows all down by a factor of
+    about ten, and changes nothing else."""
+
+    def __init__(self, within: str, at: tuple[str, int, int] | None, error: type[BaseException]) -> None:
+        self.seen: Counter[tuple[str, int]] = Counter()
+        self.within, self.at, self.error, self.fired = within, at, error, False
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.startswith(self.within):
+            return None
+        if event == "line":
+            place = frame.f_code.co_filename, frame.f_lineno
+            self.seen[place] += 1
+            if self.at is not None and not self.fired and (*place, self.seen[place]) == self.at:
+                self.fired = True
+                raise self.error("on purpose")
+        return self
+
+
+@contextmanager
+def struck_at(
+    at: tuple[str, int, int] | None, *, within: str = ZERO, error: type[BaseException] = Struck
+) -> Iterator[Lines]:
+    """Raise at the n-th run of a line: (file, line, n). None: only count."""
+    lines = Lines(within, at, error)
+    before = sys.gettrace()
+    sys.settrace(lines)
+    try:
+        yield lines
+    except (Struck, StruckError):
+        pass
+    finally:
+        sys.settrace(before)
+
+
+@contextmanager
+def struck_after(seconds: float, error: type[BaseException] = Struck) -> Iterator[list[str]]:
+    """Raise from a signal handler after some time; what is given gets the innermost file once it did."""
+    where: list[str] = []
+
+    def handler(*_: object) -> None:
+        where.append(innermost_running())
+        raise error("on purpose")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield where
+    except (Struck, StruckError):
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def innermost_running() -> str:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            return frame.f_code.co_filename
+        frame = frame.f_back
+    return ""
+
+
+def condemned(error: BaseException) -> bool:
+    return type(error).__name__ == "InterruptedStore"
+
+
+def outcome(trainer: Trainer, check: Callable[[], object] = lambda: None) -> str:
+    """Of what struck: "right", "condemned", or what is wrong."""
+    try:
+        trainer.rollback()
+        check()
+        trainer.goes_on()
+    except AssertionError as error:
+        return f"wrong: {error}"
+    except TieredError as error:
+        return "condemned" if condemned(error) else f"refused: {type(error).__name__}: {error}"
+    except Exception as error:
+        return f"broken: {type(error).__name__}: {error}"
+    return "right"
+
+
+def shuffled(places: Counter[tuple[str, int]], seed: int) -> list[tuple[str, int, int]]:
+    """One run of each line, at random."""
+    source = random.Random(seed)
+    found = [(name, line, source.randint(1, times)) for (name, line), times in sorted(places.items())]
+    source.shuffle(found)
+    return found

@@ -1,0 +1,102 @@
+"""What a call that changes several things has decided, so that an exception of a signal handler leaves all of it or nothing.
+
+Everything is computed first, and then written down as *deeds*, each of which may be done twice. One assignment decides. An
+interruption before it leaves nothing; after it, whoever uses the model next does what is left. Where neither can be had, the
+reason is written down before the change and taken away after it: until then every use of the model raises it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from tiered.errors import InterruptedStep
+
+__all__ = ["Intent", "decide"]
+
+Deed = Callable[[], object]
+
+
+class _Decision:
+    """``deeds`` that are left; they count from the moment that ``made`` is True."""
+
+    def __init__(self, deeds: Sequence[Deed]) -> None:
+        self._left = list(reversed(deeds))
+        self.made = False
+
+    def carry_out(self) -> None:
+        while self._left:
+            self._left[-1]()
+            self._left.pop()
+
+
+class Intent:
+    """Of one model."""
+
+    def __init__(self) -> None:
+        self._decision: _Decision | None = None
+        self._spoiled: str | None = None
+        self.updated = False
+        """Some units were updated within a backward pass that has not come to its end, and others were not."""
+
+    def ready(self) -> None:
+        """Before the model is used: ``finish``, and then ``refuse``."""
+        self.finish()
+        self.refuse()
+
+    def finish(self) -> None:
+        """Do what was decided."""
+        decision = self._decision
+        if decision is not None:
+            if decision.made:
+                decision.carry_out()
+            self._decision = None
+
+    def refuse(self) -> None:
+        """Raise InterruptedStep where the model cannot be gone on with."""
+        if self._spoiled is not None:
+            raise InterruptedStep(self._spoiled)
+
+    def begin(self, decision: _Decision) -> None:
+        self._decision = decision
+
+    def end(self) -> None:
+        self._decision = None
+
+    @property
+    def spoiled(self) -> str | None:
+        return self._spoiled
+
+    def spoil(self, why: str | None) -> None:
+        """From here on every use raises InterruptedStep (None: none does)."""
+        self._spoiled = why
+
+    def forget(self) -> None:
+        """All is as a commit says: nothing else was ever decided."""
+        self._decision, self.updated, self._spoiled = None, False, None
+
+    def half_updated(self) -> None:
+        """Within a backward pass, which will tell when all are."""
+        self.updated = True
+
+    def all_updated(self) -> None:
+        """Or nobody minds."""
+        self.updated = False
+
+    def refuse_half_updated(self) -> None:
+        if self.updated:
+            raise InterruptedStep(
+                "a backward pass that updates parameters was interrupted: some have had the step and others have not; call "
+                "zero.rollback, or optimizer.step() to go on with them as they are"
+            )
+
+
+def decide(intents: Iterable[Intent], deeds: Sequence[Deed]) -> None:
+    """All of ``deeds``, in order, or none of them. Each is idempotent and cannot fail."""
+    decision, concerned = _Decision(deeds), list(intents)
+    for intent in concerned:
+        intent.ready()
+        intent.begin(decision)
+    decision.made = True
+    decision.carry_out()
+    for intent in concerned:
+        intent.end()

@@ -1,0 +1,85 @@
+"""What models have leased in a store, written down before it is leased: so that whoever comes after an interruption ends it.
+
+An exception of a signal handler may strike between the grant of a lease and the line that would have remembered it, or where a
+``with`` block ends before it has called anything. Such a lease has no owner any more. Here it has one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from tiered import TieredError, TieredStore
+
+__all__ = ["Leases", "Opened", "Registered"]
+
+
+class Leases:
+    """The open leases of one store's models. ``of`` gives the store's one."""
+
+    def __init__(self) -> None:
+        self._open: dict[Registered, str] = {}
+
+    @staticmethod
+    def of(store: TieredStore) -> Leases:
+        found = _leases.get(store)
+        return _leases.setdefault(store, Leases()) if found is None else found
+
+    def registered(self, lease: AbstractContextManager[Any], keys: str | Sequence[str]) -> Registered:
+        return Registered(self._open, lease, keys if isinstance(keys, str) else keys[0])
+
+    def end(self, name: str) -> None:
+        """Those of model ``name``: of whoever had them, nobody is left."""
+        prefix = f"{name}/"
+        for lease in [lease for lease, key in list(self._open.items()) if key.startswith(prefix)]:
+            with suppress(TieredError):  # what was written to under READ has been told, or is given up
+                lease.__exit__(None, None, None)
+            self._open.pop(lease, None)
+
+
+class Registered:
+    """A lease that is in the books from before it is granted until after it has ended. Ending it twice does no harm."""
+
+    __slots__ = ("_key", "_lease", "_open")
+
+    def __init__(self, books: dict[Registered, str], lease: AbstractContextManager[Any], key: str) -> None:
+        self._open, self._lease, self._key = books, lease, key
+
+    def __enter__(self) -> Any:
+        self._open[self] = self._key
+        return self._lease.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lease.__exit__(kind, error, trace)
+        self._open.pop(self, None)
+
+
+class Opened:
+    """One lease at a time that outlives the call which takes it."""
+
+    def __init__(self) -> None:
+        self._lease: AbstractContextManager[Any] | None = None
+
+    def open(self, lease: AbstractContextManager[Any]) -> torch.Tensor:
+        """Ends first what an interruption left."""
+        self.close()
+        self._lease = lease
+        tensor: torch.Tensor = lease.__enter__()
+        return tensor
+
+    def close(self) -> None:
+        """Idempotent; what is interrupted here is done by the next call."""
+        if self._lease is not None:
+            self._lease.__exit__(None, None, None)
+            self._lease = None
+
+
+_leases: weakref.WeakKeyDictionary[TieredStore, Leases] = weakref.WeakKeyDictionary()
+"""By open store."""
