@@ -10,13 +10,12 @@ import gc
 import random
 import signal
 import sys
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,7 +25,10 @@ from tests.zero.models import Tied, parameter_groups
 from tests.zero.splitting import Language
 from tiered import TieredError, TieredStore, zero
 
-__all__ = ["KINDS", "Struck", "StruckError", "Trainer", "innermost", "struck_after", "struck_at"]
+__all__ = [
+    *("KINDS", "PACKAGE", "ZERO", "Result", "Struck", "StruckError", "Trainer", "condemned", "described", "outcome"),
+    *("shuffled", "struck_after", "struck_at"),
+]
 
 PACKAGE = str(Path(tiered.__file__).parent)
 ZERO = str(Path(PACKAGE) / "zero")
@@ -143,16 +145,6 @@ class Trainer:
         self.store.close()
 
 
-def innermost(error: BaseException | None) -> str:
-    """The file of the package in which an exception struck, "" for one elsewhere."""
-    found = ""
-    trace: TracebackType | None = None if error is None else error.__traceback__
-    for frame, _ in traceback.walk_tb(trace):
-        if frame.f_code.co_filename.startswith(PACKAGE):
-            found = frame.f_code.co_filename
-    return found
-
-
 class Lines:
     """Counts the lines that run in files below ``within``, and raises at one of them. Tracing slows all down by a factor of
     about ten, and changes nothing else."""
@@ -222,11 +214,10 @@ def condemned(error: BaseException) -> bool:
     return type(error).__name__ == "InterruptedStore"
 
 
-def outcome(trainer: Trainer, check: Callable[[], object] = lambda: None) -> str:
-    """Of what struck: "right", "condemned", or what is wrong."""
+def outcome(trainer: Trainer) -> str:
+    """Of what struck: "right", "condemned" (the store says: reopen), or what is wrong."""
     try:
         trainer.rollback()
-        check()
         trainer.goes_on()
     except AssertionError as error:
         return f"wrong: {error}"
@@ -243,3 +234,7 @@ def shuffled(places: Counter[tuple[str, int]], seed: int) -> list[tuple[str, int
     found = [(name, line, source.randint(1, times)) for (name, line), times in sorted(places.items())]
     source.shuffle(found)
     return found
+
+
+def described(place: tuple[str, int, int], error: type[BaseException]) -> str:
+    return f"{error.__name__} at {Path(place[0]).name}:{place[1]}, time {place[2]}"

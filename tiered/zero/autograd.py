@@ -75,15 +75,17 @@ def refuse_tracing() -> None:
     """Raise MisuseError where torch does not compute but writes down what would be computed: with tensors that have no values,
     or with the addresses of parameters that will be elsewhere."""
     what = ""
-    if torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_compiling():  # first, for what comes next cannot be compiled
+        what = "torch.compile, or torch.export,"
+    elif torch._C._get_tracing_state() is not None:
         what = "torch.jit.trace"
     elif torch._C._len_torch_dispatch_stack():
         if torch._C._get_dispatch_mode(_MODES.FAKE) is not None:
             what = "torch.export, or a FakeTensorMode,"
         elif any(torch._C._get_dispatch_mode(mode) is not None for mode in (_MODES.PROXY, _MODES.FUNCTIONAL)):
             what = "torch.fx (make_fx)"
-    if not what and torch.compiler.is_compiling():
-        what = "torch.compile, or torch.export,"
+    elif callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()):  # it gave the model up, and would compile us instead
+        what = "torch.compile"
     if what:
         raise MisuseError(
             f"{what} cannot look into a paged model, whose parameters are in memory only while they are used: give it a model "

@@ -126,7 +126,7 @@ def rollback(
     for other in others:
         other.give_up()
     pager.partition.refuse_apart(pager.store)
-    others = [other for other in others if other is pager or other.trained]
+    others = [other for other in others if other is pager or other.validity.changed]
     before = [other.intent.spoiled for other in others]
     for other in others:
         other.intent.spoil(
@@ -145,6 +145,7 @@ def rollback(
     recall(pager)
     extra = _load(pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
     getattr(scaler, "_per_optimizer_states", {}).clear()  # what torch does after each step, and load_state_dict does not
+    pager.validity.unchanged()
     pager.intent.forget()
     return extra
 

@@ -203,7 +203,7 @@ class AdamW(Optimizer):
         deeds.append(partial(self.steps.update, steps))
         deeds += [unit.marking(changed) for unit, changed in updates.items()]
         deeds += [pager.intent.all_updated for pager in self._pagers()]
-        decide([pager.intent for pager in self._pagers()], deeds)
+        self._decide(deeds)
         for rehearsal in dict.fromkeys(pager.rehearsal for pager in self._pagers()):
             rehearsal.step_ended()
 
@@ -230,7 +230,7 @@ class AdamW(Optimizer):
                 deeds.append(partial(unit.gradients.forget, placement))
             elif parameter.grad is not None or unit.gradients.was_added_to(placement):
                 units.setdefault(unit, []).append(placement)
-        decide([pager.intent for pager in self._pagers()], deeds)
+        self._decide(deeds)
         if set_to_none:
             for unit in self._units():  # also of one that no parameter shows, when an exception struck as it was stored
                 unit.forget_gradients()
@@ -268,7 +268,7 @@ class AdamW(Optimizer):
             raise RuntimeError(f"The total norm of order {norm_type} of the gradients is not finite: {total.item()}")
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         deeds = [unit.gradients.scaled(placement, factor) for _, unit, placement in graded]
-        decide([pager.intent for pager in self._pagers()], deeds)
+        self._decide(deeds)
         return total
 
     def _graded(self) -> list[tuple[Pager, Unit, Placement]]:
@@ -414,7 +414,7 @@ class AdamW(Optimizer):
             pager.reset()
             pager.exchange.synchronise()
         found = [unit.gradients.unscaled(placement, factor) for _, unit, placement in self._graded()]
-        decide([pager.intent for pager in self._pagers()], [unscale for _, unscale in found])
+        self._decide([unscale for _, unscale in found])
         return [finite for finite, _ in found]
 
     def _refuse_in_backward(self, what: str) -> None:
@@ -424,6 +424,11 @@ class AdamW(Optimizer):
                 f'{what} needs all gradients before the first update, and this optimizer updates during backward: make it with '
                 'update="on_fetch"'
             )
+
+    def _decide(self, deeds: Sequence[Callable[[], object]]) -> None:
+        for pager in self._pagers():
+            pager.validity.note()
+        decide([pager.intent for pager in self._pagers()], deeds)
 
     def _parameters(self) -> Iterable[torch.nn.Parameter]:
         for group in self.param_groups:

@@ -15,7 +15,6 @@ a model is used anew: ``reset`` throws it away, and takes from every unit what i
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -40,6 +39,7 @@ from tiered.zero.autograd import (
     restore_recording,
 )
 from tiered.zero.backward import BackwardUpdates
+from tiered.zero.frames import Frame, Listing, Pass, Reference
 from tiered.zero.heap import Trimmer
 from tiered.zero.home import Home, no_copy, told
 from tiered.zero.intent import Intent
@@ -53,47 +53,6 @@ from tiered.zero.units import Placement, Plan, is_called
 from tiered.zero.validity import Validity
 
 __all__ = ["Pager", "pagers_of"]
-
-
-class _Reference:
-    """A saved tensor that was a paged parameter, or a view of one."""
-
-    __slots__ = ("__weakref__", "dtype", "offset", "size", "stride", "unit", "version")
-
-    def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
-        self.unit, self.version = unit, unit.version
-        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
-        self.offset = tensor.storage_offset()
-        unit.references.add(weakref.ref(self, unit.references.discard))  # of C: no exception keeps it from being called
-
-
-class _Frame:
-    """What one running forward holds. ``below``: the hooks that were in force when it began."""
-
-    __slots__ = ("below", "module", "recording", "span", "units")
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.recording = torch.is_grad_enabled()
-        self.below = hooks_active()
-        self.units: list[Unit] = []
-        self.span: Span | None = None
-
-
-class _Pass:
-    """Called by autograd at the end of a backward pass; it is gone when the pass has ended in any way."""
-
-    __slots__ = ("__weakref__", "finish")
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self.finish = finish
-
-    def __call__(self) -> None:
-        self.finish()
-
-
-class _Listing(OrderedDict[str, Any]):
-    """A state_dict of the parameters themselves."""
 
 
 class _Watched(dict[str, Any]):
@@ -135,11 +94,11 @@ class Pager:
         self.placements = sorted((p for u in plan.units for p in u.placements), key=lambda p: p.index)
         self._home = {p.parameter: (u, p) for u in self.units for p in u.plan.placements}
         self._held = {module: [self.units[i] for i in indices] for module, indices in plan.held.items()}
-        self._frames: list[_Frame] = []
+        self._frames: list[Frame] = []
         self._bases: dict[int, Unit] = {}
         self._backward_units: tuple[Unit, ...] = ()
         self._gradient_unit: Unit | None = None
-        self._running: weakref.ref[_Pass] | None = None  # the backward pass, from its first hook to its end
+        self._running: weakref.ref[Pass] | None = None  # the backward pass, from its first hook to its end
         self._backward_task = -1
         self._passing: Span | None = None  # the whole backward pass, and what one visit computes, for a timeline
         self._visiting: Span | None = None
@@ -209,7 +168,7 @@ class Pager:
             self.exchange.pass_begins()
             if module is self.model:
                 self.rehearsal.forward_begins("training" if torch.is_grad_enabled() else "inference")
-        frame = _Frame(module)
+        frame = Frame(module)
         self._frames.append(frame)
         if torch.is_grad_enabled() and not hooks_active():
             push_hooks(self._pack, self._unpack)
@@ -219,7 +178,7 @@ class Pager:
         kind = "recompute" if in_backward() else "forward"
         frame.span = self.store.span(kind, _names(units) or type(module).__name__)
 
-    def _hold(self, frame: _Frame, unit: Unit) -> None:
+    def _hold(self, frame: Frame, unit: Unit) -> None:
         if not unit.held:
             self._look_ahead(unit)
         self._hook_gradients(unit)
@@ -252,9 +211,8 @@ class Pager:
         if self._frames and self._frames[-1].module is module:
             self._leave(self._frames.pop())
 
-    def _leave(self, frame: _Frame) -> None:
-        if frame.span is not None:
-            frame.span.end()
+    def _leave(self, frame: Frame) -> None:
+        frame.end_span()
         if not frame.below and hooks_active() == (self._pack, self._unpack):  # else an exception took them away
             pop_hooks()
         for unit in reversed(frame.units):
@@ -346,18 +304,12 @@ class Pager:
             drop_queued()
         self._let_go(Unit.give_up)
 
-    @property
-    def trained(self) -> bool:
-        """Whether anything of it was updated, or has a gradient, since it was paged."""
-        return any(unit.updates or unit.pending is not None or unit.gradients.any for unit in self.units)
-
     def _let_go(self, how: Callable[[Unit], None]) -> None:
         if self._running is not None and not in_backward():
             drop_queued()
         frames, self._frames = self._frames, []
         for frame in frames:
-            if frame.span is not None:
-                frame.span.end()
+            frame.end_span()
         self._backward_units = ()
         self._end_backward()
         self._withdraw_hooks()
@@ -394,7 +346,7 @@ class Pager:
         if tensor.layout is torch.strided:
             unit = self._bases.get(tensor.untyped_storage().data_ptr())
             if unit is not None:
-                return _Reference(unit, tensor)
+                return Reference(unit, tensor)
         return None
 
     def _pack(self, tensor: torch.Tensor) -> object:
@@ -410,7 +362,7 @@ class Pager:
             return packed
         if isinstance(packed, Kept):
             return packed.restore()
-        assert isinstance(packed, _Reference)
+        assert isinstance(packed, Reference)
         unit = packed.unit
         _refuse_updated(unit, packed.version)
         if not self._frames:
@@ -454,7 +406,7 @@ class Pager:
         parts follow one another. Gives what turns a ``reference``, or something kept, into a tensor again."""
         for unit, version in zip(self._held[module], versions, strict=True):
             _refuse_updated(unit, version)
-        frame = _Frame(module)
+        frame = Frame(module)
         if not self._frames:
             self._visit_backward(self._held[module])
         self._frames.append(frame)
@@ -484,9 +436,9 @@ class Pager:
         torch.autograd.Variable._execution_engine.queue_callback(self._begun())
         self._passing = self.store.span("backward", type(self.model).__name__)
 
-    def _begun(self) -> _Pass:
+    def _begun(self) -> Pass:
         """A pass that nobody keeps but autograd."""
-        begun = _Pass(self._finish_backward)
+        begun = Pass(self._finish_backward)
         self._running = weakref.ref(begun)
         return begun
 
@@ -580,13 +532,13 @@ class Pager:
     # -- state_dict --------------------------------------------------------------------------------------------------------
 
     def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for name, parameter in module._parameters.items() if not isinstance(state, _Listing) else ():
+        for name, parameter in module._parameters.items() if not isinstance(state, Listing) else ():
             if parameter is not None and prefix + name in state and parameter in self._home:
                 state[prefix + name] = self.value(parameter)
 
     def listed(self) -> dict[str, Any]:
         """What ``state_dict`` has, with the parameters themselves in place of their values."""
-        return self.model.state_dict(destination=_Listing(), keep_vars=True)
+        return self.model.state_dict(destination=Listing(), keep_vars=True)
 
     def value(self, parameter: nn.Parameter) -> torch.Tensor:
         """A copy of a parameter's value in host memory, with pending updates applied."""

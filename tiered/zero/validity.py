@@ -16,8 +16,23 @@ class Validity:
     def __init__(self, store: TieredStore, name: str) -> None:
         self.key = f"{name}/checkpoint"
         self._store = store
+        self._changed_in: int | None = None
+
+    @property
+    def changed(self) -> bool:
+        """Whether anything changed since the last commit."""
+        return self._changed_in == self._store.generation
+
+    def note(self) -> None:
+        """Something that is in no tensor is about to change."""
+        self._changed_in = self._store.generation
+
+    def unchanged(self) -> None:
+        """All is as in the last commit."""
+        self._changed_in = None
 
     def end(self) -> None:
         """Something is about to change."""
+        self.note()
         if self.key in self._store:
             self._store.delete(self.key)

@@ -1,0 +1,341 @@
+"""An exception at any line of ``tiered.zero`` in a training step: ``zero.rollback`` works, and the steps after it are those of
+a run that was never struck; without it a step is right or says so. Real signals: ``tests/stress/test_struck_training.py``."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.zero.models import Tied
+from tests.zero.striking import KINDS, Result, Struck, StruckError, Trainer, described, outcome, shuffled, struck_at
+from tests.zero.test_identity import equal
+from tiered import InterruptedStep, MisuseError, TieredStore, zero
+from tiered.zero.home import placement_of
+
+ERRORS = itertools.cycle([Struck, Struck, StruckError])
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # callbacks are struck, too
+
+
+def counts(quick: int) -> pytest.MarkDecorator:
+    """So many lines in every run, and all of them in the long one."""
+    return pytest.mark.parametrize("count", [quick, pytest.param(10_000, marks=pytest.mark.soak)])
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, kind: str) -> Iterator[Trainer]:
+    made = Trainer(tmp_path / "store", kind)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TieredStore]:
+    opened = TieredStore.open(tmp_path / "store", dram="1.25MiB", deadline=20)
+    yield opened
+    opened.close()
+
+
+def lines_of(trainer: Trainer, call: Callable[[], object], count: int) -> list[tuple[str, int, int]]:
+    with struck_at(None) as lines:
+        call()
+    trainer.rollback()
+    return shuffled(lines.seen, count)[:count]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@counts(10)
+def test_rollback_works_after_a_strike_at_any_line(trainer: Trainer, kind: str, count: int) -> None:
+    fired = 0
+    for place in lines_of(trainer, lambda: trainer.step(Trainer.WARM), count):
+        error = next(ERRORS)
+        with struck_at(place, error=error) as lines:
+            trainer.step(Trainer.WARM)
+        fired += lines.fired
+        assert outcome(trainer) == "right", described(place, error)
+    print(f"{kind}: {fired} lines struck, all right after rollback")
+    assert fired
+
+
+@pytest.mark.parametrize("kind", ["plain", "in backward"])
+@counts(8)
+def test_rollback_works_after_a_strike_in_rollback(trainer: Trainer, kind: str, count: int) -> None:
+    def back() -> None:
+        trainer.step(Trainer.WARM)
+        trainer.rollback()
+
+    for place in lines_of(trainer, back, count):
+        error = next(ERRORS)
+        with struck_at(place, error=error):
+            back()
+        assert outcome(trainer) == "right", described(place, error)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "scaled"])
+@counts(6)
+def test_without_rollback_a_step_is_right_or_raises(trainer: Trainer, kind: str, count: int) -> None:
+    """Right is: the step that was struck has been made, all of it, or none of it."""
+
+    def on() -> Result:
+        """What comes after it."""
+        losses = trainer.step(Trainer.WARM + 1)
+        values = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        state = trainer.optimizer.state_dict()["state"]
+        return Result(losses, values, [state[number][name] for number in sorted(state) for name in ("exp_avg", "exp_avg_sq")])
+
+    places = lines_of(trainer, lambda: trainer.step(Trainer.WARM), count)
+    left_out = on()
+    trainer.rollback()
+    trainer.step(Trainer.WARM)
+    made = on()
+    trainer.rollback()
+    said = dict.fromkeys(["made", "left out", "raised"], 0)
+    for place in places:
+        error = next(ERRORS)
+        with struck_at(place, error=error):
+            trainer.step(Trainer.WARM)
+        try:
+            found = on()
+        except InterruptedStep:
+            said["raised"] += 1
+        else:
+            assert found in (left_out, made), described(place, error)
+            said["made" if found == made else "left out"] += 1
+        trainer.rollback()
+    print(f"{kind}: {said}")
+
+
+@pytest.mark.parametrize("kind", ["plain", "checkpoint", "micro batch"])
+@counts(5)
+def test_other_models_do_not_notice(trainer: Trainer, kind: str, count: int, tmp_path: Path) -> None:
+    """Neither one in memory, nor a paged one that was never touched, before anybody has cleaned up after the strike."""
+    reference: Any = Tied()
+    adam = torch.optim.AdamW(reference.parameters(), lr=1e-3, fused=True)
+    with TieredStore.open(tmp_path / "other", dram="1.25MiB", deadline=20) as store:
+        model: Any = zero.page(copy.deepcopy(reference), store)
+        optimizer = zero.AdamW(model.parameters(), lr=1e-3)
+        for number, place in enumerate(lines_of(trainer, lambda: trainer.step(Trainer.WARM), count)):
+            error = next(ERRORS)
+            with struck_at(place, error=error):
+                trainer.step(Trainer.WARM)
+            if not torch.is_grad_enabled():
+                trainer.rollback()
+            for other, its in ((reference, adam), (model, optimizer)):
+                its.zero_grad()
+                other.loss(number).backward()
+                its.step()
+            assert equal(reference.state_dict(), model.state_dict()), described(place, error)
+            assert outcome(trainer) == "right", described(place, error)
+
+
+def strike(*_: object) -> None:
+    raise Struck
+
+
+@pytest.mark.parametrize("mode", ["plain", "checkpoint", "reentrant"])
+def test_after_a_strike_in_forward_nothing_is_in_force_or_held(store: TieredStore, mode: str) -> None:
+    """At once, and not when the model is used next."""
+    model: Any = zero.page(Tied(mode=mode), store)
+    handle = model.blocks[1].out.register_forward_pre_hook(strike)
+    with pytest.raises(Struck):
+        model.loss(0)
+    handle.remove()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert torch.is_grad_enabled()
+    gc.collect()
+    assert store.statistics().tiers[0].held == 0
+
+
+def test_hooks_that_are_left_behind_do_nothing_and_go(store: TieredStore) -> None:
+    """As after a strike in the line after they were put in force."""
+    model: Any = zero.page(Tied(), store)
+    pager = placement_of(model.position)[0]
+    torch._C._autograd._push_saved_tensors_default_hooks(pager._pack, pager._unpack)
+    plain = Tied()
+    plain.loss(0).backward()
+    other: Any = zero.page(copy.deepcopy(plain), store, name="other")
+    other.zero_grad(set_to_none=True)
+    other.loss(0).backward()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    optimizer = zero.AdamW(other.parameters())
+    for name, parameter in plain.named_parameters():
+        found = optimizer.grad(other.get_parameter(name))
+        assert (found is None) == (parameter.grad is None)
+        assert found is None or torch.equal(found, parameter.grad)
+
+
+def test_an_update_that_is_cut_off_in_a_piece_is_refused_until_rollback(store: TieredStore) -> None:
+    model: Any = zero.page(Tied(), store)
+    optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+    zero.commit(model, optimizer)
+    expected = model.loss(1).item()
+    model.loss(0).backward()
+    optimizer.step()
+    _, unit, _ = placement_of(model.blocks[1].out.weight)
+    real, unit.states._update_piece = unit.states._update_piece, strike  # type: ignore[method-assign]
+    with pytest.raises(Struck):
+        model.loss(1)
+    unit.states._update_piece = real  # type: ignore[method-assign]
+    for use in (lambda: model.loss(1), model.state_dict, optimizer.flush, optimizer.state_dict):
+        with pytest.raises(InterruptedStep, match=r"middle of an optimizer update.*zero\.rollback"):
+            use()
+    zero.rollback(model, optimizer)
+    assert model.loss(1).item() == expected
+
+
+def test_a_gradient_that_is_cut_off_while_it_is_added_is_refused_until_it_is_dropped(store: TieredStore) -> None:
+    reference: Any = Tied()
+    model: Any = zero.page(copy.deepcopy(reference), store)
+    optimizer, adam = zero.AdamW(model.parameters()), torch.optim.AdamW(reference.parameters(), fused=True)
+    model.loss(0).backward()
+    _, unit, _ = placement_of(model.blocks[1].out.weight)
+    real, unit.gradients.write = unit.gradients.write, strike  # type: ignore[method-assign]
+    with pytest.raises(Struck):
+        model.loss(1).backward()
+    unit.gradients.write = real  # type: ignore[method-assign]
+    for use in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0), lambda: model.loss(1).backward()):
+        with pytest.raises(InterruptedStep, match=r"was added to one of before.*zero_grad\(\).*zero\.rollback"):
+            use()
+    with pytest.raises(InterruptedStep):
+        zero.commit(model, optimizer)
+    for one, its in ((model, optimizer), (reference, adam)):
+        its.zero_grad()
+        one.loss(2).backward()
+        its.step()
+    assert equal(model.state_dict(), reference.state_dict())
+
+
+@pytest.mark.parametrize("what", ["step", "clip", "zero_grad"])
+def test_what_was_decided_is_done_by_whoever_comes_next(store: TieredStore, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference: Any = Tied()
+    model: Any = zero.page(copy.deepcopy(reference), store)
+    optimizer, adam = zero.AdamW(model.parameters()), torch.optim.AdamW(reference.parameters(), fused=True)
+    for one in (model, reference):
+        one.loss(0).backward()
+    torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    calls = itertools.count(1)
+    carry_out = zero.intent._Decision.carry_out
+
+    def cut_off(self: Any) -> None:
+        last = next(calls)
+        if last == 1:
+            self._left[-1]()
+            raise Struck
+        carry_out(self)
+
+    def clip() -> None:
+        optimizer.clip_grad_norm_(0.1)
+
+    def struck(call: Callable[[], object]) -> None:
+        monkeypatch.setattr(zero.intent._Decision, "carry_out", cut_off)
+        with pytest.raises(Struck):
+            call()
+
+    if what == "clip":
+        struck(clip)
+        optimizer.step()
+        adam.step()
+    elif what == "step":
+        clip()
+        struck(optimizer.step)
+        adam.step()
+    else:
+        struck(optimizer.zero_grad)
+        adam.zero_grad()
+        for one in (model, reference):
+            one.loss(2).backward()
+        optimizer.step()
+        adam.step()
+    for one, its in ((model, optimizer), (reference, adam)):
+        its.zero_grad()
+        one.loss(1).backward()
+        its.step()
+    assert equal(model.state_dict(), reference.state_dict())
+
+
+def test_a_backward_pass_that_updates_and_is_cut_off_says_so(store: TieredStore) -> None:
+    model: Any = zero.page(Tied(layers=6), store)
+    optimizer = zero.AdamW(model.parameters(), update="in_backward")
+    zero.commit(model, optimizer)
+    expected = model.loss(1).item()
+    handle = model.position.register_hook(strike)
+    with pytest.raises(Struck):
+        model.loss(0).backward()
+    handle.remove()
+    optimizer.zero_grad()
+    for use in (lambda: model.loss(1), lambda: zero.commit(model, optimizer)):
+        with pytest.raises(InterruptedStep, match=r"some have had the step and others have not; call zero\.rollback"):
+            use()
+    zero.rollback(model, optimizer)
+    assert model.loss(1).item() == expected
+
+
+def test_rollback_of_one_model_tells_the_others_in_the_store(store: TieredStore) -> None:
+    one, other = (zero.page(Tied(), store, name=name) for name in ("one", "other"))
+    frozen = zero.page(Tied(), store, name="frozen")
+    optimizers = [zero.AdamW(model.parameters()) for model in (one, other)]
+    for model, optimizer in zip((one, other), optimizers, strict=True):
+        zero.commit(model, optimizer)
+    expected = [model.loss(0).item() for model in (one, other, frozen)]
+    for model, optimizer in zip((one, other), optimizers, strict=True):
+        model.loss(0).backward()
+        optimizer.step()
+        optimizer.flush()
+    zero.rollback(one, optimizers[0])
+    with pytest.raises(InterruptedStep, match=r"model 'other' in it has not followed yet"):
+        other.loss(0)
+    zero.rollback(other, optimizers[1])
+    assert [model.loss(0).item() for model in (one, other, frozen)] == expected
+
+
+def traced_by_make_fx(model: nn.Module, tokens: torch.Tensor) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    make_fx(model)(tokens)
+
+
+def without_values(model: nn.Module, tokens: torch.Tensor) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(tokens)
+
+
+TRACERS: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
+    "torch.export": lambda model, tokens: torch.export.export(model, (tokens,)),
+    "torch.jit.trace": lambda model, tokens: torch.jit.trace(model, (tokens,)),
+    "make_fx": traced_by_make_fx,
+    "FakeTensorMode": without_values,
+    "torch.compile": lambda model, tokens: torch.compile(model, backend="aot_eager")(tokens),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("what", TRACERS)
+def test_a_model_that_is_traced_refuses_and_leaves_nothing(tmp_path: Path, store: TieredStore, what: str) -> None:
+    torch.manual_seed(0)
+    reference: Any = Tied()
+    model: Any = zero.page(copy.deepcopy(reference), store)
+    tokens = torch.randint(0, 64, (2, 16))
+    with pytest.raises(MisuseError, match=rf"{what}.* cannot look into a paged model"):
+        TRACERS[what](model, tokens)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert store.statistics().tiers[0].held == 0
+    with TieredStore.open(tmp_path / "another", dram="1.25MiB", deadline=20) as another:
+        models = [model, zero.page(copy.deepcopy(reference), store, name="other"), zero.page(copy.deepcopy(reference), another)]
+        optimizers = [zero.AdamW(one.parameters()) for one in models]
+        adam = torch.optim.AdamW(reference.parameters(), fused=True)
+        for number in range(2):
+            for one, its in zip([reference, *models], [adam, *optimizers], strict=True):
+                its.zero_grad()
+                one.loss(number).backward()
+                its.step()
+        for one in models:
+            assert equal(one.state_dict(), reference.state_dict())
