@@ -11,7 +11,7 @@ import random
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,16 +74,8 @@ class Trainer:
     WARM = 2
 
     def __init__(self, folder: Path, kind: str) -> None:
-        self.kind = kind
-        self.store = TieredStore.open(folder, dram="1.25MiB", deadline=20)
-        torch.manual_seed(7)
-        mode = kind if kind in ("checkpoint", "reentrant") else "plain"
-        self.model: Any = Language() if kind == "micro batch" else Tied(width=48, mode=mode)
-        policy = zero.Policy(torch.bfloat16) if kind == "stored as bf16" else zero.Policy()
-        zero.page(self.model, self.store, policy=policy, micro_batch=2 if kind == "micro batch" else 1)
-        update = "in_backward" if kind == "in backward" else "on_fetch"
-        self.optimizer = zero.AdamW(parameter_groups(self.model), lr=1e-3, update=update)
-        self.scaler = zero.GradScaler(init_scale=2.0**8, growth_interval=3) if kind == "scaled" else None
+        self.kind, self.folder = kind, folder
+        self._make("refuse")
         for number in range(self.WARM):
             self.step(number)
         self.commit()
@@ -91,6 +83,24 @@ class Trainer:
         self.rollback()
         assert self.two_steps() == self.right
         self.rollback()
+
+    def _make(self, existing: str) -> None:
+        kind = self.kind
+        self.store = TieredStore.open(self.folder, dram="1.25MiB", deadline=20)
+        torch.manual_seed(7)
+        mode = kind if kind in ("checkpoint", "reentrant") else "plain"
+        self.model: Any = Language() if kind == "micro batch" else Tied(width=48, mode=mode)
+        policy = zero.Policy(torch.bfloat16) if kind == "stored as bf16" else zero.Policy()
+        zero.page(self.model, self.store, policy=policy, micro_batch=2 if kind == "micro batch" else 1, existing=existing)
+        update = "in_backward" if kind == "in backward" else "on_fetch"
+        self.optimizer = zero.AdamW(parameter_groups(self.model), lr=1e-3, update=update)
+        self.scaler = zero.GradScaler(init_scale=2.0**8, growth_interval=3) if kind == "scaled" else None
+
+    def reopen(self) -> None:
+        """As a store that is condemned tells to."""
+        self.store.close()
+        self._make("resume")
+        zero.resume(self.model, self.optimizer, scaler=self.scaler)
 
     def commit(self) -> None:
         zero.commit(self.model, self.optimizer, scaler=self.scaler)
@@ -181,24 +191,29 @@ def struck_at(
         sys.settrace(before)
 
 
-@contextmanager
-def struck_after(seconds: float, error: type[BaseException] = Struck) -> Iterator[list[str]]:
-    """Raise from a signal handler after some time; what is given gets the innermost file once it did."""
+def struck_after(seconds: float, error: type[BaseException], call: Callable[[], object]) -> str | None:
+    """Raise from a signal handler in the middle of ``call``: the innermost file of the package then, "" where there is none.
+    None: the call ended before."""
     where: list[str] = []
+    armed = True
 
     def handler(*_: object) -> None:
-        where.append(innermost_running())
-        raise error("on purpose")
+        if armed:
+            where.append(innermost_running())
+            raise error("on purpose")
 
     before = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        yield where
+        try:
+            signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-5))
+            call()
+        finally:
+            armed = False
     except (Struck, StruckError):
         pass
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+    return where[0] if where else None
 
 
 def innermost_running() -> str:
