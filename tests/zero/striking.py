@@ -89,7 +89,7 @@ class Trainer:
         self.store = TieredStore.open(self.folder, dram="1.25MiB", deadline=20)
         torch.manual_seed(7)
         mode = kind if kind in ("checkpoint", "reentrant") else "plain"
-        self.model: Any = Language() if kind == "micro batch" else Tied(width=48, mode=mode)
+        self.model: Any = Language(layers=2) if kind == "micro batch" else Tied(48, 2, mode)
         policy = zero.Policy(torch.bfloat16) if kind == "stored as bf16" else zero.Policy()
         zero.page(self.model, self.store, policy=policy, micro_batch=2 if kind == "micro batch" else 1, existing=existing)
         update = "in_backward" if kind == "in backward" else "on_fetch"

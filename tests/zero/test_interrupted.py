@@ -51,7 +51,7 @@ def lines_of(trainer: Trainer, call: Callable[[], object], count: int) -> list[t
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@counts(10)
+@counts(6)
 def test_rollback_works_after_a_strike_at_any_line(trainer: Trainer, kind: str, count: int) -> None:
     fired = 0
     for place in lines_of(trainer, lambda: trainer.step(Trainer.WARM), count):
@@ -65,7 +65,7 @@ def test_rollback_works_after_a_strike_at_any_line(trainer: Trainer, kind: str, 
 
 
 @pytest.mark.parametrize("kind", ["plain", "in backward"])
-@counts(8)
+@counts(4)
 def test_rollback_works_after_a_strike_in_rollback(trainer: Trainer, kind: str, count: int) -> None:
     def back() -> None:
         trainer.step(Trainer.WARM)
@@ -79,7 +79,7 @@ def test_rollback_works_after_a_strike_in_rollback(trainer: Trainer, kind: str, 
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "scaled"])
-@counts(6)
+@counts(4)
 def test_without_rollback_a_step_is_right_or_raises(trainer: Trainer, kind: str, count: int) -> None:
     """Right is: the step that was struck has been made, all of it, or none of it."""
 
@@ -103,7 +103,9 @@ def test_without_rollback_a_step_is_right_or_raises(trainer: Trainer, kind: str,
             trainer.step(Trainer.WARM)
         try:
             found = on()
-        except InterruptedStep:
+        except (InterruptedStep, MisuseError) as problem:
+            if "zero.rollback" not in str(problem):
+                raise
             said["raised"] += 1
         else:
             assert found in (left_out, made), described(place, error)
@@ -113,7 +115,7 @@ def test_without_rollback_a_step_is_right_or_raises(trainer: Trainer, kind: str,
 
 
 @pytest.mark.parametrize("kind", ["plain", "checkpoint", "micro batch"])
-@counts(5)
+@counts(3)
 def test_other_models_do_not_notice(trainer: Trainer, kind: str, count: int, tmp_path: Path) -> None:
     """Neither one in memory, nor a paged one that was never touched, before anybody has cleaned up after the strike."""
     reference: Any = Tied()

@@ -103,7 +103,8 @@ class UnitGradients:
         if self.states[placement].spent:
             raise MisuseError(
                 f"another gradient of {placement.name!r} arrived after its update, without optimizer.step() in between: to "
-                'accumulate, or to share parameters with a reentrant checkpoint, make the optimizer with update="on_fetch"'
+                'accumulate, or to share parameters with a reentrant checkpoint, make the optimizer with update="on_fetch"; '
+                "after an exception that came before step(), call it, or zero.rollback"
             )
 
     def refuse_interrupted(self, placement: Placement) -> None:
