@@ -7,6 +7,7 @@ import copy
 import gc
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,8 @@ def test_an_update_that_is_cut_off_in_a_piece_is_refused_until_rollback(store: T
     with pytest.raises(Struck):
         model.loss(1)
     unit.states._update_piece = real  # type: ignore[method-assign]
-    for use in (lambda: model.loss(1), model.state_dict, optimizer.flush, optimizer.state_dict):
+    commit = partial(zero.commit, model, optimizer)
+    for use in (lambda: model.loss(1), model.state_dict, optimizer.flush, optimizer.state_dict, commit):
         with pytest.raises(InterruptedStep, match=r"middle of an optimizer update.*zero\.rollback"):
             use()
     zero.rollback(model, optimizer)

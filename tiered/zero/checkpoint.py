@@ -241,6 +241,7 @@ def _of_unit(unit: Unit) -> dict[str, Any]:
 
 
 def _of_pending(pending: Pending) -> dict[str, Any]:
+    pending.refuse_cut_off()
     updates = {}
     for placement, update in pending.updates.items():
         rule = update.rule

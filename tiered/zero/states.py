@@ -57,12 +57,16 @@ class Pending:
 
     def begin(self) -> None:
         """The next piece. Raises InterruptedStep if it was begun before and is not done."""
+        self.refuse_cut_off()
+        self._begun = self._place
+
+    def refuse_cut_off(self) -> None:
+        """Raise InterruptedStep if a piece was begun and is not done."""
         if self._begun == self._place:
             raise InterruptedStep(
                 "an exception struck in the middle of an optimizer update, and some parameters are neither as they were nor "
                 "updated: call zero.rollback, or open the store again, which goes back to the last commit"
             )
-        self._begun = self._place
 
     def as_it_was(self) -> None:
         """The piece that was begun is not changed."""
