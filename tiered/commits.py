@@ -214,18 +214,23 @@ class Commits:
         """``meta`` None: with that of before. ``always``: also when nothing changed since. ``owner`` lives until the end.
 
         All of it runs in a thread of its own, which no signal handler enters: an exception that strikes who waits leaves a
-        commit that goes on by itself, and that the next one waits for.
+        commit that goes on by itself where it had begun, and that the next one waits for.
         """
         encoded = self._encoded(meta)
 
         def work() -> int:
             with self._engine.commits:
                 draft = self._draft(encoded, None if always or self._went_back else self.newest)
-                return self._complete(Flush(draft, self._duplicate), draft, owner)
+                flush = Flush(draft, self._duplicate, given_up=lambda: behind.given_up)
+                return self._complete(flush, draft, owner)
 
         behind = Behind("tiered-commit", work)
-        behind.start()
-        behind.wait()
+        try:
+            behind.start()
+            behind.wait()
+        except BaseException:
+            behind.given_up = True
+            raise
         return behind.future.result()
 
     def commit_behind(self, meta: Mapping[str, object] | None, owner: object) -> Future[int]:
@@ -235,7 +240,7 @@ class Commits:
         def work() -> int:
             with engine.commits:
                 draft = self._draft(encoded, None)
-                flush = Flush(draft, self._duplicate, Urgency.WRITEBACK)
+                flush = Flush(draft, self._duplicate, Urgency.WRITEBACK, lambda: behind.given_up)
                 engine.begin(flush)
                 if not flush.begun:
                     flush.raise_error()
@@ -243,8 +248,12 @@ class Commits:
                 return self._complete(flush, draft, owner)
 
         behind = Behind("tiered-commit", work)
-        behind.start()
-        behind.wait_reached()
+        try:
+            behind.start()
+            behind.wait_reached()
+        except BaseException:
+            behind.given_up = True
+            raise
         if not behind.has_reached:  # what comes later is the future's
             behind.future.result()
         return behind.future

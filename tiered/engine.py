@@ -71,6 +71,8 @@ class Behind:
         self.future = Future[int]()
         self.future.set_running_or_notify_cancel()
         self.has_reached = False
+        self.given_up = False
+        """Whoever asked for it was struck: what has not begun need not."""
         self._work = work
         self._thread = threading.Thread(target=self._run, name=name)
         self._coming, self._running = threading.Lock(), threading.Lock()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
-from tiered.errors import LeaseConflict
+from tiered.errors import CommitError, LeaseConflict
 from tiered.requests import Request
 from tiered.residency import Copy, Entry, State
 from tiered.types import Key, Slot, Urgency
@@ -39,6 +39,8 @@ class Flush(Request):
     ``frozen`` are those that are not there yet: who would change one waits for its write-back, and for no other's. Those that
     are there may change, for what is at the bottom is never written over. What is replaced or deleted meanwhile is set aside.
 
+    Where it is ``given_up()`` before it begins, it never does: what its caller does next is not what was to be kept.
+
     A tensor that is not leased but still referenced from an ended lease is first copied to a slot of its own: bytes on
     their way out must not change. An open WRITE lease is an error.
     """
@@ -46,9 +48,14 @@ class Flush(Request):
     deferred = True
 
     def __init__(
-        self, draft: Draft, duplicate: Callable[[Copy, Slot, int], None], urgency: Urgency = Urgency.DEMAND
+        self,
+        draft: Draft,
+        duplicate: Callable[[Copy, Slot, int], None],
+        urgency: Urgency = Urgency.DEMAND,
+        given_up: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(urgency)
+        self._given_up = given_up
         self.frozen: dict[Key, None] = {}
         self.begun = False
         self._draft, self._duplicate = draft, duplicate
@@ -119,6 +126,8 @@ class Flush(Request):
         self.frozen[entry.key] = None
 
     def _begin(self, admission: Admission) -> None:
+        if self._given_up():
+            raise CommitError("whoever asked for this commit was struck by an exception before it began")
         left = {entry.key for entry in admission.directory.set_aside_entries()}  # by a flush that was given up
         for copy in admission.unsaved.values():
             if copy.writers:

@@ -37,16 +37,18 @@ def bytes_of(key: str, version: int) -> torch.Tensor:
 
 
 class Struck:
-    """A store, and what it may hold: ``now`` for sure, or ``other`` where a struck call may have got that far.
+    """A store, and what it holds: ``now``, or ``expected`` where a struck call may have got that far.
 
-    ``committed`` are the contents of each generation that may be the newest one.
+    Each commit has a number of its own in its meta; ``committed`` are the contents of each. A struck commit may go on by
+    itself, with what there was when it was called.
     """
 
     def __init__(self, folder: Path, source: random.Random) -> None:
         self.folder, self.source = folder, source
         self.version = 0
         self.now: Contents = {}
-        self.committed: dict[int, Contents] = {0: {}}
+        self.expected: Contents | None = {}
+        self.committed: dict[int, Contents | None] = {}  # None: what there is now, whatever that is
         self.condemned = self.struck = 0
         self.where: Counter[str] = Counter()
         self.store = self.open()
@@ -104,14 +106,17 @@ class Struck:
         return self._do(lambda: self.store.follow(order), self.now)
 
     def commit(self, key: str) -> Contents:
-        self.committed[self.store.generation + 1] = self.now
-        self.committed[self.store.generation + 2] = self.now  # a struck commit may have taken a number
+        self.version += 1
+        self.committed[self.version] = self.now
         return self._do(lambda: self.store.commit({"version": self.version}), self.now)
 
     def rollback(self, key: str) -> Contents:
         if not self.store.generation:
             return self.now
-        return self._do(self.store.rollback, self.committed[self.store.generation])
+        self.expected = None  # what was committed last, which may go on yet
+        self.store.rollback()
+        self.now = self.of_commit()
+        return self.now
 
     def statistics(self, key: str) -> Contents:
         return self._do(self.store.statistics, self.now)
@@ -134,6 +139,7 @@ class Struck:
             self._goes_on(where, before)
         except InterruptedStore:
             self.condemned += 1
+            self.committed = {number: before if held is None else held for number, held in self.committed.items()}
             with pytest.raises(InterruptedStore):
                 self.store.commit()
             self.reopen(where)
@@ -144,16 +150,18 @@ class Struck:
         gc.collect()
         store, there = self.store, {}
         names = sorted(store)
-        assert names in (sorted(before), sorted(self.expected)), f"{where}: {names}"
+        held_then = [before, *([self.expected] if self.expected is not None else self._last_commits())]
+        assert names in [sorted(held) for held in held_then], f"{where}: {names}"
         for key in names:
             found = store.get(key)
-            maybe = [held[key] for held in (before, self.expected) if key in held]
+            maybe = [held[key] for held in held_then if key in held]
             right = [version for version in maybe if torch.equal(found, bytes_of(key, version))]
             assert right, f"{where}: {key} has none of its versions {maybe}"
             there[key] = right[0]
             del found
-        assert there in (before, self.expected), f"{where}: half of one and half of the other"
+        assert there in held_then, f"{where}: half of one and half of the other"
         self.now = there
+        self.committed = {number: there if held is None else held for number, held in self.committed.items()}
         for tier in store.statistics().tiers:
             assert tier.held == 0, f"{where}: {tier}"
         for key in self.source.sample(names, min(2, len(names))):
@@ -164,14 +172,25 @@ class Struck:
             for place in store._engine.admission.places:
                 place.check()
 
+    def _last_commits(self) -> list[Contents]:
+        """What a struck rollback may have gone back to: the newest of them may have come after it."""
+        known = sorted(number for number, held in self.committed.items() if held is not None)
+        return [self.committed[number] or {} for number in known[-3:]]
+
     def reopen(self, where: str) -> None:
         self.store.close()
         self.store = self.open()
-        self.now = self.committed[self.store.generation]
+        self.now = self.of_commit()
         assert sorted(self.store) == sorted(self.now), f"{where}: reopened"
         for key, version in self.now.items():
             assert torch.equal(self.store.get(key), bytes_of(key, version)), f"{where}: reopened, {key} is not {version}"
-        self.committed = {self.store.generation: self.now}
+        self.committed = {self.store.meta.get("version", 0): self.now}
+
+    def of_commit(self) -> Contents:
+        """What the newest commit has."""
+        held = self.committed[self.store.meta["version"]] if self.store.generation else {}
+        assert held is not None
+        return held
 
     def step(self) -> tuple[Callable[[], Contents], Contents]:
         """The next call, and what there is before it."""
@@ -202,16 +221,14 @@ def test_real_signals(tmp_path: Path, count: int, tally: Tally) -> None:
             where = strike.where
             world.where[where.split()[0].split(":")[0]] += 1
             if source.random() < 0.2:  # within the except clause, with the traceback still there
+                world.version += 1
+                world.committed[world.version] = None
                 with suppress(InterruptedStore):
-                    world.store.commit({"version": -1})
-                    world.committed = {world.store.generation: {}}  # whichever of the two it is, the next look tells
+                    world.store.commit({"version": world.version})
         else:
             continue
         tally.count("a strike", 1)
         world.after(where, before)
-        if -1 in (world.store.meta.get("version"),):
-            world.committed[world.store.generation] = world.now if world.now in (before, world.expected) else before
-            world.commit("")
         if source.random() < 0.02:
             world.commit("")
             world.reopen(where)
