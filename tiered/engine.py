@@ -44,6 +44,8 @@ __all__ = ["Engine", "EngineConfig"]
 
 LOOKS_EVERY = 20
 """Milliseconds."""
+GRACE = 1.0
+"""Seconds beyond its deadline that a request waits for the engine to look at it once, should that be busy or blocked."""
 
 
 @dataclass(frozen=True)
@@ -269,10 +271,16 @@ class Engine:
         """An exception struck who had the lock before, within a change."""
         if self._thread is None:
             self._recount()
+        began = self.config.clock()
         while self.admission.changing:
             self._refuse_stopped()
+            if self.config.clock() - began > self.config.deadline + GRACE:
+                raise CapacityError(
+                    "an exception struck a call, and the engine has to count what there is before the next one; but it waits "
+                    "for a transfer that does not end: what the store lies on is too slow, or does not answer"
+                )
             self._poke()
-            wait_for(self._changed, 5.0)
+            wait_for(self._changed, 0.5)
 
     def _recount(self) -> None:
         """By the engine's thread. Where it does not come out, nothing that is kept can be trusted."""
@@ -308,7 +316,7 @@ class Engine:
             if request.left != left:
                 began, left = self.config.clock(), request.left
             before = self.config.clock()
-            if before - began >= patience and (request.tried or self._thread is None):
+            if before - began >= patience + (0.0 if request.tried or self._thread is None else GRACE):
                 raise CapacityError(why_stuck(self.admission, request, before - began))
             wait_for(self._changed, min(max(began + patience - before, 0.05), 5.0))
             self._stalled(request, self.config.clock() - before, request.short)

@@ -45,7 +45,7 @@ class Struck:
 
     def __init__(self, folder: Path, source: random.Random) -> None:
         self.folder, self.source = folder, source
-        self.version = 0
+        self.version = self.floor = 0
         self.now: Contents = {}
         self.expected: Contents | None = {}
         self.committed: dict[int, Contents | None] = {}  # None: what there is now, whatever that is
@@ -113,7 +113,7 @@ class Struck:
     def rollback(self, key: str) -> Contents:
         if not self.store.generation:
             return self.now
-        self.expected = None  # what was committed last, which may go on yet
+        self.expected, self.floor = None, self.store.meta["version"]  # what was committed last, which may go on yet
         self.store.rollback()
         self.now = self.of_commit()
         return self.now
@@ -174,8 +174,7 @@ class Struck:
 
     def _last_commits(self) -> list[Contents]:
         """What a struck rollback may have gone back to: the newest of them may have come after it."""
-        known = sorted(number for number, held in self.committed.items() if held is not None)
-        return [self.committed[number] or {} for number in known[-3:]]
+        return [held for number, held in self.committed.items() if held is not None and number >= self.floor]
 
     def reopen(self, where: str) -> None:
         self.store.close()
