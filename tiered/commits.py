@@ -213,8 +213,8 @@ class Commits:
     def commit(self, meta: Mapping[str, object] | None, owner: object, *, always: bool = True) -> int:
         """``meta`` None: with that of before. ``always``: also when nothing changed since. ``owner`` lives until the end.
 
-        All of it runs in a thread of its own, which no signal handler enters: an exception that strikes who waits leaves a
-        commit that goes on by itself where it had begun, and that the next one waits for.
+        All of it runs in a thread of its own, which no signal handler enters: an exception that strikes who waits makes it come
+        to nothing, unless its manifest is being written already.
         """
         encoded = self._encoded(meta)
 
@@ -222,7 +222,7 @@ class Commits:
             with self._engine.commits:
                 draft = self._draft(encoded, None if always or self._went_back else self.newest)
                 flush = Flush(draft, self._duplicate, given_up=lambda: behind.given_up)
-                return self._complete(flush, draft, owner)
+                return self._complete(flush, draft, owner, behind)
 
         behind = Behind("tiered-commit", work)
         try:
@@ -230,6 +230,7 @@ class Commits:
             behind.wait()
         except BaseException:
             behind.given_up = True
+            self._engine.released()
             raise
         return behind.future.result()
 
@@ -245,7 +246,7 @@ class Commits:
                 if not flush.begun:
                     flush.raise_error()
                 behind.reached()
-                return self._complete(flush, draft, owner)
+                return self._complete(flush, draft, owner, behind)
 
         behind = Behind("tiered-commit", work)
         try:
@@ -253,16 +254,17 @@ class Commits:
             behind.wait_reached()
         except BaseException:
             behind.given_up = True
+            self._engine.released()
             raise
         if not behind.has_reached:  # what comes later is the future's
             behind.future.result()
         return behind.future
 
-    def _complete(self, flush: Flush, draft: _Draft, owner: object) -> int:
+    def _complete(self, flush: Flush, draft: _Draft, owner: object, behind: Behind) -> int:
         """``owner`` is not collected before the end."""
         self._engine.wait(flush)  # a flush that comes to nothing drops the draft
         try:
-            return self._publish(draft)
+            return self._publish(draft, behind)
         except BaseException:
             with self._engine.lock:
                 draft.drop()
@@ -303,7 +305,7 @@ class Commits:
                 "give it less, or make room on that filesystem; the last commit holds, and no memory is lost"
             )
 
-    def _publish(self, draft: _Draft) -> int:
+    def _publish(self, draft: _Draft, behind: Behind) -> int:
         """Make a draft that has everything durable."""
         nvme, made = self._nvme, draft.made
         if made is None:
@@ -318,6 +320,8 @@ class Commits:
             )
             raise CommitError(self._condemned) from error
         nvme.leave_everything()
+        if behind.given_up:
+            raise CommitError("this commit was given up: an exception struck who waited for it")
         generations.prepare(nvme.open_folder, made.number, draft.data)
         try:
             self._refuse_strayed()  # the last moment: a move after this is one after the commit

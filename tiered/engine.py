@@ -44,7 +44,7 @@ __all__ = ["Engine", "EngineConfig"]
 
 LOOKS_EVERY = 20
 """Milliseconds."""
-GRACE = 1.0
+GRACE = 0.5
 """Seconds beyond its deadline that a request waits for the engine to look at it once, should that be busy or blocked."""
 
 

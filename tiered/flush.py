@@ -39,7 +39,7 @@ class Flush(Request):
     ``frozen`` are those that are not there yet: who would change one waits for its write-back, and for no other's. Those that
     are there may change, for what is at the bottom is never written over. What is replaced or deleted meanwhile is set aside.
 
-    Where it is ``given_up()`` before it begins, it never does: what its caller does next is not what was to be kept.
+    Where it is ``given_up()`` before it has ended, it comes to nothing: whoever asked for it does something else by now.
 
     A tensor that is not leased but still referenced from an ended lease is first copied to a slot of its own: bytes on
     their way out must not change. An open WRITE lease is an error.
@@ -63,6 +63,10 @@ class Flush(Request):
 
     def __str__(self) -> str:
         return "a flush"
+
+    @property
+    def unwanted(self) -> bool:
+        return super().unwanted or self._given_up()
 
     def attempt(self, admission: Admission) -> bool:
         if admission.flush is not None and admission.flush is not self:
@@ -90,6 +94,7 @@ class Flush(Request):
                     admission.directory.forget(entry.key)
         if not self.done:
             self._draft.drop()
+            self.error, self.done = CommitError("this commit was given up: an exception struck who waited for it"), True
 
     def keeps(self, admission: Admission, entry: Entry, request: Request) -> bool:
         """Whether ``entry`` is frozen, and ``request`` has to wait for its write-back.
@@ -126,8 +131,6 @@ class Flush(Request):
         self.frozen[entry.key] = None
 
     def _begin(self, admission: Admission) -> None:
-        if self._given_up():
-            raise CommitError("whoever asked for this commit was struck by an exception before it began")
         left = {entry.key for entry in admission.directory.set_aside_entries()}  # by a flush that was given up
         for copy in admission.unsaved.values():
             if copy.writers:

@@ -135,6 +135,9 @@ def stalled(folder: Path, backend: str, what: str, go: int) -> Callable[[Child],
         gc.collect()
         child.say("let go")
         with TieredStore.open(folder, dram=MIB, backend=backend) as again:  # type: ignore[arg-type]
+            if what == "fsync" and again.generation == 2:  # the signal came when the manifest was being written
+                holds(again, "t5", 0, SIZES["t5"])
+                again.rollback(1)
             child.say(f"reopened {right(again)}")
             again.close()
 
@@ -150,8 +153,8 @@ def announce_close(backend: Any, child: Child) -> None:
 @pytest.mark.parametrize("what", ["read", "write", "fsync"])
 def test_while_a_transfer_is_stalled(disk: FaultyDisk, backend: str, what: str, count: int, tally: Tally) -> None:
     """The pool is still mapped when the last of its I/O completes."""
-    folder = disk.folder / f"{backend} {what} {count}"
-    for version in range(1, count + 1):
+    for number in range(count):
+        folder = disk.folder / f"{backend} {what} {count} {number}"
         wait, go = os.pipe()
         with forked(stalled(folder, backend, what, wait)) as running:
             running.wait_for("ready")
@@ -162,10 +165,10 @@ def test_while_a_transfer_is_stalled(disk: FaultyDisk, backend: str, what: str, 
             assert not {"the ring is closed", "the pool is gone", "let go"} & set(running.said)
             assert disk.stalled()
             fired = sum(disk.clear())
-            assert running.wait_end() == 0, running.said
+            assert running.wait_end() == 0, "\n".join(running.said)
         os.close(wait)
         os.close(go)
         tally.count(f"SIGINT during a {what}", fired)
         assert running.said.index("the ring is closed") < running.said.index("the pool is gone"), running.said
         assert "interrupted" in running.said
-        assert last(running.said, "reopened") == version, running.said
+        assert last(running.said, "reopened") == 1, running.said

@@ -124,4 +124,5 @@ def test_killed_while_it_is_made(tmp_path: Path, backend: str, count: int, tally
         assert ended.status == -9
         check(folder, ended, 0, f"killed at call {number}")
         tally.count("SIGKILL of a new store", 1)
-        shutil.rmtree(folder)
+        if folder.exists():  # an empty store that is closed before it has a commit leaves nothing
+            shutil.rmtree(folder)
