@@ -181,6 +181,7 @@ class Commits:
 
     def rollback(self, generation: int | None, needs: Sequence[Key]) -> int:
         """All as it was in ``generation`` (None: the newest). What did not change since stays where it is."""
+        self._engine.end_struck()
         with self._engine.commits:
             chosen = self.newest
             if generation is not None or self._went_back:
@@ -217,6 +218,7 @@ class Commits:
         to nothing, unless its manifest is being written already.
         """
         encoded = self._encoded(meta)
+        self._engine.end_struck()
 
         def work() -> int:
             with self._engine.commits:
@@ -237,6 +239,7 @@ class Commits:
     def commit_behind(self, meta: Mapping[str, object] | None, owner: object) -> Future[int]:
         """All as it is now, made durable while the caller goes on; ``owner`` lives until then. Waits for one that is open."""
         encoded, engine = self._encoded(meta), self._engine
+        engine.end_struck()
 
         def work() -> int:
             with engine.commits:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from tiered.admission import Admission
 from tiered.ahead import Ahead
-from tiered.errors import CapacityError, InterruptedStore, MisuseError, StoreClosed, TieredError
+from tiered.errors import CapacityError, InterruptedStore, LeaseConflict, MisuseError, StoreClosed, TieredError
 from tiered.explain import why_stuck
 from tiered.flow import Flow
 from tiered.flush import Flush
@@ -145,12 +145,19 @@ class Engine:
         self._stopping = False
         self._broken: BaseException | None = None
         self._condemned: BaseException | None = None
+        self.end_struck: Callable[[], bool] = lambda: False
+        """End leases that are only held by the traceback of an exception; whether there were any."""
 
     # -- called by any thread --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="tiered-engine", daemon=True)
-        self._thread.start()
+        """Raises TieredError where the system has no thread left."""
+        thread = threading.Thread(target=self._run, name="tiered-engine", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise TieredError(f"the system starts no more threads ({error}): end some, or raise ulimit -u") from error
+        self._thread = thread
 
     def wait(self, request: Request, deadline: float | None = None) -> None:
         """Get ``request`` done, or raise its error; waits at most ``deadline`` seconds (default: the configured ones)."""
@@ -167,7 +174,10 @@ class Engine:
                 request.abandoned = True
                 self._withdraw(request)
                 raise
-        if request.error is not None:
+        if isinstance(request.error, LeaseConflict) and not request.deferred and self.end_struck():
+            request.error, request.done = None, False  # the lease in its way was nobody's
+            self.wait(request, deadline)
+        elif request.error is not None:
             request.raise_error()
 
     def _withdraw(self, request: Request) -> None:
@@ -428,7 +438,6 @@ class Engine:
         must not."""
         if os.getpid() == self._pid:
             self.admission.later(work)
-            self._wake.set()
 
     def _fence(self, tier: int, stream: object) -> Fence | None:
         """A fence that passes when all has run that ``stream`` has by now."""
@@ -445,10 +454,12 @@ class Engine:
         with self.lock:
             self._stopping = True
             self._wake_everybody()
-        self._wake.set()
+            self._wake.set()
         if os.getpid() == self._pid:
             while self._thread.is_alive():
                 self._thread.join(1.0)
+            with self.lock:  # who pokes has it
+                self._wake.close()
 
     def stop_elsewhere(self, stop: Callable[[], None]) -> bool:
         """Whether this is the engine's own thread, which cannot wait for its end: then ``stop`` runs in another one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import NoReturn
@@ -17,7 +18,7 @@ from tiered.residency import Copy
 from tiered.tensors import dtype_of
 from tiered.types import Access, Key, TensorSpec
 
-__all__ = ["LeaseOfMany", "LeaseOfOne"]
+__all__ = ["LeaseOfMany", "LeaseOfOne", "end_struck"]
 
 
 class _Held:
@@ -151,6 +152,44 @@ class LeaseOfMany(_Held):
 
     async def __aenter__(self) -> tuple[torch.Tensor, ...]:
         return tuple(await self._arrive())
+
+
+def end_struck() -> bool:
+    """End leases that an exception struck at their beginning or end, before the first line of that; whether there were any.
+
+    Such a lease ends with its object. But a traceback refers to the frame that was struck, and that to the object; and
+    tracebacks may be kept: by an ``except`` clause while it runs, by an interactive interpreter until the next exception.
+    """
+    found = False
+    for error in _kept_exceptions():
+        trace = error.__traceback__
+        while trace is not None:
+            lease = trace.tb_frame.f_locals.get("self") if trace.tb_frame.f_code in _ENDS else None
+            if isinstance(lease, _Held) and lease.token is not None:
+                lease.token, found = None, True
+            trace = trace.tb_next
+    return found
+
+
+_METHODS = (
+    *(_Held.__exit__, _Held.__aexit__, _Held._exit, _Held._enter, _Held._arrive),
+    *(LeaseOfOne.__enter__, LeaseOfOne.__aenter__, LeaseOfMany.__enter__, LeaseOfMany.__aenter__),
+)
+_ENDS = {method.__code__ for method in _METHODS}
+
+
+def _kept_exceptions() -> list[BaseException]:
+    """Those that some thread handles now, the last one that an interpreter has shown, and what they came from."""
+    handled: list[object] = list(sys._current_exceptions().values())
+    handled += [getattr(sys, name, None) for name in ("last_exc", "last_value")]
+    waiting = [error[1] if isinstance(error, tuple) else error for error in handled]
+    found: dict[int, BaseException] = {}
+    while waiting:
+        error = waiting.pop()
+        if isinstance(error, BaseException) and id(error) not in found:
+            found[id(error)] = error
+            waiting += [error.__context__, error.__cause__]
+    return list(found.values())
 
 
 def _view(engine: Engine, memory: Memory, copy: Copy, spec: TensorSpec, claim: Token) -> torch.Tensor:

@@ -19,7 +19,7 @@ from tiered.engine import Engine
 from tiered.errors import ForkedStore, MisuseError, StoreClosed
 from tiered.eviction import LRU
 from tiered.interfaces import EvictionPolicy, IOBackend
-from tiered.lease import LeaseOfMany, LeaseOfOne
+from tiered.lease import LeaseOfMany, LeaseOfOne, end_struck
 from tiered.opening import Newer, Wishes, access_of, assemble
 from tiered.prefetch import Record, Touch, touch_of
 from tiered.rehearsal import choose, policy_of, room_of
@@ -58,6 +58,7 @@ class TieredStore:
 
     def __init__(self, parts: Parts, engine: Engine, commits: Commits | None, *, scratch: bool) -> None:
         self._parts, self._engine, self._commits = parts, engine, commits
+        engine.end_struck = end_struck
         self._pid = os.getpid()
         self._closed = False
         self._name = f"the store in {parts.nvme.folder}" if parts.nvme else "the store without a disk"
@@ -118,7 +119,11 @@ class TieredStore:
             return open_to_read(wishes)
         parts, engine, commits = assemble(wishes)
         store = cls(parts, engine, commits, scratch=wishes.scratch)
-        engine.start()
+        try:
+            engine.start()
+        except BaseException:
+            store.close()
+            raise
         return store
 
     def __str__(self) -> str:

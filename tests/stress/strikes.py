@@ -18,7 +18,7 @@ from typing import Any
 
 import tiered
 
-__all__ = ["Strike", "armed", "lines_of", "struck_at"]
+__all__ = ["Strike", "armed", "lines_of", "struck_at", "struck_or_raise"]
 
 PACKAGE = str(Path(tiered.__file__).parent)
 
@@ -101,8 +101,8 @@ def lines_of(work: Callable[[], object]) -> int:
     return count
 
 
-def struck_at(number: int, work: Callable[[], object]) -> str | None:
-    """Run ``work`` and strike at its line ``number``, counted from 0; where that was, or None where it ended before."""
+def struck_or_raise(number: int, work: Callable[[], object]) -> None:
+    """Run ``work`` and strike at its line ``number``, counted from 0, where it comes to so many."""
     count = 0
 
     def each(frame: FrameType) -> None:
@@ -111,8 +111,13 @@ def struck_at(number: int, work: Callable[[], object]) -> str | None:
         if count == number + 1:
             raise Strike(_inside(frame) or "?")
 
+    _traced(work, each)
+
+
+def struck_at(number: int, work: Callable[[], object]) -> str | None:
+    """The same; where it was struck, or None where it ended before."""
     try:
-        _traced(work, each)
+        struck_or_raise(number, work)
     except Strike as strike:
         return strike.where
     return None

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.stress.contents import content
-from tests.stress.strikes import Strike, armed, lines_of, struck_at
+from tests.stress.strikes import Strike, armed, lines_of, struck_at, struck_or_raise
 from tests.stress.tally import Tally, counts
 from tiered import InterruptedStore, TieredStore
 
@@ -282,3 +282,39 @@ def test_every_line(tmp_path: Path, what: str, count: int, tally: Tally) -> None
     world.commit("")
     world.reopen("at the end")
     world.store.close()
+
+
+@pytest.mark.parametrize("call", ["put", "write lease", "delete", "commit", "rollback"])
+def test_a_traceback_keeps_no_lease(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Struck at the first bytecode of ``__exit__``: the lease's object lives as long as the traceback, which may be long."""
+    with TieredStore.open(tmp_path / "state", dram=MIB) as store:
+        store.put("a", torch.zeros(10))
+        store.commit()
+
+        def work() -> None:
+            with store.lease("a", access="write"):
+                pass
+
+        most = lines_of(work)
+        leased = 0
+        for number in range(most):
+            try:
+                struck_or_raise(number, work)
+            except Strike as strike:
+                monkeypatch.setattr("sys.last_value", strike, raising=False)  # as an interactive interpreter does
+                del strike
+            store._engine.look()
+            with store._engine.lock:
+                leased += any(entry.leased for entry in store._engine.admission.directory.entries())
+            if call == "put":
+                store.put("a", torch.zeros(10))
+            elif call == "write lease":
+                work()
+            elif call == "delete":
+                store.delete("a")
+                store.put("a", torch.zeros(10))
+            elif call == "commit":
+                store.commit()
+            else:
+                store.rollback()
+        assert leased, "no strike came where it was to come"

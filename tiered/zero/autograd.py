@@ -84,13 +84,22 @@ def refuse_tracing() -> None:
             what = "torch.export, or a FakeTensorMode,"
         elif any(torch._C._get_dispatch_mode(mode) is not None for mode in (_MODES.PROXY, _MODES.FUNCTIONAL)):
             what = "torch.fx (make_fx)"
-    elif callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()):  # it gave the model up, and would compile us instead
+    elif _compiles(torch._C._dynamo.eval_frame.get_eval_frame_callback()):  # it gave the model up, and would compile us instead
         what = "torch.compile"
     if what:
         raise MisuseError(
             f"{what} cannot look into a paged model, whose parameters are in memory only while they are used: give it a model "
             "that is not paged (one made anew, with load_state_dict(model.state_dict()))"
         )
+
+
+def _compiles(callback: object) -> bool:
+    """Whether torch.compile is at work with ``callback``. Its backend "eager" runs everything as it is, and is right."""
+    if not callable(callback):
+        return False
+    while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
+        callback = inner
+    return getattr(callback, "compiler_name", None) != "eager"
 
 
 def drop_queued() -> None:
