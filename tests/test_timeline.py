@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.rig import Rig, evicted, failure, fill
 from tiered import LinkStatistics, MisuseError, TieredStore, Timeline, zero
+from tiered.claims import Token
 from tiered.timeline import NO_SPAN
 from tiered.types import Access, Direction, Urgency
 
@@ -165,7 +166,8 @@ def test_what_was_under_way_before_begins_with_it_and_errors_are_told() -> None:
     evicted(rig, "a", "b")
     rig.lease("a")
     rig.run()
-    recorder = rig.engine.record(100)
+    token = Token()
+    recorder = rig.engine.record(100, token)
     assert recorder is not None
     rig.lease("b")
     rig.run()

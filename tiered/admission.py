@@ -67,6 +67,7 @@ class Admission:
         self.fence: Callable[[int, object], Fence | None] | None = None  # of a tier, when all has run that a stream has by now
         self.arrived: Callable[[Entry], None] | None = None  # called when all of a tensor is at the bottom
         self.evictions = self.prefetched = self.prefetched_unused = 0
+        self.spoils = 0  # tensors that were written to under a READ lease, and have no right bytes any more
         self.disturbances = 0  # write-backs that failed, WRITE leases that began
         self._sequence = 0
 
@@ -325,18 +326,24 @@ class Admission:
         for copy in lease.copies:
             if self.fence is not None:
                 self._fenced(copy, lease.stream)
-            misused = lease.access is Access.READ and copy.unsealed
+            if lease.access is Access.READ and copy.unsealed:
+                copy.spoiled, lease.misused = True, copy.key
             self.directory.release(copy, lease.access)
-            if misused:
-                self._spoil(copy, lease)
+            if copy.spoiled:
+                self._spoil(copy)
 
-    def _spoil(self, copy: Copy, lease: Lease) -> None:
-        """``copy`` was written to under ``lease``, which is for READ. The tensor is what it was where a tier below has its
-        bytes; else nobody has, and all but a new put, a deletion or a rollback refuses it."""
-        lease.misused = copy.key
-        copy.spoiled = copy.state is not State.EMPTY
-        if copy.state is State.CLEAN and copy.tier < self.bottom and not (copy.leased or copy.in_flight):
+    def _spoil(self, copy: Copy) -> None:
+        """``copy`` was written to under a READ lease. The tensor is what it was where a tier below had its bytes before that
+        lease began; else nobody has them, and all but a new put, a deletion or a rollback refuses it."""
+        if copy.state is State.EMPTY or copy.leased or copy.in_flight:
+            return
+        if copy.state is State.CLEAN and copy.tier < self.bottom and copy.lent_clean:
             self.directory.discard(copy)
+            return
+        self.spoils += 1
+        for other in self.directory.entry(copy.key).copies:
+            if other is not None:
+                other.spoiled = True
 
     def _room_ended(self, room: Room) -> None:
         assert room.slot is not None
@@ -357,10 +364,15 @@ class Admission:
         What may be lost: the order in which an eviction policy remembers uses.
         """
         claims = self.claims
+        misused = [copy for copy in self._all_copies() if copy.unsealed]
+        for copy in misused:
+            copy.spoiled = True
+        for hold in claims:
+            if isinstance(hold, Lease) and (found := next((copy for copy in hold.copies if copy.spoiled), None)) is not None:
+                hold.misused = found.key
         for hold in claims.take_dead():
             self._guard_dead(hold)
-        mine = {id(copy): copy for entry in self.directory.all_entries() for copy in entry.copies if copy is not None}
-        taken = {(copy.tier, copy.slot) for copy in mine.values()}
+        taken = {(copy.tier, copy.slot) for copy in self._all_copies()}
         for hold in claims:
             if isinstance(hold, Room) and (hold.tier, hold.slot) in taken:  # it had just been installed
                 claims.take(hold.holder)
@@ -368,7 +380,7 @@ class Admission:
         views = [hold[1] for hold in claims if isinstance(hold, tuple)]
         rooms = [hold for hold in claims if isinstance(hold, Room)]
         self.directory.recount(leases, self.traffic.read())
-        copies = [copy for entry in self.directory.all_entries() for copy in entry.copies if copy is not None]
+        copies = self._all_copies()
         mine = {id(copy): copy for copy in copies}
         for copy in (*copies, *views):
             copy.aliases = 0
@@ -395,10 +407,15 @@ class Admission:
         self.background.follow(self)
         self.background.unsettled = True
         self.disturbances += 1
+        for copy in misused:
+            self._spoil(copy)
         self.directory.check()
         for place in self.places:
             place.check()
         self.changing = False
+
+    def _all_copies(self) -> list[Copy]:
+        return [copy for entry in self.directory.all_entries() for copy in entry.copies if copy is not None]
 
     def _guard_dead(self, hold: Hold) -> None:
         """What the device still does with the slots of a hold that is over must have run before their memory is used anew."""
@@ -424,7 +441,7 @@ class Admission:
             if copy is not None and not place.bottom:
                 place.policy.touched(entry.key)
         for record in self.records:
-            if len(record.touches) < record.most:
+            if len(record.touches) < record.most and record.wanted() is not None:
                 record.touches.append(Touch(entry.key, self.places[tier].tier.name, use, entry.nbytes))
 
     def look_ahead(self) -> None:

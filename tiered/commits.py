@@ -181,18 +181,31 @@ class Commits:
 
     def rollback(self, generation: int | None, needs: Sequence[Key]) -> int:
         """All as it was in ``generation`` (None: the newest). What did not change since stays where it is."""
+        self._engine.refuse_nested()
         self._engine.end_struck()
-        with self._engine.commits:
-            chosen = self.newest
-            if generation is not None or self._went_back:
-                chosen = self._load(generation)
-            if chosen is None:
-                raise MisuseError(f"{self._nvme.folder} has no commit to go back to")
-            for key in needs:
-                if key not in chosen.tensors:
-                    raise MisuseError(f"generation {chosen.number} has no {key!r}: nothing was rolled back")
-            self._engine.wait(_Return(chosen, self))
-            return chosen.number
+
+        def work() -> int:
+            with self._engine.commits:
+                chosen = self.newest
+                if generation is not None or self._went_back:
+                    chosen = self._load(generation)
+                if chosen is None:
+                    raise MisuseError(f"{self._nvme.folder} has no commit to go back to")
+                for key in needs:
+                    if key not in chosen.tensors:
+                        raise MisuseError(f"generation {chosen.number} has no {key!r}: nothing was rolled back")
+                self._engine.wait(_Return(chosen, self, lambda: behind.given_up))
+                return chosen.number
+
+        behind = Behind("tiered-rollback", work)
+        try:
+            behind.start()
+            behind.wait()
+        except BaseException:
+            behind.given_up = True
+            self._engine.released()
+            raise
+        return behind.future.result()
 
     def returned(self, chosen: _Generation) -> None:
         """The store is what ``chosen`` says."""
@@ -218,6 +231,7 @@ class Commits:
         to nothing, unless its manifest is being written already.
         """
         encoded = self._encoded(meta)
+        self._engine.refuse_nested()
         self._engine.end_struck()
 
         def work() -> int:
@@ -239,6 +253,7 @@ class Commits:
     def commit_behind(self, meta: Mapping[str, object] | None, owner: object) -> Future[int]:
         """All as it is now, made durable while the caller goes on; ``owner`` lives until then. Waits for one that is open."""
         encoded, engine = self._encoded(meta), self._engine
+        engine.refuse_nested()
         engine.end_struck()
 
         def work() -> int:
@@ -450,9 +465,17 @@ class _Return(Request):
 
     deferred = True
 
-    def __init__(self, chosen: _Generation, commits: Commits) -> None:
+    def __init__(self, chosen: _Generation, commits: Commits, given_up: Callable[[], bool]) -> None:
         super().__init__()
-        self._chosen, self._commits = chosen, commits
+        self._chosen, self._commits, self._given_up = chosen, commits, given_up
+
+    @property
+    def unwanted(self) -> bool:
+        return super().unwanted or self._given_up()
+
+    def abandon(self, admission: Admission) -> None:
+        if not self.done:
+            self.error, self.done = CommitError("this rollback was given up: an exception struck who waited for it"), True
 
     def __str__(self) -> str:
         return "a rollback"

@@ -21,12 +21,14 @@ import os
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from tiered.admission import Admission
 from tiered.ahead import Ahead
+from tiered.claims import Token
 from tiered.errors import CapacityError, InterruptedStore, LeaseConflict, MisuseError, StoreClosed, TieredError
 from tiered.explain import why_stuck
 from tiered.flow import Flow
@@ -133,6 +135,7 @@ class Engine:
         self.hits = self.misses = self.leases = self.wakes = 0
         self.stalled_for_reads = self.stalled_for_room = 0.0
         self.recorder: Recorder | None = None
+        self._records: Callable[[], Token | None] = lambda: None
         self._streams: list[Streams | None] = [getattr(tier, "streams", None) for tier in tiers]
         if any(streams is not None for streams in self._streams):
             self.admission.fence = self._fence
@@ -162,8 +165,7 @@ class Engine:
     def wait(self, request: Request, deadline: float | None = None) -> None:
         """Get ``request`` done, or raise its error; waits at most ``deadline`` seconds (default: the configured ones)."""
         asked = self.config.clock()
-        if self._owned():
-            self._refuse_nested()
+        self.refuse_nested()
         with self.lock:
             try:  # an exception of a signal handler may come anywhere in here
                 at_once = self._submit(request)
@@ -188,12 +190,13 @@ class Engine:
             self.admission.requests.remove(request)
             request.abandon(self.admission)
 
-    def _refuse_nested(self) -> None:
-        """Raise MisuseError: this thread is within another call of the store, so a signal handler makes this one."""
-        raise MisuseError(
-            "a signal handler interrupted a call of this store and calls it, too: have the handler set a flag or raise, and "
-            "use the store after that"
-        )
+    def refuse_nested(self) -> None:
+        """Raise MisuseError where this thread is within another call of the store, so that a signal handler makes this one."""
+        if self._owned():
+            raise MisuseError(
+                "a signal handler interrupted a call of this store and calls it, too: have the handler set a flag or raise, "
+                "and use the store after that"
+            )
 
     def begin(self, flush: Flush) -> None:
         """Return when it has begun; somebody has to ``wait`` for its end."""
@@ -207,8 +210,7 @@ class Engine:
     async def arrive(self, request: Request) -> None:
         """``wait`` for a coroutine: no thread is blocked, and cancelling undoes what was granted meanwhile."""
         asked = self.config.clock()
-        if self._owned():
-            self._refuse_nested()
+        self.refuse_nested()
         loop = asyncio.get_running_loop()
         done = loop.create_future()
 
@@ -334,8 +336,7 @@ class Engine:
 
     def hint(self, keys: Sequence[Key], tier: int) -> None:
         """Prefetch; never waits, never raises on full. A newer hint replaces what older ones have not begun."""
-        if self._owned():
-            self._refuse_nested()
+        self.refuse_nested()
         with self.lock:
             waiting = self.admission.requests
             waiting[:] = [request for request in waiting if not isinstance(request, Prefetch)]
@@ -428,6 +429,7 @@ class Engine:
 
     def look(self) -> None:
         """Have everything applied that ended, so that what is counted is what there is."""
+        self.refuse_nested()
         with self.lock:
             if self.admission.changing:
                 self._wait_for_recount()
@@ -594,12 +596,14 @@ class Engine:
             for link, flows in zip(self.links, self._flows, strict=True)
         )
 
-    def record(self, limit: int) -> Recorder | None:
-        """Write down what happens, up to ``limit`` events, until ``stop_recording``; None: somebody does already."""
-        self.released()
+    def record(self, limit: int, token: Token) -> Recorder | None:
+        """Write down what happens, up to ``limit`` events, until ``stop_recording``, or until somebody else asks after the
+        death of ``token``; None: somebody does already."""
+        self.look()
         with self.lock:
-            if self.recorder is not None:
+            if self.recorder is not None and self._records() is not None:
                 return None
+            self._records = weakref.ref(token)
             self.recorder = self.admission.traffic.recorder = Recorder(self.admission.places, self.config.clock, limit)
             return self.recorder
 

@@ -131,6 +131,11 @@ class Flush(Request):
         self.frozen[entry.key] = None
 
     def _begin(self, admission: Admission) -> None:
+        if admission.spoils:
+            for entry in admission.directory.entries():
+                for copy in entry.copies:
+                    if copy is not None:
+                        admission.refuse_spoiled(copy)
         left = {entry.key for entry in admission.directory.set_aside_entries()}  # by a flush that was given up
         for copy in admission.unsaved.values():
             if copy.writers:

@@ -44,6 +44,7 @@ class _Held:
             engine.wait(request)
             return self._granted(engine, request)
         except BaseException:
+            self.token = None  # first: another strike may come before the first line of a call
             self._undo()
             raise
 
@@ -59,6 +60,7 @@ class _Held:
             self._let_go()
             raise
         except BaseException:
+            self.token = None
             self._undo()
             raise
 
@@ -109,10 +111,13 @@ class _Held:
             recorder.released(self._request.sequence)
         if kind is not GeneratorExit:  # the collector ends a generator or a coroutine, perhaps in a thread that has the lock
             engine.released()
+            if engine.admission.changing and kind is None:  # another call was struck: only a recount tells
+                engine.look()
         if self._request.misused is not None and kind is None:
             raise MisuseError(
                 f"tensor {self._request.misused!r} was written to under a READ lease: take store.lease(key, access='write') to "
-                "change it. What was written is not stored; where no other tier had its bytes the tensor is lost"
+                "change it. What was written is not kept, unless a commit was made meanwhile; where no other tier had the "
+                "bytes of before, the tensor is lost"
             )
 
     def __exit__(

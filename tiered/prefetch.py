@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from tiered.errors import MisuseError
@@ -32,10 +32,11 @@ class Touch(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What is touched is written down here, up to ``most`` touches."""
+    """What is touched is written down here, up to ``most`` touches, as long as ``wanted()`` is something."""
 
     touches: list[Touch]
     most: float
+    wanted: Callable[[], object]
 
 
 class Plan:

@@ -84,8 +84,9 @@ class Copy:
     EMPTY *and* none is left. ``reads_from`` counts transfers up that read this slot. ``checksums`` and ``generation`` describe
     the bytes of a bottom copy; ``record`` is what a manifest says of it, once that is known. ``fences`` guard the slot (the
     engine's). ``witness`` is the store's (it shares torch's version counter between leases), ``version`` that counter when its
-    write-back began, and ``sealed`` the counter when the first of its READ leases began. ``spoiled``: it was written to under
-    one, so it does not hold the tensor's bytes any more. ``standing`` is the occupancy's.
+    write-back began, and ``sealed`` the counter when the first of its READ leases began. ``lent_clean`` is whether it was
+    CLEAN then. ``spoiled``: it was written to under one, so it does not hold the tensor's bytes any more. ``standing`` is the
+    occupancy's.
     """
 
     key: Key
@@ -106,6 +107,7 @@ class Copy:
     version: int = 0
     sealed: int = 0
     spoiled: bool = False
+    lent_clean: bool = False
     standing: Standing = Standing.USED
 
     @property
@@ -394,7 +396,7 @@ class Directory:
             copy.writers += 1
         else:
             if not copy.readers:
-                copy.sealed = copy._witnessed()
+                copy.sealed, copy.lent_clean = copy._witnessed(), copy.state is State.CLEAN
             copy.readers += 1
         copy.prefetched = False
         copy.failure = None

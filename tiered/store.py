@@ -146,6 +146,7 @@ class TieredStore:
 
         Tensors that leases gave stay valid. Afterwards every other call raises StoreClosed; in a forked child, ForkedStore.
         """
+        self._engine.refuse_nested()
         self._closed = True
         if self._commits is not None and self._shutdown.alive and os.getpid() == self._pid:
             self._commits.settle()
@@ -283,12 +284,14 @@ class TieredStore:
         while it has so many touches, none are added; it is the caller's to take them out.
         """
         engine = self._running()
-        record = Record([], math.inf if most is None else most)
-        with engine.lock:
-            engine.admission.records.append(record)
+        token = Token()
+        record = Record([], math.inf if most is None else most, weakref.ref(token))
         try:
+            with engine.lock:
+                engine.admission.records.append(record)
             yield record.touches
         finally:
+            del token  # nothing is written down any more, whatever strikes now
             records = engine.admission.records
             engine.later(lambda: records.__setitem__(slice(None), [other for other in records if other is not record]))
 
@@ -458,12 +461,14 @@ class TieredStore:
         At most ``limit`` events, of about 200 bytes each. One timeline at a time: MisuseError. Changes no result.
         """
         engine = self._running()
-        recorder = engine.record(limit)
+        token = Token()
+        recorder = engine.record(limit, token)
         if recorder is None:
             raise MisuseError(f"{self._name} records a timeline already")
         try:
             yield recorder.timeline
         finally:
+            del token  # what is recorded is nobody's any more, whatever strikes now
             recorder.stop()
             engine.later(engine.stop_recording)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import tiered
 
-__all__ = ["Strike", "armed", "lines_of", "struck_at", "struck_or_raise"]
+__all__ = ["Strike", "armed", "interrupted_at", "lines_of", "struck_at", "struck_or_raise"]
 
 PACKAGE = str(Path(tiered.__file__).parent)
 
@@ -99,6 +99,22 @@ def lines_of(work: Callable[[], object]) -> int:
 
     _traced(work, each)
     return count
+
+
+def interrupted_at(number: int, work: Callable[[], object], handler: Callable[[], object]) -> None:
+    """Run ``work``, and ``handler`` within it, at its line ``number``, counted from 0."""
+    count = 0
+
+    def each(frame: FrameType) -> None:
+        nonlocal count
+        count += 1
+        if count == number + 1:
+            before = sys.gettrace()
+            sys.settrace(None)
+            handler()
+            sys.settrace(before)
+
+    _traced(work, each)
 
 
 def struck_or_raise(number: int, work: Callable[[], object]) -> None:

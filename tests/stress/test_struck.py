@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from tests.stress.contents import content
-from tests.stress.strikes import Strike, armed, lines_of, struck_at, struck_or_raise
+from tests.stress.strikes import Strike, armed, interrupted_at, lines_of, struck_at, struck_or_raise
 from tests.stress.tally import Tally, counts
-from tiered import InterruptedStore, TieredStore
+from tiered import InterruptedStore, MisuseError, StoreClosed, TieredStore
 
 PROMISE = "20 (exceptions that strike a call)"
 MIB = 1 << 20
@@ -318,3 +318,66 @@ def test_a_traceback_keeps_no_lease(tmp_path: Path, call: str, monkeypatch: pyte
             else:
                 store.rollback()
         assert leased, "no strike came where it was to come"
+
+
+@pytest.mark.parametrize("what", ["statistics", "get", "commit", "rollback", "close"])
+def test_a_handler_that_calls_the_store(tmp_path: Path, what: str) -> None:
+    """It is answered, or refused where it interrupts a change; the interrupted call goes on as if nothing had been."""
+    counts: Counter[str] = Counter()
+    with TieredStore.open(tmp_path / "state", dram=MIB) as store:
+        store.put("other", torch.ones(100))
+        store.commit()
+        for number in range(0, lines_of(lambda: store.put("a", torch.ones(1000))), 7):
+
+            def call() -> None:
+                try:
+                    {"get": lambda: store.get("other")}.get(what, getattr(store, what))()
+                    counts["answered"] += 1
+                except MisuseError:
+                    counts["refused"] += 1
+
+            before = store.get("a")
+            fresh = torch.full((1000,), float(number))
+            with suppress(StoreClosed):
+                interrupted_at(number, lambda fresh=fresh: store.put("a", fresh), call)  # type: ignore[misc]
+            if what == "close" and counts["answered"]:
+                break
+            found = store.get("a")
+            assert found.equal(fresh) or (what == "rollback" and found.equal(before)), number
+            assert store.get("other").eq(1).all()
+            if what == "rollback":
+                store.put("a", torch.ones(1000))
+                store.commit()
+            assert [tier.held for tier in store.statistics().tiers] == [0, 0]
+    assert counts["refused"] or what == "close"
+
+
+def test_a_recount_notices_a_misused_lease(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "state", dram=MIB) as store:
+        store.put("a", torch.ones(1000))
+        store.commit()
+        with pytest.raises(MisuseError, match="READ lease"), store.lease("a") as tensor:  # noqa: PT012 - at its end
+            tensor.fill_(7)
+            store._engine.admission.changing = True  # as another call leaves it that is struck within a change
+        assert store.get("a").eq(1).all()
+
+
+def test_a_struck_trace_and_timeline_end(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "state", dram=MIB) as store:
+        store.put("a", torch.ones(10))
+
+        def traced() -> None:
+            with store.trace():
+                store.get("a")
+
+        def timed() -> None:
+            with store.timeline():
+                store.get("a")
+
+        for work in (traced, timed):
+            for number in range(lines_of(work)):
+                struck_at(number, work)
+        with store.timeline() as timeline:
+            store.get("a")
+        assert timeline.leases
+        assert not [record for record in store._engine.admission.records if record.wanted() is not None]
