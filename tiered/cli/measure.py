@@ -76,8 +76,9 @@ def scratch_store(
             warnings.simplefilter("ignore")
             store = TieredStore.open(folder, dram=dram, backend=backend, keep=1)
         with closing(store):
-            for path in Path(folder).glob("data.*"):
-                path.unlink()
+            nvme = store._parts.nvme
+            assert nvme is not None
+            nvme.drop_names()
             yield store
 
 

@@ -101,6 +101,7 @@ class NvmeTier:
         self._at_close = self._close
         self.open_folder = drives.open_folder if drives else files[0].open_folder
         self._refusal: str | None = None
+        self._nameless = False
         # Files that are already larger than the capacity stay usable: their space is taken from the disk either way.
         extents = sum(file.extents for file in files)
         self._limit = None if capacity is None else max(extents, capacity)
@@ -341,7 +342,16 @@ class NvmeTier:
     def strayed(self) -> str | None:
         """Why those who come by the paths that were opened do not find this store, or find it by other names too, with the
         mend; None where all is as it was opened. Looks at names only: a few system calls for each file."""
+        if self._nameless:
+            return None
         return self._drives.strayed() if self._drives else self.files[0].strayed()
+
+    def drop_names(self) -> None:
+        """Remove the data files' names: the system takes their space back however this process ends. Commits go on, and can be
+        opened by nobody. For measurements. Raises OSError."""
+        self._nameless = True
+        for file in self.files:
+            os.unlink(file.path)
 
     @property
     def closed(self) -> bool:
