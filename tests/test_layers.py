@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 600
-LONGER = {"engine": "time: the one thread, the one lock, who waits, the fences, and work in threads that no signal handler enters"}
+LONGER = {"engine": "time: the one thread, the one lock, who waits, the fences, and work in threads that no handler enters"}
 
 # Module pattern (below ``tiered``) -> layer. The first that matches counts; a module that none matches is an error.
 LAYERS = {
