@@ -121,7 +121,7 @@ def returned_at_once() -> Iterator[None]:
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""As in malloc.h."""
+"""Parameters of ``mallopt``, by their numbers in malloc.h."""
 
 
 class _InUse(ctypes.Structure):

@@ -30,7 +30,7 @@ class _Decision:
 
 
 class Intent:
-    """Of one model."""
+    """What a call on one model has decided and not finished."""
 
     def __init__(self) -> None:
         self._decision: _Decision | None = None
@@ -79,7 +79,7 @@ class Intent:
         self.updated = True
 
     def all_updated(self) -> None:
-        """Or nobody minds."""
+        """All units of the pass are updated, or what is missing does no harm."""
         self.updated = False
 
     def refuse_half_updated(self) -> None:

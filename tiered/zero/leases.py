@@ -82,4 +82,4 @@ class Opened:
 
 
 _leases: weakref.WeakKeyDictionary[TieredStore, Leases] = weakref.WeakKeyDictionary()
-"""By open store."""
+"""The open leases of each store."""
