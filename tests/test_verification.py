@@ -125,7 +125,7 @@ class TestSound:
 
     def test_nothing_committed(self, tmp_path: Path) -> None:
         with contextlib.closing(TieredStore.open(tmp_path / "new", dram=MIB)):
-            shutil.copytree(tmp_path / "new", tmp_path / "left")  # as a process leaves it that is killed before its first commit
+            shutil.copytree(tmp_path / "new", tmp_path / "left")  # as a killed process leaves it
         found = verify(tmp_path / "left")
         assert found.sound
         assert (found.generations, found.tensors, found.read) == ((), 0, 0)
