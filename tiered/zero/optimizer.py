@@ -105,8 +105,9 @@ class AdamW(Optimizer):
         ):
             if wrong:
                 raise MisuseError(f"{what}={value} is out of range")
-        given: Any = list(params)
+        given: Any = params
         if store is None:
+            given = list(params)
             _refuse_little_room(given)
         self.steps: dict[Placement, int] = {}
         """How many each parameter has had."""
