@@ -39,8 +39,8 @@ def committed(tmp_path: Path) -> Path:
 def buffered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a filesystem without O_DIRECT."""
     with monkeypatch.context() as patch:
+        patch.setattr("tiered.reading.make_direct", lambda fd: False)  # first: this imports what the other one patches
         patch.setattr("tiered.locked.make_direct", lambda fd: False)
-        patch.setattr("tiered.reading.make_direct", lambda fd: False)
         yield
 
 
