@@ -45,7 +45,7 @@ from tiered.wakeup import OwnedWakeup, wait_for
 __all__ = ["Engine", "EngineConfig"]
 
 LOOKS_EVERY = 20
-"""Milliseconds."""
+"""Milliseconds between two looks for views that died, while a request waits."""
 GRACE = 0.5
 """Seconds beyond its deadline that a request waits for the engine to look at it once, should that be busy or blocked."""
 
