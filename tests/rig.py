@@ -278,15 +278,14 @@ class Rig:
         for copy in lease.copies:
             self.drop(copy)
 
-    def abandon(self, request: Request) -> None:
+    def abandon(self, waiting: Request | Put) -> None:
         """What ``Engine.wait`` and its caller do when its deadline passes or Ctrl-C comes."""
+        request = waiting.waiting if isinstance(waiting, Put) else waiting
         with self.engine.lock:
             request.abandoned = True
             self.engine._withdraw(request)
-        for put in [put for put in self.puts if put.waiting is request]:
-            put.give_up()
-        if isinstance(request, CheckedLease):
-            request.give_up()
+        if isinstance(waiting, Put | CheckedLease):
+            waiting.give_up()
 
     def complete(self, link: int, tag: int, error: TieredError | None = None) -> None:
         self.links[link].complete(tag, error)
@@ -404,8 +403,8 @@ class Rig:
     def wind_down(self) -> None:
         """Everything that waits gets done once leases have ended and transfers go well; nothing is lost on the way."""
         if self.memories > self.bottom:  # without a disk room may never come: then their deadline does
-            for request in [*self.waiting, *(put.waiting for put in self.puts)]:
-                self.abandon(request)
+            for waiting in [*self.waiting, *self.puts]:
+                self.abandon(waiting)
             self.waiting, self.puts = [], []
         for _ in range(100):
             self.settle()

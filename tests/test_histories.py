@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.fakes import FakeTier, MovableTier
 from tests.rig import WRITE, Put, Rig, failure
-from tiered.errors import CapacityError, KeyNotFound, LeaseConflict, ReadError, TransferError
+from tiered.errors import CapacityError, CommitError, KeyNotFound, LeaseConflict, ReadError, TransferError
+from tiered.flush import Flush
 from tiered.prefetch import Touch
 from tiered.requests import Lease, Request
 from tiered.types import Access, Use
@@ -121,7 +122,7 @@ class Histories(RuleBasedStateMachine):
         if self.rig.waiting:
             self.rig.abandon(self.rig.waiting.pop(which % len(self.rig.waiting)))
         elif self.rig.puts:
-            self.rig.abandon(self.rig.puts.pop(which % len(self.rig.puts)).waiting)
+            self.rig.abandon(self.rig.puts.pop(which % len(self.rig.puts)))
 
     @rule(link=st.integers(0, 2), which=st.integers(0, 7), good=st.sampled_from([True, True, True, False]))
     def complete(self, link: int, which: int, good: bool) -> None:
@@ -160,6 +161,9 @@ class Histories(RuleBasedStateMachine):
             elif isinstance(error, CapacityError):
                 assert not self.disk or isinstance(request, Lease)
                 assert not self.disk or "never" in str(error)
+            elif isinstance(error, CommitError):
+                assert isinstance(request, Flush)
+                assert request.abandoned
             else:
                 assert error is None or isinstance(error, KeyNotFound | LeaseConflict), error
 
