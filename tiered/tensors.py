@@ -29,11 +29,13 @@ __all__ = [
 # Not getattr(torch, name): a name that a file has may be that of a module, which that would import. Quantized types have no
 # dense contents.
 _TYPES = {name: found for name, found in vars(torch).items() if isinstance(found, torch.dtype) and not name.startswith("q")}
+_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _TYPES.values()}  # one string for all tensors of a type
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """Shape and element type of ``tensor``."""
-    return TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.dtype.itemsize)
+    dtype = tensor.dtype
+    return TensorSpec(_NAMES.get(dtype) or str(dtype).removeprefix("torch."), tuple(tensor.shape), dtype.itemsize)
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
