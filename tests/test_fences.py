@@ -23,7 +23,7 @@ from tests.fakes import FakeTier, ManualLink, NoDraft, fake_checksums
 from tiered.admission import Admission
 from tiered.config import Parts
 from tiered.engine import Engine, EngineConfig
-from tiered.errors import CapacityError, KeyNotFound, LeaseConflict
+from tiered.errors import CapacityError, InterruptedStore, KeyNotFound, LeaseConflict
 from tiered.eviction import LRU
 from tiered.flush import Flush
 from tiered.lease import LeaseOfMany
@@ -45,6 +45,10 @@ HEAP = 4 << 20
 
 class WrongBytes(AssertionError):
     """A kernel, or the host, read what it should not have."""
+
+
+class Struck(Exception):
+    """What a signal handler raised."""
 
 
 class NoHurry:
@@ -111,8 +115,23 @@ class World:
         self.kept: list[Alias] = []
         self.lazy = source.choice((0.05, 0.3, 1.0))
         self.hurry = source.choice((0.01, 0.1))  # how often somebody who waits gives up
-        self.kernels = 0
+        self.kernels = self.strikes = 0
+        self.turning = 0
+        for owner, name in ((self.engine, "turn"), (self.engine, "_recount"), (self.engine.admission, "attempt")):
+            setattr(owner, name, self.by_the_engine(getattr(owner, name)))
         self.over = False  # a kernel found wrong bytes: nothing that runs after that counts
+
+    def by_the_engine(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Its thread does this, and no signal handler runs there."""
+
+        def called(*arguments: object) -> Any:
+            self.turning += 1
+            try:
+                return real(*arguments)
+            finally:
+                self.turning -= 1
+
+        return called
 
     # -- time goes by ------------------------------------------------------------------------------------------------------
 
@@ -349,6 +368,66 @@ class World:
     def prefetch(self) -> None:
         self.store.prefetch(self.source.sample(KEYS, 2))
 
+    def struck(self) -> None:
+        """A signal handler raises within a change; whoever comes next counts anew."""
+        which = self.source.choice(("end", "end", "drop", "put"))
+        if which == "end" and not self.held and self.value:
+            with self.refusals():
+                access, stream = self.source.choice((Access.READ, Access.WRITE)), self.source.choice(STREAMS)
+                self.lease_of([self.source.choice(list(self.value))], access, stream, ends=False)
+        with self.one_strike():
+            if which == "put":
+                self.put_struck()
+            elif which == "end":
+                self.end_one()
+            else:
+                self.drop()
+            self.engine.look()
+        self.strikes += self.engine.admission.changing
+
+    @contextmanager
+    def one_strike(self) -> Iterator[None]:
+        """One of these raises, at its beginning or at its end, where it is called often enough."""
+        admission, places = self.engine.admission, self.engine.admission.places
+        owner, name = self.source.choice(
+            [(admission, each) for each in ("_view_ended", "lease_ended", "_room_ended", "_fenced")]
+            + [(place, each) for place in places for each in ("note", "give_back", "guards")]
+            + [(admission.directory, "release")]
+        )
+        left, late, real = self.source.choice((0, 0, 1, 2)), self.source.random() < 0.5, getattr(owner, name)
+
+        def strike(*arguments: object, **named: object) -> object:
+            nonlocal left
+            left -= not self.turning
+            if left == -1 and not late:
+                left -= 1
+                raise Struck
+            found = real(*arguments, **named)
+            if left == -1:
+                left -= 1
+                raise Struck
+            return found
+
+        setattr(owner, name, strike)
+        try:
+            with suppress(Struck):
+                yield
+        finally:
+            delattr(owner, name)
+
+    def put_struck(self) -> None:
+        """It has replaced the tensor, or it has not."""
+        stream, key, nbytes, value = self.new()
+        directory = self.engine.admission.directory
+        before = directory.find(key)
+        try:
+            with self.refusals(), self.device.use(stream):
+                self.store.put(key, torch.from_numpy(self.pattern(value, nbytes).copy()))
+        finally:
+            found = directory.find(key)
+            if found is not None and found is not before:
+                self.has(key, value, nbytes)
+
     # -- a history ---------------------------------------------------------------------------------------------------------
 
     def live(self, steps: int) -> None:
@@ -356,6 +435,7 @@ class World:
             self.lease, self.lease, self.lease, self.lease, self.use_again, self.end_one, self.end_one, self.use_late,
             self.drop, self.drop, self.put_from_the_device, self.put_from_the_device, self.put_from_the_host, self.create,
             self.delete, self.commit, self.commit_under_an_alias, self.get, self.fetch, self.host, self.prefetch,
+            self.struck, self.struck,
         ]  # fmt: skip
         try:
             with self.device.mode():
@@ -363,11 +443,16 @@ class World:
                     self.put_from_the_host()
                 for _ in range(steps):
                     self.source.choice(actions)()
+                    if self.engine.admission.changing:
+                        continue
                     self.some_time()
                     self.engine.admission.directory.check()
                     for place in self.engine.admission.places:
                         place.check()
+                        assert place.used == place.tier.used
                 self.end_all()
+        except InterruptedStore as error:
+            raise error.__cause__ or error from None  # a kernel found wrong bytes while a recount waited for it
         finally:
             self.over = True
             self.store.close()
@@ -382,8 +467,7 @@ class World:
             self.find(self.store.get(key).numpy(), [value], f"get({key!r}) at the end")
         for key in list(self.store):
             self.store.delete(key)
-        with self.engine.lock:
-            self.engine.admission.bury()
+        self.engine.look()
         assert [place.used for place in self.engine.admission.places] == [0, 0, 0]
 
 
@@ -501,6 +585,10 @@ def moved_without(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Directory, "move", mutant)
 
 
+def nothing_is_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Device, "synchronize", lambda self: None)
+
+
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], frozenset[str] | None]] = {
     "entering a lease waits for nothing": without("enter < _granted"),
     "the end of a lease records nothing": without("_fenced < lease_ended"),
@@ -522,6 +610,7 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], frozenset[str] | None]] = {
     "a duplicate does not wait for who had its slot": without("guard < duplicate"),
     "a duplicate records nothing": without("fences < duplicate"),
     "a duplicate has no fences": moved_without,
+    "a recount does not wait for the device": nothing_is_waited_for,
 }
 
 

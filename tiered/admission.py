@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from tiered.ahead import Ahead
 from tiered.background import Background
-from tiered.claims import Claims, Hold, Holder, View
+from tiered.claims import Claims, Holder, View
 from tiered.errors import CapacityError, CorruptionError, TieredError
 from tiered.flush import Flush, came_down
 from tiered.interfaces import EvictionPolicy, Tier
@@ -290,6 +290,7 @@ class Admission:
         ended = self.claims.ended
         if not ended:
             return
+        assert not self.changing
         self.changing = True
         while ended:
             found = ended[0]
@@ -370,8 +371,7 @@ class Admission:
         for hold in claims:
             if isinstance(hold, Lease) and (found := next((copy for copy in hold.copies if copy.spoiled), None)) is not None:
                 hold.misused = found.key
-        for hold in claims.take_dead():
-            self._guard_dead(hold)
+        claims.drop_dead()
         taken = {(copy.tier, copy.slot) for copy in self._all_copies()}
         for hold in claims:
             if isinstance(hold, Room) and (hold.tier, hold.slot) in taken:  # it had just been installed
@@ -416,20 +416,6 @@ class Admission:
 
     def _all_copies(self) -> list[Copy]:
         return [copy for entry in self.directory.all_entries() for copy in entry.copies if copy is not None]
-
-    def _guard_dead(self, hold: Hold) -> None:
-        """What the device still does with the slots of a hold that is over must have run before their memory is used anew."""
-        slots: list[tuple[int, Slot]] = []
-        stream = hold[2] if isinstance(hold, tuple) else hold.stream
-        if isinstance(hold, tuple):
-            slots = [(hold[1].tier, hold[1].slot)]
-        elif isinstance(hold, Room) and hold.slot is not None:
-            slots = [(hold.tier, hold.slot)]
-        elif isinstance(hold, Lease):
-            slots = [(copy.tier, copy.slot) for copy in hold.copies]
-        for tier, slot in slots:
-            if self.fence is not None and (fence := self.fence(tier, stream)) is not None:
-                self.places[tier].guard(slot, fence)
 
     # -- what happened -----------------------------------------------------------------------------------------------------
 

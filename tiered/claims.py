@@ -99,10 +99,12 @@ class Claims:
         """What ``holder`` stood for, which is over; None where that was never granted, or was taken before."""
         return self._holds.pop(id(holder), None)
 
-    def take_dead(self) -> list[Hold]:
-        """``take`` all whose token has died."""
-        holders = [hold[0] if isinstance(hold, tuple) else hold.holder for hold in self._holds.values()]
-        return [hold for hold in map(self.take, [h for h in holders if h is not None and h() is None]) if hold is not None]
+    def drop_dead(self) -> None:
+        """Forget all whose token has died."""
+        for hold in self:
+            holder = hold[0] if isinstance(hold, tuple) else hold.holder
+            if holder is not None and holder() is None:
+                self.take(holder)
 
     def __iter__(self) -> Iterator[Hold]:
         return iter(list(self._holds.values()))

@@ -297,6 +297,8 @@ class Engine:
     def _recount(self) -> None:
         """By the engine's thread. Where it does not come out, nothing that is kept can be trusted."""
         try:
+            for streams in filter(None, self._streams):
+                streams.synchronize()  # fences may be lost, and so none may be needed
             self.admission.recount()
         except BaseException as error:
             self._condemned = error

@@ -142,7 +142,7 @@ class Movable(Memory, Protocol):
 
 @runtime_checkable
 class Streams(Protocol):
-    """The queues of work of one device. A call never waits for the device; any thread may make it.
+    """The queues of work of one device. Any thread may call; only ``synchronize`` waits for the device.
 
     A stream is a value that can be compared and hashed; what it means is its implementation's.
     """
@@ -157,6 +157,10 @@ class Streams(Protocol):
 
     def wait(self, stream: object, fence: Fence) -> None:
         """What is queued on ``stream`` from now on runs after ``fence`` has passed."""
+        ...
+
+    def synchronize(self) -> None:
+        """Return when all that was queued on any stream has run: every fence has passed."""
         ...
 
 

@@ -133,10 +133,6 @@ class Occupancy:
         at = bisect_left(self._offsets, slot.offset)
         del self._slots[at], self._offsets[at]
 
-    def guard(self, slot: Slot, fence: Fence) -> None:
-        """Who has this memory next must wait for ``fence``."""
-        self._guards.append((slot, fence))
-
     def guards(self, slot: Slot) -> tuple[Fence, ...]:
         """Fences of earlier slots in the same memory that have not passed."""
         if not self._guards:

@@ -78,6 +78,16 @@ class StreamsContract:
         assert desk.read(0) == 1
         assert busy.query(), "it stays so"
 
+    def test_once_synchronized_every_fence_has_passed(self, desk: Desk) -> None:
+        first, second = desk.stream(), desk.stream()
+        desk.write(first, 0, 7)
+        desk.streams.wait(second, desk.streams.record(first))
+        desk.copy(second, 0, 1)
+        fences = [desk.streams.record(first), desk.streams.record(second)]
+        desk.streams.synchronize()
+        assert all(fence.query() for fence in fences)
+        assert desk.read(1) == 7
+
     def test_what_waits_for_a_fence_sees_what_was_before_it(self, desk: Desk) -> None:
         first, second = desk.stream(), desk.stream()
         desk.write(first, 0, 7)

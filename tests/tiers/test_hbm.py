@@ -150,6 +150,9 @@ def test_streams_may_be_given() -> None:
         def wait(self, stream: object, fence: Fence) -> None:
             raise NotImplementedError
 
+        def synchronize(self) -> None:
+            raise NotImplementedError
+
     streams = None_()
     assert isinstance(streams, Streams)
     assert HbmTier(HbmConfig(4096, "cpu"), streams=streams).streams is streams

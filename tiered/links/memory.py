@@ -72,6 +72,9 @@ class StandInStreams:
         if not fence.query():
             self._queue(stream).append(_Wait(fence))
 
+    def synchronize(self) -> None:
+        self.run_all()
+
     def launch(self, work: Callable[[], object], stream: Hashable | None = None) -> None:
         """Queue ``work`` on ``stream``, or on the current one."""
         self._queue(self.current() if stream is None else stream).append(work)

@@ -49,6 +49,9 @@ class CudaStreams:
     def wait(self, stream: object, fence: Fence) -> None:
         cast(torch.cuda.Stream, stream).wait_event(cast(torch.cuda.Event, fence))
 
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
 
 class HbmTier:
     """Slots in one uint8 tensor on the device, all taken from it at once: nothing else can then use it up.
