@@ -68,7 +68,7 @@ def acknowledged(folder: Path) -> int:
     return max((int(path.read_text() or 0) for path in told if path.exists()), default=0)
 
 
-@counts(2, 40)
+@counts(1, 40)
 def test_ranks_that_are_killed_go_on_from_the_last_commit_of_all(tmp_path: Path, count: int, tally: Tally) -> None:
     whole = {
         stage: on_ranks(RANKS, train, tmp_path / f"whole{stage}", tmp_path / f"never{stage}", stage, -1, 0.0)

@@ -26,7 +26,7 @@ KINDS = {
     "thread": ("libtsan.so", {"TSAN_OPTIONS": "halt_on_error=0:exitcode=99:report_signal_unsafe=0"}),
 }
 SUITE = ["tests/io/test_libaio.py", "tests/links/test_disk.py"]
-QUICK = ["tests/io/test_libaio.py", "-k", "not strace and not under"]
+QUICK = ["tests/io/test_libaio.py", "-k", "not strace and not under and not refuses_aio"]
 pytestmark = pytest.mark.skipif(libaio_unavailable() is not None, reason=f"no libaio here: {libaio_unavailable()}")
 
 

@@ -205,7 +205,7 @@ class Struck:
         self.commit("")
 
 
-@counts(60, 5_000)
+@counts(24, 5_000)
 def test_real_signals(tmp_path: Path, count: int, tally: Tally) -> None:
     source = random.Random(count)
     world = Struck(tmp_path / "state", source)
@@ -238,7 +238,7 @@ def test_real_signals(tmp_path: Path, count: int, tally: Tally) -> None:
     world.store.close()
 
 
-@counts(30, 1_000_000)
+@counts(9, 1_000_000)
 @pytest.mark.parametrize(
     "what", ["put", "put a new one", "get", "get from the disk", "read", "write", "delete", "commit", "rollback", "prefetch"]
 )

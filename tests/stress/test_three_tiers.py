@@ -407,7 +407,7 @@ def stress(folder: Path, operations: int, seed: int, look_every: int) -> None:
 
 
 def test_a_few_thousand_operations(tmp_path: Path) -> None:
-    stress(tmp_path / "state", 6_000, seed=1, look_every=50)
+    stress(tmp_path / "state", 2_500, seed=1, look_every=50)
 
 
 @pytest.mark.soak
