@@ -12,8 +12,9 @@ import msgspec
 from tiered import generations
 from tiered import manifest as manifests
 from tiered.admission import Admission
+from tiered.behind import Behind
 from tiered.encoding import Encoding
-from tiered.engine import Behind, Engine
+from tiered.engine import Engine
 from tiered.errors import CapacityError, CommitError, LeaseConflict, ManifestError, MisuseError
 from tiered.flush import Flush
 from tiered.requests import Request
@@ -199,7 +200,7 @@ class Commits:
 
         behind = Behind("tiered-rollback", work)
         try:
-            behind.start()
+            self._engine.launch(behind)
             behind.wait()
         except BaseException:
             behind.given_up = True
@@ -242,7 +243,7 @@ class Commits:
 
         behind = Behind("tiered-commit", work)
         try:
-            behind.start()
+            self._engine.launch(behind)
             behind.wait()
         except BaseException:
             behind.given_up = True
@@ -268,7 +269,7 @@ class Commits:
 
         behind = Behind("tiered-commit", work)
         try:
-            behind.start()
+            engine.launch(behind)
             behind.wait_reached()
         except BaseException:
             behind.given_up = True

@@ -23,11 +23,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 from tiered.admission import Admission
 from tiered.ahead import Ahead
+from tiered.behind import Behind
 from tiered.claims import Token
 from tiered.errors import CapacityError, InterruptedStore, LeaseConflict, MisuseError, StoreClosed, TieredError
 from tiered.explain import why_stuck
@@ -62,59 +62,6 @@ class EngineConfig:
     reserve: float = 0.5
     clock: Callable[[], float] = time.monotonic
     eviction: Callable[[], EvictionPolicy] | None = None
-
-
-class Behind:
-    """``work`` in a thread of its own. An exception that strikes who waits for it strikes neither the work nor its result.
-
-    The work may say that it has ``reached`` a point for which somebody waits. Locks are what is waited with: a signal handler
-    may end the wait for one, and nothing is left half way, as it is with a condition or an event.
-    """
-
-    def __init__(self, name: str, work: Callable[[], int]) -> None:
-        self.future = Future[int]()
-        self.future.set_running_or_notify_cancel()
-        self.has_reached = False
-        self.given_up = False
-        """Whoever asked for it was struck: what has not begun need not."""
-        self._work = work
-        self._thread = threading.Thread(target=self._run, name=name)
-        self._coming, self._running = threading.Lock(), threading.Lock()
-        self._coming.acquire()
-        self._running.acquire()
-
-    def start(self) -> None:
-        """Raises TieredError where the system has no thread left."""
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            raise TieredError(f"the system starts no more threads ({error}): end some, or raise ulimit -u") from error
-
-    def _run(self) -> None:
-        try:
-            self.future.set_result(self._work())
-        except BaseException as error:
-            self.future.set_exception(error)
-        finally:
-            del self._work
-            if not self.has_reached:
-                self._coming.release()
-            self._running.release()
-
-    def reached(self) -> None:
-        """By the work, once."""
-        self.has_reached = True
-        self._coming.release()
-
-    def wait_reached(self) -> None:
-        """Until it has, or the work has ended without."""
-        with self._coming:
-            return
-
-    def wait(self) -> None:
-        """Until the work has ended."""
-        with self._running:
-            return
 
 
 class Engine:
@@ -197,6 +144,15 @@ class Engine:
                 "a signal handler interrupted a call of this store and calls it, too: have the handler set a flag or raise, "
                 "and use the store after that"
             )
+
+    def launch(self, behind: Behind) -> None:
+        """Start its thread, from the engine's. Raises TieredError where the system has no thread left."""
+        if self._thread is None:
+            behind.start()
+            return
+        start = Work("the start of a thread", behind.start)
+        self.wait(start)
+        start.raise_failure()
 
     def begin(self, flush: Flush) -> None:
         """Return when it has begun; somebody has to ``wait`` for its end."""

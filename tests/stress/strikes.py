@@ -12,13 +12,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import tiered
 
-__all__ = ["Strike", "armed", "interrupted_at", "lines_of", "struck_at", "struck_or_raise"]
+__all__ = ["Strike", "armed", "interrupted_at", "lines_of", "struck_after_call", "struck_at", "struck_or_raise"]
 
 PACKAGE = str(Path(tiered.__file__).parent)
 
@@ -136,4 +137,38 @@ def struck_at(number: int, work: Callable[[], object]) -> str | None:
         struck_or_raise(number, work)
     except Strike as strike:
         return strike.where
+    return None
+
+
+@cache
+def _after_calls(code: CodeType) -> frozenset[int]:
+    """Where the interpreter looks for signals after a call: the offset of the instruction that follows it."""
+    steps = list(dis.get_instructions(code))
+    return frozenset(after.offset for step, after in pairwise(steps) if step.opname.startswith("CALL"))
+
+
+def struck_after_call(number: int, work: Callable[[], object], files: tuple[str, ...]) -> str | None:
+    """Run ``work`` and strike after the call ``number``, counted from 0, that this thread makes in functions of ``files``.
+    Returns where that is, or None where there are not so many calls."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        if not frame.f_code.co_filename.endswith(files):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode" and frame.f_lasti in _after_calls(frame.f_code):
+            count += 1
+            if count == number + 1:
+                raise Strike(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except Strike as strike:
+        return strike.where
+    finally:
+        sys.settrace(before)
     return None

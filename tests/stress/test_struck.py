@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from tests.stress.contents import content
-from tests.stress.strikes import Strike, armed, interrupted_at, lines_of, struck_at, struck_or_raise
+from tests.stress.strikes import Strike, armed, interrupted_at, lines_of, struck_after_call, struck_at, struck_or_raise
 from tests.stress.tally import Tally, counts
 from tiered import InterruptedStore, MisuseError, StoreClosed, TieredStore
 
@@ -26,6 +27,8 @@ PROMISE = "20 (exceptions that strike a call)"
 MIB = 1 << 20
 KEYS = [f"t{number:02}" for number in range(14)]
 Contents = dict[str, int]
+swallowed = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
+"""Python swallows an exception that strikes a finalizer of its own library, and says so."""
 
 
 def nbytes_of(key: str) -> int:
@@ -205,6 +208,7 @@ class Struck:
         self.commit("")
 
 
+@swallowed
 @counts(24, 5_000)
 def test_real_signals(tmp_path: Path, count: int, tally: Tally) -> None:
     source = random.Random(count)
@@ -282,6 +286,37 @@ def test_every_line(tmp_path: Path, what: str, count: int, tally: Tally) -> None
     world.commit("")
     world.reopen("at the end")
     world.store.close()
+
+
+LIBRARY = ("/threading.py", "/_weakrefset.py", "/concurrent/futures/_base.py", "/contextlib.py")
+"""Files of Python's own, whose functions hold locks while they wait."""
+
+
+@swallowed
+@pytest.mark.parametrize("call", ["commit", "commit_async", "rollback", "result", "done"])
+def test_a_strike_within_pythons_library_leaves_no_thread(tmp_path: Path, call: str, tally: Tally) -> None:
+    """After each call there; and who waits for a commit again gets its result."""
+    with TieredStore.open(tmp_path / "state", dram=MIB) as store:
+        store.put("a", torch.zeros(10))
+        store.commit()
+        number, where = 0, ""
+        while where is not None:
+            store.put("a", torch.full((10,), float(number)))
+            if call in ("result", "done"):
+                future = store.commit_async()
+                where = struck_after_call(number, getattr(future, call), LIBRARY)
+                assert future.result(timeout=300) == store.generation, where
+            else:
+                where = struck_after_call(number, getattr(store, call), LIBRARY)
+                store.commit()
+            if where is not None:
+                tally.count("a strike in Python's library", 1)
+            number += 1
+        tally.ran()
+    for thread in threading.enumerate():
+        if thread.name.startswith("tiered-"):
+            thread.join(300)
+            assert not thread.is_alive(), f"{thread.name} is left"
 
 
 @pytest.mark.parametrize("call", ["put", "write lease", "delete", "commit", "rollback"])
