@@ -115,6 +115,53 @@ def test_without_rollback_a_step_is_right_or_raises(trainer: Trainer, kind: str,
     print(f"{kind}: {said}")
 
 
+@pytest.mark.parametrize("kind", ["plain", "stored as bf16"])
+@counts(5)
+def test_a_state_is_loaded_whole_or_training_raises(trainer: Trainer, kind: str, count: int) -> None:
+    """It is the state that there is, so that a step after it is right in any case; and to load it again mends it."""
+    state = copy.deepcopy(trainer.optimizer.state_dict())
+
+    def load() -> None:
+        trainer.optimizer.load_state_dict(state)
+
+    raised = 0
+    for place in lines_of(trainer, load, count):
+        error = next(ERRORS)
+        with struck_at(place, error=error):
+            load()
+        try:
+            found = trainer.two_steps()
+        except InterruptedStep as problem:
+            mend = load if "load_state_dict" in str(problem) else trainer.rollback  # of an update that was pending
+            raised += 1
+            mend()
+            found = trainer.two_steps()
+        assert found == trainer.right, described(place, error)
+        trainer.rollback()
+    print(f"{kind}: {raised} raised")
+
+
+@pytest.mark.parametrize("kind", ["plain"])
+def test_a_state_that_does_not_fit_changes_nothing(trainer: Trainer, kind: str) -> None:
+    good = trainer.optimizer.state_dict()
+    last = max(good["state"])
+    for key, value, message in (
+        ("exp_avg", torch.zeros(3), r"'exp_avg' of '.*' has shape \(3,\), and the parameter has shape"),
+        ("exp_avg_sq", 1.0, r"'exp_avg_sq' of '.*' is float"),
+        ("step", None, r"has no 'step'"),
+    ):
+        state = copy.deepcopy(good)
+        if value is None:
+            del state["state"][last][key]
+        else:
+            state["state"][last][key] = value
+        with pytest.raises(MisuseError, match=message):
+            trainer.optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match="param"):
+        trainer.optimizer.load_state_dict({**good, "param_groups": good["param_groups"] * 2})
+    assert trainer.two_steps() == trainer.right
+
+
 @pytest.mark.parametrize("kind", ["plain", "checkpoint", "micro batch"])
 @counts(3)
 def test_other_models_do_not_notice(trainer: Trainer, kind: str, count: int, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ memory, with states in a store (``resident.py``): ``step()`` updates."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,12 @@ __all__ = ["AdamW"]
 MIXED = (
     "some of these parameters are paged and others are not: make an optimizer for each kind, with store= for those that stay "
     "in memory"
+)
+
+
+HALF_LOADED = (
+    "an exception struck optimizer.load_state_dict, and some parameters have the states that it was given and others have not: "
+    "call it again, or zero.rollback"
 )
 
 
@@ -339,24 +345,44 @@ class AdamW(Optimizer):
         """
         if any(group.get("amsgrad") for group in state_dict["param_groups"]):
             raise MisuseError("this state was trained with amsgrad=True, which tiered.zero.AdamW does not have")
+        pagers = [] if self._resident is not None else list(self._pagers())
+        for pager in pagers:
+            if pager.intent.spoiled == HALF_LOADED:  # this call takes its place
+                pager.intent.spoil(None)
         self.flush()
         named = [name for group in state_dict["param_groups"] for name in group["params"]]  # numbers, or what there is instead
         moments = {index: state_dict["state"][name] for index, name in enumerate(named) if name in state_dict["state"]}
-        super().load_state_dict({**state_dict, "state": {}})
         ours = {"exp_avg": "m", "exp_avg_sq": "v", "master": "master"}
         states = {
             index: {ours[name]: value for name, value in found.items() if name in ours} for index, found in moments.items()
         }
-        steps = {index: int(found["step"]) for index, found in moments.items()}
         if self._resident is not None:
+            steps = {index: int(found["step"]) for index, found in moments.items()}
+            super().load_state_dict({**state_dict, "state": {}})
             self._show(self._resident.load(states, steps))
             return
-        self.steps.clear()
-        for index, parameter in enumerate(self._parameters()):
+        parameters = list(self._parameters())
+        for index, found in moments.items():
+            if index < len(parameters):
+                _refuse_state(placement_of(parameters[index])[2].name, parameters[index].shape, found)
+        steps = {index: int(found["step"]) for index, found in moments.items()}
+        for pager in pagers:
+            pager.intent.spoil(HALF_LOADED)
+        try:
+            super().load_state_dict({**state_dict, "state": {}})
+        except ValueError:  # other param groups: nothing has changed
+            for pager in pagers:
+                pager.intent.spoil(None)
+            raise
+        loaded = {}
+        for index, parameter in enumerate(parameters):
             _, unit, placement = placement_of(parameter)
             if index in states:
                 unit.load_state(placement, states[index])
-                self.steps[placement] = steps[index]
+                loaded[placement] = steps[index]
+        self.steps = loaded
+        for pager in pagers:
+            pager.intent.spoil(None)
 
     # -- within ------------------------------------------------------------------------------------------------------------
 
@@ -444,6 +470,18 @@ class AdamW(Optimizer):
 
 def _rule(group: dict[str, Any]) -> AdamWRule:
     return AdamWRule(float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"], group["maximize"])
+
+
+def _refuse_state(name: str, shape: torch.Size, found: Mapping[str, Any]) -> None:
+    """Raise MisuseError unless ``found`` is what ``state_dict`` gives for a parameter of that shape."""
+    for key in ("step", "exp_avg", "exp_avg_sq"):
+        if key not in found:
+            raise MisuseError(f"the state of {name!r} has no {key!r}: give what state_dict() of an AdamW returns")
+    for key in ("exp_avg", "exp_avg_sq", "master"):
+        value = found.get(key)
+        if key in found and not (isinstance(value, torch.Tensor) and value.shape == shape):
+            what = f"has shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"is {type(value).__name__}"
+            raise MisuseError(f"{key!r} of {name!r} {what}, and the parameter has shape {tuple(shape)}")
 
 
 def _refuse_little_room(params: Sequence[Any]) -> None:
