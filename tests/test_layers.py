@@ -28,6 +28,7 @@ LAYERS = {
     "directio": "values",
     "wakeup": "values",
     "folder": "values",
+    "closing": "values",
     "locked": "values",
     "memory": "values",
     "datafile": "values",

@@ -11,8 +11,10 @@ import contextlib
 import errno
 import os
 import shlex
+from functools import partial
 from pathlib import Path
 
+from tiered.closing import Once
 from tiered.errors import MisuseError, TieredError
 
 __all__ = ["SHORTAGES", "OpenFolder", "cannot_open", "whereabouts"]
@@ -32,6 +34,7 @@ class OpenFolder:
         """
         self.path = path
         self.fd = -1
+        self._closing = Once()
         self._made: list[tuple[Path, os.stat_result]] = []  # from the outermost
         try:
             for _ in range(10):
@@ -39,6 +42,7 @@ class OpenFolder:
                     self._make()
                 try:
                     self.fd = _open(path, flags & os.O_NOFOLLOW)
+                    self._closing = Once(partial(os.close, self.fd))
                     return
                 except FileNotFoundError:  # whoever made it has removed it again
                     if not flags & os.O_CREAT:
@@ -100,6 +104,11 @@ class OpenFolder:
         except OSError as error:
             return f"{self} cannot be looked at any more: {error.strerror} (errno {error.errno}); make it accessible again"
         where = whereabouts(self.fd)
+        if where is None and os.fstat(self.fd).st_nlink:
+            return (
+                f"{self} {now}, and no path leads to the folder that this store opened, with its commits: another filesystem "
+                "may be mounted over it (see findmnt). Unmount that and commit again"
+            )
         if where is None:
             return (
                 f"{self} {now}, and the folder that this store opened was deleted, with all its commits: "
@@ -123,9 +132,8 @@ class OpenFolder:
 
     def close(self) -> None:
         """Idempotent."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._closing.run()
+        self.fd = -1
 
     def unmake(self) -> None:
         """Remove the folders that opening made, as far as they are empty and have their names; then close."""

@@ -12,8 +12,10 @@ import os
 import shlex
 import stat
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from tiered.closing import Once
 from tiered.errors import MisuseError, StoreLocked
 from tiered.folder import OpenFolder, cannot_open, whereabouts
 
@@ -36,6 +38,7 @@ class LockedFile:
         """
         self.name, self.fd, self.made = name, -1, False
         self._pid = os.getpid()
+        self._unlocking = self._closing = Once()
         self.folder = OpenFolder(folder, flags | os.O_NOFOLLOW)
         try:
             for _ in range(10):
@@ -68,6 +71,7 @@ class LockedFile:
                 )
             _lock(self.fd, self.folder.path, fcntl.LOCK_EX)
             if self.is_there() and self.folder.leads_here():
+                self._at_close()
                 return True
             self._let_go()
         except BaseException as error:
@@ -77,6 +81,9 @@ class LockedFile:
             self._let_go()
             raise
         return False
+
+    def _at_close(self) -> None:
+        self._unlocking, self._closing = Once(partial(fcntl.flock, self.fd, fcntl.LOCK_UN)), Once(partial(os.close, self.fd))
 
     def _let_go(self) -> None:
         fd, self.fd = self.fd, -1
@@ -103,6 +110,11 @@ class LockedFile:
             return why
         if not self.is_there():
             where = whereabouts(self.fd)
+            if where is None and os.fstat(self.fd).st_nlink:
+                return (
+                    f"{self.path} is not the file that this store opened, and no path of this system leads to that one: "
+                    "another filesystem may be mounted over it (see findmnt). Unmount that and commit again"
+                )
             if where is None:
                 return (
                     f"{self.path} was removed or replaced, and the file that this store opened is deleted: copy what is needed "
@@ -139,6 +151,7 @@ class LockedFile:
                 os.unlink(name, dir_fd=at)
             raise
         old, self.fd = self.fd, fd
+        self._at_close()
         os.close(old)
         self.sync_names()
 
@@ -149,15 +162,11 @@ class LockedFile:
     def close(self) -> None:
         """Release the lock. Idempotent. No I/O may be in flight."""
         self.folder.close()
-        fd, self.fd = self.fd, -1  # first: a second call must not close a descriptor that is someone else's by then
-        if fd < 0:
-            return
         if os.getpid() == self._pid:
             # A forked child shares the lock through its copy of the descriptor and would keep it, or end it for us.
-            with contextlib.suppress(OSError):  # closing ends it as well
-                fcntl.flock(fd, fcntl.LOCK_UN)
-        with contextlib.suppress(OSError):  # Linux has closed it nevertheless; what counts was synced before
-            os.close(fd)
+            self._unlocking.run()  # closing ends it as well
+        self._closing.run()  # Linux has closed it whatever it answers; what counts was synced before
+        self.fd = -1
 
     def remove(self) -> None:
         """Delete the file, and the folders that were made for it, as far as they are empty; then close."""

@@ -469,8 +469,8 @@ class TieredStore:
             yield recorder.timeline
         finally:
             del token  # what is recorded is nobody's any more, whatever strikes now
-            recorder.stop()
             engine.later(engine.stop_recording)
+            recorder.stop()
 
     def span(self, kind: str, name: str) -> Span:
         """``with store.span("evaluation", "after epoch 3"):`` a part of the caller's work, to be seen in a timeline.

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+from functools import partial
 from typing import Protocol
+
+from tiered.closing import Once
 
 __all__ = ["OwnedWakeup", "Wakeup", "wait_for"]
 
@@ -28,9 +31,13 @@ def wait_for(changed: _Condition, seconds: float) -> None:
     try:
         changed.wait(seconds)
     except BaseException:
-        while not changed._is_owned():  # type: ignore[attr-defined]
-            with contextlib.suppress(BaseException):  # the first one is told
-                changed.acquire()
+        while True:  # whatever else strikes meanwhile: the first exception is told
+            try:
+                while not changed._is_owned():  # type: ignore[attr-defined]
+                    changed.acquire()
+                break
+            except BaseException:
+                continue
         raise
 
 
@@ -42,10 +49,11 @@ class Wakeup:
     """
 
     _reading = _writing = -1  # also where the system refuses the pipe
-    _close = staticmethod(os.close)  # a module is empty when the interpreter ends, and what is collected then
+    _closing = Once()
 
     def __init__(self) -> None:
         self._reading, self._writing = os.pipe()
+        self._closing = Once(partial(os.close, self._reading), partial(os.close, self._writing))
         os.set_blocking(self._reading, False)
         os.set_blocking(self._writing, False)
 
@@ -69,11 +77,8 @@ class Wakeup:
         return bool(poller.poll(min(max(timeout, 0.0), _LONGEST_WAIT) * 1000))
 
     def close(self) -> None:
-        reading, writing = self._reading, self._writing
         self._reading = self._writing = -1  # their numbers may be another file's soon
-        if reading >= 0:
-            self._close(reading)
-            self._close(writing)
+        self._closing.run()
 
 
 class OwnedWakeup(Wakeup):

@@ -8,6 +8,7 @@ InterruptedStore until it is reopened, with the last commit's bytes.
 from __future__ import annotations
 
 import gc
+import os
 import random
 import threading
 from collections import Counter
@@ -286,6 +287,40 @@ def test_every_line(tmp_path: Path, what: str, count: int, tally: Tally) -> None
     world.commit("")
     world.reopen("at the end")
     world.store.close()
+
+
+@swallowed
+@counts(30, 1_000_000)
+def test_a_struck_close_is_gone_on_with(tmp_path: Path, count: int, tally: Tally) -> None:
+    """By the next ``close``, or by the collector: then the store can be opened, and has the last commit."""
+    source = random.Random(1)
+
+    def made(version: int) -> TieredStore:
+        store = TieredStore.open(tmp_path / "state", dram=MIB)
+        store.put("a", torch.full((10,), float(version)))
+        store.commit()
+        return store
+
+    def folder_is_open() -> list[str]:
+        links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+        names = [os.readlink(link) for link in links if link.exists()]
+        return [name for name in names if name.startswith(str(tmp_path))]
+
+    most = lines_of(made(0).close)
+    for number in range(most) if most <= count else sorted(source.sample(range(most), count)):
+        store = made(number)
+        where = struck_at(number, store.close)
+        if where is not None:
+            tally.count("a strike in close", 1)
+        if source.random() < 0.5:
+            store.close()
+        del store
+        gc.collect()
+        with TieredStore.open(tmp_path / "state", dram=MIB) as store:
+            assert store.get("a").tolist() == [float(number)] * 10, where
+        del store
+        assert not folder_is_open(), where
+    print(f"{most} lines")
 
 
 LIBRARY = ("/threading.py", "/_weakrefset.py", "/concurrent/futures/_base.py", "/contextlib.py")

@@ -344,7 +344,13 @@ class NvmeTier:
         mend; None where all is as it was opened. Looks at names only: a few system calls for each file."""
         if self._nameless:
             return None
-        return self._drives.strayed() if self._drives else self.files[0].strayed()
+        try:
+            return self._drives.strayed() if self._drives else self.files[0].strayed()
+        except OSError as error:
+            return (
+                f"{self.folder} cannot be looked at ({error.strerror}, errno {error.errno}): nothing is known to be wrong with "
+                "it; see what its filesystem says, and commit again"
+            )
 
     def drop_names(self) -> None:
         """Remove the data files' names: the system takes their space back however this process ends. Commits go on, and can be
