@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests import programs
 from tests.cli.trainings import ONE_THREAD, TINY, command, stop_at, tiered
 from tiered import TieredStore
 from tiered.cli import main
@@ -48,7 +49,8 @@ def train_tiny(folder: Path, *more: object) -> subprocess.CompletedProcess[str]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A folder with a store, and the run that made it."""
     folder = tmp_path_factory.mktemp("trained") / "deep" / "store"
-    done = tiered("train", *TINY, "--steps", 30, "--lr", "3e-3", "--dir", folder, "--json", "-")
+    words = command("train", *TINY, "--steps", 30, "--lr", "3e-3", "--dir", folder, "--json", "-")
+    done = subprocess.run(words, capture_output=True, text=True, env=ONE_THREAD, timeout=300)  # an interpreter of its own
     assert done.returncode == 0, done.stderr
     return folder, done
 
@@ -318,7 +320,7 @@ class TestStopping:
     def running(self, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         """A training that would take hours and has done a step."""
         arguments = command("train", *TINY, "--steps", 1_000_000, "--dir", tmp_path / "store", "--existing", "overwrite")
-        with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ONE_THREAD) as child:
+        with programs.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ONE_THREAD) as child:
             try:
                 yield child
             finally:
@@ -367,7 +369,7 @@ class TestStopping:
     def test_while_the_model_is_written(self, tmp_path: Path) -> None:
         large = ["--layers", 400, "--width", 256, "--heads", 4, "--context", 16, "--dram", "8MiB"]
         arguments = command("train", *large, "--dir", tmp_path / "store")
-        with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ONE_THREAD) as child:
+        with programs.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ONE_THREAD) as child:
             assert child.stdout is not None
             assert any(line.startswith("writing initial values") for line in child.stdout)
             child.send_signal(signal.SIGINT)
