@@ -308,7 +308,7 @@ class TestUsage:
 class TestStopping:
     """Whatever ends it, the disk is as before."""
 
-    @pytest.fixture(params=["store", "io", "flood", "duration"])
+    @pytest.fixture
     def running(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         """A benchmark that would take hours and measures already."""
         forever = {
@@ -328,7 +328,20 @@ class TestStopping:
             finally:
                 child.kill()
 
-    @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+    @pytest.mark.parametrize(
+        ("running", "signum", "code"),
+        [
+            ("store", signal.SIGINT, 130),
+            ("store", signal.SIGTERM, 143),
+            ("io", signal.SIGINT, 130),
+            ("flood", signal.SIGTERM, 143),
+            ("duration", signal.SIGINT, 130),
+            pytest.param("io", signal.SIGTERM, 143, marks=pytest.mark.soak),
+            pytest.param("flood", signal.SIGINT, 130, marks=pytest.mark.soak),
+            pytest.param("duration", signal.SIGTERM, 143, marks=pytest.mark.soak),
+        ],
+        indirect=["running"],
+    )
     def test_asked_to(self, running: subprocess.Popen[str], signum: int, code: int, tmp_path: Path) -> None:
         running.send_signal(signum)
         _, errors = running.communicate(timeout=60)
