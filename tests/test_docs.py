@@ -54,7 +54,7 @@ def run(block: Block, page: Path, folder: Path) -> str:
     script.write_text(block.source if block.file else "\n" * (block.line - 1) + block.source)  # tracebacks show the page's line
     command = [sys.executable, "-W", "error", str(script)]
     if block.file.startswith("test_"):
-        command = [sys.executable, "-W", "error", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(script)]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(script)]
     elif block.file:
         return ""
     environment = {**programs.ONE_THREAD, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
