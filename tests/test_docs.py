@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import tiered
+from tests import programs
 from tests.test_layers import LAYERS
 from tiered import zero
 
@@ -56,8 +57,9 @@ def run(block: Block, page: Path, folder: Path) -> str:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(script)]
     elif block.file:
         return ""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
-    done = subprocess.run(
+    environment = {**programs.ONE_THREAD, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    start = subprocess.run if page.name == "README.md" else programs.run  # those in interpreters of their own
+    done = start(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, f"{where}\n{done.stdout}\n{done.stderr}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import msgspec
 import pytest
 import torch
 
+from tests import programs
 from tests.filesystems import fill, root, small_ext4
 from tests.test_store import MIB, numbers, same
 from tiered import (
@@ -290,7 +290,7 @@ def test_a_second_process_is_refused(open_store: Open, folder: Path, paths: list
             "    except tiered.StoreLocked as error:\n        print(error)"
         )
         tries = [[str(folder), *map(str, paths)], [str(folder), str(tmp_path / "x")]]
-        found = subprocess.run(
+        found = programs.run(
             [sys.executable, "-c", program, repr(tries)], capture_output=True, text=True, timeout=300, check=True
         )
         assert [line.split(" is in use by")[0] for line in found.stdout.splitlines()] == [str(folder)] * 2, found.stderr
@@ -376,7 +376,7 @@ store.commit(meta={"step": 2})
 def test_killed_in_a_commit(tmp_path: Path, call: str, number: int) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     words = [sys.executable, "-c", KILLED, str(tmp_path / "state"), call, str(number), *map(str, paths)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    done = programs.run(words, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == -9, done.stderr
     with TieredStore.open(tmp_path / "state", dram=MIB, paths=paths) as store:
         assert store.meta == {"step": 1}

@@ -7,7 +7,6 @@ import contextlib
 import faulthandler
 import gc
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from tests import programs
 from tests.chains import MIB, nothing_is_held, numbers, push_out, same
 from tests.fakes import in_child
 from tiered import ForkedStore, StoreLocked, TensorSpec, TieredStore
@@ -198,7 +198,7 @@ for store in stores:
 assert stores[0].commit() == 1
 assert os.listdir({str(tmp_path)!r} + "/scratch") == ["data.0"]
 """
-    subprocess.run([sys.executable, "-c", program], timeout=300, check=True)
+    programs.run([sys.executable, "-c", program], timeout=300, check=True)
     assert sorted(os.listdir(tmp_path)) == ["kept"]
     with TieredStore.open(tmp_path / "kept", dram=MIB) as again:
         assert torch.equal(again.get("w"), torch.arange(100))

@@ -170,7 +170,7 @@ class Histories(RuleBasedStateMachine):
 
 def test_random_histories() -> None:
     quick = settings(
-        max_examples=150,
+        max_examples=60,
         stateful_step_count=60,
         deadline=None,
         derandomize=True,
@@ -230,7 +230,7 @@ def history(seed: int, steps: int) -> Rig:
     return machine.rig
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(30))
 def test_long_histories(seed: int) -> None:
     rig = history(seed, 400)
     assert not rig.links or any(link.started for link in rig.links)

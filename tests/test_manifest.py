@@ -35,7 +35,7 @@ from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, TensorSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 CAP_BYTES = 256 << 20
-QUICK_INPUTS = 8_000
+QUICK_INPUTS = 2_500
 SOAK_INPUTS = 1_000_000
 
 

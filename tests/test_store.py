@@ -7,7 +7,6 @@ import gc
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -22,6 +21,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
+from tests import programs
 from tests.fakes import in_child
 from tiered import (
     Access,
@@ -1052,7 +1052,7 @@ def test_a_second_process_is_refused(open_store: Open, folder: Path) -> None:
             f"import tiered\ntry:\n    tiered.TieredStore.open({str(folder)!r}, dram='1MiB')\n"
             "except tiered.StoreLocked as error:\n    print(error)"
         )
-        found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+        found = programs.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         assert str(os.getpid()) in found.stdout, found.stdout + found.stderr
         with pytest.raises(StoreLocked):
             open_store()

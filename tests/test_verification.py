@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import programs
 from tests.filesystems import root
 from tests.test_store import numbers
 from tiered import Damage, ManifestError, MisuseError, StoreLocked, TieredStore, Verification, verify
@@ -142,7 +143,7 @@ class TestSound:
             open({str(tmp_path / "dead" / "manifest.2.part")!r}, "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
         """
-        subprocess.run([sys.executable, "-c", program], check=False)
+        programs.run([sys.executable, "-c", program])
         before = contents(tmp_path / "dead")
         found = verify(tmp_path / "dead")
         assert found.sound
@@ -175,7 +176,7 @@ class TestSound:
             resource.setrlimit(resource.RLIMIT_AS, (now + (192 << 20), now + (192 << 20)))
             assert verify({str(tmp_path / "big")!r}).read == 384 << 20
         """
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        done = programs.run([sys.executable, "-c", program], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
 

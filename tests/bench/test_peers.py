@@ -5,10 +5,21 @@ from __future__ import annotations
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bench import peers
+from tests import programs
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers; one under strace has an interpreter of its own all the same."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # they are given an environment
+    begin = {"run": programs.run, "Popen": programs.Popen}
+    own = {name: getattr(subprocess, name) for name in ("PIPE", "CompletedProcess", "TimeoutExpired")}
+    monkeypatch.setattr(peers, "subprocess", SimpleNamespace(**begin, **own))
 
 
 def suffered(name: str, tmp_path: Path) -> str:

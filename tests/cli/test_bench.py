@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import programs
 from tests.cli.test_train import MIB, ONE_THREAD, command, failure, message
 from tests.filesystems import mounted, root
 from tiered import MisuseError, TieredError, TieredStore
@@ -307,7 +308,7 @@ class TestUsage:
 class TestStopping:
     """Whatever ends it, the disk is as before."""
 
-    @pytest.fixture(params=["store", "io", "flood", "duration"])
+    @pytest.fixture
     def running(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         """A benchmark that would take hours and measures already."""
         forever = {
@@ -317,7 +318,8 @@ class TestStopping:
             "duration": ["bench", "io", "--size", "16MiB", "--duration", "100h"],
         }[request.param]
         arguments = command(*forever, "--dir", tmp_path)
-        with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ONE_THREAD) as child:
+        begin = subprocess.Popen if request.param == "io" else programs.Popen  # one way in an interpreter of its own
+        with begin(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ONE_THREAD) as child:
             try:
                 assert child.stderr is not None
                 begun = {"store": "64KiB: preparing", "duration": "writing, "}.get(request.param, "round ")
@@ -326,7 +328,20 @@ class TestStopping:
             finally:
                 child.kill()
 
-    @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+    @pytest.mark.parametrize(
+        ("running", "signum", "code"),
+        [
+            ("store", signal.SIGINT, 130),
+            ("store", signal.SIGTERM, 143),
+            ("io", signal.SIGINT, 130),
+            ("flood", signal.SIGTERM, 143),
+            ("duration", signal.SIGINT, 130),
+            pytest.param("io", signal.SIGTERM, 143, marks=pytest.mark.soak),
+            pytest.param("flood", signal.SIGINT, 130, marks=pytest.mark.soak),
+            pytest.param("duration", signal.SIGTERM, 143, marks=pytest.mark.soak),
+        ],
+        indirect=["running"],
+    )
     def test_asked_to(self, running: subprocess.Popen[str], signum: int, code: int, tmp_path: Path) -> None:
         running.send_signal(signum)
         _, errors = running.communicate(timeout=60)
@@ -344,7 +359,7 @@ class TestStopping:
                 store.commit()
                 os.kill(os.getpid(), signal.SIGKILL)
         """
-        child = subprocess.run([*command()[:1], "-c", program], capture_output=True, text=True)
+        child = programs.run([*command()[:1], "-c", program], capture_output=True, text=True, env=ONE_THREAD)
         assert child.returncode == -signal.SIGKILL, child.stderr
         left = [path for path in tmp_path.rglob("*") if path.is_file()]
         assert sum(path.stat().st_size for path in left) < 4096

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import programs
 from tests.cli.test_bench import KIB, found, needs_fio
 from tests.cli.test_train import MIB, ONE_THREAD, command, failure, message
 from tests.fakes import ManualBackend
@@ -127,7 +128,7 @@ class TestSweep:
 
     def test_stopped(self, tmp_path: Path) -> None:
         forever = ["bench", "io", "--sweep", "--size", "4MiB", *FEW, "--rounds", "1000000", "--dir", str(tmp_path)]
-        with subprocess.Popen(command(*forever), stderr=subprocess.PIPE, text=True, env=ONE_THREAD) as child:
+        with programs.Popen(command(*forever), stderr=subprocess.PIPE, text=True, env=ONE_THREAD) as child:
             try:
                 assert child.stderr is not None
                 assert any("round " in line for line in child.stderr)

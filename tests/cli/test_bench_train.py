@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.cli.test_train import MIB, ONE_THREAD, command, failure, message, tiered
+from tests import programs
+from tests.cli.test_train import MIB, ONE_THREAD, command, failure, message
 from tiered.cli import bench_train, main
 from tiered.cli.trainer import PHASES, Options
 
@@ -20,11 +23,24 @@ MODEL = ["--layers", 2, "--width", 96, "--heads", 4, "--context", 16, "--batch",
 TINY = ["bench", "train", *MODEL, "--dram", "1MiB"]
 
 
-def found(folder: Path, *more: object) -> dict[str, Any]:
-    done = tiered(*TINY, "--rounds", 2, "--dir", folder, "--json", folder / "it.json", *more)
-    assert done.returncode == 0, done.stderr
-    assert "seconds per step" in done.stdout
-    assert done.stdout.count("bit by bit") == 2
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process benches, it benches in forked processes; a command in an interpreter of its own starts others."""
+    monkeypatch.setattr(bench_train, "subprocess", SimpleNamespace(Popen=programs.Popen, PIPE=subprocess.PIPE))
+
+
+def found(folder: Path, capsys: pytest.CaptureFixture[str], *more: object, alone: bool = False) -> dict[str, Any]:
+    """``alone``: in an interpreter of its own, as all that it starts."""
+    words = [*TINY, "--rounds", 2, "--dir", folder, "--json", folder / "it.json", *more]
+    if alone:
+        done = subprocess.run(command(*words), capture_output=True, text=True, env=ONE_THREAD, timeout=300)
+        assert done.returncode == 0, done.stderr
+        shown = done.stdout
+    else:
+        assert main(list(map(str, words))) == 0
+        shown = capsys.readouterr().out
+    assert "seconds per step" in shown
+    assert shown.count("bit by bit") == 2
     report: dict[str, Any] = json.loads((folder / "it.json").read_text())
     assert [path.name for path in folder.iterdir()] == ["it.json"]
     return report
@@ -40,8 +56,8 @@ def found(folder: Path, *more: object) -> dict[str, Any]:
     ],
     ids=["plain", "accumulated", "split", "in_backward"],
 )
-def test_the_same_numbers(more: list[object], tmp_path: Path) -> None:
-    report = found(tmp_path, *more)
+def test_the_same_numbers(more: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = found(tmp_path, capsys, *more, alone=not more)
     memory, dram, disk = (report["variants"][name] for name in ("memory", "dram", "disk"))
     for variant in memory, dram, disk:
         assert variant["differs"] is None
@@ -108,6 +124,7 @@ def test_a_training_that_was_killed_is_told(monkeypatch: pytest.MonkeyPatch, tmp
             process.step()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_asked_to_stop(signum: int, code: int, tmp_path: Path) -> None:
     arguments = command(*TINY, "--rounds", 1_000_000, "--dir", tmp_path)
@@ -127,11 +144,34 @@ def test_asked_to_stop(signum: int, code: int, tmp_path: Path) -> None:
     assert not any(child.is_running() for child in children)
 
 
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_asked_to_stop_within_a_step(
+    signum: int, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the last of the three trains, which ignores it: it is not asked."""
+    step, children = bench_train._Process.step, list[psutil.Process]()
+
+    def asking(process: bench_train._Process) -> dict[str, Any]:
+        children.append(psutil.Process(process._child.pid))
+        if len(children) == 3:
+            os.kill(os.getpid(), signum)
+        return step(process)
+
+    monkeypatch.setattr(bench_train._Process, "step", asking)
+    assert main(list(map(str, [*TINY, "--dir", tmp_path]))) == code
+    shown = capsys.readouterr()
+    assert message(shown.err.splitlines()[-1]) == "tiered: stopped; the scratch store is removed"
+    assert not shown.out
+    assert not list(tmp_path.iterdir())
+    assert len(set(children)) == 3
+    assert not any(child.is_running() for child in children)
+
+
 def test_one_that_lost_its_parent_ends(tmp_path: Path) -> None:
     from tiered.cli.trainer import as_lines
 
     options = Options(str(tmp_path), None, 2, 96, 4, 16, 2, 1, 1, MIB, "on_fetch", "auto", 1)
     arguments = [sys.executable, "-m", "tiered.cli.trainer"]
-    done = subprocess.run(arguments, input=as_lines(options, "disk", ()), capture_output=True, text=True, env=ONE_THREAD)
+    done = programs.run(arguments, input=as_lines(options, "disk", ()), capture_output=True, text=True, env=ONE_THREAD)
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.iterdir())

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests import programs
 from tests.cli.test_train import ONE_THREAD, command, message
 from tests.test_verification import flip, place
 from tests.zero.models import Tied
@@ -189,7 +190,7 @@ def test_stopped(what: str, plain: Path, tmp_path: Path) -> None:
         progress.Progress.working = lambda *_: os.kill(os.getpid(), signal.SIGINT)
         sys.exit(main({given!r}))
     """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=ONE_THREAD, timeout=120)
+    done = programs.run([sys.executable, "-c", program], capture_output=True, text=True, env=ONE_THREAD, timeout=120)
     assert done.returncode == 130, done.stderr
     assert "stopped; nothing was" in done.stderr.splitlines()[-1]
     assert not done.stdout

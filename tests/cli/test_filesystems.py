@@ -6,6 +6,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+from tests import programs
 from tests.cli.test_train import MIB, ONE_THREAD, TINY, command, message, tiered
 from tests.filesystems import fill, mounted, root, small_ext4
 from tiered import TieredStore
@@ -29,7 +30,7 @@ def test_a_neighbour_fills_the_disk_during_training(tmp_path: Path) -> None:
         with TieredStore.open(disk / "store", dram="2MiB", keep=1) as store:
             store.commit(meta={"step": 0})
         larger = [*TINY, "--layers", "6", "--width", "256", "--dram", "4MiB"]  # 57 MiB of state: it cannot be there already
-        running = subprocess.Popen(
+        running = programs.Popen(
             command("train", *larger, "--steps", 50, "--dir", disk / "store"),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -20,7 +20,7 @@ from tiered import ManifestError, TieredStore
 from tiered.cli import main, resuming
 
 MIB = 1 << 20
-STEPS = 40
+STEPS = 20
 SMALL = [*TINY, "--steps", STEPS, "--lr", "3e-3"]
 
 

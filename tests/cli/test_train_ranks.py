@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 
+from tests import programs
 from tests.cli.trainings import ONE_THREAD, TINY, command, losses, same, tiered
 from tiered import MisuseError
 from tiered.atrest import StoreAtRest
@@ -69,12 +70,20 @@ def side_by_side(*arguments: object, start: int = 0, starts: int = 0) -> Iterato
         children = []
         for rank in range(2):
             environment = ENVIRONMENT | {name: str(value) for name, value in {**said, "RANK": rank, "LOCAL_RANK": rank}.items()}
-            child = subprocess.Popen(
+            child = programs.Popen(
                 command("train", *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
             )
             children.append(stack.enter_context(child))
             stack.callback(child.kill)
         yield children
+
+
+def forked_ranks(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Both of ``side_by_side``, once they have ended: what all said, and 0 where all ended with it."""
+    with side_by_side(*arguments) as children:
+        said = [child.communicate(timeout=300) for child in children]
+        codes = [child.returncode for child in children]
+    return subprocess.CompletedProcess([], max(codes, key=abs), *("".join(words) for words in zip(*said, strict=True)))
 
 
 def ours(stderr: str) -> list[str]:
@@ -106,7 +115,7 @@ def step_of(folder: Path) -> int:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A training of two ranks that nothing disturbed, in ``many``, and its report ``many.json``."""
     folder = tmp_path_factory.mktemp("whole")
-    done = on_ranks(2, *TRAINING, "--dir", folder / "many", "--json", folder / "many.json")
+    done = forked_ranks(*TRAINING, "--dir", folder / "many", "--json", folder / "many.json")
     assert done.returncode == 0, done.stderr
     return folder, done
 
@@ -180,7 +189,7 @@ def test_ctrl_c_stops_all_after_one_step_and_resuming_goes_on(
     )
     assert found, line
     assert step_of(folder) == int(found[1]) < STEPS
-    done = on_ranks(2, "--resume", "--dir", folder, "--json", written)
+    done = forked_ranks("--resume", "--dir", folder, "--json", written)
     assert done.returncode == 0, done.stderr
     assert losses(written) == losses(whole[0] / "many.json")
     assert same(values(folder, 2), values(whole[0] / "many", 2))
@@ -203,7 +212,7 @@ def test_other_numbers_of_ranks_go_on_with_the_newest_commit(
     for ranks in (1, 2):
         with pytest.raises(MisuseError, match="the training of one process already"):
             refuse_others(str(folder), ranks)
-    done = on_ranks(2, "--resume", "--dir", folder, "--steps", STEPS + 4, "--stage", 1, "--json", tmp_path / "two.json")
+    done = forked_ranks("--resume", "--dir", folder, "--steps", STEPS + 4, "--stage", 1, "--json", tmp_path / "two.json")
     assert done.returncode == 0, done.stderr
     assert f"resumed   after step {STEPS + 3}, what other ranks committed" in done.stdout
     assert losses(tmp_path / "two.json")[: STEPS + 3] == one
@@ -216,7 +225,7 @@ def test_other_numbers_of_ranks_go_on_with_the_newest_commit(
 def test_what_one_rank_cannot_do_is_said_once(whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
     folder = shutil.copytree(whole[0] / "many", tmp_path / "many")
     (folder / "rank-1-of-2" / "data.0").write_bytes(b"damaged")
-    done = on_ranks(2, "--resume", "--dir", folder, "--steps", 99)
+    done = forked_ranks("--resume", "--dir", folder, "--steps", 99)
     assert done.returncode == 1
     (line,) = ours(done.stderr)
     assert line.startswith("rank 1: ")
@@ -244,7 +253,7 @@ def test_a_training_that_is_over_is_no_failure_when_all_start_again(
         for child in children:
             said += ours(child.communicate(timeout=100)[1])
         assert [child.returncode for child in children] == [0, 0]
-    done = on_ranks(2, "--resume", "--dir", many)
+    done = forked_ranks("--resume", "--dir", many)
     assert done.returncode == 1
     for line in (*said, *ours(done.stderr)):
         assert re.sub(r"^rank \d: ", "", line).startswith(f"the training in {many} has had {STEPS} of its {STEPS} steps: ")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.cli.test_train import ONE_THREAD, command, failure, message
 from tests.test_verification import LARGE, flip, made, place
 from tiered import TieredStore
@@ -107,20 +108,30 @@ def test_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "No such file" in failure(capsys, "verify", folder, "--json", tmp_path / "no" / "it.json")
 
 
-@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict", "utf-8:surrogateescape"])
-def test_names_that_cannot_be_printed(original: Path, tmp_path: Path, encoding: str) -> None:
+@pytest.mark.parametrize(
+    ("encoding", "damage"),
+    [
+        ("utf-8:strict", True),
+        ("ascii:strict", True),
+        ("utf-8:surrogateescape", False),
+        *(
+            pytest.param(encoding, damage, marks=pytest.mark.soak)
+            for encoding, damage in (("utf-8:strict", False), ("ascii:strict", False), ("utf-8:surrogateescape", True))
+        ),
+    ],
+)
+def test_names_that_cannot_be_printed(original: Path, tmp_path: Path, encoding: str, damage: bool) -> None:
     """Whatever bytes a folder's name is made of, sound or damaged."""
     folder = Path(shutil.copytree(original, tmp_path / "bad\udcff"))
     report = tmp_path / "it\udcff.json"
     words = [os.fsencode(word) for word in command("verify", folder, "--json", report)]
-    for damage in False, True:
-        if damage:
-            flip(folder / "data.0", 20)
-        done = subprocess.run(words, capture_output=True, env=ONE_THREAD | {"PYTHONIOENCODING": encoding})
-        assert done.returncode == damage, done.stderr
-        assert b"Traceback" not in done.stderr
-        assert done.stdout.count(rb"bad\udcff") == (4 if damage else 1)
-        assert json.loads(report.read_text())["sound"] is not damage
+    if damage:
+        flip(folder / "data.0", 20)
+    done = subprocess.run(words, capture_output=True, env=ONE_THREAD | {"PYTHONIOENCODING": encoding})
+    assert done.returncode == damage, done.stderr
+    assert b"Traceback" not in done.stderr
+    assert done.stdout.count(rb"bad\udcff") == (4 if damage else 1)
+    assert json.loads(report.read_text())["sound"] is not damage
 
 
 @pytest.mark.parametrize("arguments", [["verify"], ["verify", "x", "--generation", "0"], ["verify", "x", "--quickly"]])
@@ -149,7 +160,7 @@ def test_stopped(folder: Path, signum: int, code: int) -> None:
         from tiered.cli import main
         sys.exit(main(["verify", {str(folder)!r}]))
     """
-    done = subprocess.run([*command()[:1], "-c", program], capture_output=True, text=True, env=ONE_THREAD)
+    done = programs.run([*command()[:1], "-c", program], capture_output=True, text=True, env=ONE_THREAD)
     assert done.returncode == code, done.stderr
     assert message(done.stderr) == "tiered: stopped; nothing was changed"
     assert not done.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests import programs
+from tests.programs import ONE_THREAD
 from tiered import TieredStore
 from tiered.cli.stop import StopRequest
 
 TINY = ["--layers", "2", "--width", "64", "--heads", "4", "--context", "16", "--batch", "2", "--dram", "1MiB"]
-ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # several at once on few cores are quicker so, and small models anyway
 
 
 def command(*arguments: object) -> list[str]:
@@ -27,7 +27,7 @@ def command(*arguments: object) -> list[str]:
 
 
 def tiered(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, env=ONE_THREAD, cwd=cwd, timeout=300)
+    return programs.run(command(*arguments), capture_output=True, text=True, env=ONE_THREAD, cwd=cwd, timeout=300)
 
 
 class Training:
@@ -54,7 +54,7 @@ class Training:
 @contextmanager
 def training(*arguments: object) -> Iterator[Training]:
     """Killed at the latest at the end of the block."""
-    with subprocess.Popen(
+    with programs.Popen(
         command("train", *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ONE_THREAD
     ) as child:
         try:

@@ -396,25 +396,32 @@ import sys
 sys.path.insert(0, sys.argv[2])
 import torch
 from tiered import TieredError, TieredStore
-try:
-    with TieredStore.open(sys.argv[1], dram=1 << 20, backend=sys.argv[3]) as store:
-        store.put("t", torch.arange(1000))
-        store.commit()
-        assert store.get("t").equal(torch.arange(1000))
-        print(store.statistics().backend)
-except TieredError as error:
-    print(type(error).__name__)
+for backend in "auto", "libaio":
+    try:
+        with TieredStore.open(f"{sys.argv[1]}/{backend}", dram=1 << 20, backend=backend) as store:
+            store.put("t", torch.arange(1000))
+            store.commit()
+            assert store.get("t").equal(torch.arange(1000))
+            print(store.statistics().backend)
+    except TieredError as error:
+        print(type(error).__name__)
 """
 
 
-@pytest.mark.parametrize(("backend", "answers"), [("auto", ["posix"] * 4), ("libaio", ["CapacityError", *["TieredError"] * 3])])
-def test_a_kernel_that_refuses_aio_leaves_auto_with_posix(
-    strace: str, tmp_path: Path, backend: str, answers: list[str]
-) -> None:
-    for name, answer in zip(("EAGAIN", "ENOSYS", "EPERM", "EINVAL"), answers, strict=True):
-        log = tmp_path / "log"
-        command = [strace, "-f", "--seccomp-bpf", "-o", str(log), "-e", "trace=io_setup", "-e", f"inject=io_setup:error={name}"]
-        arguments = [sys.executable, "-c", AUTO, str(tmp_path / name), str(ROOT), backend]
-        child = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240, check=False)
-        assert child.stdout.split() == [answer], child.stderr
-        assert log.read_text().count("(INJECTED)") == 1
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("EAGAIN", "CapacityError"),
+        ("ENOSYS", "TieredError"),
+        pytest.param("EPERM", "TieredError", marks=pytest.mark.soak),  # the errors that mean that there is none are one branch
+        pytest.param("EINVAL", "TieredError", marks=pytest.mark.soak),
+    ],
+)
+def test_a_kernel_that_refuses_aio_leaves_auto_with_posix(strace: str, tmp_path: Path, name: str, answer: str) -> None:
+    """Asked for libaio itself, it says why."""
+    log = tmp_path / "log"
+    command = [strace, "-f", "--seccomp-bpf", "-o", str(log), "-e", "trace=io_setup", "-e", f"inject=io_setup:error={name}"]
+    arguments = [sys.executable, "-c", AUTO, str(tmp_path), str(ROOT)]
+    child = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240, check=False)
+    assert child.stdout.split() == ["posix", answer], child.stderr
+    assert log.read_text().count("(INJECTED)") == 2

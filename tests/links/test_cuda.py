@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import subprocess
 import sys
 import threading
 import weakref
@@ -16,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 
+from tests import programs
 from tests.contracts.link import DeviceLinkContract, Loop
 from tests.fakes import in_child, wait_readable
 from tests.links.test_memory import ORDERS, Choose
@@ -377,5 +377,5 @@ def test_a_window_of_nothing_is_refused(open_rig: Open) -> None:
 
 def test_it_imports_where_torch_has_no_cuda() -> None:
     program = "import tiered.links.cuda, torch; assert not torch.cuda.is_initialized()"
-    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    child = programs.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr

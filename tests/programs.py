@@ -1,0 +1,288 @@
+"""Python programs in processes of their own that need not import torch: ``run`` and ``Popen`` are those of ``subprocess``.
+
+A server forks each of them: a fresh interpreter that has imported torch and this package and has computed nothing. That takes
+milliseconds, where an interpreter of its own needs seconds to import the same. The process is a child of the one that asks, and
+has its own arguments, environment, working directory, standard streams, ``__main__`` and exit. What cannot be had so (another
+program, options of the interpreter, other values of variables that Python or torch reads when it begins) begins as always.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import inspect
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+__all__ = ["ONE_THREAD", "Popen", "run"]
+
+ROOT = Path(__file__).resolve().parents[1]
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
+"""Of the server and of what it forks: several at once on few cores are quicker so, and small models anyway."""
+
+_EARLY = ("PYTHON", "LC_", "LANG", "LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_", "TORCH_")
+"""How the names of variables begin that are read before a program begins, all but PYTHONPATH."""
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, linux/prctl.h
+_LENGTH = struct.Struct("=Q")
+
+
+class Popen(subprocess.Popen[Any]):
+    """``subprocess.Popen``, forked by the server where it can be. Without ``env`` it has one thread."""
+
+    def __init__(self, arguments: Sequence[Any], *, env: Mapping[str, str] | None = None, **more: Any) -> None:
+        super().__init__(arguments, env=os.environ | {"OMP_NUM_THREADS": "1"} if env is None else env, **more)
+
+    def _execute_child(self, *given: Any) -> None:
+        asked = inspect.signature(super()._execute_child).bind(*given).arguments  # type: ignore[misc]
+        program = _program(asked)
+        if program is None:
+            super()._execute_child(*given)  # type: ignore[misc]
+            return
+        theirs = [asked[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        streams = [place if stream == -1 else stream for place, stream in enumerate(theirs)]
+        try:
+            self.pid = _server(program.options).fork(program, streams)
+            self._child_created = True
+        finally:
+            pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+            self._close_pipe_fds(*(asked[name] for name in pipes))  # type: ignore[attr-defined]
+
+
+def run(
+    arguments: Sequence[Any],
+    *,
+    input: str | bytes | None = None,
+    capture_output: bool = False,
+    timeout: float | None = None,
+    check: bool = False,
+    **more: Any,
+) -> subprocess.CompletedProcess[Any]:
+    """``subprocess.run``, with ``Popen`` of here."""
+    if input is not None:
+        more["stdin"] = subprocess.PIPE
+    if capture_output:
+        more["stdout"] = more["stderr"] = subprocess.PIPE
+    with Popen(arguments, **more) as child:
+        try:
+            out, errors = child.communicate(input, timeout=timeout)
+        except BaseException:
+            child.kill()
+            raise
+    done = subprocess.CompletedProcess(child.args, child.returncode, out, errors)
+    if check:
+        done.check_returncode()
+    return done
+
+
+class _Program(NamedTuple):
+    """``words``: ``-m name``, ``-c source`` or a script, and its arguments. ``options``: of the interpreter."""
+
+    words: list[str]
+    options: tuple[str, ...]
+    environment: dict[str, str]
+    folder: str
+    session: bool
+
+
+def _program(asked: Mapping[str, Any]) -> _Program | None:
+    """None: nothing for the server."""
+    if isinstance(asked["args"], (str, bytes, os.PathLike)):
+        return None
+    words = [os.fsdecode(word) for word in asked["args"]]
+    usual = {"executable": None, "preexec_fn": None, "pass_fds": (), "shell": False, "gid": None, "gids": None, "uid": None}
+    if words[:1] != [sys.executable] or any(asked[name] != value for name, value in usual.items()):
+        return None
+    options = ("-W", "error") if words[1:3] == ["-W", "error"] else ()
+    words = words[1 + len(options) :]
+    if not words or (words[0].startswith("-") and (len(words) == 1 or words[0] not in ("-c", "-m"))):
+        return None
+    environment = os.environ if asked["env"] is None else asked["env"]
+    environment = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
+    if _early(environment) != _early(ONE_THREAD):
+        return None
+    folder = os.path.abspath(os.fsdecode(asked["cwd"] or "."))
+    return _Program(words, options, environment, folder, asked["start_new_session"])
+
+
+def _early(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(_EARLY) and name != "PYTHONPATH"}
+
+
+# The side of the tests
+
+_SERVERS: dict[tuple[int, tuple[str, ...]], _Server] = {}
+_STARTING = threading.Lock()
+
+
+def _server(options: tuple[str, ...]) -> _Server:
+    """Of this process: one that was forked from another has its own."""
+    with _STARTING:
+        key = os.getpid(), options
+        if key not in _SERVERS:
+            _SERVERS[key] = _Server(options)
+        return _SERVERS[key]
+
+
+class _Server:
+    def __init__(self, options: tuple[str, ...]) -> None:
+        self._pid, self._turn = os.getpid(), threading.Lock()
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, *options, "-m", "tests.programs", str(theirs.fileno())],
+                cwd=ROOT,
+                env={name: value for name, value in ONE_THREAD.items() if name != "PYTHONPATH"},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        _received(self._channel, 1)
+        atexit.register(self._end)
+
+    def fork(self, program: _Program, streams: Sequence[int]) -> int:
+        """The process becomes a child of this one when the one between it and the server has ended."""
+        text = json.dumps(program).encode()
+        with self._turn:
+            _adopt(True)
+            try:
+                socket.send_fds(self._channel, [_LENGTH.pack(len(text))], streams)
+                self._channel.sendall(text)
+                return int(_LENGTH.unpack(_received(self._channel, _LENGTH.size))[0])
+            finally:
+                _adopt(False)
+
+    def _end(self) -> None:
+        self._channel.close()
+        if self._pid == os.getpid():
+            self._process.wait()
+
+
+def _adopt(wanted: bool) -> None:
+    """Whether what a descendant leaves behind when it ends becomes a child of this process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_SUBREAPER, int(wanted), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def _received(channel: socket.socket, nbytes: int) -> bytes:
+    found = bytearray()
+    while len(found) < nbytes:
+        more = channel.recv(nbytes - len(found))
+        if not more:
+            raise EOFError("the other side of programs.py has ended")
+        found += more
+    return bytes(found)
+
+
+# The side of the server
+
+
+def _serve(channel: socket.socket) -> tuple[_Program, list[int]]:
+    """It returns in each process that it forks. Without anybody who asks, the server ends."""
+    while True:
+        try:
+            head, streams, _, _ = socket.recv_fds(channel, _LENGTH.size, 3)
+            head += _received(channel, _LENGTH.size - len(head))
+            text = _received(channel, *_LENGTH.unpack(head))
+        except (EOFError, ConnectionError):
+            os._exit(0)
+        read, write = os.pipe()
+        between = os.fork()
+        if between == 0:
+            between = os.getpid()
+            if os.fork():
+                os._exit(0)
+            _wait_for_end(between)
+            os.close(read)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            program = _Program(*json.loads(text))
+            if program.session:
+                os.setsid()
+            os.write(write, _LENGTH.pack(os.getpid()))  # from here on it takes signals
+            os.close(write)
+            channel.close()
+            return program, streams
+        for fd in (write, *streams):
+            os.close(fd)
+        pid = os.read(read, _LENGTH.size)
+        os.close(read)
+        os.waitpid(between, 0)
+        channel.sendall(pid)
+
+
+def _wait_for_end(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        fd = os.pidfd_open(pid)
+        select.select([fd], [], [])
+        os.close(fd)
+
+
+def _become(program: _Program, streams: Sequence[int], path: Sequence[str]) -> None:
+    """Run it as the interpreter would. What it raises is the interpreter's to handle. ``path``: of modules, without what is
+    said by PYTHONPATH."""
+    os.chdir(program.folder)
+    os.environ.clear()
+    os.environ.update(program.environment)
+    for place, fd in enumerate(streams):
+        os.dup2(fd, place)
+        os.close(fd)
+    for place, (name, before) in enumerate((("stdin", sys.stdin), ("stdout", sys.stdout), ("stderr", sys.stderr))):
+        lines = name == "stderr" or os.isatty(place)
+        mode, buffering = "w" if place else "r", 1 if lines else -1
+        ours = open(place, mode, buffering, encoding=before.encoding, errors=before.errors, closefd=False)  # noqa: SIM115
+        setattr(sys, name, ours)
+        setattr(sys, f"__{name}__", ours)
+    how, *words = program.words
+    script = how not in ("-m", "-c")
+    first = os.path.dirname(os.path.realpath(how)) if script else os.getcwd() if how == "-m" else ""
+    said = [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    sys.path[:] = [first, *said, *path]
+    sys.argv[:] = [how, *words] if script else [how, *words[1:]]
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    if how == "-m":
+        package, _, name = words[0].rpartition(".")
+        if sys.modules.pop(words[0], None) and package and not hasattr(sys.modules.get(words[0]), "__path__"):
+            vars(sys.modules[package]).pop(name, None)
+        runpy._run_module_as_main(words[0])  # type: ignore[attr-defined]
+    elif how == "-c":
+        exec(compile(words[0], "<string>", "exec"), vars(main))
+    else:
+        vars(main)["__file__"] = how
+        exec(compile(Path(how).read_bytes(), how, "exec"), vars(main))
+
+
+def _main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all of them, and tests end this one
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the console script does before it imports torch
+    import torch._dynamo  # noqa: F401  torch imports it when a layer first gets initial values: as long again
+
+    import tiered.cli.bench
+    import tiered.cli.bench_train
+    import tiered.cli.trainer
+    import tiered.cli.training
+    import tiered.zero  # noqa: F401
+
+    assert len(os.listdir("/proc/self/task")) == 1, "a thread is not forked"
+    path = sys.path[1:]
+    gc.freeze()
+    with socket.socket(fileno=int(sys.argv[1])) as channel:
+        channel.sendall(b"!")
+        program, streams = _serve(channel)
+    _become(program, streams, path)
+
+
+if __name__ == "__main__":
+    _main()
