@@ -16,7 +16,7 @@ from tests.zero.narrow import MasterAdamW, Narrow
 from tests.zero.test_identity import equal
 from tiered import MisuseError, TieredStore, zero
 
-STEPS = 14
+STEPS = 19
 
 
 @pytest.fixture
