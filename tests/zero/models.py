@@ -77,6 +77,10 @@ class Mixed(nn.Module):
         return self(torch.randn(2, 3, 8, 8, generator=generator)).square().mean()
 
 
+SIZES = {"plain": (64, 2), "checkpoint": (48, 3), "reentrant": (48, 3)}
+"""Width and layers of ``Tied``, by mode: in a pool of 1 MiB the wide one has units in several chunks, and all are evicted."""
+
+
 def parameter_groups(model: nn.Module) -> list[dict[str, object]]:
     """Two groups, in an order other than ``model.parameters()``."""
     vectors = [p for p in model.parameters() if p.dim() <= 1]

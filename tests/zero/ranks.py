@@ -41,7 +41,7 @@ def on_ranks(
     others have ended. ``meet``: as ``init_method`` of torch.distributed (None: a file). ``before``: called with the rank first.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "tiered.zero", "tests.zero.models"])
+    context.set_forkserver_preload(["tests.zero.preloaded"])
     folder.mkdir(parents=True, exist_ok=True)
     more = (size, scenario, folder, arguments, timeout, meet, before)
     processes = [context.Process(target=_run, args=(rank, *more)) for rank in range(size)]

@@ -6,7 +6,9 @@ the first of them, from a line tracer (deterministic) or from a timer (a real si
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib
 import random
 import signal
 import sys
@@ -68,12 +70,21 @@ class Result:
         return f"parameters {wrong}" if wrong else "moments"
 
 
+@functools.cache
+def freeze() -> None:
+    """Collections do not look again at what is there already, modules of torch's for the most part: that takes 0.1 s each."""
+    importlib.import_module("torch._dynamo")  # as the first optimizer does
+    gc.collect()
+    gc.freeze()
+
+
 class Trainer:
     """A model of some ``kind`` in a store of its own, committed after ``WARM`` steps."""
 
     WARM = 2
 
     def __init__(self, folder: Path, kind: str) -> None:
+        freeze()
         self.kind, self.folder = kind, folder
         self._make("refuse")
         for number in range(self.WARM):

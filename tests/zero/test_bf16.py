@@ -68,7 +68,7 @@ def test_training_is_that_of_memory_bit_for_bit(tmp_path: Path, kind: str) -> No
     """Clipping, accumulation, a scheduler, two groups, eviction everywhere; masters by ``state_dict`` too."""
     torch.manual_seed(0)
     mode = "plain" if kind == "tied" else kind
-    reference = Narrow() if kind == "narrow" else Tied(width=64, mode=mode).to(torch.bfloat16)
+    reference = Narrow() if kind == "narrow" else Tied(width=64, layers=2, mode=mode).to(torch.bfloat16)
     paged = copy.deepcopy(reference)
     masters = MasterAdamW(parameter_groups(reference), lr=1e-3)
     mixed = len({p.dtype for p in reference.parameters()}) > 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from tiered.zero.checkpoint import extra_of
 from tiered.zero.record import INLINE, dumps, loads
 
 DRAM = "1MiB"
-STEPS = 12
+STEPS = 8
 
 
 class Noisy(Tied):
@@ -113,11 +114,22 @@ KINDS = {
 }
 
 
+@pytest.fixture(scope="module")
+def uncut(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Job, dict[int, list[float]]]]:
+    """By kind: what was never killed, and what its steps computed; run once."""
+
+    @functools.cache
+    def run(kind: str) -> tuple[Job, dict[int, list[float]]]:
+        whole = Job(tmp_path_factory.mktemp("uncut") / "whole", **KINDS[kind])  # type: ignore[arg-type]
+        return whole, whole.run(STEPS, never, fresh=True)
+
+    return run
+
+
 @pytest.mark.parametrize("where", ["micro", "end"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_and_resumed(tmp_path: Path, kind: str, where: str) -> None:
-    whole = Job(tmp_path / "whole", **KINDS[kind])  # type: ignore[arg-type]
-    expected = whole.run(STEPS, never, fresh=True)
+def test_killed_and_resumed(tmp_path: Path, uncut: Any, kind: str, where: str) -> None:
+    whole, expected = uncut(kind)
     source = random.Random(kind + where)
     killed = Job(tmp_path / "killed", **KINDS[kind])  # type: ignore[arg-type]
     found: dict[int, list[float]] = {}
@@ -133,12 +145,11 @@ def test_killed_and_resumed(tmp_path: Path, kind: str, where: str) -> None:
     assert equal(killed.states, whole.states)
 
 
-def test_a_commit_applies_no_update_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_commit_applies_no_update_and_changes_nothing(tmp_path: Path, uncut: Any) -> None:
     """Nor does a larger pool at the next opening: units stay as they were divided."""
-    whole = Job(tmp_path / "whole", Noisy)
-    expected = whole.run(STEPS, never, fresh=True)
+    whole, expected = uncut("tied")
     often = Job(tmp_path / "often", Noisy)
-    found = often.run(7, lambda at, step: at != "clipped", fresh=True)
+    found = often.run(5, lambda at, step: at != "clipped", fresh=True)
     often.dram = "8MiB"
     found |= often.run(STEPS, lambda at, step: True, fresh=False)
     assert found == expected

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.zero.models import Mixed, Tied, parameter_groups
+from tests.zero.models import SIZES, Mixed, Tied, parameter_groups
 from tiered import MisuseError, TieredStore, zero
 
 SMALLEST = "1MiB"
-STEPS = 20
+STEPS = 8
+"""From the fourth on an order of units is followed."""
 
 
 def train(
@@ -84,7 +85,7 @@ def both(
 @pytest.mark.parametrize("mode", ["plain", "checkpoint", "reentrant"])
 def test_a_tied_transformer_in_the_smallest_budget(tmp_path: Path, mode: str) -> None:
     def make() -> nn.Module:
-        return Tied(width=64, layers=3, mode=mode)
+        return Tied(*SIZES[mode], mode=mode)
 
     expected, numbers, evictions = both(tmp_path, make)
     assert numbers == expected
@@ -92,7 +93,7 @@ def test_a_tied_transformer_in_the_smallest_budget(tmp_path: Path, mode: str) ->
 
 
 def test_without_prefetch(tmp_path: Path) -> None:
-    expected, numbers, _ = both(tmp_path, lambda: Tied(width=64), prefetch="off")
+    expected, numbers, _ = both(tmp_path, lambda: Tied(*SIZES["plain"]), prefetch="off")
     assert numbers == expected
 
 

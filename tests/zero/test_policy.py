@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.zero import test_identity, test_in_backward
-from tests.zero.models import Mixed, Tied, parameter_groups
+from tests.zero.models import SIZES, Mixed, Tied, parameter_groups
 from tests.zero.narrow import MasterAdamW
 from tests.zero.test_identity import equal
 from tests.zero.test_in_backward import Stack, traffic
@@ -43,7 +43,7 @@ def twins(
 @pytest.mark.parametrize("kind", ["plain", "checkpoint", "reentrant", "mixed"])
 def test_training_is_that_of_memory_bit_for_bit(store: TieredStore, kind: str, storage: torch.dtype) -> None:
     torch.manual_seed(0)
-    reference = Mixed() if kind == "mixed" else Tied(width=64, mode=kind)
+    reference = Mixed() if kind == "mixed" else Tied(*SIZES[kind], mode=kind)
     masters, paged, optimizer = twins(store, reference, storage, "on_fetch")
     expected = test_identity.train(
         reference, masters, lambda norm: torch.nn.utils.clip_grad_norm_(reference.parameters(), norm), lambda step: None
@@ -58,14 +58,14 @@ def test_training_is_that_of_memory_bit_for_bit(store: TieredStore, kind: str, s
 @pytest.mark.parametrize("kind", ["plain", "checkpoint", "mixed"])
 def test_within_backward(store: TieredStore, kind: str) -> None:
     torch.manual_seed(0)
-    reference = Mixed() if kind == "mixed" else Tied(width=64, mode=kind)
+    reference = Mixed() if kind == "mixed" else Tied(*SIZES[kind], mode=kind)
     masters, paged, optimizer = twins(store, reference, torch.bfloat16, "in_backward")
     assert test_in_backward.train(paged, optimizer) == test_in_backward.train(reference, masters)
     assert equal(reference.state_dict(), paged.state_dict())
 
 
 def test_bytes_of_a_step(store: TieredStore) -> None:
-    model = zero.page(Stack(layers=32), store, prefetch="off", policy=BF16)
+    model = zero.page(Stack(width=144, layers=24), store, prefetch="off", policy=BF16)
     optimizer = zero.AdamW(model.parameters(), update="in_backward")
     for step in range(4):
         before = traffic(store.statistics())

@@ -87,13 +87,35 @@ def take_over(rank: int, folder: Path, source: Path, where: Path, stage: str, be
     return found
 
 
+CUT = [(stage, between) for stage in STAGES for between in (False, True)]
+
+
+def cut_off(rank: int, folder: Path, where: Path) -> None:
+    for stage, between in CUT:
+        train(rank, folder, where / f"{stage}{between}", stage, [0, 1], between)
+
+
+def gone_on(rank: int, folder: Path, where: Path) -> dict[Any, dict[str, Any]]:
+    return {way: train(rank, folder, where / f"{way[0]}{way[1]}", way[0], [0, 1, 2, 3]) for way in CUT}
+
+
+def uncut(rank: int, folder: Path, where: Path) -> dict[Any, dict[str, Any]]:
+    return {stage: train(rank, folder, where / stage, stage, [0, 1, 2, 3]) for stage in STAGES}
+
+
+@pytest.fixture(scope="module")
+def commits(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+    """Of each rank: what it found that went on in new processes, and what it found that was never cut off."""
+    folder = tmp_path_factory.mktemp("commits")
+    on_ranks(2, cut_off, folder / "a", folder / "cut")
+    cut = on_ranks(2, gone_on, folder / "b", folder / "cut")
+    return list(zip(cut, on_ranks(2, uncut, folder / "c", folder / "whole"), strict=True))
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("between", [False, True])
-def test_a_commit_of_ranks_is_gone_on_with_bit_for_bit(tmp_path: Path, stage: str, between: bool) -> None:
-    on_ranks(2, train, tmp_path / "a", tmp_path / "cut", stage, [0, 1], between)
-    cut = on_ranks(2, train, tmp_path / "b", tmp_path / "cut", stage, [0, 1, 2, 3])
-    whole = on_ranks(2, train, tmp_path / "c", tmp_path / "whole", stage, [0, 1, 2, 3])
-    for one, other in zip(cut, whole, strict=True):
+def test_a_commit_of_ranks_is_gone_on_with_bit_for_bit(commits: Any, stage: str, between: bool) -> None:
+    for one, other in ((cut[stage, between], whole[stage]) for cut, whole in commits):
         assert same(one["model"], other["model"])
         assert same(one["optimizer"], other["optimizer"])
         assert one["losses"] == other["losses"][2:]

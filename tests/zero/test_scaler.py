@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.zero.models import Tied, parameter_groups
+from tests.zero.models import SIZES, Tied, parameter_groups
 from tests.zero.narrow import MasterAdamW, Narrow
 from tests.zero.test_identity import equal
 from tiered import MisuseError, TieredStore, zero
 
-STEPS = 24
+STEPS = 19
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def skipped(seen: list[object]) -> int:
 @pytest.mark.parametrize("clipped", [False, True], ids=["plain", "clipped"])
 def test_fp32_like_torch(store: TieredStore, clipped: bool) -> None:
     torch.manual_seed(0)
-    reference = Tied(width=64)
+    reference = Tied(*SIZES["plain"])
     paged = copy.deepcopy(reference)
     options = {"init_scale": 2.0**110, "growth_factor": 2.0**4, "backoff_factor": 2.0**-5, "growth_interval": 2}
     fused = torch.optim.AdamW(parameter_groups(reference), lr=1e-3, fused=True)

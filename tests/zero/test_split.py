@@ -17,7 +17,7 @@ from tests.zero.test_identity import equal
 from tiered import MisuseError, TieredStore, zero
 from tiered.zero.home import placement_of
 
-STEPS = 10
+STEPS = 6
 SMALLEST = "1.25MiB"
 
 
@@ -67,7 +67,7 @@ def train(
 
 @pytest.mark.parametrize("parts", [3, 16])
 def test_training_gives_the_bits_of_the_same_split_in_memory(store: TieredStore, parts: int) -> None:
-    reference, paged = twins(store, parts, width=64, layers=3)
+    reference, paged = twins(store, parts, width=64, layers=2)
     assert {"embedding", "blocks.0.mlp", "head"} <= set(zero.statistics(paged).split)
     fused = torch.optim.AdamW(parameter_groups(reference), lr=1e-3, fused=True)
     optimizer = zero.AdamW(parameter_groups(paged), lr=1e-3)
