@@ -72,7 +72,7 @@ def load_all(loaders: Sequence[Loader]) -> None:
                 raise
             raise MisuseError(
                 f"{loader.what} cannot take over what was committed of it ({error!r:.200}): make it as it was made then; "
-                "nothing was changed"
+                "what was loaded before it is undone"
             ) from error
 
 
