@@ -52,7 +52,7 @@ def lines_of(trainer: Trainer, call: Callable[[], object], count: int) -> list[t
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@counts(6)
+@counts(3)
 def test_rollback_works_after_a_strike_at_any_line(trainer: Trainer, kind: str, count: int) -> None:
     fired = 0
     for place in lines_of(trainer, lambda: trainer.step(Trainer.WARM), count):
@@ -66,7 +66,7 @@ def test_rollback_works_after_a_strike_at_any_line(trainer: Trainer, kind: str, 
 
 
 @pytest.mark.parametrize("kind", ["plain", "in backward"])
-@counts(4)
+@counts(2)
 def test_rollback_works_after_a_strike_in_rollback(trainer: Trainer, kind: str, count: int) -> None:
     def back() -> None:
         trainer.step(Trainer.WARM)
@@ -80,7 +80,7 @@ def test_rollback_works_after_a_strike_in_rollback(trainer: Trainer, kind: str, 
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "scaled"])
-@counts(4)
+@counts(2)
 def test_without_rollback_a_step_is_right_or_raises(trainer: Trainer, kind: str, count: int) -> None:
     """Right is: the step that was struck has been made, all of it, or none of it."""
 
@@ -116,7 +116,7 @@ def test_without_rollback_a_step_is_right_or_raises(trainer: Trainer, kind: str,
 
 
 @pytest.mark.parametrize("kind", ["plain", "stored as bf16"])
-@counts(5)
+@counts(3)
 def test_a_state_is_loaded_whole_or_training_raises(trainer: Trainer, kind: str, count: int) -> None:
     """It is the state that there is, so that a step after it is right in any case; and to load it again mends it."""
     state = copy.deepcopy(trainer.optimizer.state_dict())
