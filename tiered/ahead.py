@@ -89,7 +89,12 @@ class Ahead(Request):
 
     def due(self, admission: Admission) -> bool:
         """Whether the engine would find something to bring now, or the end."""
-        return self.plan.over or any(self._next(admission, tier) is not None for tier in range(len(self.rooms)))
+        if self.plan.over:
+            return True
+        for tier in range(len(self.rooms)):  # noqa: SIM110 - a generator takes longer, and this is on the path of every lease
+            if self._next(admission, tier) is not None:
+                return True
+        return False
 
     def attempt(self, admission: Admission) -> bool:
         for tier in reversed(range(len(self.rooms))):  # the lowest hop feeds those above
@@ -128,9 +133,12 @@ class Ahead(Request):
         """What has to come to ``tier``, from the one below, for the touch at ``position``."""
         touch = self.plan.at(position)
         entry = admission.directory.find(touch.key)
-        if entry is None or touch.use is Use.PUT or tier < self._index[touch.tier] or entry.written:
+        if entry is None:
             return None
-        return entry if all(copy is None for copy in entry.copies[: tier + 1]) else None
+        for copy in entry.copies[: tier + 1]:
+            if copy is not None:
+                return None
+        return None if touch.use is Use.PUT or tier < self._index[touch.tier] or entry.written else entry
 
     def plans(self, tier: int) -> bool:
         """Whether what is fetched ahead to ``tier`` takes the room of those that a plan gives up there, without a search. On
