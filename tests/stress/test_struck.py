@@ -28,8 +28,8 @@ PROMISE = "20 (exceptions that strike a call)"
 MIB = 1 << 20
 KEYS = [f"t{number:02}" for number in range(14)]
 Contents = dict[str, int]
-swallowed = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
-"""Python swallows an exception that strikes a finalizer of its own library, and says so."""
+pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
+"""Python swallows an exception that strikes a finalizer, and says so."""
 
 
 def nbytes_of(key: str) -> int:
@@ -209,7 +209,6 @@ class Struck:
         self.commit("")
 
 
-@swallowed
 @counts(24, 5_000)
 def test_real_signals(tmp_path: Path, count: int, tally: Tally) -> None:
     source = random.Random(count)
@@ -289,7 +288,6 @@ def test_every_line(tmp_path: Path, what: str, count: int, tally: Tally) -> None
     world.store.close()
 
 
-@swallowed
 @counts(30, 1_000_000)
 def test_a_struck_close_is_gone_on_with(tmp_path: Path, count: int, tally: Tally) -> None:
     """By the next ``close``, or by the collector: then the store can be opened, and has the last commit."""
@@ -327,7 +325,6 @@ LIBRARY = ("/threading.py", "/_weakrefset.py", "/concurrent/futures/_base.py", "
 """Files of Python's own, whose functions hold locks while they wait."""
 
 
-@swallowed
 @pytest.mark.parametrize("call", ["commit", "commit_async", "rollback", "result", "done"])
 def test_a_strike_within_pythons_library_leaves_no_thread(tmp_path: Path, call: str, tally: Tally) -> None:
     """After each call there; and who waits for a commit again gets its result."""
