@@ -199,13 +199,7 @@ class Commits:
                 return chosen.number
 
         behind = Behind("tiered-rollback", work)
-        try:
-            self._engine.launch(behind)
-            behind.wait()
-        except BaseException:
-            behind.given_up = True
-            self._engine.released()
-            raise
+        self._launch(behind, behind.wait)
         return behind.future.result()
 
     def returned(self, chosen: _Generation) -> None:
@@ -242,13 +236,7 @@ class Commits:
                 return self._complete(flush, draft, owner, behind)
 
         behind = Behind("tiered-commit", work)
-        try:
-            self._engine.launch(behind)
-            behind.wait()
-        except BaseException:
-            behind.given_up = True
-            self._engine.released()
-            raise
+        self._launch(behind, behind.wait)
         return behind.future.result()
 
     def commit_behind(self, meta: Mapping[str, object] | None, owner: object) -> Future[int]:
@@ -268,16 +256,20 @@ class Commits:
                 return self._complete(flush, draft, owner, behind)
 
         behind = Behind("tiered-commit", work)
+        self._launch(behind, behind.wait_reached)
+        if not behind.has_reached:  # what comes later is the future's
+            behind.future.result()
+        return behind.future
+
+    def _launch(self, behind: Behind, wait: Callable[[], None]) -> None:
+        """Start ``behind`` and ``wait``. Whoever is struck meanwhile has given it up."""
         try:
-            engine.launch(behind)
-            behind.wait_reached()
+            self._engine.launch(behind)
+            wait()
         except BaseException:
             behind.given_up = True
             self._engine.released()
             raise
-        if not behind.has_reached:  # what comes later is the future's
-            behind.future.result()
-        return behind.future
 
     def _complete(self, flush: Flush, draft: _Draft, owner: object, behind: Behind) -> int:
         """``owner`` is not collected before the end."""
