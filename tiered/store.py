@@ -515,21 +515,10 @@ def _shut_down(engine: Engine, parts: Parts, pid: int, scratch: bool) -> None:
 
 def policy_of(plan: Plan, decision: Decision) -> NextUse:
     """Who leaves first, by ``decision``, while a loop follows ``plan``."""
-    if decision.kept is None:
-        return NextUse(plan.next_use, lambda: plan.cursor, price=decision.price)
-    kept = list(decision.kept)
+    kept = decision.kept
 
     def given_up(key: Key) -> bool:
         touched = plan.last_use(key)
-        return touched is not None and touched < len(kept) and not kept[touched]
+        return kept is not None and touched is not None and touched < len(kept) and not kept[touched]
 
-    def swap(key: Key, position: int) -> bool:
-        touched, into = plan.last_use(key), position % len(plan)
-        if touched is None or max(touched, into) >= len(kept) or not kept[touched] or kept[into]:
-            return False
-        if plan.at(touched).use is not plan.at(into).use:
-            return False
-        kept[touched], kept[into] = False, True
-        return True
-
-    return NextUse(plan.next_use, lambda: plan.cursor, price=decision.price, given_up=given_up, swap=swap)
+    return NextUse(plan.next_use, lambda: plan.cursor, price=decision.price, given_up=given_up if kept is not None else None)
