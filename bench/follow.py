@@ -39,7 +39,6 @@ Following = Callable[[TieredStore, list[Touch], Then], object]
 VARIANTS: dict[str, Following] = {
     "LRU": lambda store, order, then: None,
     "on demand": lambda store, order, then: store.follow(order, then=then, prefetch="off"),
-    "on demand, thorough": lambda store, order, then: store.follow(order, then=then, prefetch="off", effort="thorough"),
     "fetching ahead": lambda store, order, then: store.follow(order, then=then),
 }
 

@@ -1,7 +1,6 @@
 """Tensors of unequal size in one pool: how much may be moved within it, and how many bytes over the link that saves.
 
     .venv/bin/python -m bench.pool                          Markdown, half a minute
-    .venv/bin/python -m bench.pool --effort thorough        the same with ``effort="thorough"``
     .venv/bin/python -m bench.pool --trace uniform_read     one of them
 
 The store's own ``Occupancy`` and ``NextUse`` along each trace, over a pool that only pretends to have memory, and no disk: what
@@ -18,9 +17,9 @@ import sys
 from collections.abc import Sequence
 
 from bench.optimum import budget_of, lower_bound
+from bench.rehearsal import MovablePlaces, Rehearsal
 from bench.traces import TRACES, Access, Key, Trace
-from tiered.keep import Decision
-from tiered.rehearsal import MovablePlaces, Rehearsal, choose
+from tiered.keep import Decision, decide
 
 __all__ = ["Run", "decision_for", "main"]
 
@@ -41,9 +40,9 @@ class Run:
         self.moved = rehearsal.place.moved
 
 
-def decision_for(trace: Trace, budget: int, effort: str) -> Decision:
+def decision_for(trace: Trace, budget: int) -> Decision:
     """As ``store.follow`` makes it."""
-    return choose(*_touches(trace), MovablePlaces(budget), thorough=effort == "thorough", then=trace.then)
+    return decide(*_touches(trace), budget, then=trace.then)
 
 
 def _touches(trace: Trace) -> tuple[list[Key], list[Access], list[int]]:
@@ -58,7 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="example: python -m bench.pool --trace uniform_read",
     )
     parser.add_argument("--trace", action="append", choices=TRACES, help="only this one (may be repeated)")
-    parser.add_argument("--effort", choices=("quick", "thorough"), default="quick", help="of follow (default quick)")
     args = parser.parse_args(arguments)
     print("| trace | budget | " + " | ".join("no limit" if math.isinf(most) else str(most) for most in LIMITS) + " |")
     print("|---|" + "---:|" * (1 + len(LIMITS)))
@@ -67,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for share in ("5%", "10%", "25%", "50%", "90%"):
             budget = max(budget_of(trace, share), FEWEST)
             bound = lower_bound(trace, budget)
-            decision = decision_for(trace, budget, args.effort)
+            decision = decision_for(trace, budget)
             runs = [Run(trace, budget, most, decision) for most in LIMITS]
             cells = " | ".join(f"{run.linked / bound:.3f} / {run.moved / run.linked:.1f}" for run in runs)
             print(f"| {name} | {share} | {cells} |", flush=True)

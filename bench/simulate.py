@@ -1,6 +1,6 @@
 """How far from the optimum are the rules? Each runs every trace of ``bench/traces.py`` at five budgets; ratios to the bound.
 
-    .venv/bin/python -m bench.simulate                    Markdown, in two minutes
+    .venv/bin/python -m bench.simulate                    Markdown, in a minute
     .venv/bin/python -m bench.simulate --exact 20         bounds for whole keys, 20 seconds of search for each
 
 Only what is needed is fetched, and only when it is needed. Dead bytes (the next access is a PUT, or there is none) leave at
@@ -13,13 +13,11 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 
 from bench.optimum import budget_of, exact_bound, lower_bound
 from bench.traces import TRACES, Access, Key, Trace, next_positions
-from tiered.keep import plan
 
-__all__ = ["Resident", "Rule", "belady", "best_price", "lru", "plan_trace", "planned", "priced", "simulate"]
+__all__ = ["Resident", "Rule", "belady", "best_price", "lru", "priced", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -91,18 +89,6 @@ def best_price(trace: Trace, budget: int) -> int:
     return min(simulate(trace, budget, priced(price)) for price in (0, 10, 30, 100, 300, 1000))
 
 
-def plan_trace(trace: Trace, budget: int) -> list[bool]:
-    """``tiered.keep.plan`` for a trace that is no cycle."""
-    end = len(trace.accesses)
-    following = [after if after < end else None for after in next_positions(trace)]
-    return plan([trace.sizes[key] for key, _ in trace.accesses], [kind for _, kind in trace.accesses], following, budget)
-
-
-def planned(kept: Sequence[bool]) -> Rule:
-    """What the plan does not keep first, by Belady's rule. A plan for a cycle holds in every round."""
-    return lambda resident: (kept[resident.last % len(kept)], -resident.next)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.simulate",
@@ -112,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trace", action="append", choices=TRACES, help="only this one (may be repeated)")
     parser.add_argument("--exact", type=float, metavar="SECONDS", help="search for a bound of whole keys this long in each row")
     args = parser.parse_args(arguments)
-    print("| trace | budget | bound, bytes | LRU | Belady | priced | planned | seconds to plan |" + "\n|---|" + "---:|" * 7)
+    print("| trace | budget | bound, bytes | LRU | Belady | priced |" + "\n|---|" + "---:|" * 5)
     for name in args.trace or TRACES:
         trace = TRACES[name]()
         for share in ("5%", "10%", "25%", "50%", "90%"):
@@ -120,17 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             bound = lower_bound(trace, budget)
             if args.exact is not None:
                 bound = max(bound, exact_bound(trace, budget, seconds=args.exact)[0])
-            begin = perf_counter()
-            kept = plan_trace(trace, budget)
-            took = perf_counter() - begin
-            moved = (
-                simulate(trace, budget, lru),
-                simulate(trace, budget, belady),
-                best_price(trace, budget),
-                simulate(trace, budget, planned(kept)),
-            )
+            moved = simulate(trace, budget, lru), simulate(trace, budget, belady), best_price(trace, budget)
             ratios = " | ".join(f"{each / bound:.3f}" for each in moved)
-            print(f"| {name} | {share} | {bound:.0f} | {ratios} | {took:.2f} |", flush=True)
+            print(f"| {name} | {share} | {bound:.0f} | {ratios} |", flush=True)
     return 0
 
 

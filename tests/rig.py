@@ -14,10 +14,11 @@ from tiered.engine import Engine, EngineConfig
 from tiered.errors import ReadError, TieredError, TransferError, WriteError
 from tiered.eviction import LRU
 from tiered.flush import Flush
+from tiered.keep import decide
 from tiered.prefetch import Touch
-from tiered.rehearsal import Places, choose, policy_of
 from tiered.requests import Delete, Install, Lease, Prefetch, Request, Room
 from tiered.residency import Copy, Entry, State
+from tiered.store import policy_of
 from tiered.types import Access, Direction, Slot, TensorSpec, Transfer, Urgency
 
 READ, WRITE = Access.READ, Access.WRITE
@@ -248,7 +249,7 @@ class Rig:
         sizes = [max(1, found.get(key, 1)) for key in keys]
         rooms = [room_for(tier.capacity, tier.capacity, max(sizes, default=0)) for tier in self.tiers[: self.bottom]]
         decisions = [
-            choose(keys, uses, sizes, Places(tier.capacity), thorough=True, then="again", spare=room)
+            decide(keys, uses, sizes, tier.capacity, spare=room)
             for tier, room in zip(self.tiers[: self.bottom], rooms, strict=True)
         ]
         self.engine.follow(order, lambda plan: [policy_of(plan, decision) for decision in decisions], rooms)

@@ -62,7 +62,6 @@ WRONG: dict[str, tuple[Use, str]] = {
     "follow pairs": (lambda s: s.follow([("w", "dram")]), "neither a touch nor a key"),  # type: ignore[list-item]
     "follow tier": (lambda s: s.follow([Touch("w", "vram")]), "this store has dram"),
     "follow then": (lambda s: s.follow(["w"], then="stop"), "'again' or 'end'"),  # type: ignore[arg-type]
-    "follow effort": (lambda s: s.follow(["w"], effort="max"), "'quick' or 'thorough'"),  # type: ignore[arg-type]
     "commit int": (lambda s: s.commit(5), "meta is a dict"),  # type: ignore[arg-type]
     "commit tensor": (lambda s: s.commit({"w": READY}), "meta holds a Tensor"),
 }

@@ -219,11 +219,11 @@ class AgainstADict(RuleBasedStateMachine):
     sizes = st.sampled_from([0, LARGE, 1 << 40])
     touches = st.builds(Touch, keys, st.sampled_from([None, "dram"]), st.sampled_from(Use), sizes)
 
-    @rule(order=st.none() | st.lists(touches | keys, max_size=12), effort=st.sampled_from(["quick", "thorough"]))
-    def follow(self, order: list[Touch | str] | None, effort: Literal["quick", "thorough"]) -> None:
+    @rule(order=st.none() | st.lists(touches | keys, max_size=12))
+    def follow(self, order: list[Touch | str] | None) -> None:
         """What was traced, or anything: keys that there are not, tensors that are then deleted, an order that is not kept."""
         with contextlib.suppress(MisuseError):  # traced in a chain that had other tiers
-            self.store.follow(self.order if order is None else order, effort=effort)
+            self.store.follow(self.order if order is None else order)
 
     @rule()
     def commit(self) -> None:
@@ -456,11 +456,10 @@ def test_an_order_may_have_tensors_that_are_larger_than_a_tier(with_device: Tier
     for number in range(4):
         with_device.put(f"t{number}", kib(60, number))
     order = ["t0", Touch("large", "dram"), "t1", "nobody", "t2", "t3", Touch("gone", "dram", Use.PUT, 1 << 40)]
-    for effort in ("quick", "thorough"):
-        with_device.follow(order, effort=effort)
-        for number in range(4):
-            with with_device.lease(f"t{number}") as tensor:
-                assert tensor.eq(number).all()
+    with_device.follow(order)
+    for number in range(4):
+        with with_device.lease(f"t{number}") as tensor:
+            assert tensor.eq(number).all()
     with with_device.lease("large", tier="dram") as large:
         assert large.eq(1).all()
 

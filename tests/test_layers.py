@@ -76,7 +76,6 @@ LAYERS = {
     "reading": "store",
     "listing": "store",
     "importing": "store",
-    "rehearsal": "store",
     "store": "store",
     "": "package",
     "zero": "zero",

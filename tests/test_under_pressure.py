@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.rehearsal import MovablePlaces, Places
 from tests.rig import Rig, evicted, fill, where
 from tiered import CapacityError, CommitError, CorruptionError, LeaseConflict, MisuseError, ReadError, TieredError, TieredStore
 from tiered.admission import Admission
@@ -20,7 +21,6 @@ from tiered.ahead import Ahead
 from tiered.eviction import LRU, NextUse
 from tiered.generations import generations
 from tiered.prefetch import Plan, Touch
-from tiered.rehearsal import MovablePlaces, Places
 from tiered.residency import Entry, State
 from tiered.types import TensorSpec
 

@@ -142,7 +142,7 @@ class Ahead(Request):
 
     def plans(self, tier: int) -> bool:
         """Whether what is fetched ahead to ``tier`` takes the room of those that a plan gives up there, without a search. On
-        demand a search finds better ones: it is what was rehearsed."""
+        demand a search finds better ones."""
         return tier < len(self.rooms) and self.planned[tier] is not None
 
     def may_go(self, key: Key, tier: int) -> bool:

@@ -65,7 +65,7 @@ class NextUse:
     ``price`` positions, for it costs a write. A candidate that was never touched comes last.
 
     ``given_up(key)``, asked at the same time, is whether a plan does without it until then: such candidates leave before all
-    others. ``swap(key, position)`` changes that plan, see ``Planned.exchange``.
+    others.
     """
 
     def __init__(
@@ -75,9 +75,8 @@ class NextUse:
         *,
         price: float = 0.0,
         given_up: Callable[[Key], bool] | None = None,
-        swap: Callable[[Key, int], bool] = lambda key, position: False,
     ) -> None:
-        self._next_use, self._now, self._price, self._given_up, self._swap = next_use, now, price, given_up, swap
+        self._next_use, self._now, self._price, self._given_up = next_use, now, price, given_up
         self.plans = given_up is not None
         self._known: dict[Key, _Rank] = {}
         self._order: list[tuple[_Rank, Key]] = []  # who leaves last first
@@ -94,13 +93,6 @@ class NextUse:
     def gives_up(self, key: Key) -> bool:
         """Whether it was given up when it was touched last."""
         return key in self._known and self._known[key][0]
-
-    def exchange(self, key: Key, position: int) -> bool:
-        """See ``Planned``."""
-        if not self._swap(key, position):
-            return False
-        self.touched(key)
-        return True
 
     def victims(self, nbytes: int, among: Mapping[Key, Candidate]) -> list[Key] | None:
         """The first of ``among`` that together have ``nbytes``; None when all of them are too little."""

@@ -240,8 +240,3 @@ class Planned(EvictionPolicy, Protocol):
     def gives_up(self, key: Key) -> bool:
         """Whether ``key``, as it was touched last, leaves before it is needed again. Those leave before all others."""
         ...
-
-    def exchange(self, key: Key, position: int) -> bool:
-        """Give up ``key``, and keep what is touched at ``position`` from then on instead; whether that is as good. If not,
-        nothing has changed."""
-        ...

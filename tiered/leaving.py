@@ -29,16 +29,15 @@ class Leaving:
     def make_room(self, tier: int, nbytes: int, request: Request) -> Slot | None:
         """Evict the policy's first victims once they are all clean, and none before: to evict in vain would be worse than
         waste, two requests could take turns at it for ever."""
-        place, gone = self._of.places[tier], self._of.background.gone
+        place = self._of.places[tier]
         if self._nothing_new(tier, nbytes, request):
             return None
         acceptable = self._acceptable(tier, request)
         planned = self._of.ahead is not None and self._of.ahead.plans(tier)
-        chosen = place.enough(nbytes, [copy for copy in gone(tier) if acceptable(copy)]) if planned else None
-        if planned and chosen is None and request.needed is not None:
-            self._exchange(tier, nbytes, request)
-            chosen = place.enough(nbytes, [copy for copy in gone(tier) if acceptable(copy)])
-        elif chosen is None:
+        chosen = None
+        if planned:
+            chosen = place.enough(nbytes, [copy for copy in self._of.background.gone(tier) if acceptable(copy)])
+        if chosen is None and not (planned and request.needed is not None):
             chosen = place.victims(nbytes, lambda copy: copy.standing is not Standing.FRESH and acceptable(copy))
         if chosen is None and request.urgency is not Urgency.PREFETCH:
             chosen = place.victims(nbytes, acceptable)
@@ -90,24 +89,6 @@ class Leaving:
         for copy in found or ():
             self.evict(copy)
         return place.allocate(nbytes, 0) if found else None
-
-    def _exchange(self, tier: int, nbytes: int, request: Request) -> None:
-        """What is fetched ahead would come too late, with all that a plan gave up gone: then something like it that was to be
-        kept goes, and this stays instead when it has been used."""
-        assert request.needed is not None
-        assert self._of.ahead is not None
-        policy, plan, needed = self._of.ahead.planned[tier], self._of.ahead.plan, request.needed
-        wanted = self.wanted(tier, [request, *self.before(request)])
-        size = self._of.places[tier].rounded(nbytes)
-
-        def alike(copy: Copy) -> bool:
-            kept = copy.standing in (Standing.CLEAN, Standing.DIRTY) and copy.nbytes == size and copy.key not in wanted
-            return kept and plan.next_use(copy.key) > needed
-
-        for copy in self._of.places[tier].first(4 * size, alike):
-            if policy is not None and policy.exchange(copy.key, needed):
-                self._of.changed(copy)
-                return
 
     def _write_out(self, copy: Copy, request: Request) -> None:
         """Have ``copy`` written back, so that it can leave for ``request``."""

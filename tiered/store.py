@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 
+from tiered.ahead import room_for
 from tiered.claims import Token
 from tiered.commits import Commits
 from tiered.config import Parts
 from tiered.engine import Engine
 from tiered.errors import ForkedStore, MisuseError, StoreClosed
-from tiered.eviction import LRU
+from tiered.eviction import LRU, NextUse
 from tiered.interfaces import EvictionPolicy, IOBackend
+from tiered.keep import Decision, affordable, decide
 from tiered.lease import LeaseOfMany, LeaseOfOne, end_struck
 from tiered.opening import Newer, Wishes, access_of, assemble
-from tiered.prefetch import Record, Touch, touch_of
-from tiered.rehearsal import choose, policy_of, room_of
+from tiered.prefetch import Plan, Record, Touch, touch_of
 from tiered.requests import Delete, Install, Room
 from tiered.stats import StoreStatistics
 from tiered.tensors import (
@@ -42,7 +43,7 @@ from tiered.types import Access, BackendName, Key, TensorSpec
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["TieredStore"]
+__all__ = ["TieredStore", "policy_of"]
 
 AT_ONCE = 4 << 20
 """Bytes that a coroutine copies itself; more is copied in a thread, so that the event loop goes on."""
@@ -301,19 +302,17 @@ class TieredStore:
         *,
         then: Literal["again", "end"] = "again",
         prefetch: Literal["on", "off"] = "on",
-        effort: Literal["quick", "thorough"] = "quick",
     ) -> int:
         """Expect ``order`` from here on, again and again: evict what it needs last, and fetch ahead what it needs next.
 
         ``order`` is what ``trace`` wrote down, or keys by hand, all of which are read. A loop may stray from it; that costs
         time, nothing else. With ``then="end"`` it comes once: what its rest does not touch leaves first, nothing is fetched
         beyond it, and after its last touch nothing is followed. Another order keeps what was planned for the beginning that
-        both have in common. An empty one ends it. ``prefetch="off"`` only evicts by it. ``effort="thorough"``
-        searches longer for what is best kept, some seconds for an order of 2,000 touches. Returns how many touches were planned
+        both have in common. An empty one ends it. ``prefetch="off"`` only evicts by it. Returns how many touches were planned
         anew. Raises MisuseError for a tier that is not there. Results never depend on the order.
         """
-        if effort not in ("quick", "thorough") or prefetch not in ("on", "off") or then not in ("again", "end"):
-            raise MisuseError("effort is 'quick' or 'thorough', prefetch is 'on' or 'off', then is 'again' or 'end'")
+        if prefetch not in ("on", "off") or then not in ("again", "end"):
+            raise MisuseError("prefetch is 'on' or 'off', then is 'again' or 'end'")
         engine = self._running()
         touches = [touch_of(touch) for touch in listed(order)]
         keys, uses = [touch.key for touch in touches], [touch.use for touch in touches]
@@ -329,11 +328,13 @@ class TieredStore:
 
         rooms, decisions = [], []
         for index, memory in enumerate(self._parts.memories[: len(self._parts.links)]):
-            needed = sizes(index)
+            needed, spare = sizes(index), 0
             if prefetch == "on":
-                rooms.append(room_of(keys, uses, needed, memory.capacity, then))
-            spare = rooms[index] if rooms else 0
-            decisions.append(choose(keys, uses, needed, memory, thorough=effort == "thorough", then=then, spare=spare))
+                missing = sum(dict(zip(keys, needed, strict=True)).values()) - memory.capacity
+                spare = room_for(memory.capacity, missing, max(needed, default=0))
+                spare = affordable(keys, uses, needed, memory.capacity, spare, then)
+                rooms.append(spare)
+            decisions.append(decide(keys, uses, needed, memory.capacity, then=then, spare=spare))
         return engine.follow(touches, lambda plan: [policy_of(plan, decision) for decision in decisions], rooms, then)
 
     def delete(self, key: Key) -> None:
@@ -510,3 +511,14 @@ def _shut_down(engine: Engine, parts: Parts, pid: int, scratch: bool) -> None:
     if scratch and parts.nvme is not None and not parts.nvme.closed:
         parts.nvme.remove()
     parts.close()
+
+
+def policy_of(plan: Plan, decision: Decision) -> NextUse:
+    """Who leaves first, by ``decision``, while a loop follows ``plan``."""
+    kept = decision.kept
+
+    def given_up(key: Key) -> bool:
+        touched = plan.last_use(key)
+        return kept is not None and touched is not None and touched < len(kept) and not kept[touched]
+
+    return NextUse(plan.next_use, lambda: plan.cursor, price=decision.price, given_up=given_up if kept is not None else None)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from bench import optimum
 from bench.optimum import exact_bound, lower_bound
-from bench.simulate import belady, lru, plan_trace, planned, priced, simulate
+from bench.simulate import belady, lru, priced, simulate
 from bench.traces import TRACES, Access, Trace, next_positions, training
-from tiered.keep import Decision, bytes_moved, plan
+from tiered.keep import Decision, bytes_moved
 
 READ, WRITE, PUT = Access.READ, Access.WRITE, Access.PUT
 State = frozenset[tuple[str, bool]]  # what is resident, and whether it is dirty
@@ -114,41 +114,17 @@ def test_training_moves_36_less_3b_bytes_per_parameter(share: float) -> None:
 def test_no_rule_is_below_the_bound(trace: Trace, more: int) -> None:
     budget = trace.largest + more
     bound = lower_bound(trace, budget)
-    for rule in (lru, belady, priced(3), planned(plan_trace(trace, budget))):
+    for rule in (lru, belady, priced(3)):
         assert simulate(trace, budget, rule) >= bound - 1e-6
-
-
-@settings(deadline=None, max_examples=50)
-@given(trace=ANY, more=st.integers(0, 8), rounds=st.integers(2, 4))
-def test_what_a_plan_keeps_fits_in_every_round(trace: Trace, more: int, rounds: int) -> None:
-    budget, length = trace.largest + more, len(trace.accesses)
-    again = Trace(trace.sizes, [*trace.accesses] * rounds)
-    following = next_positions(again)[:length]
-    kept = plan([trace.sizes[key] for key, _ in trace.accesses], [kind for _, kind in trace.accesses], following, budget)
-    held: dict[str, int] = {}
-    for position, (key, _) in enumerate(again.accesses):
-        held[key] = trace.sizes[key]
-        assert sum(held.values()) <= budget
-        if not kept[position % length]:
-            del held[key]
-    assert simulate(again, budget, planned(kept)) >= lower_bound(again, budget) - 1e-6
 
 
 @settings(deadline=None, max_examples=50)
 @given(trace=ANY, more=st.integers(0, 8), price=st.sampled_from([0.0, 0.5, 2.5]))
 def test_what_a_decision_moves_up_to_the_end_is_what_its_rule_moves(trace: Trace, more: int, price: float) -> None:
-    budget, kept = trace.largest + more, plan_trace(trace, trace.largest + more)
+    budget = trace.largest + more
     keys, uses = [key for key, _ in trace.accesses], [use for _, use in trace.accesses]
     sizes = [trace.sizes[key] for key in keys]
-    for decision, rule in ((Decision(price), priced(price)), (Decision(0.0, tuple(kept)), planned(kept))):
-        assert bytes_moved(keys, uses, sizes, budget, decision, "end") == simulate(trace, budget, rule)
-
-
-@pytest.mark.parametrize("name", ["cyclic_write", "training", "training_unequal", "zipf_write"])
-def test_the_plan_is_near_the_optimum(name: str) -> None:
-    trace = TRACES[name]()
-    budget = optimum.budget_of(trace, "25%")
-    assert simulate(trace, budget, planned(plan_trace(trace, budget))) <= 1.02 * lower_bound(trace, budget)
+    assert bytes_moved(keys, uses, sizes, budget, Decision(price), "end") == simulate(trace, budget, priced(price))
 
 
 def test_traces_are_reproducible_and_of_moderate_length() -> None:

@@ -12,7 +12,7 @@ from bench.traces import TRACES
 def test_moving_saves_bytes_of_the_link() -> None:
     trace = TRACES["zipf_write"]()
     budget = trace.total // 4
-    decision = decision_for(trace, budget, "quick")
+    decision = decision_for(trace, budget)
     fixed, some, free = (Run(trace, budget, most, decision) for most in (0, 8, math.inf))
     assert fixed.moved == 0 < some.moved <= free.moved
     assert fixed.linked > 1.05 * free.linked
@@ -23,6 +23,6 @@ def test_moving_saves_bytes_of_the_link() -> None:
 def test_tensors_of_one_size_are_never_moved() -> None:
     trace = TRACES["training"]()
     budget = trace.total // 64 * 32
-    run = Run(trace, budget, math.inf, decision_for(trace, budget, "quick"))
+    run = Run(trace, budget, math.inf, decision_for(trace, budget))
     assert run.moved == 0
     assert run.linked > 0

@@ -18,14 +18,11 @@ __all__ = ["Prefetch", "Rehearsal"]
 
 Kind = Literal["training", "inference"]
 Prefetch = Literal["on", "off"]
-Effort = Literal["quick", "thorough"]
 
 ROUNDS = 4
 """A loop repeats after this many rounds at most: two optimizers that take turns make two."""
 LONGEST = 50_000
 """Touches of a round that are written down; what is longer has no end that we would see."""
-SEARCHED = 1_000
-"""Touches of an order up to which it is worth some seconds, once, to search for what is best kept."""
 
 
 class _Loop:
@@ -38,10 +35,6 @@ class _Loop:
     @property
     def expected(self) -> list[list[Touch]]:
         return self._state[0]
-
-    @property
-    def repeats(self) -> bool:
-        return self._state[2]
 
     def happened(self, touches: list[Touch]) -> None:
         """A round has ended. Until two rounds were alike the newest is expected; one that differs later is an exception."""
@@ -78,7 +71,6 @@ class Rehearsal:
         self._loops: dict[Kind, _Loop] = {"training": _Loop(), "inference": _Loop()}
         self._kind: Kind = "training"
         self._followed: list[list[Touch]] | None = None
-        self._searched = False  # whether that order was known to repeat
         self.prefetch: Prefetch = "on"
 
     @staticmethod
@@ -108,11 +100,9 @@ class Rehearsal:
             self._loops[self._kind].happened(touches)
         self._kind = kind
         loop = self._loops[kind]
-        if loop.expected and (self._followed is not loop.expected or self._searched is not loop.repeats):
-            order = loop.order()
-            effort: Effort = "thorough" if loop.repeats and len(order) <= SEARCHED else "quick"
-            self._store.follow(order, prefetch=self.prefetch, effort=effort)
-            self._followed, self._searched = loop.expected, loop.repeats
+        if loop.expected and self._followed is not loop.expected:
+            self._store.follow(loop.order(), prefetch=self.prefetch)
+            self._followed = loop.expected
 
 
 _rehearsals: weakref.WeakValueDictionary[int, Rehearsal] = weakref.WeakValueDictionary()
