@@ -18,14 +18,13 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from tiered.checksum import digest
-from tiered.cli import fio
+from tiered.cli.bench import fio
+from tiered.cli.bench.trainer import Options, Trainer
 from tiered.cli.measure import Noise, Spread, environment, scratch_folder
-from tiered.cli.table import told_environment, told_noise
-from tiered.cli.text import open_text
-from tiered.cli.trainer import Options, Trainer
-from tiered.sizes import format_size, parse_size
-from tiered.types import PIECE_BYTES
+from tiered.cli.output import told_environment, told_noise
+from tiered.cli.train.model import open_text
+from tiered.format.data_file import digest
+from tiered.types import PIECE_BYTES, format_size, parse_size
 
 __all__ = ["main"]
 

@@ -26,12 +26,12 @@ from pathlib import Path
 import torch
 
 from tiered import TensorSpec, TieredStore, zero
-from tiered.cli import fio
 from tiered.cli.arguments import size
+from tiered.cli.bench import fio
+from tiered.cli.bench.trainer import Options, Trainer
 from tiered.cli.measure import Meter, Spread, bytes_of, environment, scratch_folder, scratch_store
-from tiered.cli.table import told_environment
-from tiered.cli.text import open_text
-from tiered.cli.trainer import Options, Trainer
+from tiered.cli.output import told_environment
+from tiered.cli.train.model import open_text
 from tiered.types import PIECE_BYTES
 
 __all__ = ["main"]

@@ -12,11 +12,11 @@ import argparse
 import itertools
 import sys
 
-from tiered.cli import fio
 from tiered.cli.arguments import count, size, sizes
+from tiered.cli.bench import fio
 from tiered.cli.measure import Noise, Spread, environment, scratch_folder
+from tiered.cli.output import exact_size, told_environment, told_noise
 from tiered.cli.stop import Stopped, StopRequest
-from tiered.cli.table import exact_size, told_environment, told_noise
 from tiered.errors import TieredError
 
 SMALL = fio.Buffers("4 KiB pages", ("--iomem=malloc",))

@@ -31,8 +31,7 @@ import torch
 
 from bench.gpu_paths import DOWN, MIB, REHEARSAL, UP, Compute, Device, Drive, OverLink, OverStore, Plain, Scale, TwoHops, Wrong
 from tiered.cli.measure import Noise, Spread, environment
-from tiered.sizes import format_size
-from tiered.types import Direction
+from tiered.types import Direction, format_size
 
 WAYS = {"DRAM to HBM": (UP,), "HBM to DRAM": (DOWN,), "both at once, sum": (UP, DOWN)}
 BAR = 0.9

@@ -21,11 +21,10 @@ from tiered.interfaces import IOBackend, Link
 from tiered.io.posix import PosixBackend, PosixConfig
 from tiered.io.probe import libaio_unavailable
 from tiered.links.cuda import CudaLink
-from tiered.links.memory import MemoryLink
-from tiered.sizes import format_size
+from tiered.links.stand_in import MemoryLink
 from tiered.tiers.dram import DramConfig, DramTier
 from tiered.tiers.hbm import HbmConfig, HbmTier
-from tiered.types import Direction, IORequest, Operation, Slot, TensorSpec, Transfer, Urgency
+from tiered.types import Direction, IORequest, Operation, Slot, TensorSpec, Transfer, Urgency, format_size
 
 MIB, GIB = 1 << 20, 1 << 30
 UP, DOWN = Direction.UP, Direction.DOWN

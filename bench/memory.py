@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tiered.sizes import format_size, parse_size
+from tiered.types import format_size, parse_size
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csc_array
 
 from bench.traces import TRACES, Access, Trace, next_positions
-from tiered.sizes import parse_size
+from tiered.types import parse_size
 
 __all__ = ["Problem", "budget_of", "exact_bound", "lower_bound", "problem"]
 

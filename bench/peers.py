@@ -29,14 +29,12 @@ from typing import Any
 import torch
 
 from tiered.cli.arguments import count, size
+from tiered.cli.bench.series import Run, Series, Setup, Walk, in_rounds, ratios
 from tiered.cli.machine import store_facts
 from tiered.cli.measure import GIB, Noise, Spread, environment, scratch_folder, scratch_store
-from tiered.cli.progress import Progress
-from tiered.cli.series import Run, Series, in_rounds, ratios
+from tiered.cli.output import Progress, told_environment, told_io, told_noise
 from tiered.cli.stop import Stopped, StopRequest
-from tiered.cli.table import told_environment, told_io, told_noise
-from tiered.cli.walk import Setup, Walk
-from tiered.sizes import format_size
+from tiered.types import format_size
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("peers_worker.py")

@@ -175,7 +175,7 @@ def tiered_read(folder: str, cut: bool) -> dict[str, Any]:
 
 
 def tiered_find(folder: str) -> tuple[str, int]:
-    from tiered.generations import load
+    from tiered.format.generations import load
 
     manifest = load(folder)
     assert manifest is not None

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from bench.optimum import budget_of, lower_bound
 from bench.rehearsal import MovablePlaces, Rehearsal
 from bench.traces import TRACES, Access, Key, Trace
-from tiered.keep import Decision, decide
+from tiered.engine.retention import Decision, decide
 
 __all__ = ["Run", "decision_for", "main"]
 

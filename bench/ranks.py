@@ -35,12 +35,11 @@ from torch import nn
 from bench.step import TOKENS, Block, Model
 from bench.wire import traffic
 from tiered import zero
+from tiered.cli.bench.trainer import peak_memory
 from tiered.cli.measure import Meter, Noise, Spread, environment, scratch_folder, scratch_store
-from tiered.cli.progress import Progress
-from tiered.cli.table import told_environment, told_noise
-from tiered.cli.trainer import peak_memory
-from tiered.sizes import format_size, parse_size
-from tiered.zero import sharding
+from tiered.cli.output import Progress, told_environment, told_noise
+from tiered.types import format_size, parse_size
+from tiered.zero.paging import sharding
 
 STAGES: dict[str, zero.Stage] = {"1": zero.Stage1(), "2": zero.Stage2(), "3": zero.Stage3()}
 GATHERED = {"1": 2, "2": 2, "3": 3, "FSDP2": 3}

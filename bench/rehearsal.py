@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from tiered.allocator import FreeSpace
+from tiered.engine.policy import Plan, Touch
+from tiered.engine.pool import MOVED, Occupancy
+from tiered.engine.residency import Copy, Directory
+from tiered.engine.retention import Decision, dying
 from tiered.interfaces import Memory, Streams
-from tiered.keep import Decision, dying
-from tiered.occupancy import MOVED, Occupancy
-from tiered.prefetch import Plan, Touch
-from tiered.residency import Copy, Directory
-from tiered.space import FreeSpace
-from tiered.store import policy_of
+from tiered.store.store import policy_of
 from tiered.types import Access, Key, Slot, TensorSpec, Then, Use
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from bench.optimum import lower_bound
 from bench.watched import watch
 from tiered import TieredStore, zero
 from tiered.cli.measure import Meter, environment
-from tiered.cli.table import told_environment
+from tiered.cli.output import told_environment
 
 __all__ = ["Case", "Measured", "measure"]
 

@@ -20,11 +20,11 @@ from typing import Any
 
 from bench.optimum import lower_bound
 from bench.watched import watch
-from tiered.cli import main as tiered
-from tiered.cli.bench_train import WARM_UP, describe
+from tiered.cli.bench.train import WARM_UP, describe
+from tiered.cli.bench.trainer import Options, Trainer
+from tiered.cli.main import main as tiered
 from tiered.cli.measure import scratch_store
-from tiered.cli.text import open_text
-from tiered.cli.trainer import Options, Trainer
+from tiered.cli.train.model import open_text
 
 STEPS = 2
 """That are written down; they are alike."""
@@ -60,7 +60,7 @@ def optimum(options: Options) -> float:
 
 def options_of(arguments: list[str]) -> Options:
     """As the command reads them."""
-    from tiered.cli import bench
+    from tiered.cli.bench import command as bench
 
     parser = argparse.ArgumentParser()
     bench.add_parser(parser.add_subparsers())

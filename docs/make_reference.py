@@ -19,22 +19,22 @@ PAGE = ROOT / "docs" / "reference.md"
 
 # Title, module, names (None: its __all__), prefix of the names in the page.
 SECTIONS: list[tuple[str, str, list[str] | None, str]] = [
-    ("The store", "tiered.store", None, ""),
-    ("Leases", "tiered.lease", None, ""),
+    ("The store", "tiered.store.store", ["TieredStore"], ""),
+    ("Leases", "tiered.store.lease", ["LeaseOfMany", "LeaseOfOne"], ""),
     ("Values", "tiered.types", ["Access", "TensorSpec", "Use"], ""),
-    ("An order to follow", "tiered.prefetch", ["Touch"], ""),
-    ("Checking a store", "tiered.verification", None, ""),
-    ("Importing", "tiered.importing", None, ""),
-    ("Statistics", "tiered.stats", None, ""),
+    ("An order to follow", "tiered.engine.policy", ["Touch"], ""),
+    ("Checking a store", "tiered.store.verify", None, ""),
+    ("Importing", "tiered.store.importing", None, ""),
+    ("Statistics", "tiered.telemetry", ["FlowStatistics", "LinkStatistics", "StoreStatistics", "TierStatistics"], ""),
     (
         "Timelines",
-        "tiered.timeline",
+        "tiered.telemetry",
         ["Timeline", "TransferEvent", "LeaseEvent", "StallEvent", "SpanEvent", "PoolEvent", "Span"],
         "",
     ),
     ("Errors", "tiered.errors", None, ""),
     ("Training: tiered.zero", "tiered.zero", None, "zero."),
-    ("Eviction", "tiered.eviction", None, ""),
+    ("Eviction", "tiered.engine.policy", ["LRU", "NextUse"], ""),
     ("Interfaces", "tiered.interfaces", None, ""),
 ]
 

@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tiered.interfaces import Streams
-from tiered.links.memory import StandInFence, StandInStreams
+from tiered.links.stand_in import StandInFence, StandInStreams
 from tiered.tiers.hbm import HbmConfig, HbmTier
 from tiered.types import Fence
 

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 import xxhash
 
+from tiered.allocator import FreeSpace
+from tiered.engine.residency import Entry
 from tiered.errors import CorruptionError, TieredError
 from tiered.interfaces import Streams
-from tiered.residency import Entry
-from tiered.space import FreeSpace
 from tiered.types import (
     CHECKSUM_BYTES,
     PIECE_BYTES,

@@ -269,10 +269,10 @@ def _main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the console script does before it imports torch
     import torch._dynamo  # noqa: F401  torch imports it when a layer first gets initial values: as long again
 
-    import tiered.cli.bench
-    import tiered.cli.bench_train
-    import tiered.cli.trainer
-    import tiered.cli.training
+    import tiered.cli.bench.command
+    import tiered.cli.bench.train
+    import tiered.cli.bench.trainer
+    import tiered.cli.train.run
     import tiered.zero  # noqa: F401
 
     assert len(os.listdir("/proc/self/task")) == 1, "a thread is not forked"

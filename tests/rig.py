@@ -7,18 +7,16 @@ import select
 from collections.abc import Callable, Iterator, Sequence
 
 from tests.fakes import FakeTier, ManualLink, fake_checksums
-from tiered.admission import Admission
-from tiered.ahead import room_for
-from tiered.claims import Token
-from tiered.engine import Engine, EngineConfig
+from tiered.engine.background import room_for
+from tiered.engine.engine import Engine, EngineConfig
+from tiered.engine.policy import LRU, Touch
+from tiered.engine.requests import Delete, Install, Lease, Prefetch, Request, Room, Token
+from tiered.engine.residency import Copy, Entry, State
+from tiered.engine.retention import decide
+from tiered.engine.scheduler import Admission
+from tiered.engine.snapshot import Flush
 from tiered.errors import ReadError, TieredError, TransferError, WriteError
-from tiered.eviction import LRU
-from tiered.flush import Flush
-from tiered.keep import decide
-from tiered.prefetch import Touch
-from tiered.requests import Delete, Install, Lease, Prefetch, Request, Room
-from tiered.residency import Copy, Entry, State
-from tiered.store import policy_of
+from tiered.store.store import policy_of
 from tiered.types import Access, Direction, Slot, TensorSpec, Transfer, Urgency
 
 READ, WRITE = Access.READ, Access.WRITE

@@ -15,10 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.fakes import FakeTier, MovableTier
 from tests.rig import READ, WRITE, Rig, fill, spec, where
 from tiered import CapacityError, TieredStore
-from tiered.compaction import moves
-from tiered.eviction import LRU
-from tiered.occupancy import Occupancy
-from tiered.residency import Copy, Directory, State
+from tiered.allocator import moves
+from tiered.engine.policy import LRU
+from tiered.engine.pool import Occupancy
+from tiered.engine.residency import Copy, Directory, State
 from tiered.types import Slot
 
 MIB = 1 << 20

@@ -13,7 +13,7 @@ import pytest
 
 import tiered
 from tests import programs
-from tests.test_layers import LAYERS
+from tests.test_layers import TREE
 from tiered import zero
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -148,13 +148,14 @@ def test_files_that_are_named_exist(page: Path) -> None:
 # Tables that the code knows better
 
 
-def test_the_design_has_the_layers_that_are_enforced() -> None:
+def test_the_design_has_the_tree_that_is_enforced() -> None:
     design = (ROOT / "docs" / "design.md").read_text()
-    for layer in sorted(set(LAYERS.values()) - {"package"}):
-        row = re.search(rf"^\| {layer} \| `([^|]*)` \|", design, re.MULTILINE)
-        assert row, layer
-        modules = {name for name, of in LAYERS.items() if of == layer and "*" not in name and name != "__main__"}
-        assert {name.removesuffix(".py").removesuffix("/") for name in row[1].split()} == modules, layer
+    for package, files in TREE.items():
+        if package == "data":
+            continue
+        row = re.search(rf"^\| `{('tiered/' + package.replace('.', '/')).rstrip('/')}` \| `([^|]*)` \|", design, re.MULTILINE)
+        assert row, package
+        assert row[1].split() == [name for name in files if f"{package}.{name}" not in TREE], package
 
 
 # The generated page

@@ -1,6 +1,6 @@
-"""The import table of docs/design.md, section 2, enforced over the sources; and a check that this check finds what it should.
+"""The tree of ``tiered/``: packages in order, files in order within each, and imports that point only to what comes before.
 
-Imports are counted wherever they stand, inside functions too; only those under ``if TYPE_CHECKING`` are free.
+An import counts wherever it stands: at the top, inside a function, under ``TYPE_CHECKING``.
 """
 
 from __future__ import annotations
@@ -9,125 +9,110 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_LINES = 600
-LONGER: dict[str, str] = {}
 
-# Module pattern (below ``tiered``) -> layer. The first that matches counts; a module that none matches is an error.
-LAYERS = {
-    "errors": "values",
-    "types": "values",
-    "stats": "values",
-    "space": "values",
-    "sizes": "values",
-    "directio": "values",
-    "wakeup": "values",
-    "folder": "values",
-    "closing": "values",
-    "locked": "values",
-    "memory": "values",
-    "datafile": "values",
-    "drives": "values",
-    "data": "values",
-    "flow": "values",
-    "checksum": "values",
-    "timeline": "values",
-    "safetensors": "values",
-    "shards": "values",
-    "interfaces": "interfaces",
-    "io": "parts",
-    "io.*": "parts",
-    "tiers": "parts",
-    "tiers.*": "parts",
-    "links": "parts",
-    "links.*": "parts",
-    "eviction": "parts",
-    "residency": "decisions",
-    "compaction": "decisions",
-    "prefetch": "decisions",
-    "keep": "decisions",
-    "manifest": "decisions",
-    "generations": "protocol",
-    "config": "config",
-    "requests": "requests",
-    "claims": "requests",
-    "flush": "requests",
-    "ahead": "requests",
-    "traffic": "admission",
-    "explain": "admission",
-    "occupancy": "admission",
-    "admission": "admission",
-    "background": "admission",
-    "leaving": "admission",
-    "behind": "requests",
-    "engine": "engine",
-    "tensors": "store",
-    "commits": "store",
-    "encoding": "store",
-    "lease": "store",
-    "opening": "store",
-    "verification": "store",
-    "atrest": "store",
-    "reading": "store",
-    "listing": "store",
-    "importing": "store",
-    "store": "store",
-    "": "package",
-    "zero": "zero",
-    "zero.*": "zero",
-    "cli": "cli",
-    "cli.*": "cli",
-    "__main__": "cli",
+# Package -> its files and subpackages, lowest first. A file imports those before it in its own package.
+TREE: dict[str, tuple[str, ...]] = {
+    "": ("errors", "types", "interfaces", "telemetry", "system", "allocator"),
+    "data": (),
+    "format": (
+        *("folder", "locked_file", "data_file", "drives", "manifest", "generations", "safetensors", "safetensors_writer"),
+    ),
+    "io": ("posix", "aiofiles", "libaio", "probe"),
+    "tiers": ("dram", "hbm", "nvme"),
+    "links": ("disk", "cuda", "stand_in"),
+    "engine": (
+        *("residency", "policy", "retention", "pool", "state", "workers", "scheduler", "background", "snapshot", "requests"),
+        *("engine",),
+    ),
+    "store": ("lease", "commit", "at_rest", "opening", "store", "reading", "verify", "importing"),
+    "zero": (
+        *("intent", "leases", "collectives", "rank_stores", "paging", "build", "record", "resident_shard", "resident"),
+        *("optimizer", "checkpoint", "page"),
+    ),
+    "zero.paging": (
+        *("units", "step_trace", "storage", "saved_tensors", "update", "gradients", "sharding", "unit", "reduction"),
+        *("micro_batch", "pager"),
+    ),
+    "zero.build": ("staging", "construct"),
+    "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors"),
+    "cli": ("arguments", "output", "stop", "measure", "machine", "info", "stores", "train", "bench", "main"),
+    "cli.stores": ("ls", "verify", "export", "import_"),
+    "cli.train": ("model", "timeline", "ranks", "loop", "resume", "report", "run", "check", "command"),
+    "cli.bench": ("fio", "series", "plot", "io", "sweep", "sustained", "store", "step", "trainer", "train", "command"),
 }
 
-# Layer -> layers that its modules may import.
-MAY_IMPORT = {
-    "values": {"values"},
-    "interfaces": {"values"},
-    "parts": {"values", "interfaces"},  # never each other
-    "decisions": {"values", "interfaces"},
-    "protocol": {"values", "decisions"},
-    "config": {"values", "interfaces", "parts"},
-    "requests": {"values", "interfaces", "decisions", "requests"},  # what the engine works off
-    "admission": {"values", "interfaces", "decisions", "requests", "admission"},  # what it may start
-    "engine": {"values", "interfaces", "decisions", "requests", "admission"},
-    "store": {
-        *("values", "interfaces", "parts", "decisions", "protocol", "config", "requests", "admission", "engine", "store")
-    },
-    "package": {"values", "interfaces", "parts", "decisions", "config", "requests", "admission", "engine", "store", "zero"},
-    "zero": {"package", "zero"},  # the public API only, and:
-    "cli": set(LAYERS.values()),
+# Package -> the packages, and single modules of packages, that its files may import. "" is the files beside ``__init__``;
+# "tiered" is the public interface, which only what lies above the store may import. A subpackage has the uses of its package.
+USES: dict[str, tuple[str, ...]] = {
+    "": (),
+    "data": (),
+    "format": ("",),
+    "io": ("",),
+    "tiers": ("", "format"),
+    "links": ("", "format"),
+    "engine": ("",),
+    "store": ("", "format", "io", "tiers", "links", "engine"),
+    "zero": ("tiered", "errors", "types", "system", "store.at_rest", "format.safetensors", "format.safetensors_writer"),
+    "cli": ("tiered", "", "format", "io", "tiers", "links", "engine", "store", "zero", "data"),
 }
-ALSO = {"zero": {"atrest", "errors", "listing", "memory", "types", "safetensors", "shards"}}  # modules, not layers
 
-# Compiled, without layers below it.
-EXTENSIONS = {"io._aio": "io.*"}
+# Imports that break the rules, "importer -> imported". The list may only shrink: an entry that is not needed fails.
+SINNERS: set[str] = {
+    "cli.train.check -> cli.train.command",
+    "cli.train.loop -> cli.train.command",
+    "cli.train.report -> cli.bench.plot",
+    "cli.train.report -> cli.train.command",
+    "cli.train.resume -> cli.train.command",
+    "cli.train.run -> cli.train.command",
+    "engine.background -> engine.requests",
+    "engine.scheduler -> engine.background",
+    "engine.scheduler -> engine.requests",
+    "engine.scheduler -> engine.snapshot",
+    "engine.snapshot -> engine.requests",
+    "store.store -> store.reading",
+    "zero.paging.micro_batch -> zero.paging.pager",
+    "zero.paging.sharding -> zero.paging.reduction",
+    "zero.paging.sharding -> zero.paging.unit",
+    "zero.paging.unit -> zero.paging.pager",
+}
+
+LARGEST_PACKAGE = 12  # files and subpackages
+
+# The one thing that each file of more than 600 or fewer than 60 lines owns.
+LONG_OR_SHORT: dict[str, str] = {
+    "cli.info": "the options of `tiered info`; what they ask for imports torch, and --help must not",
+    "engine.scheduler": "the decisions over all tiers: bring, room, evict, complete; one recursion",
+    "io.probe": "whether libaio works here, asked without importing it",
+    "zero.paging.pager": "a paged model's hooks, frames and backward pass",
+}
+LONG, SHORT = 600, 60
+
+# Compiled, without a Python file.
+EXTENSIONS = {"io._aio": "io"}
 
 # Who must do without torch, so that crash trials start in milliseconds and I/O stays about bytes.
-WITHOUT_TORCH = (
-    *(pattern for pattern, layer in LAYERS.items() if layer in ("values", "interfaces", "decisions", "protocol")),
-    *("io", "io.*", "tiers.nvme", "links.disk", "links.memory", "eviction"),
-)
+WITHOUT_TORCH = ("", "format", "io", "engine", "tiers.nvme", "links.disk", "links.stand_in")
 
 THREADS = ("threading", "_thread", "concurrent", "multiprocessing")
 MAY_THREAD = {
-    "engine": "the one engine thread and the one lock",
-    "behind": "commits and rollbacks in threads of their own",
-    "cli.flood": "a caller that writes while another one's reads are timed; stores have callers in many threads",
-    "cli.peers": "asks the store in which ranks met, which never answers where its host is lost",
-    "io.aiofile": "the private event loop and the pool that does its blocking calls; no other part sees them",
+    "engine.engine": "the one engine thread and the one lock",
+    "engine.workers": "commits and rollbacks in threads of their own",
+    "cli.bench.io": "a caller that writes while another one's reads are timed; stores have callers in many threads",
+    "cli.train.ranks": "asks the store in which ranks met, which never answers where its host is lost",
+    "io.aiofiles": "the private event loop and the pool that does its blocking calls; no other part sees them",
     "links.cuda": "one thread a direction sleeps until CUDA events pass, which have no descriptor to poll",
-    "links.memory": "the stand-in's streams are stepped by a test and, in close, by the engine: these take turns",
+    "links.stand_in": "the stand-in's streams are stepped by a test and, in close, by the engine: these take turns",
 }
 
 
-def layer_of(module: str) -> str | None:
-    return next((layer for pattern, layer in LAYERS.items() if fnmatchcase(module, pattern)), None)
+def package_of(module: str) -> str:
+    """``zero.paging.unit`` -> ``zero.paging``. A package is in itself: its ``__init__`` is a marker outside of the order."""
+    return module if module in TREE and module else module.rpartition(".")[0]
 
 
 def module_of(path: Path, root: Path) -> str:
@@ -136,25 +121,10 @@ def module_of(path: Path, root: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def is_type_checking(test: ast.expr) -> bool:
-    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-
-
-def live_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those that only a type checker sees."""
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and is_type_checking(child.test):
-            for other in child.orelse:
-                yield from live_nodes(other)
-        else:
-            yield from live_nodes(child)
-
-
 def imports_of(source: str, module: str, is_package: bool, modules: set[str]) -> Iterator[tuple[int, str]]:
     """Line and absolute name of everything imported. ``from a import b`` is ``a.b`` where that is a module, else ``a``."""
     known = {f"tiered.{name}".rstrip(".") for name in modules | set(EXTENSIONS)}
-    for node in live_nodes(ast.parse(source)):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -173,50 +143,112 @@ def imports_of(source: str, module: str, is_package: bool, modules: set[str]) ->
                 yield node.lineno, name
 
 
-def violations(source: str, module: str, modules: set[str], *, is_package: bool = False) -> list[str]:
-    """What is wrong with one file; ``modules`` are all modules of the package."""
+def may_import(module: str, target: str) -> bool:
+    """Whether the tree lets ``module`` import ``target``, both without the leading ``tiered.``."""
+    package = package_of(module)
+    while True:
+        below = target[len(package) + 1 :] if package and target.startswith(package + ".") else ""
+        if not package:
+            below = target if "." not in target else ""
+        if below:  # both lie in this package: the order of its files decides
+            mine = module[len(package) + 1 if package else 0 :].split(".")[0]
+            order = TREE[package]
+            first = below.split(".")[0]
+            return mine in order and first in order and order.index(first) < order.index(mine)
+        if "." not in package:
+            break
+        package = package.rpartition(".")[0]
+    uses = USES[package]
+    if target == "":
+        return "tiered" in uses
+    of = package_of(target)
+    return target in uses or of in uses or ("." in of and of.split(".")[0] in uses)
+
+
+def violations(source: str, module: str, modules: set[str], *, is_package: bool = False) -> tuple[list[str], set[str]]:
+    """What is wrong with one file, and its imports that break the tree; ``modules`` are all modules of the package."""
     where = f"tiered.{module}".rstrip(".")
-    layer = layer_of(module)
-    if layer is None:
-        return [f"{where}: has no layer; give it one in tests/test_layers.py and docs/design.md"]
-    found = []
+    package, _, name = module.rpartition(".")
+    if is_package:
+        package = package_of(module)
+    if module not in TREE and name not in TREE.get(package, ()):
+        return [f"{where}: has no place; give it one in TREE of tests/test_layers.py and in docs/design.md"], set()
+    found: list[str] = []
+    against: set[str] = set()
     lines = len(source.splitlines())
-    if lines > MAX_LINES and module not in LONGER:
-        found.append(f"{where}: {lines} lines, more than {MAX_LINES}")
-    for line, name in imports_of(source, module, is_package, modules):
-        top = name.split(".")[0]
-        if top == "torch" and any(fnmatchcase(module, pattern) for pattern in WITHOUT_TORCH):
+    if not is_package and not SHORT <= lines <= LONG and module not in LONG_OR_SHORT:
+        found.append(f"{where}: {lines} lines; say in LONG_OR_SHORT which one thing it owns")
+    for line, imported in imports_of(source, module, is_package, modules):
+        top = imported.split(".")[0]
+        if top == "torch" and (package in WITHOUT_TORCH or module in WITHOUT_TORCH) and not only_for_types(source, line):
             found.append(f"{where}:{line}: imports torch, which this file does without")
-        if top in THREADS and module not in MAY_THREAD:
-            found.append(f"{where}:{line}: imports {name}; threads and locks live in engine.py")
+        if top in THREADS and module not in MAY_THREAD and not only_for_types(source, line):
+            found.append(f"{where}:{line}: imports {imported}; threads and locks live in the engine")
         if top != "tiered":
             continue
-        target = name.partition(".")[2]
+        target = imported.partition(".")[2]
         if target in EXTENSIONS:
-            if not fnmatchcase(module, EXTENSIONS[target]):
-                found.append(f"{where}:{line}: imports the extension {name}")
+            if package_of(module) != EXTENSIONS[target]:
+                found.append(f"{where}:{line}: imports the extension {imported}")
             continue
-        while target and target not in modules:  # import tiered.types.Key is no import, but a name may be inside
+        while target and target not in modules:  # a name inside of a module
             target = target.rpartition(".")[0]
-        if target == module or target in ALSO.get(layer, ()):
+        if target == module or is_package:
             continue
-        other = layer_of(target)
-        if other not in MAY_IMPORT[layer]:
-            found.append(f"{where}:{line}: imports {name} ({other}), and {layer} may import {sorted(MAY_IMPORT[layer])}")
-    return found
+        if not may_import(module, target):
+            against.add(f"{module} -> {target}")
+    return found, against
+
+
+def only_for_types(source: str, line: int) -> bool:
+    """Whether this line stands under ``if TYPE_CHECKING``, where an import of another project's module costs nothing."""
+    return any(
+        isinstance(node, ast.If)
+        and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        and any(child.lineno <= line <= (child.end_lineno or 0) for child in node.body)
+        for node in ast.walk(ast.parse(source))
+    )
 
 
 SOURCES = sorted((ROOT / "tiered").rglob("*.py"))
 MODULES = {module_of(path, ROOT / "tiered") for path in SOURCES}
 
 
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_file_keeps_to_its_layer(path: Path) -> None:
+def test_every_file_has_its_place(path: Path) -> None:
+    if path.name == "__main__.py":  # a marker outside the order, as __init__ is
+        return
     module = module_of(path, ROOT / "tiered")
-    assert violations(path.read_text(), module, MODULES, is_package=path.name == "__init__.py") == []
+    found, against = violations(path.read_text(), module, MODULES, is_package=path.name == "__init__.py")
+    assert found == []
+    assert against <= SINNERS
 
 
-@pytest.mark.parametrize("module", [name for name in ("residency", "manifest", "prefetch", "interfaces") if name in MODULES])
+def test_the_list_of_sinners_only_shrinks() -> None:
+    against: set[str] = set()
+    for path in SOURCES:
+        if not path.name.startswith("__"):
+            against |= violations(path.read_text(), module_of(path, ROOT / "tiered"), MODULES)[1]
+    assert against == SINNERS
+
+
+@pytest.mark.parametrize("package", TREE)
+def test_a_package_has_few_files_and_all_exist(package: str) -> None:
+    assert len(TREE[package]) <= LARGEST_PACKAGE
+    for name in TREE[package]:
+        assert f"{package}.{name}".lstrip(".") in MODULES
+
+
+def test_what_is_long_or_short_is_so_still() -> None:
+    for module, owned in LONG_OR_SHORT.items():
+        path = ROOT / "tiered" / Path(*module.split(".")).with_suffix(".py")
+        assert not SHORT <= len(path.read_text().splitlines()) <= LONG, f"{module} needs no line any more"
+        assert owned
+
+
+@pytest.mark.parametrize("module", ["engine.residency", "format.manifest", "engine.policy", "interfaces"])
 def test_it_imports_without_torch(module: str) -> None:
     """Python itself says so: the sources could still reach torch through a third party."""
     program = f"import sys; sys.modules['torch'] = None; import tiered.{module}"
@@ -224,44 +256,60 @@ def test_it_imports_without_torch(module: str) -> None:
     assert child.returncode == 0, child.stderr
 
 
-ALL = {name for name in LAYERS if "*" not in name} | {"io.posix", "io.libaio", "tiers.dram", "tiers.nvme", "zero.units"}
+LINES = "\n" * SHORT
 
 
 @pytest.mark.parametrize(
     ("module", "source", "complaint"),
     [
-        ("types", "from tiered.interfaces import Tier", "interfaces"),
-        ("eviction", "from tiered.io.posix import PosixBackend", "parts"),
-        ("io.posix", "from tiered.io import libaio", "parts"),
-        ("io.posix", "from . import libaio", "parts"),
-        ("io.posix", "from .libaio import LibaioBackend", "parts"),
-        ("tiers.dram", "from ..io import posix", "parts"),
-        ("residency", "def f():\n    import tiered.engine", "engine"),
-        ("residency", "from tiered.manifest import encode", "decisions"),
-        ("manifest", "import torch", "torch"),
-        ("manifest", "def f():\n    from torch.nn import Module", "torch"),
-        ("tiers.nvme", "import torch", "torch"),
-        ("engine", "from tiered.config import StoreConfig", "config"),
-        ("engine", "from tiered.tiers.dram import Dram", "parts"),
-        ("config", "from tiered.residency import State", "decisions"),
-        ("config", "if TYPE_CHECKING:\n    pass\nelse:\n    from tiered.engine import Engine", "engine"),
-        ("store", "import tiered", "package"),
-        ("store", "from tiered import zero", "zero"),
-        ("store", "import threading", "threads"),
-        ("cli", "from threading import Lock", "threads"),
-        ("io.posix", "from concurrent.futures import ThreadPoolExecutor", "threads"),
-        ("zero.units", "from tiered.store import TieredStore", "store"),
-        ("zero.units", "from tiered import engine", "engine"),
-        ("zero.units", "import importlib\nimportlib.import_module('tiered.engine')", "engine"),
-        ("links", "from tiered.io._aio import lib", "extension"),
-        ("helpers", "", "no layer"),
+        ("types", "from tiered.interfaces import Tier", "types -> interfaces"),
+        ("types", "if TYPE_CHECKING:\n    from tiered.interfaces import Tier", "types -> interfaces"),
+        ("types", "def f():\n    from tiered.engine.engine import Engine", "types -> engine.engine"),
+        ("io.aiofiles", "from tiered.io import libaio", "io.aiofiles -> io.libaio"),
+        ("io.posix", "from . import libaio", "io.posix -> io.libaio"),
+        ("io.posix", "from .libaio import LibaioBackend", "io.posix -> io.libaio"),
+        ("tiers.dram", "from ..io import posix", "tiers.dram -> io.posix"),
+        ("tiers.dram", "from tiered.links.disk import DiskLink", "tiers.dram -> links.disk"),
+        ("engine.residency", "from tiered.format.manifest import encode", "engine.residency -> format.manifest"),
+        ("engine.residency", "from tiered.engine.scheduler import Scheduler", "engine.residency -> engine.scheduler"),
+        ("engine.engine", "from tiered.tiers.dram import DramTier", "engine.engine -> tiers.dram"),
+        ("store.store", "import tiered", "store.store -> "),
+        ("store.store", "from tiered import zero", "store.store -> zero"),
+        ("zero.page", "from tiered.store.store import TieredStore", "zero.page -> store.store"),
+        ("zero.page", "from tiered.engine import engine", "zero.page -> engine.engine"),
+        ("zero.page", "import importlib\nimportlib.import_module('tiered.engine.engine')", "zero.page -> engine.engine"),
+        ("zero.paging.units", "from tiered.zero.paging.pager import Pager", "zero.paging.units -> zero.paging.pager"),
+        ("zero.paging.units", "from tiered.zero.page import page", "zero.paging.units -> zero.page"),
+        ("zero.checkpoint.checkpoint", "from tiered.zero.page import page", "zero.checkpoint.checkpoint -> zero.page"),
+        ("zero.page", "from tiered.cli.stop import Stopped", "zero.page -> cli.stop"),
+        ("cli.train.model", "from tiered.cli.bench.fio import Fio", "cli.train.model -> cli.bench.fio"),
+    ],
+)
+def test_the_check_finds_what_points_upward(module: str, source: str, complaint: str) -> None:
+    assert violations(source + LINES, module, MODULES) == ([], {complaint})
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "complaint"),
+    [
+        ("format.manifest", "import torch" + LINES, "torch"),
+        ("format.manifest", "def f():\n    from torch.nn import Module" + LINES, "torch"),
+        ("tiers.nvme", "import torch" + LINES, "torch"),
+        ("store.store", "import threading" + LINES, "threads"),
+        ("io.posix", "from concurrent.futures import ThreadPoolExecutor" + LINES, "threads"),
+        ("io.posix", "if TYPE_CHECKING:\n    pass\nelse:\n    import threading" + LINES, "threads"),
+        ("links.disk", "from tiered.io._aio import lib" + LINES, "extension"),
+        ("helpers", LINES, "no place"),
+        ("io.helpers", LINES, "no place"),
         ("types", "\n" * 601, "lines"),
+        ("types", "\n" * 59, "lines"),
     ],
 )
 def test_the_check_finds_what_is_wrong(module: str, source: str, complaint: str) -> None:
-    found = violations(source, module, ALL | {module})
+    found, against = violations(source, module, MODULES)
     assert len(found) == 1, found
     assert complaint in found[0]
+    assert against == set()
 
 
 @pytest.mark.parametrize(
@@ -269,13 +317,14 @@ def test_the_check_finds_what_is_wrong(module: str, source: str, complaint: str)
     [
         ("types", "from tiered.errors import TieredError"),
         ("io.posix", "from tiered.types import IORequest\nfrom tiered.interfaces import IOBackend"),
-        ("io.libaio", "from tiered.io._aio import ffi, lib"),
-        ("residency", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
-        ("engine", "import threading\nfrom tiered.residency import State\nfrom tiered.requests import Request"),
-        ("store", "import torch\nfrom tiered import config, engine\nfrom tiered.tiers.dram import Dram"),
-        ("zero.units", "from tiered import TieredStore\nfrom tiered.errors import TieredError\nfrom . import page"),
-        ("cli", "from tiered import TieredStore, zero\nfrom tiered.config import StoreConfig"),
+        ("io.libaio", "from tiered.io._aio import ffi, lib\nfrom tiered.io.posix import PosixBackend"),
+        ("engine.residency", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
+        ("engine.engine", "import threading\nfrom tiered.engine.requests import Request"),
+        ("store.store", "import torch\nfrom tiered.engine import engine\nfrom tiered.tiers.dram import DramTier"),
+        ("zero.paging.pager", "from tiered import TieredStore\nfrom tiered.errors import TieredError\nfrom . import unit"),
+        ("zero.checkpoint.checkpoint", "from tiered.zero.paging import units\nfrom tiered.zero.optimizer import AdamW"),
+        ("cli.main", "from tiered import TieredStore, zero\nfrom tiered.store.opening import StoreConfig"),
     ],
 )
 def test_the_check_lets_pass_what_is_right(module: str, source: str) -> None:
-    assert violations(source, module, ALL) == []
+    assert violations(source + LINES, module, MODULES) == ([], set())

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fakes import readable
-from tiered.wakeup import Wakeup, wait_for
+from tiered.system import Wakeup, wait_for
 
 
 @pytest.fixture

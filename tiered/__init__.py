@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tiered import zero as zero
+    from tiered import zero
+    from tiered.engine.policy import LRU, NextUse, Touch
     from tiered.errors import (
         CapacityError,
         CommitError,
@@ -32,15 +33,24 @@ if TYPE_CHECKING:
         TransferError,
         WriteError,
     )
-    from tiered.eviction import LRU, NextUse
-    from tiered.importing import import_safetensors
     from tiered.interfaces import EvictionPolicy, IOBackend
-    from tiered.prefetch import Touch
-    from tiered.stats import FlowStatistics, LinkStatistics, StoreStatistics, TierStatistics
-    from tiered.store import TieredStore
-    from tiered.timeline import LeaseEvent, PoolEvent, Span, SpanEvent, StallEvent, Timeline, TransferEvent
+    from tiered.store.importing import import_safetensors
+    from tiered.store.store import TieredStore
+    from tiered.store.verify import CheckedGeneration, Damage, Verification, verify
+    from tiered.telemetry import (
+        FlowStatistics,
+        LeaseEvent,
+        LinkStatistics,
+        PoolEvent,
+        Span,
+        SpanEvent,
+        StallEvent,
+        StoreStatistics,
+        TierStatistics,
+        Timeline,
+        TransferEvent,
+    )
     from tiered.types import Access, TensorSpec, Use
-    from tiered.verification import CheckedGeneration, Damage, Verification, verify
 
 __version__ = "0.1.0"
 
@@ -95,15 +105,25 @@ __all__ = [
 _HOME = {
     name: f"tiered.{module}"
     for module, names in {
-        "eviction": ("LRU", "NextUse"),
-        "importing": ("import_safetensors",),
+        "engine.policy": ("LRU", "NextUse", "Touch"),
+        "store.importing": ("import_safetensors",),
         "interfaces": ("EvictionPolicy", "IOBackend"),
-        "prefetch": ("Touch",),
-        "stats": ("FlowStatistics", "LinkStatistics", "StoreStatistics", "TierStatistics"),
-        "store": ("TieredStore",),
-        "timeline": ("LeaseEvent", "PoolEvent", "Span", "SpanEvent", "StallEvent", "Timeline", "TransferEvent"),
+        "telemetry": (
+            "FlowStatistics",
+            "LeaseEvent",
+            "LinkStatistics",
+            "PoolEvent",
+            "Span",
+            "SpanEvent",
+            "StallEvent",
+            "StoreStatistics",
+            "TierStatistics",
+            "Timeline",
+            "TransferEvent",
+        ),
+        "store.store": ("TieredStore",),
         "types": ("Access", "TensorSpec", "Use"),
-        "verification": ("CheckedGeneration", "Damage", "Verification", "verify"),
+        "store.verify": ("CheckedGeneration", "Damage", "Verification", "verify"),
     }.items()
     for name in names
 }

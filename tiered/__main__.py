@@ -1,5 +1,5 @@
 """``python -m tiered`` is the ``tiered`` command."""
 
-from tiered.cli import run
+from tiered.cli.main import run
 
 run()

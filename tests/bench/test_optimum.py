@@ -16,7 +16,7 @@ from bench import optimum
 from bench.optimum import exact_bound, lower_bound
 from bench.simulate import belady, lru, priced, simulate
 from bench.traces import TRACES, Access, Trace, next_positions, training
-from tiered.keep import Decision, bytes_moved
+from tiered.engine.retention import Decision, bytes_moved
 
 READ, WRITE, PUT = Access.READ, Access.WRITE, Access.PUT
 State = frozenset[tuple[str, bool]]  # what is resident, and whether it is dirty

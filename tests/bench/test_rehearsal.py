@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.rehearsal import MovablePlaces, Places, Rehearsal
-from tiered.keep import Decision, bytes_moved
+from tiered.engine.retention import Decision, bytes_moved
 from tiered.types import Key, Then, Use
 
 THEN = st.sampled_from(["again", "end"])

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 from tests import programs
-from tests.cli.test_train import MIB, ONE_THREAD, TINY, command, message, tiered
+from tests.cli.train.test_train import MIB, ONE_THREAD, TINY, command, message, tiered
 from tests.filesystems import fill, mounted, root, small_ext4
 from tiered import TieredStore
 

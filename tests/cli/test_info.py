@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cli.test_train import MIB, failure
+from tests.cli.train.test_train import MIB, failure
 from tests.filesystems import mounted, root
 from tiered import TieredStore
-from tiered.cli import facts, machine, main
+from tiered.cli import machine
+from tiered.cli import machine as facts
+from tiered.cli.main import main
 from tiered.io import probe
 
 

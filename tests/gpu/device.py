@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 
-from tests.test_store import numbers
+from tests.store.test_store import numbers
 from tiered import TieredStore
-from tiered.tensors import flat, spec_of
+from tiered.store.lease import flat, spec_of
 
 __all__ = ["KIB", "MIB", "NAME", "Device", "numbers", "raw", "require_device", "same", "why_not"]
 

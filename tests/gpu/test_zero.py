@@ -11,7 +11,7 @@ from torch import nn
 from tests.gpu.device import MIB, NAME, Device, require_device
 from tests.zero.models import Tied
 from tiered import TieredStore, zero
-from tiered.zero.at_tier import UpdateTier
+from tiered.zero.paging.storage import UpdateTier
 
 require_device()
 

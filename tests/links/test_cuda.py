@@ -18,11 +18,11 @@ import torch
 from tests import programs
 from tests.contracts.link import DeviceLinkContract, Loop
 from tests.fakes import in_child, wait_readable
-from tests.links.test_memory import ORDERS, Choose
+from tests.links.test_stand_in import ORDERS, Choose
 from tiered.errors import MisuseError, ReadError, TieredError, WriteError
 from tiered.links import cuda
 from tiered.links.cuda import CudaConfig, CudaLink
-from tiered.links.memory import StandInStreams
+from tiered.links.stand_in import StandInStreams
 from tiered.tiers.dram import DramConfig, DramTier
 from tiered.tiers.hbm import HbmConfig, HbmTier
 from tiered.types import Completion, Direction, Fence, Slot, Transfer, Urgency

@@ -19,7 +19,7 @@ from tests.fakes import InstantBackend, ManualBackend
 from tiered.errors import CorruptionError, MisuseError, ReadError, ShortTransfer, TransferError, WriteError
 from tiered.interfaces import IOBackend
 from tiered.links.disk import DiskConfig, DiskLink
-from tiered.links.memory import StandInFence
+from tiered.links.stand_in import StandInFence
 from tiered.tiers.dram import DramConfig, DramTier
 from tiered.tiers.nvme import NvmeConfig, NvmeTier
 from tiered.types import Direction, IORequest, Location, Operation, Slot, Transfer, Urgency

@@ -39,14 +39,14 @@ from tiered import (
     verify,
     zero,
 )
-from tiered.atrest import StoreAtRest
-from tiered.cli import main as tiered
-from tiered.safetensors import INDEX, SINGLE, WeightFiles, encode_header, entry_of
-from tiered.zero.checkpoint import extra_of
-from tiered.zero.export import export_at_rest, parameters_of
-from tiered.zero.home import placement_of
+from tiered.cli.main import main as tiered
+from tiered.format.safetensors import INDEX, SINGLE, WeightFiles, encode_header, entry_of
+from tiered.store.at_rest import StoreAtRest
+from tiered.zero.checkpoint.checkpoint import extra_of
+from tiered.zero.checkpoint.reshard import Source
+from tiered.zero.checkpoint.safetensors import export_at_rest, parameters_of
+from tiered.zero.paging.unit import placement_of
 from tiered.zero.rank_stores import META, _Rank, number_of, shared_json
-from tiered.zero.reshard import Source
 
 CAP = 768 << 20
 """Bytes of address space that all trials together may take beyond what the process has before."""

@@ -14,7 +14,7 @@ import pytest
 from tests.stress.contents import content, evict_all, holds
 from tests.stress.tally import Tally, counts
 from tiered import CorruptionError, ManifestError, ShortTransfer, TieredError, TieredStore
-from tiered.generations import load
+from tiered.format.generations import load
 
 PROMISE = "7 (corruption is never returned as data)"
 MIB = 1 << 20

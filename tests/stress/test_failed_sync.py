@@ -22,7 +22,7 @@ from tests.stress.powerloss import KINDS, Log, Machine, State, machine, mounted
 from tests.stress.syscalls import Answer, Call, Child, Ended
 from tests.stress.tally import Tally, counts
 from tiered import CommitError, MisuseError, TieredError, TieredStore
-from tiered.generations import generations
+from tiered.format.generations import generations
 
 PROMISE = "5 (a failed fsync)"
 MIB = 1 << 20

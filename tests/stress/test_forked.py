@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.store.test_fork import FromAStore
 from tests.stress.children import forked
 from tests.stress.contents import content, evict_all, holds
 from tests.stress.fusefs import FaultyDisk, Rule
 from tests.stress.syscalls import Child
 from tests.stress.tally import Tally, counts
-from tests.test_fork import FromAStore
 from tiered import ForkedStore, TieredStore
 
 PROMISE = "11 (use in a forked child)"

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.chains import GatedBackend
+from tests.store.chains import GatedBackend
 from tests.stress.contents import content
 from tests.stress.fusefs import FaultyDisk, Rule
 from tests.stress.tally import Tally, counts
 from tiered import CapacityError, LeaseConflict, TieredStore
-from tiered.engine import EngineConfig
+from tiered.engine.engine import EngineConfig
 
 PROMISE = "13 (a full pool)"
 MIB = 1 << 20

@@ -17,7 +17,7 @@ from tests.stress.contents import content, evict_all, holds
 from tests.stress.syscalls import Child, Ended
 from tests.stress.tally import Tally, counts
 from tiered import TieredStore
-from tiered.generations import generations
+from tiered.format.generations import generations
 
 PROMISE = "1, 3 (a commit survives SIGKILL, and what follows it)"
 MIB = 1 << 20

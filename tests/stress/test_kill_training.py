@@ -14,12 +14,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.cli.trainings import TINY, losses, same, values
+from tests.cli.train.trainings import TINY, losses, same, values
 from tests.stress import syscalls
 from tests.stress.syscalls import Child, Ended
 from tests.stress.tally import Tally, counts
-from tiered.cli import main
-from tiered.generations import generations, load
+from tiered.cli.main import main
+from tiered.format.generations import generations, load
 
 PROMISE = "16 (kill and resume is the run that was never killed)"
 STEPS = 12

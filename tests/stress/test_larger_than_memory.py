@@ -20,8 +20,8 @@ from safetensors import safe_open
 from tests.stress.cgroups import cgroup, enter
 from tests.stress.contents import content
 from tests.stress.tally import Tally
-from tiered.safetensors import INDEX, entry_of
-from tiered.shards import Shards
+from tiered.format.safetensors import INDEX, entry_of
+from tiered.format.safetensors_writer import Shards
 from tiered.types import TensorSpec
 
 PROMISE = "17 (limits)"

@@ -14,7 +14,7 @@ from tests.stress.contents import content
 from tests.stress.fusefs import FaultyDisk, Rule
 from tests.stress.tally import Tally, counts
 from tiered import CapacityError, KeyNotFound, LeaseConflict, TieredStore
-from tiered.engine import EngineConfig
+from tiered.engine.engine import EngineConfig
 
 PROMISE = "13b (nothing leaks)"
 MIB = 1 << 20

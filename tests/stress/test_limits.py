@@ -16,7 +16,7 @@ from tests.stress.children import forked
 from tests.stress.syscalls import Child
 from tests.stress.tally import Tally, counts
 from tiered import CapacityError, TieredStore
-from tiered.memory import _page_cache, cgroup_room
+from tiered.system import _page_cache, cgroup_room
 
 PROMISE = "17 (limits)"
 MIB = 1 << 20

@@ -32,10 +32,10 @@ from tests.stress.contents import content
 from tests.stress.syscalls import Child
 from tests.stress.tally import Tally, counts
 from tiered import CapacityError, TensorSpec, TieredStore, zero
-from tiered.memory import anonymous
-from tiered.safetensors import entry_of
-from tiered.shards import Shards
-from tiered.zero.home import placement_of
+from tiered.format.safetensors import entry_of
+from tiered.format.safetensors_writer import Shards
+from tiered.system import anonymous
+from tiered.zero.paging.unit import placement_of
 
 PROMISE = "23 (memory beside the pool)"
 MIB = 1 << 20

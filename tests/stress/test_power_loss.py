@@ -22,7 +22,8 @@ from tests.stress.contents import content, evict_all, holds
 from tests.stress.powerloss import KINDS, Log, Machine, State, machine, mounted
 from tests.stress.syscalls import Child
 from tests.stress.tally import Tally, counts
-from tiered import TieredError, TieredStore, generations
+from tiered import TieredError, TieredStore
+from tiered.format import generations
 from tiered.tiers.nvme import NvmeTier
 
 PROMISE = "2 (a commit survives power loss)"

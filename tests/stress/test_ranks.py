@@ -25,7 +25,7 @@ from torch import nn
 from tests.stress.tally import Tally, counts
 from tests.zero.ranks import on_ranks
 from tiered import RankError, TieredStore, zero
-from tiered.zero.ranks import GRACE, Ranks
+from tiered.zero.collectives import GRACE, Ranks
 
 PROMISE = "18 (a lost rank: all others say so in time, and their stores reopen)"
 TIMEOUT = 5.0

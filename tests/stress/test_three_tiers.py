@@ -20,7 +20,7 @@ import torch
 
 from tests.stress.ledger import LARGEST, Kind, Ledger, key_of, pattern
 from tiered import Access, KeyNotFound, LeaseConflict, TieredStore
-from tiered.prefetch import Touch
+from tiered.engine.policy import Touch
 from tiered.types import TensorSpec, Use
 
 KEYS = 320

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import torch
 
-from tests.chains import GatedBackend
+from tests.store.chains import GatedBackend
 from tests.stress.contents import content
 from tests.stress.tally import Tally, counts
 from tiered import CapacityError, CorruptionError, LeaseConflict, MisuseError, TieredStore
-from tiered.residency import State
+from tiered.engine.residency import State
 from tiered.types import IORequest
 
 PROMISE = "14 (writes in flight, use after a lease)"

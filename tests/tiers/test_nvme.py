@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from tests.contracts.tier import OpenTier, TierContract
 from tests.fakes import in_child
 from tests.filesystems import mounted, root, small_ext4
-from tiered.datafile import DataFile
 from tiered.errors import CapacityError, ManifestError, MisuseError, StoreLocked
+from tiered.format.data_file import DataFile
 from tiered.tiers.nvme import NvmeConfig, NvmeTier
 from tiered.types import Slot
 

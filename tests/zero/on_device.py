@@ -20,7 +20,7 @@ from tests import fake_device
 from tests.zero.models import Mixed, Tied, parameter_groups
 from tests.zero.ranks import on_ranks
 from tiered import MisuseError, TieredStore, zero
-from tiered.zero.at_tier import UpdateTier
+from tiered.zero.paging.storage import UpdateTier
 
 STEPS = 4
 Clip = Callable[[float], torch.Tensor]

@@ -24,7 +24,7 @@ import torch
 
 import tiered
 from tests.zero.models import Tied, parameter_groups
-from tests.zero.splitting import Language
+from tests.zero.paging.splitting import Language
 from tiered import TieredError, TieredStore, zero
 
 __all__ = [

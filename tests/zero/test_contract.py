@@ -1,4 +1,4 @@
-"""The public contract of paging, sentence by sentence; what is still to come is listed in ``tests/test_contract.py``."""
+"""The public contract of paging, sentence by sentence; what is still to come is listed in ``tests/store/test_contract.py``."""
 
 from __future__ import annotations
 

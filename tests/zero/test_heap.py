@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiered.memory
+import tiered.system
 from tests.zero.models import Tied
 from tiered import CapacityError, TieredStore, zero
-from tiered.memory import BESIDE_POOL, CgroupRoom, beside_pool
-from tiered.zero import heap
-from tiered.zero.heap import SCARCE, Trimmer
+from tiered import system as heap
+from tiered.system import BESIDE_POOL, SCARCE, CgroupRoom, Trimmer, beside_pool
 
 MIB = 1 << 20
 POOL = 1 << 30
@@ -143,7 +142,7 @@ def test_it_asks_the_system() -> None:
 def room(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What a cgroup leaves, as the test says."""
     left = [1 << 40]
-    monkeypatch.setattr(tiered.memory, "cgroup_room", lambda: CgroupRoom("/limited", 1 << 40, left[0]))
+    monkeypatch.setattr(tiered.system, "cgroup_room", lambda: CgroupRoom("/limited", 1 << 40, left[0]))
     return left
 
 

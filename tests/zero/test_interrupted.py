@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from tests.zero.models import Tied
+from tests.zero.paging.test_identity import equal
 from tests.zero.striking import KINDS, Result, Struck, StruckError, Trainer, described, outcome, shuffled, struck_at
-from tests.zero.test_identity import equal
 from tiered import InterruptedStep, MisuseError, TieredStore, zero
-from tiered.zero.home import placement_of
+from tiered.zero.paging.unit import placement_of
 
 ERRORS = itertools.cycle([Struck, Struck, StruckError])
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # callbacks are struck, too

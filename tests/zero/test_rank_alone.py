@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.zero.ranks import on_ranks
 from tiered import CapacityError, RankError, zero
-from tiered.zero.home import placement_of
-from tiered.zero.ranks import TAG, Ranks
+from tiered.zero.collectives import TAG, Ranks
+from tiered.zero.paging.unit import placement_of
 
 TIMEOUT = 20.0
 

@@ -16,9 +16,9 @@ from tests.zero.models import Tied
 from tests.zero.ranks import on_ranks
 from tests.zero.test_ranks import same
 from tiered import CapacityError, CommitError, ManifestError, MisuseError, TieredStore, zero
-from tiered.cli import main
+from tiered.cli.main import main
+from tiered.zero.checkpoint.reshard import opened
 from tiered.zero.rank_stores import newest_set
-from tiered.zero.reshard import opened
 
 MAKE = functools.partial(Tied, layers=2)
 STAGES = {"1": zero.Stage1(), "2": zero.Stage2(), "3": zero.Stage3()}

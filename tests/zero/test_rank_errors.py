@@ -13,7 +13,7 @@ from torch import nn
 from tests.zero.ranks import on_ranks
 from tests.zero.test_rank_trouble import parts, refused, step
 from tiered import CapacityError, CommitError, ManifestError, MisuseError, TieredError, TieredStore, zero
-from tiered.zero.unit import Unit
+from tiered.zero.paging.unit import Unit
 
 
 def lost_its_manifests(rank: int, folder: Path, where: Path) -> Any:

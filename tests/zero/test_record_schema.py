@@ -254,7 +254,7 @@ def test_a_takeover_that_fails_leaves_nothing(images: Images, tmp_path: Path) ->
         job.optimizer.flush()
         zero.commit(job.model, job.optimizer, **job.others)
         old.close()
-    from tiered.generations import load
+    from tiered.format.generations import load
 
     manifest = load(tmp_path / "old")
     assert manifest is not None

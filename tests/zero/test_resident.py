@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.zero.models import Tied, parameter_groups
 from tests.zero.narrow import MasterAdamW, Narrow
-from tests.zero.test_identity import equal
+from tests.zero.paging.test_identity import equal
 from tiered import MisuseError, TieredStore, zero
 
 STEPS = 5

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.zero.narrow import MasterAdamW
+from tests.zero.paging.test_identity import equal
 from tests.zero.ranks import on_ranks
-from tests.zero.test_identity import equal
 from tests.zero.test_resident import LR, STEPS, train
 from tiered import MisuseError, TieredStore, zero
 

@@ -1,5 +1,5 @@
 """What stages cost and bring: bytes that each rank sends in a step, counted at its sockets, against the volumes of the paper
-(tiered/zero/sharding.py), and bytes in its store and in its pool against one process's."""
+(tiered/zero/paging/sharding.py), and bytes in its store and in its pool against one process's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from bench.wire import traffic
 from tests.zero.ranks import on_ranks
 from tiered import TieredStore, zero
-from tiered.zero import units
+from tiered.zero.paging import units
 
 WIDTH, LAYERS = 240, 8  # 2, 3 and 4 ranks divide the layers without padding
 UNIT = 4 * WIDTH * WIDTH

@@ -36,6 +36,6 @@ def add_parser(commands: Commands) -> None:
 
 
 def _run(parsed: argparse.Namespace, given: list[str]) -> int:
-    from tiered.cli.facts import info
+    from tiered.cli.machine import info
 
     return info(parsed.folder, "rates" if parsed.measure else "none", parsed.json)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from tiered.errors import CapacityError, ForkedStore, MisuseError, StoreClosed, TieredError
 from tiered.types import IOCompletion, IORequest, Operation
 
+__all__ = ["LibaioBackend", "LibaioConfig"]
+
 try:
     from tiered.io._aio import ffi, lib
 except ImportError as error:
@@ -22,7 +24,6 @@ except ImportError as error:
         "apt-get install gcc libc6-dev python3-dev libaio-dev), then install tiered again"
     ) from error
 
-__all__ = ["LibaioBackend", "LibaioConfig"]
 
 _FAILURES = 3  # of io_getevents in a row: then it will not get better
 _LONGEST_WAIT = 1e9  # seconds; in nanoseconds it still fits into 63 bits beside the clock

@@ -20,9 +20,8 @@ from torch import cuda
 
 from tiered.errors import MisuseError, ReadError, TieredError, TransferError, WriteError
 from tiered.interfaces import Memory
-from tiered.sizes import format_size
-from tiered.types import Completion, Direction, Transfer, Urgency
-from tiered.wakeup import Wakeup
+from tiered.system import Wakeup
+from tiered.types import Completion, Direction, Transfer, Urgency, format_size
 
 __all__ = ["CudaConfig", "CudaLink", "DeviceMemory", "HostMemory"]
 

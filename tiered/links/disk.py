@@ -14,15 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tiered.checksum import digest
-from tiered.errors import (
-    CorruptionError,
-    MisuseError,
-    ReadError,
-    ShortTransfer,
-    TransferError,
-    WriteError,
-)
+from tiered.errors import CorruptionError, MisuseError, ReadError, ShortTransfer, TransferError, WriteError
+from tiered.format.data_file import digest
 from tiered.interfaces import IOBackend
 from tiered.types import (
     CHECKSUM_BYTES,

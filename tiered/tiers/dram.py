@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+from tiered.allocator import FreeSpace
 from tiered.errors import CapacityError
 from tiered.interfaces import Streams
-from tiered.space import FreeSpace
 from tiered.types import Slot
 
 __all__ = ["DramConfig", "DramTier"]

@@ -11,11 +11,10 @@ from typing import cast
 
 import torch
 
+from tiered.allocator import FreeSpace
 from tiered.errors import CapacityError, MisuseError, TieredError
 from tiered.interfaces import Streams
-from tiered.sizes import format_size
-from tiered.space import FreeSpace
-from tiered.types import Fence, Slot
+from tiered.types import Fence, Slot, format_size
 
 __all__ = ["CudaStreams", "HbmConfig", "HbmTier"]
 

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from tiered.datafile import MINIMUM_ALIGNMENT, DataFile
-from tiered.drives import IGNORED, LIST_FILE, MANIFEST, Drives, folders_of, open_drives
 from tiered.errors import CapacityError, ManifestError, MisuseError
-from tiered.folder import OpenFolder
-from tiered.sizes import format_size
-from tiered.types import Location, Slot
+from tiered.format.data_file import MINIMUM_ALIGNMENT, DataFile
+from tiered.format.drives import IGNORED, LIST_FILE, MANIFEST, Drives, folders_of, open_drives
+from tiered.format.folder import OpenFolder
+from tiered.types import Location, Slot, format_size
 
 __all__ = ["NvmeConfig", "NvmeTier"]
 

@@ -18,7 +18,6 @@ from tiered import TieredError, TieredStore
 
 __all__ = ["Leases", "Opened", "Registered"]
 
-
 class Leases:
     """The open leases of one store's models. ``of`` gives the store's one."""
 

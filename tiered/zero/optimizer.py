@@ -1,5 +1,8 @@
 """AdamW for paged parameters: ``step()`` marks, each unit is updated when it is next needed. Or, for parameters that stay in
-memory, with states in a store (``resident.py``): ``step()`` updates."""
+memory, with states in a store (``resident.py``): ``step()`` updates.
+
+Dynamic loss scaling for gradients that are in the store.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,19 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from tiered import TieredError, TieredStore
 from tiered.errors import MisuseError
-from tiered.zero.autograd import without_grad
-from tiered.zero.gradients import SpentGradient
-from tiered.zero.heap import compiler, refuse_little_room
-from tiered.zero.home import placement_of
+from tiered.system import compiler, refuse_little_room
+from tiered.zero.collectives import Ranks
 from tiered.zero.intent import decide
-from tiered.zero.paging import Pager
-from tiered.zero.ranks import Ranks
+from tiered.zero.paging.gradients import SpentGradient
+from tiered.zero.paging.pager import Pager
+from tiered.zero.paging.saved_tensors import without_grad
+from tiered.zero.paging.sharding import Stage, Stage1
+from tiered.zero.paging.unit import Unit, placement_of
+from tiered.zero.paging.units import Placement
+from tiered.zero.paging.update import AdamWRule, Update
 from tiered.zero.resident import Resident
-from tiered.zero.rules import AdamWRule
-from tiered.zero.sharding import Stage, Stage1
-from tiered.zero.states import Update
-from tiered.zero.unit import Unit
-from tiered.zero.units import Placement
 
-__all__ = ["AdamW"]
+__all__ = ["AdamW", "GradScaler"]
 
 MIXED = (
     "some of these parameters are paged and others are not: make an optimizer for each kind, with store= for those that stay "
@@ -513,3 +514,45 @@ def _ranks(stage: Stage | None, group: dist.ProcessGroup | None, timeout: float 
     if not (dist.is_available() and dist.is_initialized()):
         raise MisuseError("stage= is for several processes: call torch.distributed.init_process_group first")
     return Ranks(group, timeout) if dist.get_world_size(group) > 1 else None
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` for ``tiered.zero.AdamW``: ``scale(loss)``, ``unscale_``, ``step``, ``update``, ``state_dict``.
+
+    Whether gradients are finite is found out when they arrive, and they are multiplied when the update is applied, so neither
+    parameters nor gradients are read once more. bf16 and fp16 gradients are unscaled, and clipped afterwards, as fp32: what
+    loss scaling saved from underflow stays. Scales are powers of two by default; with others the bits are those of torch's
+    ``unscale_`` (multiplication by the inverse), not those of the division in its fused kernel.
+
+    Arguments as in torch (https://docs.pytorch.org/docs/stable/amp.html), but ``device`` is "cpu" unless said otherwise. Other
+    optimizers, and one whose parameters stay in memory, are treated as torch does. ``unscale_`` and ``step`` raise MisuseError
+    for an optimizer with ``update="in_backward"``.
+    """
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch; ``unscale_`` may come next, for gradients that were scaled before."""
+        super().load_state_dict(state_dict)
+        if self._enabled and self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        """What torch calls from ``unscale_``. Sets ``found_inf`` (0-d) to 1 where a gradient is infinite or NaN."""
+        if not isinstance(optimizer, AdamW) or optimizer.resident:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        finite = optimizer._unscale(inv_scale)
+        if not all(finite):
+            found_inf.fill_(1.0)
+        return {found_inf.device: found_inf} if finite else {}

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from tiered import ManifestError, MisuseError, RankError, TieredStore
 from tiered.errors import shown
-from tiered.listing import ListedGeneration, listing
-from tiered.zero.ranks import Ranks
+from tiered.store.at_rest import ListedGeneration, listing
+from tiered.zero.collectives import Ranks
 
 __all__ = [
     "BEGUN",

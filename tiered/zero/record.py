@@ -3,22 +3,34 @@
 JSON has lists, dicts with string keys, strings, numbers, bools and null. What else there is, is a dict with one key, its kind:
 ``{"tuple": […]}``, ``{"dict": […pairs]}``, ``{"tensor": [dtype, shape, base64]}``, ``{"stored": key}``. So a dict is always
 written as pairs. Floats come back bit for bit, NaN and infinity too.
+
+What the record of a checkpoint holds: every field with its type, and what must agree with what.
+
+A record is looked at as a whole, before anything follows from it: first by itself (``checked``), then beside the tensors of
+its store (``refuse_other_tensors``). What it says of a model's and an optimizer's is compared with these in ``checkpoint.py``.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, Protocol
 
+import msgspec
 import torch
+from torch import Tensor, nn
 
-from tiered import ManifestError, MisuseError
+from tiered import ManifestError, MisuseError, TensorSpec
+from tiered.errors import shown
+from tiered.types import LARGEST
+from tiered.zero.paging.units import Limits, Placement, UnitPlan, even_chunks
+from tiered.zero.paging.update import PIECE, States
 
-__all__ = ["dumps", "loads", "type_named"]
+__all__ = ["VERSION", "checked", "dumps", "loads", "plans", "refuse_other_states", "refuse_other_tensors", "type_named"]
 
 INLINE = 16 << 10
 """Bytes: larger tensors become tensors of the store."""
@@ -179,3 +191,296 @@ def type_named(name: object) -> torch.dtype:
     if not isinstance(found, torch.dtype) or str(name).startswith("q"):
         raise ManifestError(f"this torch ({torch.__version__}) has no element type {name!r}")
     return found
+
+
+VERSION = 1
+MOST_STEPS = 2**53
+"""Counts up to which a float counts exactly, as torch's kernels do."""
+
+_UNFIT = (ValueError, OverflowError, RecursionError, AttributeError, TypeError)
+"""msgspec's and Unicode's errors are ValueErrors; a tensor in the place of a dict has no ``keys``."""
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
+_Sizes = Annotated[list[_Size], msgspec.Meta(max_length=64)]
+_Step = Annotated[int, msgspec.Meta(ge=1, le=MOST_STEPS)]
+
+
+class _Struct(msgspec.Struct, forbid_unknown_fields=True):
+    pass
+
+
+class _Share(_Struct):
+    stage: str
+    rank: _Size
+    ranks: Annotated[int, msgspec.Meta(ge=2, le=2**31)]
+
+
+class _Layout(_Struct):
+    """Of each unit the name, and of each parameter name, shape, type, type in the store, strides."""
+
+    limit: _Size
+    chunk: Annotated[int, msgspec.Meta(ge=16, le=2**40, multiple_of=16)]
+    units: list[tuple[str, list[tuple[str, _Sizes, str, str, _Sizes]]]]
+    share: _Share | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Gradient(_Struct):
+    there: bool
+    scales: list[Tensor]
+    wide_scales: list[Tensor]
+    expected: Tensor | None
+    norms: dict[float, Tensor]
+    orders: list[float]
+    finite: bool
+
+
+class _Update(_Struct):
+    rule: tuple[float, tuple[float, float], float, float, bool]
+    step: _Step
+    scales: list[Tensor]
+    wide_scales: list[Tensor]
+
+
+class _Pending(_Struct):
+    updates: dict[str, _Update]
+    chunks_done: _Size
+    pieces_done: _Size
+
+
+class _Unit(_Struct):
+    gradients: dict[str, _Gradient]
+    stale_masters: list[str]
+    pending: _Pending | None
+
+
+class _Optimizer(_Struct):
+    groups: list[dict[str, Any]]
+    steps: dict[str, Annotated[int, msgspec.Meta(ge=0, le=MOST_STEPS)]]
+
+
+class _Random(_Struct):
+    """``checkpoint.py`` tries whether the generators take them."""
+
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...] | None
+    torch: Tensor
+    cuda: list[Tensor] | None
+
+
+class _Record(_Struct):
+    """``scheduler``, ``scaler`` and ``data`` are what these said of themselves."""
+
+    version: int
+    layout: _Layout
+    units: list[_Unit]
+    buffers: dict[str, Tensor]
+    optimizer: _Optimizer | None
+    scheduler: Any
+    scaler: Any
+    data: Any
+    random: _Random
+    extra: dict[Any, Any] | None
+    persistent: list[str] | msgspec.UnsetType = msgspec.UNSET
+
+
+def checked(record: object, what: str) -> dict[str, Any]:
+    """``record`` itself, which is all that the record of a checkpoint is. Raises ManifestError, which says what is wrong; it
+    begins with ``what``."""
+    version = record.get("version") if isinstance(record, dict) else None
+    if not isinstance(record, dict) or type(version) is not int or version != VERSION:
+        raise ManifestError(f"{what} is of another version than {VERSION}, which this release reads")
+    try:
+        found = msgspec.convert(record, _Record, strict=True, dec_hook=_as_tensor)
+    except _UNFIT as error:
+        raise ManifestError(f"{what} is damaged, or of another version: {shown(str(error), 300)}") from error
+    for problem in _problems(found):
+        raise ManifestError(f"{what} is damaged: {problem}")
+    return record
+
+
+def _as_tensor(kind: type, value: object) -> object:
+    if not isinstance(value, kind):
+        raise TypeError(f"Expected a tensor, got `{type(value).__name__}`")
+    return value
+
+
+def _problems(found: _Record) -> Iterator[str]:
+    """What contradicts itself, in words."""
+    layout = found.layout
+    yield from _twice("unit", [name for name, _ in layout.units])
+    yield from _twice("parameter", [parameter[0] for _, described in layout.units for parameter in described])
+    for name, described in layout.units:
+        if not described:
+            yield f"unit {name!r} has no parameters"
+        for parameter in described:
+            yield from _wrong_parameter(*parameter)
+        types = {(parameter[2], parameter[3]) for parameter in described}
+        if not isinstance(layout.share, msgspec.UnsetType) and len(types) > 1:
+            yield f"unit {name!r} is divided among ranks, and has parameters of several types"
+    if not isinstance(layout.share, msgspec.UnsetType) and layout.share.rank >= layout.share.ranks:
+        yield f"it is of rank {layout.share.rank} of {layout.share.ranks}"
+    if len(found.units) != len(layout.units):
+        yield f"it describes {len(layout.units)} units, and has {len(found.units)}"
+    for (name, described), unit in zip(layout.units, found.units, strict=False):
+        yield from _wrong_unit(unit, name, {parameter[0]: _type(parameter[2]) for parameter in described})
+    everything = {parameter[0] for _, described in layout.units for parameter in described}
+    yield from _unknown("the optimizer counts steps of", found.optimizer.steps if found.optimizer else (), everything)
+    named: list[str] = []
+    for group in found.optimizer.groups if found.optimizer else ():
+        names = group.get("names")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            yield f"a param group has the parameters {names!r:.100}"
+            return
+        named += names
+    yield from _twice("parameter of the optimizer", named)
+    yield from _unknown("the optimizer has", named, everything)
+    persistent = () if isinstance(found.persistent, msgspec.UnsetType) else found.persistent
+    yield from _unknown("a state_dict has the buffer", persistent, found.buffers)
+
+
+def _wrong_parameter(name: str, shape: list[int], dtype: str, stored: str, stride: list[int]) -> Iterator[str]:
+    for kind in dtype, stored:
+        if not kind.startswith("torch."):
+            yield f"{name!r} is of type {kind!r}"
+            return
+        itemsize = _type(kind).itemsize
+        if TensorSpec(kind, tuple(shape), itemsize).span > LARGEST:
+            yield f"{name!r} has the shape {shape}, whose strides overflow"
+            return
+    if len(stride) != len(shape) or _placement(name, 0, shape, dtype, stored, stride).stride != tuple(stride):
+        yield f"{name!r} has the strides {stride}, which a shape of {shape} does not have"
+
+
+def _wrong_unit(unit: _Unit, name: str, types: Mapping[str, torch.dtype]) -> Iterator[str]:
+    graded = {parameter for parameter, dtype in types.items() if dtype.is_floating_point}
+    if unit.gradients.keys() != graded:
+        other = sorted(unit.gradients.keys() ^ graded)[0]
+        yield f"unit {name!r} {'lacks' if other in graded else 'has'} a gradient of {other!r}"
+    yield from _twice("stale master", unit.stale_masters)
+    yield from _unknown("a master is stale of", unit.stale_masters, types)
+    for parameter, gradient in unit.gradients.items():
+        numbers = [*gradient.scales, *gradient.wide_scales, *([] if gradient.expected is None else [gradient.expected])]
+        whole = all(map(_is_number, [*numbers, *gradient.norms.values()])) and not any(n.dim() for n in gradient.norms.values())
+        if not whole or any(map(math.isnan, [*gradient.norms, *gradient.orders])):
+            yield f"a factor or a norm of the gradient of {parameter!r} is no number"
+    if unit.pending is not None:
+        yield from _unknown("an update is pending of", unit.pending.updates, graded)
+        for parameter, update in unit.pending.updates.items():
+            lr, betas, eps, decay, _ = update.rule
+            if not all(map(math.isfinite, (lr, *betas, eps, decay))):
+                yield f"the pending update of {parameter!r} computes with {update.rule}"
+            if not all(map(_is_number, [*update.scales, *update.wide_scales])):
+                yield f"a factor of the pending update of {parameter!r} is no number"
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 1 and tensor.dim() <= 1 and tensor.is_floating_point() and tensor.layout is torch.strided
+
+
+def _twice(what: str, names: Sequence[str]) -> Iterator[str]:
+    if len(set(names)) != len(names):
+        yield f"it has the {what} {next(name for name in names if names.count(name) > 1)!r} twice"
+
+
+def _unknown(what: str, names: Collection[str], known: Collection[str]) -> Iterator[str]:
+    for name in names:
+        if name not in known:
+            yield f"{what} {name!r}, which it does not describe"
+
+
+def _type(shown: str) -> torch.dtype:
+    return type_named(shown.removeprefix("torch."))
+
+
+def plans(record: Mapping[str, Any]) -> tuple[list[UnitPlan], Limits]:
+    """The units that a record describes, with parameters on the meta device, and by what the model was divided."""
+    found, units = record["layout"], []
+    for name, described in found["units"]:
+        placements = [
+            _placement(qualified, index, shape, dtype, stored, stride)
+            for index, (qualified, shape, dtype, stored, stride) in enumerate(described)
+        ]
+        units.append(UnitPlan(name, placements, found.get("share", {}).get("ranks", 1)))
+    return units, Limits(found["limit"], found["chunk"])
+
+
+def _placement(
+    name: str, index: int, shape: Sequence[int], dtype: str, stored: str, stride: Sequence[int]
+) -> Placement:
+    blank = torch.empty(shape, dtype=_type(dtype), device="meta")
+    parameter = nn.Parameter(blank, requires_grad=False)  # then the order of a unit stays what it is
+    return Placement(parameter, name, index, tuple(stride), _type(stored))
+
+
+# Beside the store
+
+
+class Specified(Protocol):
+    def __contains__(self, key: object) -> bool: ...
+
+    def spec(self, key: str) -> TensorSpec: ...
+
+
+def refuse_other_tensors(
+    store: Specified, name: str, record: Mapping[str, Any], units: Sequence[UnitPlan], limits: Limits
+) -> None:
+    """Raises ManifestError where ``store`` does not have the tensors of which the record of model ``name`` speaks, as large as
+    they must be."""
+    share = record["layout"].get("share", {"rank": 0, "stage": "Alone"})
+    for unit, found in zip(units, record["units"], strict=True):
+        key, parts = f"{name}/param/{unit.name}", {p.name: part for p, part in unit.parts(share["rank"]).items()}
+        divided = unit.shares if share["stage"] == "Stage3" else 1
+        _expect(store, key, "uint8", unit.stored_nbytes // divided)
+        pending = found["pending"] or {"updates": {}}
+        graded = [part for p, part in parts.items() if p in pending["updates"] or found["gradients"].get(p, {}).get("there")]
+        needed = max((part.offset + part.nbytes for part in graded if part.numel), default=0)
+        if needed:
+            _expect(store, f"{key}/grad", "uint8", needed, LARGEST)
+        for kind, named in ("an update is pending", pending["updates"]), ("a master is stale", found["stale_masters"]):
+            other = next((p for p in named if p not in parts), None)
+            if other is not None:
+                raise ManifestError(
+                    f"the checkpoint of {name!r} is damaged: of {other!r} {kind}, and {store} has nothing of it"
+                )
+        kinds = {placement.stored for placement in unit.placements}
+        chunk = even_chunks(unit.elements, limits.chunk)
+        states = States(store, key, list(parts.values()), chunk, kinds)  # type: ignore[arg-type]  # which are not used
+        refuse_other_states(store, states, list(parts.values()))
+        if found["pending"] is not None:
+            chunks = states.chunks(parts[p] for p in pending["updates"])
+            left = chunks[pending["chunks_done"] :]
+            pieces = sum(-(-min(parts[p].numel, chunk) // PIECE) + 1 for p in pending["updates"]) if left else 0
+            if pending["chunks_done"] > len(chunks) or pending["pieces_done"] > pieces:
+                raise ManifestError(
+                    f"the checkpoint of {name!r} is damaged: more of the pending update of {unit.name!r} is done than it has"
+                )
+
+
+def refuse_other_states(store: Specified, states: States, parts: Sequence[Placement]) -> None:
+    """Raises ManifestError where a chunk of states neither ends where the next one begins, nor where a parameter ends, or is
+    not of every kind."""
+    ends = {part.element + part.numel for part in parts}
+    for index, keys in states.chunks(parts):
+        if keys[0] not in store:
+            continue
+        size = store.spec(keys[0]).numel
+        begin = index * states.chunk_elements
+        if size != states.chunk_elements and not (size < states.chunk_elements and begin + size in ends):
+            raise ManifestError(
+                f"{keys[0]!r} in {store} has {size} elements, and a chunk of these states has {states.chunk_elements}: the "
+                "checkpoint is damaged, or the tensor is another model's"
+            )
+        for key, dtype in zip(keys, states.types, strict=True):
+            _expect(store, key, str(dtype).removeprefix("torch."), size)
+
+
+def _expect(store: Specified, key: str, dtype: str, least: int, most: int | None = None) -> None:
+    """``least`` elements, or up to ``most``."""
+    if key not in store:
+        raise ManifestError(f"{store} lacks {key!r}, of which its checkpoint speaks: it is damaged, or of another time")
+    spec = store.spec(key)
+    if spec.dtype != dtype or len(spec.shape) != 1 or not least <= spec.numel <= (most or least):
+        raise ManifestError(
+            f"{key!r} in {store} is {spec.dtype} of shape {list(spec.shape)}, and its checkpoint speaks of {least} of {dtype}: "
+            "it is damaged, or of another time"
+        )

@@ -19,15 +19,13 @@ import torch
 import torch.distributed as dist
 
 from tiered import ManifestError, MisuseError, TieredStore
-from tiered.zero.at_tier import Tensors, dram_of, host
-from tiered.zero.local import Local
+from tiered.zero.collectives import Ranks, Under
+from tiered.zero.paging.storage import Tensors, dram_of, host
+from tiered.zero.paging.units import Limits, Placement
+from tiered.zero.paging.update import Pending, States, Update, UpdateRule
 from tiered.zero.rank_stores import shared_json
-from tiered.zero.ranks import Ranks, Under
-from tiered.zero.record import MOST
-from tiered.zero.record_schema import MOST_STEPS, refuse_other_states
-from tiered.zero.rules import UpdateRule
-from tiered.zero.states import Pending, States, Update
-from tiered.zero.units import Limits, Placement
+from tiered.zero.record import MOST, MOST_STEPS, refuse_other_states
+from tiered.zero.resident_shard import Local
 
 __all__ = ["Resident"]
 

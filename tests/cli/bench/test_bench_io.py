@@ -1,0 +1,365 @@
+"""``tiered bench io`` beyond its default: sweeps, floods, sustained writes, pictures."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import programs
+from tests.cli.bench.test_bench import KIB, found, needs_fio
+from tests.cli.train.test_train import MIB, ONE_THREAD, command, failure, message
+from tests.fakes import ManualBackend
+from tests.filesystems import mounted, root
+from tiered import MisuseError, TieredError
+from tiered.cli import measure
+from tiered.cli.arguments import seconds
+from tiered.cli.bench import fio, plot, sustained, sweep
+from tiered.cli.bench import sweep as drive
+from tiered.cli.bench.series import Series
+from tiered.cli.bench.sweep import Drive, Point
+from tiered.cli.main import main
+from tiered.cli.stop import StopRequest
+from tiered.io.probe import libaio_unavailable
+from tiered.types import IORequest
+
+SWEEP = ["bench", "io", "--sweep", "--size", "1MiB", "--rounds", "2", "--seconds", "10"]
+STORE = ["bench", "io", "--size", "4MiB", "--dram", "1MiB", "--rounds", "2"]
+FEW = ["--block", "64KiB", "--depth", "1,4", "--backends", "posix", "--mode", "read,mixed", "--order", "random"]
+BACKENDS = ["aiofiles", "posix"] if libaio_unavailable() else ["libaio", "aiofiles", "posix"]
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class TestSweep:
+    def test_every_combination(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        report = found(capsys, *SWEEP, "--block", "64KiB,256KiB", "--depth", "1,4", "--checksums", "off,on", "--dir", tmp_path)
+        points = report["points"]
+        assert len(points) == 3 * 2 * 2 * 2 * 2
+        keys = ("mode", "order", "block_bytes", "depth", "checksums")
+        assert len({tuple(point[key] for key in keys) for point in points}) == len(points)
+        for point in points:
+            assert list(point["by"]) == BACKENDS
+            assert list(point["ratios"]) == BACKENDS[1:]
+            for name in BACKENDS:
+                one = point["by"][name]
+                assert len(one["bytes_per_second"]["all"]) == 2
+                assert one["bytes_per_second"]["min"] > 0
+                times = one["latency_seconds"]
+                assert 0 < times["p50"] <= times["p99"] <= times["p99.9"] <= times["max"]
+                if report["direct"] and not report["in_memory"] and None not in one["kernel_bytes"] and name != "aiofiles":
+                    assert all(counted >= MIB for counted in one["kernel_bytes"])  # a whole pass, by the drive itself
+        assert not list(tmp_path.iterdir())
+
+    def test_the_table(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main([*SWEEP, *FEW, "--dir", str(tmp_path), "--json", str(tmp_path / "it.json")]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        head = next(at for at, line in enumerate(lines) if line.split()[:2] == ["block", "depth"])
+        assert " ".join(lines[head].split()) == "block depth by GB/s CPU s per GiB p50 p99 p99.9"
+        rows = [line.split()[:5] for line in lines[head + 1 : head + 5]]
+        assert rows == [[mode, "random", "64KiB", depth, "posix"] for mode in ("read", "mixed") for depth in "14"]
+        assert [line.split(":")[0] for line in lines[-2:]] == ["best of read, random", "best of mixed, random"]
+        assert json.loads((tmp_path / "it.json").read_text())["points"]
+        assert os.listdir(tmp_path) == ["it.json"]
+
+    def test_buffered(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main([*SWEEP, *FEW, "--buffered", "--block", "1000B", "--dir", str(tmp_path)]) == 0
+        assert "BUFFERED, through the page cache, as asked" in capsys.readouterr().out
+
+    def test_blocks_that_cannot_be(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        shown = failure(capsys, *SWEEP, "--block", "2MiB", "--dir", tmp_path)
+        assert shown == "tiered: --block 2MiB is more than --size 1MiB"
+        if found(capsys, *SWEEP, *FEW, "--dir", tmp_path)["direct"]:
+            assert "--block 1,000B is not aligned: " in failure(capsys, *SWEEP, "--block", "1000B", "--dir", tmp_path)
+        assert not list(tmp_path.iterdir())
+
+    def test_a_backend_that_does_not_work(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sweep, "backends", lambda: {"libaio": "no such ring", "posix": None})
+        words = [*SWEEP, *FEW, "--dir", tmp_path]
+        report = found(capsys, *words, "--backends", "libaio,posix")
+        assert report["unavailable"] == {"libaio": "no such ring"}
+        assert list(report["points"][0]["by"]) == ["posix"]
+        assert failure(capsys, *words, "--backends", "libaio") == "tiered: none of these backends works here: no such ring"
+
+    @needs_fio
+    def test_fio_does_the_same(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(fio, "ENGINES", ("libaio", "nonsense"))
+        monkeypatch.setattr(fio, "RESERVED", tmp_path / "nobody may reserve")
+        (tmp_path / "disk").mkdir()
+        report = found(capsys, *SWEEP, *FEW, "--fio", "--checksums", "off,on", "--dir", tmp_path / "disk")
+        assert list(report["fio"]["unavailable"]) == ["nonsense"]
+        for point in report["points"]:
+            assert list(point["by"]) == (["posix", "fio libaio"] if point["checksums"] == "off" else ["posix"])
+        assert not list((tmp_path / "disk").iterdir())
+
+    @pytest.mark.parametrize("mode", ["read", "write", "mixed"])
+    def test_what_fio_is_told(self, mode: fio.Mode) -> None:
+        told = fio.Fio("/there", MIB, fio.PLAIN, "name").command(fio.Job(mode, "psync", 4096, 3, "random", "buffered", 0.5))
+        assert {"--filename=/there/name", "--bs=4096", "--iodepth=3", "--direct=0", "--runtime=0.500s"} <= set(told)
+        assert f"--rw={ {'read': 'randread', 'write': 'randwrite', 'mixed': 'randrw'}[mode]}" in told
+        assert ("--end_fsync=1" in told) == (mode != "read")
+        assert not any(word.startswith("--offset") for word in told)
+        assert "--offset=3" in fio.Fio("/there", MIB, fio.PLAIN, "name", 3).command(fio.Job(mode, "psync"))
+
+    @root
+    def test_in_memory_it_says_so(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with mounted(tmp_path / "memory", "-t", "ramfs", "none") as memory:
+            assert main([*SWEEP, *FEW, "--dir", str(memory)]) == 0
+            assert "THIS IS MEMORY, not a drive" in capsys.readouterr().out
+
+    def test_stopped(self, tmp_path: Path) -> None:
+        forever = ["bench", "io", "--sweep", "--size", "4MiB", *FEW, "--rounds", "1000000", "--dir", str(tmp_path)]
+        with programs.Popen(command(*forever), stderr=subprocess.PIPE, text=True, env=ONE_THREAD) as child:
+            try:
+                assert child.stderr is not None
+                assert any("round " in line for line in child.stderr)
+                child.send_signal(signal.SIGTERM)
+                errors = child.communicate(timeout=60)[1]
+            finally:
+                child.kill()
+        assert child.returncode == 143
+        assert message(errors.splitlines()[-1]) == "tiered: stopped; the scratch file is removed"
+        assert not list(tmp_path.iterdir())
+
+
+class Recording(ManualBackend):
+    """Writes down what was asked, and completes it at once, in any order."""
+
+    asked: list[tuple[str, int, int]]
+    depth = 4
+    fail_at = -1
+    most = 0
+
+    def reap(self, min_events: int, timeout: float) -> Any:
+        self.most = max(self.most, len(self.pending))
+        for request in random.Random(1).sample(list(self.pending.values()), len(self.pending)):
+            self.asked.append((request.operation.value, request.offset, request.nbytes))
+            self.complete(request.tag, -errno.EIO if request.offset == self.fail_at else None)
+        return super().reap(min_events, timeout)
+
+    def _move(self, request: IORequest, nbytes: int) -> int:
+        return nbytes
+
+
+class TestDrive:
+    @pytest.fixture
+    def bed(self, tmp_path: Path) -> Iterator[Drive]:
+        made = Drive(str(tmp_path), "file", MIB, MIB, "direct", StopRequest())
+        made.prepare()
+        yield made
+        made.close()
+
+    @pytest.fixture
+    def recording(self, monkeypatch: pytest.MonkeyPatch) -> Recording:
+        backend = Recording()
+        backend.asked = []
+        monkeypatch.setattr(drive, "open_backend", lambda name, depth: backend)
+        return backend
+
+    @pytest.mark.parametrize("order", ["sequential", "random"])
+    @pytest.mark.parametrize("mode", ["read", "write", "mixed"])
+    def test_each_block_once(self, bed: Drive, recording: Recording, mode: fio.Mode, order: Any) -> None:
+        result = bed.run(Point(mode, order, 64 * KIB, 4), "posix", 10.0)
+        assert result.bytes == MIB
+        assert len(result.latencies) == 16
+        assert sorted(offset for _, offset, _ in recording.asked) == list(range(0, MIB, 64 * KIB))
+        assert recording.most == 4
+        ways = [way for way, _, _ in recording.asked]
+        assert ways.count("write") == {"read": 0, "write": 16, "mixed": 8}[mode]
+        first = {offset for _, offset, _ in recording.asked[:4]}
+        assert (first == {0, 64 * KIB, 128 * KIB, 192 * KIB}) == (order == "sequential")
+
+    def test_no_block_begins_when_the_time_is_up(self, bed: Drive, recording: Recording) -> None:
+        assert bed.run(Point("read", "sequential", 64 * KIB, 4), "posix", 0.0).bytes == 0
+        assert recording.asked == []
+
+    def test_a_failed_block_is_no_result(self, bed: Drive, recording: Recording) -> None:
+        recording.fail_at = 128 * KIB
+        with pytest.raises(TieredError, match=r"file: cannot read at byte 131072: Input/output error"):
+            bed.run(Point("read", "sequential", 64 * KIB, 4), "posix", 10.0)
+
+    def test_a_short_block_is_no_result(self, bed: Drive) -> None:
+        os.truncate(bed.path, MIB - 64 * KIB)
+        with pytest.raises(TieredError, match=r"file: cannot read at byte 983040: 0 of 65536 bytes"):
+            bed.run(Point("read", "sequential", 64 * KIB, 4), "posix", 10.0)
+
+    def test_checksums_are_of_each_block(self, bed: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen: list[int] = []
+        monkeypatch.setattr(drive, "digest", lambda uuid, number, generation, offset, piece: seen.append(offset))
+        for mode in "read", "write", "mixed":
+            bed.run(Point(mode, "random", 64 * KIB, 4, "on"), "posix", 10.0)  # type: ignore[arg-type]
+            assert sorted(seen) == list(range(0, MIB, 64 * KIB))
+            seen.clear()
+        bed.run(Point("mixed", "random", 64 * KIB, 4, "off"), "posix", 10.0)
+        assert not seen
+
+
+class TestStoreModes:
+    def test_latencies_of_tensors(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        report = found(capsys, *STORE, "--mode", "write,read", "--dir", tmp_path)
+        assert list(report["modes"]) == ["read", "write"]
+        for series in report["modes"].values():
+            times = series["tiered"]["latency_seconds"]
+            assert 0 < times["p50"] <= times["p99"] <= times["p99.9"] <= times["max"]
+        assert "flood" not in report
+
+    def test_in_random_order(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        report = found(capsys, *STORE, "--mode", "read", "--order", "random", "--dir", tmp_path)
+        assert report["order"] == "random"
+        assert min(report["modes"]["read"]["tiered"]["bytes"]) > 0
+
+    def test_flood(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        report = found(capsys, *STORE, "--mode", "flood", "--dir", tmp_path)
+        assert report["modes"] == {}
+        flood = report["flood"]
+        assert flood["leases"] == 2 * report["tensors"] == 64
+        for name in "p50", "p99", "p99.9", "max":
+            assert flood["ratios"][name] == pytest.approx(flood["flooded_seconds"][name] / flood["alone_seconds"][name])
+        assert flood["written_bytes_per_second"]["min"] > 0
+        assert not list(tmp_path.iterdir())
+
+    def test_flood_as_a_table(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main([*STORE, "--mode", "read,flood", "--dir", str(tmp_path)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in lines[-4:]] == ["one", "alone", "in", "ratio"]
+        assert any(line.startswith("read  tiered  ") for line in lines)
+
+    def test_what_stops_the_flood_is_said(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from tiered.cli.bench.series import Walk
+
+        replace = Walk.replace
+
+        def fails(self: Walk, key: str) -> None:
+            if isinstance(self._stop, StopRequest) and not self._stop._before:  # the other thread's
+                raise TieredError("the drive is gone")
+            replace(self, key)
+
+        monkeypatch.setattr(Walk, "replace", fails)
+        capsys.readouterr()
+        assert main([*STORE, "--mode", "flood", "--dir", str(tmp_path)]) == 1
+        assert capsys.readouterr().err.splitlines()[-1] == "tiered: the drive is gone"
+        assert not list(tmp_path.iterdir())
+
+
+class TestSustained:
+    def test_windows(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sustained, "SHORTEST", 0.01)
+        report = found(capsys, *STORE[:-2], "--duration", "0.2s", "--dir", tmp_path)["sustained"]
+        windows = report["windows"]
+        assert windows[0]["began_seconds"] == 0
+        assert all(one["ended_seconds"] == two["began_seconds"] for one, two in itertools.pairwise(windows))
+        assert sum(window["bytes"] for window in windows) == report["whole"]["bytes"] > 0
+        assert report["whole"]["ended_seconds"] >= 0.2
+        assert report["least"]["bytes_per_second"] == min(window["bytes_per_second"] for window in windows)
+        assert (report["first"], report["last"]) == (windows[0], windows[-1])
+        assert not list(tmp_path.iterdir())
+
+    def test_the_table(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main([*STORE[:-2], "--duration", "0.1", "--dir", str(tmp_path)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in lines[-5:]] == ["GB/s", "whole", "first", "last", "least"]
+
+    @pytest.mark.parametrize(("text", "value"), [("90", 90.0), ("1.5s", 1.5), ("2min", 120.0), ("1h", 3600.0), ("\n5s", 5.0)])
+    def test_times(self, text: str, value: float) -> None:
+        assert seconds(text) == value
+
+    @pytest.mark.parametrize("text", ["", "s", "5\ns\n", "\n", "1e308h", "1e400", "nan", "-1s", "0"])
+    def test_no_times(self, text: str) -> None:
+        with pytest.raises(argparse.ArgumentTypeError, match="is not a time; write one like"):
+            seconds(text)
+
+
+class TestPlot:
+    def test_without_matplotlib(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        for words in (STORE, SWEEP, [*STORE[:-2], "--duration", "1s"]):
+            shown = failure(capsys, *words, "--dir", tmp_path, "--plot", tmp_path / "it.png")
+            assert shown == "tiered: --plot needs matplotlib: pip install 'tiered[plot]'"
+        assert not list(tmp_path.iterdir())
+
+    def test_another_kind_of_file(self) -> None:
+        with pytest.raises(MisuseError, match=r"it\.pdf does not end in \.png"):
+            plot.refuse_unplottable("it.pdf")
+
+    @pytest.mark.parametrize("words", [STORE, [*SWEEP, *FEW], [*STORE[:-2], "--duration", "0.1s"]], ids=["io", "sweep", "time"])
+    def test_pictures(self, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'tiered[plot]'")
+        picture = tmp_path / "it.png"
+        for _ in range(2):  # its own picture is replaced
+            assert main([*words, "--dir", str(tmp_path), "--plot", str(picture)]) == 0
+            assert picture.read_bytes().startswith(b"\x89PNG")
+        picture.write_bytes(b"\x89PNG of a cat")
+        assert "none of our reports, so it stays" in failure(capsys, *words, "--dir", tmp_path, "--plot", picture)
+        assert picture.read_bytes() == b"\x89PNG of a cat"
+
+
+class TestUsage:
+    @pytest.mark.parametrize(
+        ("words", "names"),
+        [
+            (["--mode", "read,fast"], "'fast' is none of read, write, mixed, flood"),
+            (["--sweep", "--mode", "flood"], "no mode flood"),
+            (["--sweep", "--backend", "posix"], "--backends instead"),
+            (["--sweep", "--duration", "60s"], "not allowed with"),
+            (["--sweep", "--depth", "1,0"], "--depth"),
+            (["--sweep", "--checksums", "maybe"], "--checksums"),
+            (["--block", "1MiB"], "--block is for --sweep"),
+            (["--buffered"], "--buffered is for --sweep"),
+            (["--order", "sequential,random"], "name one"),
+            (["--duration", "soon"], "'soon' is not a time"),
+            (["--duration", "1s", "--fio"], "--duration only writes"),
+            (["--mode", "flood", "--plot", "it.png"], "--plot draws rates"),
+        ],
+    )
+    def test_bad_usage_is_2(self, words: list[str], names: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["bench", "io", *words]) == 2
+        shown = capsys.readouterr()
+        assert names in shown.err.splitlines()[-1]
+        assert not shown.out
+
+    def test_files_that_are_there_stay(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "thesis").write_text("years of work")
+        for words in (STORE, SWEEP, [*STORE[:-2], "--duration", "1s"]):
+            assert "so it stays: name another file with --json" in failure(
+                capsys, *words, "--dir", tmp_path, "--json", tmp_path / "thesis"
+            )
+        assert (tmp_path / "thesis").read_text() == "years of work"
+
+
+class TestNumbers:
+    def test_quantiles(self) -> None:
+        assert measure.quantiles([]) == {}
+        assert measure.quantiles(range(1000, 0, -1)) == {"p50": 500, "p99": 990, "p99.9": 999, "max": 1000}
+
+    def test_latencies_of_all_rounds_count_together(self) -> None:
+        series = Series("it")
+        for latencies in ([1.0] * 98, [2.0, 3.0]):
+            series.add(fio.Result(1, 1.0, 1.0, tuple(latencies)))
+        assert series.latency() == {"p50": 1.0, "p99": 2.0, "p99.9": 3.0, "max": 3.0}

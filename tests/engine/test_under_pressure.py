@@ -1,0 +1,250 @@
+"""What was found by trying to break the promises: writers under READ leases, a tier below that is full, interruptions."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import pickle
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.rehearsal import MovablePlaces, Places
+from tests.rig import Rig, evicted, fill, where
+from tiered import CapacityError, CommitError, CorruptionError, LeaseConflict, MisuseError, ReadError, TieredError, TieredStore
+from tiered.engine.background import Ahead
+from tiered.engine.policy import LRU, NextUse, Plan, Touch
+from tiered.engine.residency import Entry, State
+from tiered.engine.scheduler import Admission
+from tiered.format.generations import generations
+from tiered.types import TensorSpec
+
+MIB = 1 << 20
+
+
+def filled(letter: str, nbytes: int = MIB) -> torch.Tensor:
+    return torch.full((nbytes,), ord(letter), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("writer", ["the reader itself", "an alias of an earlier lease"])
+def test_a_commit_is_whole_whoever_writes_under_a_read_lease(tmp_path: Path, writer: str) -> None:
+    """That is not allowed: the commit has the bytes of before, or there is none."""
+    with TieredStore.open(tmp_path / "state", dram=64 * MIB, deadline=30) as store:
+        store.put("w", filled("a", 12 * MIB))
+        with store.lease("w", access="write") as alias:
+            alias.add_(1)
+        over = threading.Event()
+
+        def write(tensor: torch.Tensor) -> None:
+            while not over.is_set():
+                tensor.add_(1)
+
+        with pytest.raises(MisuseError, match="READ lease"), store.lease("w") as reader:  # noqa: PT012 - at its end
+            thread = threading.Thread(target=write, args=(reader if writer == "the reader itself" else alias,))
+            thread.start()
+            try:
+                with contextlib.suppress(CorruptionError):
+                    store.commit()
+            finally:
+                over.set()
+                thread.join()
+        del alias, reader, thread, write
+        store.close()
+    with TieredStore.open(tmp_path / "state", dram=64 * MIB) as store:
+        if store.generation:
+            assert store.get("w").eq(ord("a") + 1).all()
+        assert store.statistics().tiers[0].held == 0
+
+
+def test_errors_travel_between_processes() -> None:
+    error = ReadError("cannot read", key="w", tier="nvme", path="/data.0", offset=4096, errno=5)
+    found = pickle.loads(pickle.dumps(error))
+    assert type(found) is ReadError
+    assert str(found) == str(error)
+    assert (found.key, found.tier, found.path, found.offset, found.errno) == ("w", "nvme", "/data.0", 4096, 5)
+
+
+def test_a_snapshot_is_given_back(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "state", dram=4 * MIB) as store:
+        store.put("w", filled("a"))
+        with store.lease("w"):
+            store.commit()
+        assert store.statistics().tiers[0].used == MIB
+
+
+@pytest.mark.parametrize("chain", ["disk", "no disk"])
+def test_an_order_that_is_followed_changes_no_result_when_the_tier_below_is_full(tmp_path: Path, chain: str) -> None:
+    if chain == "disk":
+        store = TieredStore.open(tmp_path / "state", dram=4 * MIB, nvme=6 * MIB, durability="none", deadline=30)
+    else:
+        store = TieredStore.open(None, hbm=4 * MIB, device="cpu", dram=8 * MIB, deadline=30)
+    with store:
+        for letter in "abcdefgh":
+            store.put(letter, filled(letter))
+        if chain == "no disk":
+            with store.lease("a", access="write"):  # it is nowhere but in HBM from here on
+                pass
+            store.put("i", filled("i"))
+        order = "bcdefgbcdefg"
+        store.follow(order[:6])
+        for letter in order:
+            with store.lease(letter) as found:
+                assert found.eq(ord(letter)).all()
+            del found
+
+
+def test_a_put_under_a_lease_says_so_at_once_also_when_the_pool_is_full(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "state", dram=MIB) as store:
+        store.put("a", filled("a"))
+        with store.lease("a") as held:
+            with pytest.raises(LeaseConflict, match="'a'"):
+                store.put("a", filled("b"))
+            del held
+
+
+def test_a_lease_that_cannot_fit_by_its_slots_is_refused_at_once() -> None:
+    with TieredStore.open(None, hbm=1024, device="cpu", dram=MIB) as store:
+        for letter in "abc":
+            store.put(letter, filled(letter, 300))
+        with pytest.raises(CapacityError, match="never"), store.lease(list("abc")):
+            pass
+
+
+def test_ctrl_c_while_an_order_is_planned_ends_following(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with TieredStore.open(tmp_path / "state", dram=MIB) as store:
+        for letter in "abcdef":
+            store.put(letter, filled(letter, MIB // 4))
+        store.follow("abc")
+
+        def interrupted(plan: Plan) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Plan, "_sum_up", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                store.follow(list("defab"))
+        for order in ("abcdef", "fed"):
+            for letter in order:
+                with store.lease(letter) as found:
+                    assert found.eq(ord(letter)).all()
+                del found
+            assert store.follow(list(order)) == len(order)
+
+
+def test_a_commit_that_failed_is_not_one_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "state"
+    with TieredStore.open(folder, dram=MIB, keep=2) as store:
+        store.put("w", filled("a", 100))
+        for _ in range(2):
+            store.commit(meta={})
+
+        def full(*_: object) -> None:
+            raise CommitError("the disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("tiered.format.generations.publish", full)
+            for _ in range(2):
+                with pytest.raises(CommitError):
+                    store.commit(meta={})
+        newest = store.commit(meta={})
+        assert generations(folder) == [2, newest]
+        store.commit(meta={})
+        assert generations(folder) == [newest, newest + 1]
+
+
+def test_a_system_without_descriptors_refuses_an_engine_and_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left() -> tuple[int, int]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    before = set(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pipe", none_left)
+        with pytest.raises(TieredError, match="Too many open files"):
+            TieredStore.open(tmp_path / "state", dram=MIB, backend="libaio")
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) <= before
+    TieredStore.open(tmp_path / "state", dram=MIB).close()
+
+
+def test_one_large_tensor_that_is_gone_keeps_no_room_from_hints() -> None:
+    rig = Rig(40, 400, reserve=0.0)
+    fill(rig, "a", "b", "c", "d", nbytes=4)
+    evicted(rig, *[key for key in "abcd" if where(rig, key)[0]])
+    rig.put("large", bytes(38))
+    rig.settle()
+    rig.delete("large")
+    rig.settle()
+    for key in "abcd":
+        rig.hint(key)
+        rig.settle()
+    assert [where(rig, key)[0] for key in "abcd"] == [State.CLEAN] * 4
+    rig.wind_down()
+
+
+def test_a_trace_of_at_most_so_many_touches(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "state", dram=MIB) as store, store.trace(most=3) as order:
+        store.put("w", filled("w", 4096))
+        for _ in range(9):
+            store.get("w")
+        assert len(order) == 3
+        order.clear()
+        store.get("w")
+        assert [touch.key for touch in order] == ["w"]
+
+
+def test_what_is_fetched_ahead_may_lose_its_source_to_what_leaves_for_it() -> None:
+    """Three full tiers: "x" goes up to the top, two dirty tensors leave there for it, and room for the first is made of "x" in
+    the middle. The second finds the bottom full, so a clean one leaves instead, and there is a slot but no source."""
+    top, middle, bottom = MovablePlaces(110), MovablePlaces(100), Places(100)
+    admission = Admission([top, middle, bottom], [LRU(), LRU(), LRU()], 0.0)
+
+    def below(key: str, nbytes: int) -> Entry:
+        slot = bottom.allocate(nbytes)
+        assert slot is not None
+        admission.places[2].account(slot)
+        number = admission.directory.next_id
+        entry = admission.directory.restore(key, TensorSpec("uint8", (nbytes,), 1), number, slot, b"", 1)
+        assert entry.copies[2] is not None
+        admission.install(entry.copies[2])
+        return entry
+
+    def up(entry: Entry, tier: int) -> None:
+        slot = admission.places[tier].allocate(entry.nbytes)
+        assert slot is not None
+        admission.directory.begin_fill(entry, tier, slot)
+        admission.directory.end_fill(entry, tier, None)
+        admission.places[tier].policy.touched(entry.key)
+
+    def put(key: str, nbytes: int, tier: int) -> None:
+        slot = admission.places[tier].allocate(nbytes)
+        assert slot is not None
+        copy = admission.directory.put(key, TensorSpec("uint8", (nbytes,), 1), tier, slot).copies[tier]
+        assert copy is not None
+        admission.install(copy)
+
+    x, clean = below("x", 50), below("clean", 50)
+    up(clean, 1)
+    up(clean, 0)
+    assert clean.copies[1] is not None
+    admission.directory.evict(clean.copies[1])
+    up(x, 1)
+    for key, nbytes, tier in (("first", 30, 0), ("second", 30, 0), ("y", 50, 1)):
+        put(key, nbytes, tier)
+    plan = Plan([Touch("x"), Touch("clean")])
+    ahead = Ahead(plan, ["top", "middle", "bottom"], lambda: [(0.0, 0.0)] * 2)
+    ahead.rooms = [110, 100]
+    rule = NextUse(plan.next_use, lambda: plan.cursor)
+    gives_up = NextUse(plan.next_use, lambda: plan.cursor, given_up=lambda key: key == "x")
+    admission.follow(ahead, [rule, gives_up])
+    ahead.needed, ahead.tier = 0, 0
+    admission.bring(x, 0, ahead)
+    assert x.copies[:2] == [None, None]
+    assert x.copies[2] is not None
+    for place in admission.places:
+        place.check()

@@ -1,0 +1,128 @@
+"""Wrong arguments are MisuseErrors that say what is right, and nothing has happened then."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.store.chains import MIB, nothing_is_held, numbers
+from tiered import MisuseError, TensorSpec, TieredStore
+from tiered.engine.policy import Touch
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def store(folder: Path) -> Iterator[TieredStore]:
+    opened = TieredStore.open(folder, dram=MIB)
+    yield opened
+    opened.close()
+
+
+Use = Callable[[TieredStore], object]
+READY = torch.zeros(1)
+WRONG: dict[str, tuple[Use, str]] = {
+    "put int": (lambda s: s.put(3, READY), "a key is a str, not int"),  # type: ignore[arg-type]
+    "put bytes": (lambda s: s.put(b"w", READY), "a key is a str, not bytes"),  # type: ignore[arg-type]
+    "put surrogate": (lambda s: s.put("w\ud800", READY), r"'w\\ud800' is not Unicode text"),
+    "put list": (lambda s: s.put("w", [1.0]), "'w': a store holds tensors, not list"),  # type: ignore[arg-type]
+    "create surrogate": (lambda s: s.create("\udfff", TensorSpec("float32", (1,), 4)), "not Unicode"),
+    "create of a shape": (lambda s: s.create("w", (3, 4)), "a TensorSpec, not by"),  # type: ignore[arg-type]
+    "create negative": (lambda s: s.create("w", TensorSpec("float32", (-1,), 4)), "a tuple of sizes"),
+    "create list shape": (lambda s: s.create("w", TensorSpec("float32", [1], 4)), "a tuple of sizes"),  # type: ignore[arg-type]
+    "create dtype": (lambda s: s.create("w", TensorSpec("float33", (1,), 4)), "'float33' is no element type"),
+    "create quantized": (lambda s: s.create("w", TensorSpec("qint8", (1,), 1)), "'qint8' is no element type"),
+    "create itemsize": (lambda s: s.create("w", TensorSpec("float32", (1,), 2)), "an element of float32 has 4 bytes, not 2"),
+    "get int": (lambda s: s.get(3), "a key is a str"),  # type: ignore[arg-type]
+    "get list": (lambda s: s.get(["w"]), "a key is a str"),  # type: ignore[arg-type]
+    "fetch int": (lambda s: asyncio.run(s.fetch(3)), "a key is a str"),  # type: ignore[arg-type]
+    "delete list": (lambda s: s.delete(["w"]), "a key is a str"),  # type: ignore[arg-type]
+    "spec None": (lambda s: s.spec(None), "a key is a str"),  # type: ignore[arg-type]
+    "lease int": (lambda s: s.lease(3), "a key or of a list of keys"),  # type: ignore[call-overload]
+    "lease set": (lambda s: s.lease({"w"}), "a key or of a list of keys"),  # type: ignore[call-overload]
+    "lease of ints": (lambda s: s.lease([1, 2]), "a key is a str"),  # type: ignore[list-item]
+    "lease twice": (lambda s: s.lease(["w", "w"]), "twice"),
+    "lease access": (lambda s: s.lease("w", access=["read"]), "'read' or 'write'"),  # type: ignore[call-overload]
+    "lease tier": (lambda s: s.lease("w", tier=0), "this store has dram"),  # type: ignore[call-overload]
+    "prefetch int": (lambda s: s.prefetch(3), "in a list"),  # type: ignore[arg-type]
+    "prefetch of ints": (lambda s: s.prefetch([1]), "a key is a str"),  # type: ignore[list-item]
+    "prefetch tier": (lambda s: s.prefetch(["w"], tier="nvme"), "no leases in tier 'nvme'"),
+    "follow int": (lambda s: s.follow(3), "in a list"),  # type: ignore[arg-type]
+    "follow pairs": (lambda s: s.follow([("w", "dram")]), "neither a touch nor a key"),  # type: ignore[list-item]
+    "follow tier": (lambda s: s.follow([Touch("w", "vram")]), "this store has dram"),
+    "follow then": (lambda s: s.follow(["w"], then="stop"), "'again' or 'end'"),  # type: ignore[arg-type]
+    "commit int": (lambda s: s.commit(5), "meta is a dict"),  # type: ignore[arg-type]
+    "commit tensor": (lambda s: s.commit({"w": READY}), "meta holds a Tensor"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_arguments_say_what_is_right(store: TieredStore, wrong: str) -> None:
+    use, words = WRONG[wrong]
+    store.put("w", torch.ones(4))
+    with pytest.raises(MisuseError, match=words):
+        use(store)
+    gc.collect()
+    assert list(store) == ["w"]
+    assert store.commit() == 1, "nothing happened, and nothing is in the way"
+    nothing_is_held(store)
+
+
+OPENED: dict[str, tuple[dict[str, Any], str]] = {
+    "dram float": ({"dram": 1.5}, "a size is an int of bytes or a text"),
+    "dram text": ({"dram": "lots"}, "'lots' is not a size"),
+    "dram negative": ({"dram": -1}, "negative"),
+    "hbm bool": ({"hbm": True}, "a size is"),
+    "nvme text": ({"nvme": "1GX"}, "not a size"),
+    "device": ({"hbm": "1MiB", "device": "gpu"}, "not a device"),
+    "deadline text": ({"deadline": "x"}, "a deadline is a number of seconds, not 'x'"),
+    "deadline None": ({"deadline": None}, "a deadline is a number"),
+    "deadline negative": ({"deadline": -1}, "a deadline is a number"),
+    "keep": ({"keep": "2"}, "at least one generation"),
+    "generation": ({"generation": "1"}, "a generation is an int"),
+    "durability": ({"durability": "always"}, "'commit' or 'none'"),
+    "scratch generation": ({"durability": "none", "generation": 1}, "no generations"),
+    "backend": ({"backend": "spdk"}, "there is no backend 'spdk'"),
+    "eviction": ({"eviction": "lru"}, "LRU"),
+    "path int": ({"path": 3}, "a str or a pathlib.Path"),
+    "path bytes": ({"path": b"state"}, "a str or a pathlib.Path"),
+}
+
+
+@pytest.mark.parametrize("wrong", OPENED)
+def test_wrong_options_say_what_is_right(folder: Path, wrong: str) -> None:
+    options, words = OPENED[wrong]
+    with pytest.raises(MisuseError, match=words):
+        TieredStore.open(**{"path": folder, "dram": MIB, **options})
+    assert not folder.exists()
+    TieredStore.open(folder, dram=MIB).close()
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_the_default_device_is_not_the_stores(store: TieredStore, device: str) -> None:
+    with torch.device(device):
+        store.put("w", numbers(100).cpu() if device == "cpu" else torch.ones(100, device="cpu"))
+        expected = numbers(100) if device == "cpu" else torch.ones(100, device="cpu")
+        store.put("empty", torch.empty(0, device="cpu"))
+        for found in (store.get("w"), asyncio.run(store.fetch("w"))):
+            assert found.device.type == "cpu"
+            assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+        with store.lease(["w", "empty"], access="write") as (w, empty):
+            assert {w.device.type, empty.device.type} == {"cpu"}
+
+
+@pytest.mark.parametrize("how", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_store_cannot_be_copied_to_another_process(store: TieredStore, how: Callable[[object], object]) -> None:
+    with pytest.raises(MisuseError, match="open a store of its own in each process"):
+        how(store)

@@ -1,0 +1,213 @@
+"""What is left by an ``open`` that fails, and by a store that is closed before its first commit: what was there, no lock."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import resource
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fakes import in_child
+from tests.stress.contents import content, holds
+from tiered import CapacityError, CommitError, MisuseError, TieredError, TieredStore, verify
+from tiered.format import generations
+from tiered.types import BackendName
+
+MIB = 1 << 20
+
+
+def everything(folder: Path) -> set[Path]:
+    return set(folder.rglob("*"))
+
+
+@pytest.fixture
+def committed(tmp_path: Path) -> Path:
+    with TieredStore.open(tmp_path / "state", dram=MIB) as store:
+        store.put("t", content("t", 1, 100_000))
+    return tmp_path / "state"
+
+
+# A warning that is an error
+
+
+@pytest.fixture
+def buffered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a filesystem without O_DIRECT."""
+    with monkeypatch.context() as patch:
+        patch.setattr("tiered.store.reading.make_direct", lambda fd: False)  # first: this imports what the other one patches
+        patch.setattr("tiered.format.locked_file.make_direct", lambda fd: False)
+        yield
+
+
+@pytest.mark.parametrize("access", ["read", "write"])
+@pytest.mark.parametrize("which", ["one drive", "several", "new"])
+def test_a_warning_that_is_an_error_lets_the_lock_go(tmp_path: Path, buffered: None, access: str, which: str) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"] if which == "several" else None
+    if which != "new":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with TieredStore.open(tmp_path / "state", dram=MIB, paths=paths) as store:
+                store.put("t", content("t", 1, 100_000))
+    elif access == "read":
+        return
+    before = everything(tmp_path)
+    with pytest.raises(UserWarning, match="no O_DIRECT") as raised:
+        TieredStore.open(tmp_path / "state", dram=MIB, paths=paths, access=access)
+    assert everything(tmp_path) == before
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with TieredStore.open(tmp_path / "state", dram=MIB, paths=paths) as store:
+            if which != "new":
+                holds(store, "t", 1, 100_000)
+    del raised  # its traceback has all that the first one made
+
+
+# Before the first commit
+
+
+@pytest.mark.parametrize("paths", [None, ["a", "b/c"]])
+@pytest.mark.parametrize("end", ["close", "exception", "collected"])
+def test_a_store_that_nothing_was_committed_in_goes_with_its_folders(tmp_path: Path, paths: list[str] | None, end: str) -> None:
+    (tmp_path / "there").mkdir()
+    before = everything(tmp_path)
+    drives = [tmp_path / name for name in paths] if paths else None
+    store = TieredStore.open(tmp_path / "there" / "new" / "state", dram=MIB, paths=drives)
+    assert everything(tmp_path) > before
+    if end == "exception":
+        with pytest.raises(CapacityError), store:
+            store.put("t", torch.empty(2 * MIB, dtype=torch.uint8))
+    elif end == "close":
+        store.put("t", content("t", 1, 10))
+        store.close()
+    del store
+    assert everything(tmp_path) == before
+
+
+def test_what_others_made_or_put_there_stays(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    TieredStore.open(tmp_path / "empty", dram=MIB).close()
+    assert everything(tmp_path) == {tmp_path / "empty"}
+    store = TieredStore.open(tmp_path / "new" / "state", dram=MIB)
+    (tmp_path / "new" / "notes").write_text("mine")
+    store.close()
+    assert everything(tmp_path) == {tmp_path / "empty", tmp_path / "new", tmp_path / "new" / "notes"}
+
+
+def test_a_commit_keeps_it_also_one_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows what a power loss shows of one whose folder could not be synced."""
+    store = TieredStore.open(tmp_path / "state", dram=MIB)
+    store.put("t", content("t", 1, 10))
+
+    def failing(*_: object) -> None:
+        raise CommitError("the folder could not be synced")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generations, "publish", failing)
+        with pytest.raises(CommitError):
+            store.commit()
+    store.close()
+    assert (tmp_path / "state" / "data.0").exists()
+    with TieredStore.open(tmp_path / "state", dram=MIB) as store:
+        store.commit()
+    with TieredStore.open(tmp_path / "state", dram=MIB, generation=0, newer="drop"):
+        pass
+    assert (tmp_path / "state" / "data.0").exists(), "it was made long ago"
+
+
+def test_an_open_that_is_refused_leaves_no_parents(tmp_path: Path) -> None:
+    with pytest.raises(CapacityError):
+        TieredStore.open(tmp_path / "a" / "b" / "state", dram=MIB, nvme=1 << 60)
+    assert everything(tmp_path) == set()
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "notes").write_text("mine")
+    before = everything(tmp_path)
+    with pytest.raises(MisuseError):
+        TieredStore.open(tmp_path / "a" / "state", dram=MIB, paths=[tmp_path / "new" / "drive", tmp_path / "foreign"])
+    assert everything(tmp_path) == before
+
+
+# Nothing left to open with
+
+
+@pytest.mark.parametrize("backend", ["posix", "aiofiles", "auto"])
+def test_verify_without_descriptors_says_so_and_calls_nothing_damaged(committed: Path, backend: BackendName) -> None:
+    def body() -> str:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        gc.collect()
+        gc.freeze()  # all of torch need not be gone through again below
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        while (lowest := os.open(os.devnull, os.O_RDONLY)) < highest:  # so that there are no gaps below the limit
+            pass
+        os.close(lowest)
+        said = []
+        for left in range(16):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + left, hard))
+            try:
+                found = verify(committed, backend=backend)
+                said.append("sound" if found.sound else f"DAMAGED {found.damages}")
+            except TieredError as error:
+                said.append(f"{type(error).__name__} {error}" if "open files" in str(error) else f"WRONG {error}")
+            except BaseException as error:
+                said.append(f"UNTYPED {type(error).__name__} {error}")
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+                gc.collect()  # an event loop that could not be made keeps what it had until then
+        return "\n".join(said)
+
+    said = in_child(body).splitlines()
+    print(f"{backend}: {sum(words != 'sound' for words in said)} of {len(said)} limits were too low")
+    assert said[0] != "sound"
+    assert said[-1] == "sound"
+    assert not [words for words in said if words.startswith(("DAMAGED", "WRONG", "UNTYPED"))]
+
+
+def test_verify_of_several_drives_without_descriptors(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    with TieredStore.open(tmp_path / "state", dram=MIB, paths=paths) as store:
+        store.put("t", content("t", 1, 100_000))
+
+    opened = os.open
+
+    def body() -> str:
+        said = []
+        for number in range(30):
+            seen = [0]
+
+            def one_fails(*rest: object, number: int = number, seen: list[int] = seen, **others: object) -> int:
+                seen[0] += 1
+                if seen[0] == number:
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                return opened(*rest, **others)  # type: ignore[arg-type]
+
+            os.open = one_fails  # type: ignore[assignment]
+            try:
+                found = verify(tmp_path / "state", paths=paths, backend="posix")
+                said.append("sound" if found.sound else f"DAMAGED {found.damages}")
+            except TieredError as error:
+                said.append("refused" if "open files" in str(error) else f"WRONG {error}")
+            finally:
+                os.open = opened
+        return "\n".join(said)
+
+    said = in_child(body).splitlines()
+    refused = said.count("refused")
+    print(f"{refused} of {len(said)} refused")
+    assert set(said) == {"sound", "refused"}
+    assert refused >= 5
+
+
+def test_verify_without_threads_says_so(committed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(thread: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", none_left)
+        with pytest.raises(TieredError, match="aiofiles backend cannot be opened: can't start new thread"):
+            verify(committed, backend="aiofiles")
+    assert verify(committed, backend="aiofiles").sound

@@ -1,0 +1,341 @@
+"""``zero.export``: what ``safetensors`` and ``transformers`` load is what ``state_dict`` shows; the same without the model."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+import tiered.format.safetensors_writer
+from tests.zero.models import Mixed, Tied
+from tiered import CapacityError, ManifestError, MisuseError, TieredStore, zero
+from tiered.format.safetensors import INDEX
+from tiered.store.at_rest import StoreAtRest
+from tiered.zero.checkpoint.safetensors import CONVERTED_AT_ONCE, export_at_rest
+
+DRAM = "2MiB"
+
+
+class Narrow(Tied):
+    """bf16, with a parameter in fp32, and buffers of all kinds, persistent and not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to(torch.bfloat16)
+        self.gain = nn.Parameter(torch.ones(3))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("count", torch.tensor([3, 4]))
+        self.register_buffer("transient", torch.ones(4), persistent=False)
+        self.register_buffer("empty", torch.empty(0, 3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens).float() * self.gain.mean()
+
+
+def loaded(folder: Path) -> dict[str, torch.Tensor]:
+    """All that the index names, by the real package."""
+    index = json.loads((folder / INDEX).read_text())
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(set(index["weight_map"].values())):
+        part = load_file(folder / file)
+        assert {name for name, where in index["weight_map"].items() if where == file} == set(part)
+        found |= part
+        with safe_open(folder / file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in found.values())
+    return found
+
+
+def expected(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Each parameter under its first name."""
+    state = model.state_dict()
+    first = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    return {name: value for name, value in state.items() if name in first}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
+    )
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], zero.Policy]] = {
+    "tied": (Tied, zero.Policy()),
+    "mixed": (Mixed, zero.Policy()),
+    "narrow": (Narrow, zero.Policy()),
+    "converted": (Tied, zero.Policy(torch.bfloat16)),
+}
+
+
+def trained(store: TieredStore, kind: str, *, steps: int = 2) -> tuple[nn.Module, zero.AdamW]:
+    """With an update that is pending."""
+    make, policy = KINDS[kind]
+    torch.manual_seed(0)
+    model = zero.page(make(), store, policy=policy)
+    optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        model.loss(step).backward()  # type: ignore[operator]
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("shard", ["5GB", 20_000, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_loaded_is_what_state_dict_shows(tmp_path: Path, kind: str, shard: int | str) -> None:
+    with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+        model, _ = trained(store, kind)
+        names = zero.export(model, tmp_path / "out", shard=shard)
+        assert same(loaded(tmp_path / "out"), expected(model))
+        assert sorted([*names, INDEX]) == sorted(os.listdir(tmp_path / "out"))
+        assert len(names) == 1 if shard == "5GB" else len(names) > 1
+        assert store.statistics().tiers[0].held == 0
+        model.loss(3).backward()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_a_store_at_rest(tmp_path: Path, kind: str, steps: int) -> None:
+    with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+        model, optimizer = trained(store, kind, steps=steps)
+        generation = zero.commit(model, optimizer)
+        values = expected(model)  # which applies what is pending, after the commit
+        store.close()
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "state").iterdir()}
+    with StoreAtRest(tmp_path / "state") as at_rest:
+        export_at_rest(at_rest, tmp_path / "out", shard=30_000)
+        export_at_rest(at_rest, tmp_path / "wide", dtype=torch.float32)
+    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "state").iterdir()} == before
+    assert same(loaded(tmp_path / "out"), values)
+    wide = {name: value.float() if value.is_floating_point() else value for name, value in values.items()}
+    assert same(loaded(tmp_path / "wide"), wide)
+    assert generation == 1
+
+
+def test_an_update_that_was_interrupted_is_finished(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+        model, optimizer = trained(store, "narrow")
+        calls = 0
+
+        def failing(*args: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                raise KeyboardInterrupt
+            original(*args)
+
+        pager_unit = max((unit for unit in model.norm.weight._tiered.found()[0].units), key=lambda u: len(u.plan.placements))  # type: ignore[union-attr]
+        original = pager_unit.pending.begin  # of a piece: between two of them
+        pager_unit.pending.begin = failing
+        with pytest.raises(KeyboardInterrupt):
+            pager_unit.settle()
+        pager_unit.pending.begin = original
+        assert pager_unit.pending.pieces_done == 2
+        zero.commit(model, optimizer)
+        values = expected(model)
+        store.close()
+    with StoreAtRest(tmp_path / "state") as at_rest:
+        export_at_rest(at_rest, tmp_path / "out")
+    assert same(loaded(tmp_path / "out"), values)
+
+
+def test_plain_tensors(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.arange(3_000_000),
+        "b/c": torch.randn(5, 7).to(torch.bfloat16),
+        "flag": torch.tensor(True),
+        "none": torch.empty(0, 2),
+        "ü\n": torch.randn(3).to(torch.float8_e4m3fn),
+    }
+    with TieredStore.open(tmp_path / "state", dram="64MiB") as store:
+        for key, tensor in tensors.items():
+            store.put(key, tensor)
+    with StoreAtRest(tmp_path / "state") as at_rest:
+        export_at_rest(at_rest, tmp_path / "out")
+    found = loaded(tmp_path / "out")
+    assert found.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        assert found[key].dtype == tensor.dtype
+        assert torch.equal(found[key].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+
+
+def test_which_model(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "state", dram="4MiB") as store:
+        one, two = zero.page(Tied(), store, name="one"), zero.page(Tied(), store, name="two")
+        store.commit()
+        store.put("plain", torch.ones(3))
+        zero.commit(one)
+        zero.commit(two)
+        value = one.state_dict()["position"]
+        store.close()
+    with StoreAtRest(tmp_path / "state") as at_rest:
+        with pytest.raises(MisuseError, match="name one of 'one', 'two'"):
+            export_at_rest(at_rest, tmp_path / "out")
+        with pytest.raises(MisuseError, match="no checkpoint of a model named 'three'; it has: 'one', 'two'"):
+            export_at_rest(at_rest, tmp_path / "out", model="three")
+        assert not (tmp_path / "out").exists()
+        export_at_rest(at_rest, tmp_path / "out", model="one")
+    assert torch.equal(loaded(tmp_path / "out")["position"], value)
+
+
+def test_a_checkpoint_that_is_not_of_the_same_moment_is_refused(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "state", dram=DRAM, keep=3) as store:
+        model, optimizer = trained(store, "tied")
+        store.commit()
+        zero.commit(model, optimizer)
+        model.state_dict()
+    with StoreAtRest(tmp_path / "state") as at_rest, pytest.raises(MisuseError, match="an earlier generation"):
+        export_at_rest(at_rest, tmp_path / "out")
+    with StoreAtRest(tmp_path / "state", generation=1) as at_rest, pytest.raises(MisuseError, match=r"with zero\.commit"):
+        export_at_rest(at_rest, tmp_path / "out")
+    with StoreAtRest(tmp_path / "state", generation=2) as at_rest:
+        export_at_rest(at_rest, tmp_path / "out")
+
+
+def test_what_is_written_at_a_time_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large a parameter is, and in whichever order its elements lie."""
+    sizes: list[int] = []
+    original = tiered.format.safetensors_writer._pwrite
+
+    def counted(fd: int, data: memoryview, offset: int) -> None:
+        sizes.append(data.nbytes)
+        original(fd, data, offset)
+
+    monkeypatch.setattr(tiered.format.safetensors_writer, "_pwrite", counted)
+    model = nn.Linear(1024, 3 << 10)
+    model.columns = nn.Parameter(torch.randn(1024, 3 << 10).t())
+    with TieredStore.open(tmp_path / "state", dram="64MiB") as store:
+        zero.page(model, store)
+        zero.commit(model)
+        zero.export(model, tmp_path / "out")
+        assert same(loaded(tmp_path / "out"), expected(model))
+        values = expected(model)
+        store.close()
+    with StoreAtRest(tmp_path / "state") as at_rest:
+        export_at_rest(at_rest, tmp_path / "again")
+    assert same(loaded(tmp_path / "again"), values)
+    assert max(sizes) <= CONVERTED_AT_ONCE
+
+
+def test_of_a_store_on_several_drives(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in "abc"]
+    given = {str(number): torch.full((5000,), number) for number in range(9)}
+    with TieredStore.open(tmp_path / "state", dram=DRAM, paths=paths) as store:
+        for key, value in given.items():
+            store.put(key, value)
+    with pytest.raises(MisuseError, match="have to be named"):
+        StoreAtRest(tmp_path / "state")
+    with pytest.raises(ManifestError, match=r"drive\.\d .* is missing"):
+        StoreAtRest(tmp_path / "state", paths=paths[:2])
+    with StoreAtRest(tmp_path / "state", paths=paths[::-1]) as at_rest:
+        export_at_rest(at_rest, tmp_path / "out")
+    assert same(loaded(tmp_path / "out"), given)
+
+
+# What is there already, and what goes wrong
+
+
+def test_what_is_there_stays(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+        model, _ = trained(store, "tied")
+        zero.export(model, out, shard=50_000)
+        (out / "config.json").write_text("{}")
+        with pytest.raises(MisuseError, match="existing='overwrite'"):
+            zero.export(model, out)
+        zero.export(model, out, existing="overwrite")
+        assert sorted(os.listdir(out)) == ["config.json", "model.safetensors", INDEX]
+        assert same(loaded(out), expected(model))
+        (out / "model-00001-of-00002.safetensors").write_text("of somebody else")
+        with pytest.raises(MisuseError, match=r"model-00001-of-00002\.safetensors is there already"):
+            zero.export(model, out, existing="overwrite")
+        (out / INDEX).write_text("{}")
+        with pytest.raises(MisuseError, match="it stays"):
+            zero.export(model, out, existing="overwrite")
+        store.close()
+
+
+@pytest.mark.parametrize("what", ["stopped", "full", "failed"])
+def test_an_export_that_fails_leaves_nothing(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+
+    def stop(done: int, total: int) -> None:
+        if what == "stopped" and done > total // 2:
+            raise KeyboardInterrupt
+
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def broken(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+        model, _ = trained(store, "tied")
+        zero.export(model, out, shard=50_000)
+        before = {path: path.read_bytes() for path in out.iterdir()}
+        with monkeypatch.context() as patch:
+            patch.setattr("os.posix_fallocate", full) if what == "full" else None
+            patch.setattr("os.fsync", broken) if what == "failed" else None
+            error = {"stopped": KeyboardInterrupt, "full": CapacityError, "failed": Exception}[what]
+            with pytest.raises(error, match="another" if what != "stopped" else None):
+                zero.export(model, out, existing="overwrite", progress=stop)
+        assert {path: path.read_bytes() for path in out.iterdir()} == before
+        assert store.statistics().tiers[0].held == 0
+        (out / ".model.safetensors.tiered-part").write_text("of one that was killed")
+        zero.export(model, out, existing="overwrite")
+        assert sorted(os.listdir(out)) == ["model.safetensors", INDEX]
+        store.close()
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+        with pytest.raises(MisuseError, match="not paged"):
+            zero.export(Tied(), tmp_path / "out")
+        model = zero.page(Tied(), store)
+        hook = model.norm.register_forward_hook(lambda *_: zero.export(model, tmp_path / "out"))  # type: ignore[union-attr]
+        with pytest.raises(MisuseError, match="outside forward and backward"):
+            model.loss(1)  # type: ignore[operator]
+        hook.remove()
+        for wrong in ({"shard": 0}, {"shard": "5 parsecs"}, {"existing": "ask"}):
+            with pytest.raises(MisuseError):
+                zero.export(model, tmp_path / "out", **wrong)  # type: ignore[arg-type]
+        model.register_buffer("wide", torch.ones(2, dtype=torch.complex128))
+        with pytest.raises(MisuseError, match="'wide' is complex128"):
+            zero.export(model, tmp_path / "out")
+        del model.wide
+        model.register_state_dict_post_hook(lambda module, state, *_: state.update(more=1))
+        with pytest.raises(MisuseError, match="'more' of the model's state_dict"):
+            zero.export(model, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        store.close()
+
+
+@pytest.mark.filterwarnings("ignore")  # theirs
+def test_transformers_load_it(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=3, n_head=4)
+    torch.manual_seed(0)
+    with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+        model = zero.page(transformers.GPT2LMHeadModel(config), store)
+        optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+        tokens = torch.arange(32).reshape(2, 16)
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        zero.export(model, tmp_path / "out", shard=100_000)
+        model.config.save_pretrained(tmp_path / "out")
+        again, told = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+        assert not told["missing_keys"]
+        assert not told["unexpected_keys"]
+        model.eval()
+        with torch.no_grad():
+            assert torch.equal(again(tokens).logits, model(tokens).logits)

@@ -1,0 +1,268 @@
+"""``tiered bench step``: what an optimizer step costs whose state is on disk, beside what its bytes cost by themselves."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from tiered import CapacityError, MisuseError, TieredStore, zero
+from tiered.cli import measure as rates
+from tiered.cli.bench import fio
+from tiered.cli.machine import store_facts
+from tiered.cli.measure import Meter, Noise, Spread, Usage, environment, free_on, scratch_folder, scratch_store
+from tiered.cli.output import Progress, refuse_unwritable, table, told_environment, told_io, told_noise, write_report
+from tiered.cli.stop import Stopped, StopRequest
+from tiered.store.opening import SMALLEST_DRAM
+from tiered.types import BackendName, format_size
+
+__all__ = ["Options", "Stack", "Stepper", "bench"]
+
+Dtype = Literal["float32", "bfloat16"]
+STATE_BYTES = {"float32": 12, "bfloat16": 12}
+"""Per parameter, without gradients: the master, which is the parameter or has it in it, and two moments."""
+WARM_UP = 4
+"""Steps before any counts: the first has no updates, the second makes the moments, the third shows the order."""
+TOKENS = 4
+LAYERS = 16
+"""At least; and a layer's parameters are a 32nd of the memory at most."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """``dram``: bytes, or None for a tenth of the state. ``threads``: None for one less than torch takes by itself, for a core
+    is the store's own thread's. ``passes``: micro-batches per step, one after the other;
+    ``micro_batch``: parts of each inside units."""
+
+    folder: str
+    parameters: int
+    dram: int | None
+    dtype: Dtype
+    update: Literal["on_fetch", "in_backward"]
+    passes: int
+    micro_batch: int
+    backend: BackendName
+    rounds: int
+    beside: Literal["fio", "nothing"]
+    threads: int | None = None
+
+    @property
+    def state(self) -> int:
+        """Bytes."""
+        return self.parameters * STATE_BYTES[self.dtype]
+
+    @property
+    def pool(self) -> int:
+        return self.state // 10 if self.dram is None else self.dram
+
+
+class Stack(nn.Module):
+    """Square layers one after the other, hardly any computing. They are residual: else gradients and moments would be so
+    small that a processor takes many times as long for them."""
+
+    def __init__(self, layers: int, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.width = width
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False, dtype=dtype, device="meta") for _ in range(layers))
+
+    @classmethod
+    def of(cls, options: Options) -> Stack:
+        """Of about ``options.parameters``."""
+        dtype: torch.dtype = getattr(torch, options.dtype)
+        most = min(options.parameters // LAYERS, options.pool // 32 // dtype.itemsize)
+        width = max(64, math.isqrt(most) // 64 * 64)
+        return cls(max(1, round(options.parameters / width**2)), width, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+@dataclass(frozen=True)
+class Step:
+    usage: Usage
+    waited: float
+
+
+class Stepper:
+    """Steps of one model in one store."""
+
+    def __init__(self, store: TieredStore, options: Options) -> None:
+        torch.manual_seed(0)
+        stack = Stack.of(options)
+        self.parameters = sum(parameter.numel() for parameter in stack.parameters())
+        self.model = zero.page(stack, store, micro_batch=options.micro_batch)
+        self._optimizer = zero.AdamW(self.model.parameters(), lr=1e-4, update=options.update)
+        self._inputs = torch.ones(TOKENS * options.micro_batch, stack.width, dtype=next(stack.parameters()).dtype)
+        self._passes, self._store, self._meter = options.passes, store, Meter(store)
+
+    def step(self) -> Step:
+        """Forward and backward of every pass, and the optimizer's step; its updates happen where ``update`` says."""
+        before = self._store.statistics()
+        self._meter.lap()
+        for _ in range(self._passes):
+            self.model(self._inputs).float().square().mean().backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        usage, after = self._meter.lap(), self._store.statistics()
+        waits = (after.stalled_for_reads - before.stalled_for_reads, after.stalled_for_room - before.stalled_for_room)
+        return Step(usage, sum(waits))
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes per second, of each way by itself."""
+
+    read: float
+    write: float
+
+    def seconds(self, usage: Usage) -> float:
+        """What these bytes take, one way after the other: both at once are not quicker."""
+        return usage.read / self.read + usage.written / self.write
+
+
+def bench(options: Options, json: str | None) -> int:
+    """Measure and print; returns the exit code."""
+    refuse_unwritable(json)
+    if options.pool < SMALLEST_DRAM:
+        raise MisuseError(f"--dram {format_size(options.pool)} is too small for a store: the least is 1MiB")
+    if options.update == "in_backward" and options.passes > 1:
+        raise MisuseError("--update in_backward makes each pass a step: without --passes")
+    report: dict[str, Any] = environment() | {
+        "parameters": options.parameters, "dtype": options.dtype, "update": options.update, "passes": options.passes,
+        "micro_batch": options.micro_batch, "pool_bytes": options.pool, "rounds": options.rounds,
+    }  # fmt: skip
+    noise, threads = Noise(), torch.get_num_threads()
+    report["threads"] = options.threads or max(1, threads - 1)
+    torch.set_num_threads(report["threads"])
+    try:
+        with StopRequest() as stop, ExitStack() as stack:
+            progress = stack.enter_context(Progress(sys.stderr))
+            report |= store_facts(options.folder, options.backend)
+            _refuse_full_disk(options)
+            progress.working("writing the parameters", 0.0)
+            store = stack.enter_context(scratch_store(options.folder, dram=options.pool, backend=options.backend))
+            stepper = Stepper(store, options)
+            report["parameters"] = stepper.parameters
+            disk = _disk(options, store, stack)
+            steps, disks = _rounds(stepper, disk, options.rounds, stop, progress)
+            report["peak_bytes"] = store.statistics().tiers[0].peak
+            report["units"] = zero.statistics(stepper.model).units
+    except Stopped as stopped:
+        print("tiered: stopped; the scratch store is removed", file=sys.stderr)
+        return stopped.exit_code
+    finally:
+        torch.set_num_threads(threads)
+    report["noise"] = noise.seen()
+    report |= _numbers(stepper.parameters, steps, disks)
+    if json != "-":
+        print(_describe(report))
+    write_report(json, report)
+    return 0
+
+
+def _refuse_full_disk(options: Options) -> None:
+    needed, free = 3 * options.state + (1 << 30 if options.beside == "fio" else 0), free_on(options.folder)
+    if needed > free:
+        raise CapacityError(
+            f"this needs {format_size(needed)} of disk, {options.folder} has {format_size(free)} free: lower --parameters, "
+            "or name a folder on another device with --dir"
+        )
+
+
+def _disk(options: Options, store: TieredStore, stack: ExitStack) -> Callable[[], Disk]:
+    """Measures what the disk gives now: fio at its best, or the store itself with large tensors."""
+    if options.beside == "nothing":
+
+        def through_the_store() -> Disk:
+            found = rates.measure(store)
+            if found is None:
+                raise CapacityError("there is no room to measure the disk: lower --parameters")
+            return Disk(found.read, found.write)
+
+        return through_the_store
+    buffers = stack.enter_context(fio.huge_buffers(fio.BLOCK * fio.DEPTH))
+    program = fio.Fio(stack.enter_context(scratch_folder(options.folder)), 1 << 30, buffers)
+    program.prepare()
+
+    def by_fio() -> Disk:
+        read, write = (program.run(fio.Job(mode, "libaio")).rate for mode in ("read", "write"))
+        return Disk(read, write)
+
+    return by_fio
+
+
+def _rounds(
+    stepper: Stepper, disk: Callable[[], Disk], rounds: int, stop: StopRequest, progress: Progress
+) -> tuple[list[Step], list[Disk]]:
+    """Steps and measurements of the disk in turn."""
+    total = WARM_UP + rounds
+    for number in range(WARM_UP):
+        stop.check()
+        progress.working(f"warming up: step {number + 1} of {WARM_UP}", number / total)
+        stepper.step()
+    steps, disks = [], []
+    for number in range(rounds):
+        stop.check()
+        progress.working(f"round {number + 1} of {rounds}", (WARM_UP + number) / total)
+        disks.append(disk())
+        stepper.step()  # what measuring left in memory is none of the step's
+        steps.append(stepper.step())
+    progress.working("done", 1.0)
+    return steps, disks
+
+
+def _numbers(parameters: int, steps: list[Step], disks: list[Disk]) -> dict[str, Any]:
+    def spread(values: list[float]) -> dict[str, float]:
+        return Spread.of(values).as_json()
+
+    kernel = [step.usage.kernel_bytes for step in steps if step.usage.kernel_bytes is not None]
+    alone = [disk.seconds(step.usage) for step, disk in zip(steps, disks, strict=True)]
+    return {
+        "seconds": spread([step.usage.seconds for step in steps]),
+        "waited_seconds": spread([step.waited for step in steps]),
+        "read_bytes_per_parameter": spread([step.usage.read / parameters for step in steps]),
+        "written_bytes_per_parameter": spread([step.usage.written / parameters for step in steps]),
+        "kernel_bytes_per_parameter": spread([n / parameters for n in kernel]) if kernel else None,
+        "disk_read_bytes_per_second": spread([disk.read for disk in disks]),
+        "disk_write_bytes_per_second": spread([disk.write for disk in disks]),
+        "disk_seconds": spread(alone),
+        "step_by_disk": spread([step.usage.seconds / seconds for step, seconds in zip(steps, alone, strict=True)]),
+    }
+
+
+def _describe(report: dict[str, Any]) -> str:
+    def told(name: str, factor: float = 1.0) -> str:
+        found = report[name]
+        return Spread(found["median"], found["min"], found["max"]).shown(factor) if found else "the kernel does not tell"
+
+    rows = [
+        ["seconds per step", told("seconds")],
+        ["of these waited for the store", told("waited_seconds")],
+        ["bytes read per parameter", told("read_bytes_per_parameter")],
+        ["bytes written per parameter", told("written_bytes_per_parameter")],
+        ["both, by the kernel", told("kernel_bytes_per_parameter")],
+        ["the disk alone reads, GB/s", told("disk_read_bytes_per_second", 1e-9)],
+        ["and writes", told("disk_write_bytes_per_second", 1e-9)],
+        ["seconds that it needs for these bytes", told("disk_seconds")],
+        ["the step by that", told("step_by_disk")],
+    ]
+    return "\n".join(
+        [
+            told_environment(report),
+            told_io(report),
+            f"{report['parameters']:,} parameters, {report['dtype']}, in {report['units']} units; {report['update']}, "
+            f"{report['passes']} passes of {report['micro_batch']} parts, threads of torch: {report['threads']}; "
+            f"{format_size(report['pool_bytes'])} of memory, {format_size(report['peak_bytes'])} used at most",
+            f"{report['rounds']} rounds: median [least - most]; {told_noise(report['noise'])}",
+            "",
+            table(rows),
+        ]
+    )

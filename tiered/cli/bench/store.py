@@ -1,0 +1,301 @@
+"""``tiered bench store``: every call of a store on tensors of many sizes, each size in a scratch store of its own."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from tiered import MisuseError, TieredStore
+from tiered.cli.machine import store_facts
+from tiered.cli.measure import Noise, bytes_of, environment, free_on, percentile, scratch_store
+from tiered.cli.output import (
+    Progress,
+    bandwidth,
+    duration,
+    exact_size,
+    refuse_unwritable,
+    table,
+    told_environment,
+    told_io,
+    told_noise,
+    write_report,
+)
+from tiered.cli.stop import Stopped, StopRequest
+from tiered.store.opening import SMALLEST_DRAM, default_dram
+from tiered.types import BackendName, format_size
+
+__all__ = ["Options", "bench"]
+
+USUAL_DRAM = 4 << 30
+USUAL_POOL = 256 << 20
+FEWEST, MOST = 4, 256
+"""Tensors that a size's pool has room for: as many as USUAL_POOL holds, within these bounds."""
+AHEAD = 4
+"""Tensors that are asked for while one is leased."""
+LEAST_RUNS = 3
+SLOT = 4096
+STAGES = 9
+"""Of one size, for the progress that is shown."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """``folder`` around the scratch stores, ``sizes`` and ``dram`` in bytes, ``seconds`` for each line."""
+
+    folder: str
+    sizes: tuple[int, ...]
+    dram: int | None
+    backend: BackendName
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """One operation on tensors of ``nbytes``. ``latencies`` in seconds, ascending; ``seconds`` they took together.
+
+    ``misses`` are the leases among them that had to wait. ``moves``: whether each operation moves the tensor's bytes.
+    """
+
+    nbytes: int
+    operation: str
+    where: str
+    latencies: tuple[float, ...]
+    seconds: float
+    misses: int
+    moves: bool = True
+
+    @property
+    def per_second(self) -> float:
+        return len(self.latencies) / max(self.seconds, 1e-9)
+
+    def latency(self) -> dict[str, float]:
+        shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+        return {name: percentile(self.latencies, share) for name, share in shares.items()}
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "size_bytes": self.nbytes,
+            "operation": self.operation,
+            "where": self.where,
+            "operations": len(self.latencies),
+            "misses": self.misses,
+            "seconds": self.seconds,
+            "operations_per_second": self.per_second,
+            "bytes_per_second": self.per_second * self.nbytes if self.moves else None,
+            "latency_seconds": self.latency(),
+        }
+
+    def row(self) -> list[str]:
+        rate = bandwidth(self.per_second * self.nbytes) if self.moves else "-"
+        times = [duration(seconds) for seconds in self.latency().values()]
+        count = f"{self.per_second:,.0f}" if self.per_second >= 10 else f"{self.per_second:.1f}"
+        return [exact_size(self.nbytes), self.operation, self.where, f"{len(self.latencies):,}", count, rate, *times]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of one size: ``pool`` bytes of memory, room for ``slots`` tensors in it, ``tensors`` in all, more than fit."""
+
+    nbytes: int
+    pool: int
+    slots: int
+
+    @classmethod
+    def of(cls, nbytes: int, dram: int) -> Plan:
+        slot = -(-nbytes // SLOT) * SLOT
+        slots = min(MOST, max(FEWEST, USUAL_POOL // slot), dram // slot)
+        return cls(nbytes, max(SMALLEST_DRAM, slots * slot), slots)
+
+    @property
+    def tensors(self) -> int:
+        slots = self.pool // (-(-self.nbytes // SLOT) * SLOT)
+        return slots + max(2, slots // 2)
+
+    @property
+    def disk_bytes(self) -> int:
+        return (self.tensors + 2) * (-(-self.nbytes // SLOT) * SLOT) + (64 << 20)
+
+    @property
+    def memory_bytes(self) -> int:
+        """The pool, what is put, and what get gives."""
+        return self.pool + 2 * self.nbytes
+
+    def why_not(self, dram: int, disk: int, memory: int) -> str | None:
+        if self.slots < 2:
+            return f"needs room for two of it, and --dram is {format_size(dram)}"
+        if self.memory_bytes > memory:
+            return f"needs {format_size(self.memory_bytes)} of memory, {format_size(memory)} is available: lower --dram"
+        if self.disk_bytes > disk:
+            return f"needs {format_size(self.disk_bytes)} of disk, {format_size(disk)} is free"
+        return None
+
+
+def bench(options: Options, json: str | None) -> int:
+    """Measure and print; returns the exit code."""
+    refuse_unwritable(json)
+    dram = min(USUAL_DRAM, default_dram()) if options.dram is None else options.dram
+    if dram < SMALLEST_DRAM:
+        raise MisuseError(f"--dram {exact_size(dram)} is too small for a store: the least is {exact_size(SMALLEST_DRAM)}")
+    report: dict[str, Any] = {**environment(), "dram_bytes": dram, "seconds_per_line": options.seconds}
+    lines: list[Line] = []
+    skipped: list[dict[str, Any]] = []
+    noise = Noise()
+    try:
+        with StopRequest() as stop, Progress(sys.stderr) as progress:
+            report |= store_facts(options.folder, options.backend)
+            for at, nbytes in enumerate(options.sizes):
+                plan = Plan.of(nbytes, dram)
+                why = plan.why_not(dram, free_on(options.folder), psutil.virtual_memory().available)
+                if why is not None:
+                    skipped.append({"size_bytes": nbytes, "why": why})
+                    continue
+
+                def tell(done: int, what: str, at: int = at, nbytes: int = nbytes) -> None:
+                    share = (at + done / STAGES) / len(options.sizes)
+                    progress.working(f"{exact_size(nbytes)}: {what}", min(share, 0.999))
+
+                lines += _measure_size(options, plan, stop, tell)
+            progress.working("done", 1.0)
+    except Stopped as stopped:
+        print("tiered: stopped; the scratch store is removed", file=sys.stderr)
+        return stopped.exit_code
+    report |= {"noise": noise.seen(), "lines": [line.as_json() for line in lines], "skipped": skipped}
+    if json != "-":
+        print(_describe(report, lines))
+    write_report(json, report)
+    return 0
+
+
+def _measure_size(
+    options: Options, plan: Plan, stop: StopRequest, tell: Callable[[int, str], None]
+) -> Iterator[Line]:
+    told = itertools.count()
+
+    def now(what: str) -> None:
+        stop.check()
+        tell(next(told), what)
+
+    now("preparing")
+    value = bytes_of(plan.nbytes)
+    with scratch_store(options.folder, dram=plan.pool, backend=options.backend) as store:
+        keys = [str(index) for index in range(plan.tensors)]
+        few = keys[: max(1, plan.slots // 8)]  # so few that background write-backs do not begin
+        runs = _Runs(store, plan.nbytes, options.seconds, stop)
+
+        def put(key: str) -> None:
+            store.put(key, value)
+
+        def lease(key: str) -> None:
+            with store.lease(key):
+                pass
+
+        for key in [*few, *few]:  # twice: the second slot of a replaced tensor is new to the system, too
+            put(key)
+        for name, operation in (("put", put), ("get", store.get)):
+            now(f"{name}, in memory")
+            yield runs.line(name, "in memory", itertools.cycle(few), operation)
+        for name, operation in (("lease", lease), ("prefetch", lambda key: store.prefetch([key]))):
+            now(f"{name}, in memory")
+            yield runs.line(name, "in memory", itertools.cycle(few), operation, moves=False)
+        now("put, memory full")
+        for key in keys:  # until it is full, and full of what has to be written back
+            stop.check()
+            put(key)
+        walk = itertools.cycle(keys)  # one walk for all: what comes next is always what was used longest ago
+        yield runs.line("put", "memory full", walk, put)
+        now("writing everything back")
+        store.commit()  # what is clean leaves memory before what is dirty, and only what was on disk should be measured below
+        for name, operation in (("get", store.get), ("lease", lease)):
+            now(f"{name}, on disk")
+            yield runs.line_of_misses(name, walk, operation, 4 * len(keys))
+        now("fetched ahead")
+        yield from runs.lines_ahead(walk, max(1, min(AHEAD, plan.slots - 2)))
+
+
+class _Runs:
+    """Repeats operations and times each."""
+
+    def __init__(self, store: TieredStore, nbytes: int, seconds: float, stop: StopRequest) -> None:
+        self._store, self._nbytes, self._seconds, self._stop = store, nbytes, seconds, stop
+
+    def _enough(self, began: float, runs: int) -> bool:
+        self._stop.check()
+        return runs >= LEAST_RUNS and time.perf_counter() - began >= self._seconds
+
+    def line(
+        self, name: str, where: str, walk: Iterator[str], operation: Callable[[str], object], *, moves: bool = True
+    ) -> Line:
+        """``operation`` on one key after the other."""
+        latencies: list[float] = []
+        misses, began = self._store.statistics().misses, time.perf_counter()
+        for key in walk:
+            before = time.perf_counter()
+            operation(key)
+            latencies.append(time.perf_counter() - before)
+            if self._enough(began, len(latencies)):
+                break
+        seconds = time.perf_counter() - began
+        return self._made(name, where, latencies, seconds, self._store.statistics().misses - misses, moves=moves)
+
+    def line_of_misses(self, name: str, walk: Iterator[str], operation: Callable[[str], object], most: int) -> Line:
+        """The same, where only those count that found the tensor on disk; of ``most`` tries, whatever a policy keeps."""
+        latencies: list[float] = []
+        began = time.perf_counter()
+        for runs, key in enumerate(walk, 1):
+            misses, before = self._store.statistics().misses, time.perf_counter()
+            operation(key)
+            taken = time.perf_counter() - before
+            if self._store.statistics().misses > misses:
+                latencies.append(taken)
+            if self._enough(began, len(latencies) if runs < most else runs):
+                break
+        return self._made(name, "on disk", latencies, sum(latencies), len(latencies))
+
+    def lines_ahead(self, walk: Iterator[str], ahead: int) -> Iterator[Line]:
+        """The walk goes on where the next ``ahead`` ones are always asked for: the asking, and the leases.
+
+        The leases' ``seconds`` are those of the whole walk, since bytes arrive while somebody asks.
+        """
+        asking: list[float] = []
+        leasing: list[float] = []
+        misses, began = self._store.statistics().misses, time.perf_counter()
+        following = list(itertools.islice(walk, ahead))
+        for key in walk:
+            current, following = following[0], [*following[1:], key]
+            before = time.perf_counter()
+            self._store.prefetch(following)
+            between = time.perf_counter()
+            with self._store.lease(current):
+                leasing.append(time.perf_counter() - between)
+            asking.append(between - before)
+            if self._enough(began, len(leasing)):
+                break
+        seconds = time.perf_counter() - began
+        misses = self._store.statistics().misses - misses
+        yield self._made(f"prefetch {ahead}", "on disk", asking, sum(asking), 0, moves=False)
+        yield self._made("lease", "fetched ahead", leasing, seconds, misses)
+
+    def _made(
+        self, name: str, where: str, latencies: list[float], seconds: float, misses: int, *, moves: bool = True
+    ) -> Line:
+        return Line(self._nbytes, name, where, tuple(sorted(latencies)), seconds, misses, moves)
+
+
+def _describe(report: dict[str, Any], lines: Sequence[Line]) -> str:
+    head = ["size", "operation", "tensor", "runs", "per s", "GB/s", "p50", "p90", "p99", "max"]
+    told = [
+        told_environment(report),
+        told_io(report),
+        f"one caller, {report['seconds_per_line']:g} s a line, checksums on; {told_noise(report['noise'])}",
+        "",
+    ]
+    if lines:
+        told.append(table([head, *(line.row() for line in lines)], left=3))
+    told += [f"{exact_size(found['size_bytes'])}: skipped, {found['why']}" for found in report["skipped"]]
+    return "\n".join(told)

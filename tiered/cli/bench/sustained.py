@@ -1,0 +1,138 @@
+"""``tiered bench io --duration``: writing for minutes, and how the rate changes. Caches fill, drives grow hot and slow down."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from tiered import TieredStore
+from tiered.cli.bench.plot import plot_sustained, refuse_unplottable
+from tiered.cli.bench.series import Setup, Walk, refuse_full_disk
+from tiered.cli.machine import store_facts
+from tiered.cli.measure import Noise, environment, scratch_store
+from tiered.cli.output import (
+    Progress,
+    bandwidth,
+    duration,
+    refuse_unwritable,
+    table,
+    told_environment,
+    told_io,
+    told_noise,
+    write_report,
+)
+from tiered.cli.stop import Stopped, StopRequest
+from tiered.types import format_size
+
+__all__ = ["Window", "sustained"]
+
+WINDOWS = 120
+"""At most so many, and none shorter than SHORTEST seconds: what is moved at a time must not look like a change of rate."""
+SHORTEST = 1.0
+
+
+@dataclass(frozen=True)
+class Window:
+    """``bytes`` that went to the disk between two moments, in seconds since the beginning."""
+
+    began: float
+    ended: float
+    bytes: int
+
+    @property
+    def rate(self) -> float:
+        return self.bytes / max(self.ended - self.began, 1e-9)
+
+    def as_json(self) -> dict[str, float]:
+        return {"began_seconds": self.began, "ended_seconds": self.ended, "bytes": self.bytes, "bytes_per_second": self.rate}
+
+
+def sustained(folder: str, setup: Setup, seconds: float, json: str | None, plot: str | None) -> int:
+    """Write through a store for ``seconds`` and print the rate over time; returns the exit code."""
+    refuse_unwritable(json)
+    refuse_unplottable(plot)
+    report: dict[str, Any] = environment() | setup.as_json() | {"asked_seconds": seconds}
+    noise = Noise()
+    try:
+        with StopRequest() as stop, ExitStack() as stack:
+            progress = stack.enter_context(Progress(sys.stderr))
+            report |= store_facts(folder, setup.backend)
+            refuse_full_disk(folder, setup.disk_bytes)
+            store = stack.enter_context(scratch_store(folder, dram=setup.pool, backend=setup.backend))
+            windows = _windows(store, Walk(store, setup, stop), setup, seconds, progress)
+    except Stopped as stopped:
+        print("tiered: stopped; the scratch store is removed", file=sys.stderr)
+        return stopped.exit_code
+    report["noise"] = noise.seen()
+    report["sustained"] = _as_json(windows)
+    if json != "-":
+        print(_describe(report, windows))
+    write_report(json, report)
+    if plot is not None:
+        plot_sustained(plot, report)
+    return 0
+
+
+def _windows(store: TieredStore, walk: Walk, setup: Setup, seconds: float, progress: Progress) -> list[Window]:
+    """Replace one tensor after the other, from the first write of each extent on; a commit when all were, and at the end."""
+    least = max(SHORTEST, seconds / WINDOWS)
+    windows: list[Window] = []
+    start = began = time.perf_counter()
+    before = 0
+    for count in itertools.count(1):
+        walk.replace(f"w/{count % setup.tensors}")
+        now = time.perf_counter()
+        rate = bandwidth(count * setup.tensor / (now - start))
+        progress.working(f"writing, {rate} GB/s so far", min(0.999, (now - start) / seconds))
+        over = now - start >= seconds
+        if over or count % setup.tensors == 0:
+            store.commit()
+            now = time.perf_counter()
+        if over or now - began >= least:
+            written = store.statistics().links[-1].down.bytes
+            windows.append(Window(began - start, now - start, written - before))
+            began, before = now, written
+        if over:
+            break
+    progress.working("done", 1.0)
+    if len(windows) > 1 and windows[-1].ended - windows[-1].began < least / 2:  # too short to say anything by itself
+        last, rest = windows.pop(), windows.pop()
+        windows.append(Window(rest.began, last.ended, rest.bytes + last.bytes))
+    return windows
+
+
+def _as_json(windows: list[Window]) -> dict[str, Any]:
+    whole = Window(0.0, windows[-1].ended, sum(window.bytes for window in windows))
+    least = min(windows, key=lambda window: window.rate)
+    return {
+        "whole": whole.as_json(),
+        "first": windows[0].as_json(),
+        "last": windows[-1].as_json(),
+        "least": least.as_json(),
+        "windows": [window.as_json() for window in windows],
+    }
+
+
+def _describe(report: dict[str, Any], windows: list[Window]) -> str:
+    found = report["sustained"]
+    rows = [["", "GB/s", "from", "to"]]
+    for name in "whole", "first", "last", "least":
+        one = found[name]
+        times = [duration(one[f"{end}_seconds"]) for end in ("began", "ended")]
+        rows.append([name, bandwidth(one["bytes_per_second"]), *times])
+    return "\n".join(
+        [
+            told_environment(report),
+            told_io(report),
+            f"{report['tensors']} tensors of {format_size(report['tensor_bytes'])} written over and over through "
+            f"{format_size(report['pool_bytes'])} of memory, checksums on, a commit each time; {told_noise(report['noise'])}",
+            f"{format_size(found['whole']['bytes'])} written in {duration(found['whole']['ended_seconds'])}, "
+            f"{len(windows)} windows",
+            "",
+            table(rows),
+        ]
+    )

@@ -1,0 +1,364 @@
+"""A file of a drive, read and written in blocks through an ``IOBackend``: what the drive gives, without a store around it.
+
+``tiered bench io --sweep``: blocks by depths by backends on a plain file, without a store, with fio between them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import random
+import sys
+import time
+from array import array
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from tiered import MisuseError, TieredError
+from tiered.cli.bench import fio
+from tiered.cli.bench.fio import Mode
+from tiered.cli.bench.io import Beside
+from tiered.cli.bench.plot import plot_sweep, refuse_unplottable
+from tiered.cli.bench.series import Order, Run, Series, in_rounds, ratios, refuse_full_disk, series_as_json
+from tiered.cli.machine import IN_MEMORY, backends, filesystem
+from tiered.cli.measure import GIB, Meter, Noise, Spread, Usage, bytes_of, environment, scratch_folder
+from tiered.cli.output import (
+    Progress,
+    duration,
+    exact_size,
+    refuse_unwritable,
+    table,
+    told_environment,
+    told_io,
+    told_noise,
+    write_report,
+)
+from tiered.cli.stop import Stopped, StopRequest
+from tiered.format.data_file import digest
+from tiered.format.locked_file import make_direct
+from tiered.interfaces import IOBackend
+from tiered.store.opening import open_backend
+from tiered.system import direct_io_alignment
+from tiered.tiers.dram import DramConfig, DramTier
+from tiered.types import BackendName, IORequest, Operation, format_size
+
+__all__ = ["Blocks", "Cache", "Checksums", "Drive", "Options", "Point", "sweep"]
+
+Cache = Literal["direct", "buffered"]
+Checksums = Literal["off", "on"]
+LAYOUT_BLOCK = 4 << 20
+UUID = bytes(16)
+
+
+@dataclass(frozen=True)
+class Point:
+    """How blocks are moved: what is measured of each backend (and of fio)."""
+
+    mode: Mode
+    order: Order
+    block: int
+    depth: int
+    checksums: Checksums = "off"
+
+    def __str__(self) -> str:
+        checked = ", checksums" if self.checksums == "on" else ""
+        return f"{self.mode} {self.order} {exact_size(self.block)} x {self.depth}{checked}"
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "mode": self.mode,
+            "order": self.order,
+            "block_bytes": self.block,
+            "depth": self.depth,
+            "checksums": self.checksums,
+        }
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Result of one pass: ``bytes`` that were moved, ``latencies`` in seconds, of each block from its submission to its end."""
+
+    bytes: int
+    usage: Usage
+    latencies: array[float]
+
+    @property
+    def rate(self) -> float:
+        return self.bytes / max(self.usage.seconds, 1e-9)
+
+    @property
+    def cpu_seconds_per_gib(self) -> float:
+        return self.usage.cpu_seconds / max(self.bytes / GIB, 1e-9)
+
+
+class Drive:
+    """A new file ``folder/name`` of ``nbytes``, written once, and buffers of ``memory`` bytes on huge pages. Close it.
+
+    ``cache``: "direct" is "buffered", too, where the filesystem has no direct I/O (``direct`` says). Raises MisuseError.
+    """
+
+    def __init__(self, folder: str, name: str, nbytes: int, memory: int, cache: Cache, stop: StopRequest) -> None:
+        self.path, self._nbytes, self._stop = os.path.join(folder, name), nbytes, stop
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._memory = DramTier(DramConfig(max(memory, LAYOUT_BLOCK)))
+        self.direct = cache == "direct" and make_direct(self._fd)
+        self.alignment = max(512, direct_io_alignment(self._fd)) if self.direct else 1
+        contents = bytes_of(self._memory.capacity).numpy()
+        ctypes.memmove(self._memory.address, contents.ctypes.data, self._memory.capacity)
+
+    def refuse(self, point: Point) -> None:
+        """Raises MisuseError for a block that cannot be."""
+        if point.block % self.alignment:
+            raise MisuseError(
+                f"--block {exact_size(point.block)} is not aligned: direct I/O takes multiples of {self.alignment} bytes here"
+            )
+        if point.block > self._nbytes:
+            raise MisuseError(f"--block {exact_size(point.block)} is more than --size {exact_size(self._nbytes)}")
+
+    def prepare(self) -> None:
+        """Write all of it: written extents are written over at another rate than fresh ones."""
+        whole = Point("write", "sequential", min(LAYOUT_BLOCK, self._nbytes), 1)
+        self.run(whole, "posix", float("inf"))
+
+    def run(self, point: Point, backend: BackendName, seconds: float) -> Blocks:
+        """Each block of the file once, as far as ``seconds`` go; what was written is durable in the end.
+
+        Raises TieredError when a block cannot be moved.
+        """
+        blocks = list(range(self._nbytes // point.block))
+        chance = random.Random(point.depth)
+        if point.order == "random":
+            chance.shuffle(blocks)
+        ways = {"read": 0, "write": len(blocks), "mixed": len(blocks) // 2}[point.mode]
+        writes = bytearray([1] * ways + [0] * (len(blocks) - ways))
+        if point.mode == "mixed":
+            chance.shuffle(writes)
+        if not self.direct:
+            os.fdatasync(self._fd)
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        with closing(open_backend(backend, point.depth)) as ring:
+            return self._pass(point, ring, iter(zip(blocks, writes, strict=True)), seconds)
+
+    def _pass(self, point: Point, ring: IOBackend, order: Iterator[tuple[int, int]], seconds: float) -> Blocks:
+        block, base, clock = point.block, self._memory.address, time.perf_counter
+        free = list(range(point.depth))  # buffers; also the tags
+        begun = [0.0] * point.depth
+        requests: list[IORequest | None] = [None] * point.depth
+        ready: deque[IORequest] = deque()
+        latencies = array("d")
+        in_flight = moved = 0
+        meter = Meter(None)
+        deadline = clock() + seconds
+        while True:
+            while free and clock() < deadline and (found := next(order, None)) is not None:
+                number, write = found
+                slot = free.pop()
+                operation = Operation.WRITE if write else Operation.READ
+                request = IORequest(operation, self._fd, number * block, base + slot * block, block, slot)
+                requests[slot] = request
+                ready.append(request)
+                if write and point.checksums == "on":
+                    self._digest(request)
+            if ready:
+                now = clock()
+                taken = ring.submit(list(ready))
+                in_flight += taken
+                for _ in range(taken):
+                    begun[ready.popleft().tag] = now
+            if not in_flight:
+                break
+            for done in ring.reap(1, 1.0):
+                latencies.append(clock() - begun[done.tag])
+                in_flight -= 1
+                done_request = requests[done.tag]
+                assert done_request is not None
+                if done.result != block:
+                    raise TieredError(_failed(self.path, done_request, done.result))
+                if point.checksums == "on" and done_request.operation is Operation.READ:
+                    self._digest(done_request)
+                moved += block
+                free.append(done.tag)
+            self._stop.check()
+        if point.mode != "read":
+            os.fdatasync(self._fd)
+        return Blocks(moved, meter.lap(), latencies)
+
+    def _digest(self, request: IORequest) -> None:
+        digest(UUID, 0, 0, request.offset, (ctypes.c_char * request.nbytes).from_address(request.address))
+
+    def close(self) -> None:
+        """The file stays, for whoever made the folder."""
+        os.close(self._fd)
+        self._memory.close()
+
+
+def _failed(path: str, request: IORequest, result: int) -> str:
+    why = os.strerror(-result) if result < 0 else f"{result} of {request.nbytes} bytes"
+    return f"{path}: cannot {request.operation.value} at byte {request.offset}: {why}"
+
+
+NAME = "tiered-sweep"
+
+
+@dataclass(frozen=True)
+class Options:
+    """All combinations of these are measured. ``size``: bytes of the file; ``seconds``: most of one pass."""
+
+    folder: str
+    size: int
+    modes: Sequence[fio.Mode]
+    orders: Sequence[Order]
+    blocks: Sequence[int]
+    depths: Sequence[int]
+    backends: Sequence[BackendName]
+    checksums: Sequence[Checksums]
+    cache: Cache
+    seconds: float
+    rounds: int
+    beside: Beside
+    plot: str | None = None
+
+    @property
+    def memory(self) -> int:
+        """Bytes of buffers."""
+        return max(self.blocks) * max(self.depths)
+
+    def points(self) -> list[Point]:
+        combined = itertools.product(self.modes, self.orders, self.blocks, self.depths, self.checksums)
+        return [Point(*each) for each in combined]
+
+
+def sweep(options: Options, json: str | None) -> int:
+    """Measure and print; returns the exit code."""
+    refuse_unwritable(json)
+    refuse_unplottable(options.plot)
+    report: dict[str, Any] = environment() | {"rounds": options.rounds, "size_bytes": options.size, "seconds": options.seconds}
+    if options.beside == "fio":
+        report["fio"] = {"version": fio.version()}
+    working, report["unavailable"] = _working(options)
+    noise = Noise()
+    try:
+        with StopRequest() as stop, ExitStack() as stack:
+            progress = stack.enter_context(Progress(sys.stderr))
+            disk = filesystem(options.folder)
+            refuse_full_disk(options.folder, options.size)
+            folder = stack.enter_context(scratch_folder(options.folder))
+            drive = Drive(folder, NAME, options.size, options.memory, options.cache, stop)
+            stack.enter_context(closing(drive))
+            for point in options.points():
+                drive.refuse(point)
+            report |= {"filesystem": disk["type"], "in_memory": disk["type"] in IN_MEMORY, "direct": drive.direct}
+            report |= {"cache": options.cache}
+            progress.working("writing the file", 0.0)
+            drive.prepare()
+            runs: dict[Point, dict[str, Run]] = {}
+            for point in options.points():
+                runs[point] = {name: partial(drive.run, point, name, options.seconds) for name in working}
+            if options.beside == "fio":
+                report["fio"] |= _add_fio(options, folder, runs, stack)
+            else:
+                os.unlink(drive.path)  # the system takes the space back even if this process is killed
+            measured = in_rounds(runs, options.rounds, stop, progress)
+    except Stopped as stopped:
+        print("tiered: stopped; the scratch file is removed", file=sys.stderr)
+        return stopped.exit_code
+    report["noise"] = noise.seen()
+    report["points"] = [_point_as_json(point, series) for point, series in measured.items()]
+    if json != "-":
+        print(_describe(report, options, measured))
+    write_report(json, report)
+    if options.plot is not None:
+        plot_sweep(options.plot, report)
+    return 0
+
+
+def _working(options: Options) -> tuple[list[BackendName], dict[str, str]]:
+    """The backends that work here, and why others are left out. Raises MisuseError when all are."""
+    known, working = backends(), []
+    left_out: dict[str, str] = {}
+    for name in options.backends:
+        why = known.get(name)
+        try:
+            if why is None:
+                open_backend(name, max(options.depths)).close()
+        except (TieredError, OSError) as error:
+            why = str(error)
+        if why is None:
+            working.append(name)
+        else:
+            left_out[name] = why
+    if not working:
+        raise MisuseError(f"none of these backends works here: {'; '.join(left_out.values())}")
+    return working, left_out
+
+
+def _add_fio(options: Options, folder: str, runs: Mapping[Point, dict[str, Run]], stack: ExitStack) -> dict[str, Any]:
+    """Beside every point without checksums, which fio does not make as we do; what there is to know about it."""
+    buffers = stack.enter_context(fio.huge_buffers(options.memory))
+    bench = fio.Fio(folder, options.size, buffers, NAME)
+    unavailable = {}
+    for engine in fio.ENGINES:
+        try:
+            bench.run(fio.Job("read", engine, cache=options.cache, seconds=0.1))
+        except TieredError as error:
+            unavailable[engine] = str(error)
+            continue
+        for point, named in runs.items():
+            if point.checksums == "off":
+                job = fio.Job(point.mode, engine, point.block, point.depth, point.order, options.cache, options.seconds)
+                named[job.name] = partial(bench.run, job)
+    return {"buffers": buffers.words, "unavailable": unavailable}
+
+
+def _point_as_json(point: Point, series: Sequence[Series]) -> dict[str, Any]:
+    found = series_as_json(series)
+    return {**point.as_json(), "ratios": found.pop("ratios"), "by": found}
+
+
+def _describe(report: Mapping[str, Any], options: Options, measured: Mapping[Point, Sequence[Series]]) -> str:
+    checked = len(options.checksums) > 1 or options.checksums[0] == "on"
+    first = next(iter(measured.values()))[0].name
+    head = ["", "", "block", "depth", "by", "GB/s", "CPU s per GiB", "p50", "p99", "p99.9", f"{first} by this"]
+    rows = [[*head[:4], "checksums", *head[4:]] if checked else list(head)]
+    for point, series in measured.items():
+        by = ratios(series)
+        for one in series:
+            row = [point.mode, point.order, exact_size(point.block), str(point.depth)]
+            row += [point.checksums] if checked else []
+            row += [one.name, Spread.of(one.rates).shown(1e-9), f"{Spread.of(one.cpu).median:.2f}"]
+            times = one.latency()
+            row += [duration(times[name]) if times else "" for name in ("p50", "p99", "p99.9")]
+            rows.append([*row, by[one.name].shown() if one.name in by else ""])
+    if not any(row[-1] for row in rows[1:]):
+        rows = [row[:-1] for row in rows]
+    told = [
+        told_environment(report),
+        told_io({**report, "backend": "blocks of a plain file, no store"}),
+        f"{report['rounds']} rounds, interleaved: median [least - most], each pass at most {report['seconds']} s of a file of "
+        f"{format_size(report['size_bytes'])}; {told_noise(report['noise'])}",
+        "latencies: of a block, from its submission to its end; what is written ends with an fsync, which counts in the rate",
+    ]
+    if options.cache == "buffered":
+        told[1] = f"blocks of a plain file, no store, on {report['filesystem']}: BUFFERED, through the page cache, as asked"
+    if checked:
+        told.append("checksums: of each block, before it is written or after it was read, in the thread that submits")
+    told += [f"{name} left out: {why}" for name, why in report["unavailable"].items()]
+    if "fio" in report:
+        told.append(f"{report['fio']['version']}: same file, blocks and depths, {report['fio']['buffers']}; end_fsync=1")
+        told += [f"fio {engine} left out: {why}" for engine, why in report["fio"]["unavailable"].items()]
+    return "\n".join([*told, "", table(rows, left=2), "", *_best(measured)])
+
+
+def _best(measured: Mapping[Point, Sequence[Series]]) -> list[str]:
+    """The fastest of each mode and order, which is what the drive can do."""
+    best: dict[tuple[str, str], tuple[float, str]] = {}
+    for point, series in measured.items():
+        for one in series:
+            found = (Spread.of(one.rates).median, f"{exact_size(point.block)} x {point.depth}, {one.name}")
+            best[point.mode, point.order] = max(best.get((point.mode, point.order), found), found)
+    return [f"best of {mode}, {order}: {rate / 1e9:.2f} GB/s ({how})" for (mode, order), (rate, how) in best.items()]

@@ -1,0 +1,245 @@
+"""``tiered bench train``: one model trained in memory, in a store without a disk, and on disk, side by side."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from typing import IO, Any
+
+import psutil
+
+from tiered import CapacityError, MisuseError, TieredError
+from tiered.cli.bench.trainer import PHASES, Options, Variant, as_lines
+from tiered.cli.machine import store_facts
+from tiered.cli.measure import Noise, Spread, environment, free_on, scratch_folder
+from tiered.cli.output import Progress, refuse_unwritable, table, told_environment, told_io, told_noise, write_report
+from tiered.cli.stop import Stopped, StopRequest
+from tiered.cli.train.run import GRADIENT_BYTES, STATE_BYTES
+from tiered.types import format_size
+
+__all__ = ["WARM_UP", "bench", "describe"]
+
+WARM_UP = 5
+"""Steps before any counts: the moments are made, the order is learnt."""
+VARIANTS: tuple[Variant, ...] = ("disk", "dram", "memory")
+"""In the order in which they are begun: the first one says what the last one has to divide."""
+NAMES = {"memory": "in memory", "dram": "DRAM only", "disk": "on disk"}
+
+
+class _Process:
+    """A training in a process of its own. Ctrl-C does not reach it: who made it ends it."""
+
+    def __init__(self, options: Options, variant: Variant, split: tuple[str, ...]) -> None:
+        self._variant = variant
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "tiered.cli.bench.trainer"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._first = as_lines(options, variant, split)
+
+    def begin(self) -> dict[str, Any]:
+        """Wait until the model is made."""
+        return self._ask(self._first)
+
+    def step(self) -> dict[str, Any]:
+        return self._ask("step\n")
+
+    def end(self) -> dict[str, Any]:
+        found = self._ask("end\n")
+        self._child.wait()
+        return found
+
+    def close(self) -> None:
+        self._child.kill()
+        self._child.wait()
+        for pipe in self._pipes():
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+    def _pipes(self) -> tuple[IO[str], IO[str]]:
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        return self._child.stdin, self._child.stdout
+
+    def _ask(self, line: str) -> dict[str, Any]:
+        to, back = self._pipes()
+        try:
+            to.write(line)
+            to.flush()
+        except BrokenPipeError:
+            pass  # it has ended, and what it said last says why
+        answer = back.readline()
+        if not answer:
+            code = self._child.wait()
+            why = f"was killed by signal {-code}; was it for memory?" if code < 0 else f"ended with code {code}"
+            raise TieredError(f"training {NAMES[self._variant]} {why}")
+        found: dict[str, Any] = json.loads(answer)
+        if "error" in found:
+            raise TieredError(f"training {NAMES[self._variant]}: {found['error']}")
+        return found
+
+
+@contextmanager
+def _process(options: Options, variant: Variant, split: tuple[str, ...]) -> Iterator[_Process]:
+    process = _Process(options, variant, split)
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+def bench(options: Options, json: str | None) -> int:
+    """Measure and print; returns the exit code."""
+    refuse_unwritable(json)
+    if options.update == "in_backward" and options.accumulate > 1:
+        raise MisuseError("--update in_backward makes each batch a step: without --accumulate")
+    _refuse_small_machine(options)
+    noise = Noise()
+    report: dict[str, Any] = environment() | {
+        "model": {name: getattr(options, name) for name in ("layers", "width", "heads", "context", "batch", "accumulate")},
+        "parameters": options.shape.parameters, "micro_batch": options.micro_batch, "update": options.update,
+        "rounds": options.rounds,
+    }  # fmt: skip
+    try:
+        with StopRequest() as stop, ExitStack() as stack:
+            progress = stack.enter_context(Progress(sys.stderr))
+            report |= store_facts(options.folder, options.backend)
+            here = replace(options, folder=stack.enter_context(scratch_folder(options.folder)))
+            report |= _train(here, stack, stop, progress)
+    except Stopped as stopped:
+        print("tiered: stopped; the scratch store is removed", file=sys.stderr)
+        return stopped.exit_code
+    report["noise"] = noise.seen()
+    if json != "-":
+        print(describe(report))
+    write_report(json, report)
+    return 0
+
+
+def _refuse_small_machine(options: Options) -> None:
+    """Raises CapacityError: all three are there at once."""
+    needed = (STATE_BYTES + GRADIENT_BYTES) * options.shape.parameters + options.whole + options.pool
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise CapacityError(
+            f"the three trainings hold {format_size(needed)} of memory beside activations, {format_size(available)} is "
+            "available: lower --layers or --width"
+        )
+    disk, free = 2 * options.state, free_on(options.folder)
+    if disk > free:
+        raise CapacityError(
+            f"this needs {format_size(disk)} of disk, {options.folder} has {format_size(free)} free: lower --layers or "
+            "--width, or name a folder on another device with --dir"
+        )
+
+
+def _train(options: Options, stack: ExitStack, stop: StopRequest, progress: Progress) -> dict[str, Any]:
+    """Steps of all in turn, so that what changes with time meets all alike."""
+    processes: dict[Variant, _Process] = {}
+    begun: dict[Variant, dict[str, Any]] = {}
+    split: tuple[str, ...] = ()
+    for variant in VARIANTS:
+        stop.check()
+        progress.working(f"{NAMES[variant]}: making the model", 0.0)
+        processes[variant] = stack.enter_context(_process(options, variant, split))
+        begun[variant] = processes[variant].begin()
+        split = split or tuple(begun[variant]["split"])
+    steps: dict[Variant, list[dict[str, Any]]] = {variant: [] for variant in VARIANTS}
+    total = WARM_UP + options.rounds
+    for number in range(total):
+        what = f"warming up: step {number + 1}" if number < WARM_UP else f"round {number - WARM_UP + 1} of {options.rounds}"
+        for place, (variant, process) in enumerate(processes.items()):
+            stop.check()
+            progress.working(f"{what}, {NAMES[variant]}", (number + place / len(processes)) / total)
+            steps[variant].append(process.step())
+    progress.working("done", 1.0)
+    ended = {variant: process.end() for variant, process in processes.items()}
+    parameters = options.shape.parameters
+    return {
+        "variants": {
+            variant: _numbers(steps[variant][WARM_UP:], steps["memory"][WARM_UP:], parameters)
+            | ended[variant]
+            | {
+                "baseline_rss": begun[variant]["baseline"],
+                "losses": [step["losses"] for step in steps[variant]],
+                "norms": [step["norm"] for step in steps[variant]],
+                "differs": _difference(steps[variant], steps["memory"]),
+            }
+            for variant in reversed(VARIANTS)
+        }
+    }
+
+
+def _numbers(steps: list[dict[str, Any]], beside: list[dict[str, Any]], parameters: int) -> dict[str, Any]:
+    def spread(values: list[float]) -> dict[str, float]:
+        return Spread.of(values).as_json()
+
+    def moved(name: str) -> dict[str, float] | None:
+        found = [step[name] / parameters for step in steps if step[name] is not None]
+        return spread(found) if found else None
+
+    return {
+        "seconds": spread([step["seconds"] for step in steps]),
+        "by_memory": spread([ours["seconds"] / theirs["seconds"] for ours, theirs in zip(steps, beside, strict=True)]),
+        "phases": {name: spread([step["phases"][name] for step in steps]) for name in PHASES},
+        "bytes_per_parameter": {name: moved(name) for name in ("read", "written", "kernel_read", "kernel_written")},
+    }
+
+
+def _difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str | None:
+    """Where the losses and norms are first not the same bit by bit."""
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=True), 1):
+        for a, b in zip([*one["losses"], one["norm"]], [*other["losses"], other["norm"]], strict=True):
+            if repr(a) != repr(b):  # so that a NaN is the same as a NaN; other floats have a shortest form each
+                return f"step {number}: {a!r}, not {b!r}"
+    return None
+
+
+def describe(report: Mapping[str, Any]) -> str:
+    variants: Mapping[str, Mapping[str, Any]] = report["variants"]
+
+    def told(spread: Mapping[str, float] | None, digits: int = 2) -> str:
+        return "-" if spread is None else Spread(spread["median"], spread["min"], spread["max"]).shown(digits=digits)
+
+    def size(nbytes: int | None) -> str:
+        return "-" if nbytes is None else format_size(nbytes)
+
+    rows = [["", *(NAMES[variant] for variant in variants)]]
+    rows.append(["seconds per step", *(told(v["seconds"], 3) for v in variants.values())])
+    rows.append(["by that in memory", *(told(v["by_memory"]) for v in variants.values())])
+    for phase in PHASES:
+        rows.append([f"  {phase}", *(told(v["phases"][phase], 3) for v in variants.values())])
+    for name, what in ("kernel_read", "bytes read per parameter"), ("kernel_written", "bytes written per parameter"):
+        rows.append([what, *(told(v["bytes_per_parameter"][name]) for v in variants.values())])
+    rows.append(["most in memory", *(size(v["peak_rss"]) for v in variants.values())])
+    rows.append(["  before the model", *(size(v["baseline_rss"]) for v in variants.values())])
+    rows.append(["  of the pool", *(size(v["pool"] and v["pool"]["peak_bytes"]) for v in variants.values())])
+    model = report["model"]
+    disk = variants["disk"]
+    lines = [
+        told_environment(report),
+        told_io(report),
+        f"GPT of {report['parameters']:,} parameters: {model['layers']} layers of {model['width']}, context "
+        f"{model['context']}",
+        f"{model['accumulate']} x {model['batch']} texts per step, {report['micro_batch']} parts inside units, "
+        f"{report['update']}",
+        f"on disk with {format_size(disk['pool']['budget_bytes'])} of memory in {disk['units']} units",
+        f"{report['rounds']} rounds, interleaved: median [least - most]; bytes as the kernel counts them; "
+        f"{told_noise(report['noise'])}",
+        "",
+        table(rows),
+        "",
+    ]
+    for variant in ("dram", "disk"):
+        differs = variants[variant]["differs"]
+        steps = len(variants[variant]["losses"])
+        same = f"the same losses and norms as in memory in all {steps} steps, bit by bit"
+        lines.append(f"{NAMES[variant]}: {same if differs is None else f'other numbers than in memory from {differs}'}")
+    return "\n".join(lines)

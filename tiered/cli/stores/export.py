@@ -1,0 +1,86 @@
+"""``tiered export``: a checkpoint, or the tensors of a store, as safetensors files."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from tiered.cli.arguments import command, count, size
+
+if TYPE_CHECKING:
+    from tiered.cli.arguments import Commands
+
+__all__ = ["add_parser"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+DESCRIPTION = """\
+Write the parameters of a model that was committed with zero.commit, or all tensors of a store without one, as
+safetensors files with an index, which safetensors and transformers load. The store must not be in use; nothing
+in it is changed. Updates that are pending are applied on the way. Takes little memory, however large the model.
+"""
+
+EXAMPLES = """\
+examples:
+  tiered export state/ --out model/
+  tiered export state/ --out model/ --generation 7 --dtype bfloat16 --shard 2GB
+"""
+
+
+def add_parser(commands: Commands) -> None:
+    """Add ``export`` to the commands."""
+    parser = command(commands, "export", "take tensors out as safetensors", DESCRIPTION, EXAMPLES)
+    parser.add_argument("folder", metavar="FOLDER", help="the store's own, or the one above those of all ranks")
+    parser.add_argument("--out", metavar="FOLDER", required=True, help="where the files go; it is made where absent")
+    parser.add_argument("--paths", metavar="PATH", nargs="+", help="folders of its data files, where it has several drives")
+    parser.add_argument("--generation", metavar="N", type=count, help="as of this one (default: the newest)")
+    parser.add_argument("--model", metavar="NAME", help="which one, where the store has several")
+    parser.add_argument("--dtype", choices=DTYPES, help="type of what is floating point (default: as it is)")
+    parser.add_argument("--shard", metavar="SIZE", type=size, default="5GB", help="bytes of a file at most (default: 5GB)")
+    parser.add_argument(
+        "--existing", choices=("refuse", "overwrite"), default="refuse", help="an earlier export in --out (default: refuse)"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(parsed: argparse.Namespace, given: list[str]) -> int:
+    import torch
+
+    from tiered.cli.output import Progress
+    from tiered.cli.stop import Stopped, StopRequest
+    from tiered.errors import shown
+    from tiered.store.at_rest import StoreAtRest
+    from tiered.types import format_size
+    from tiered.zero.checkpoint.safetensors import export_at_rest, export_of_ranks
+    from tiered.zero.rank_stores import sets_in
+
+    written = 0
+    try:
+        with StopRequest() as stop, Progress(sys.stderr) as progress:
+
+            def advanced(done: int, total: int) -> None:
+                nonlocal written
+                stop.check()
+                written = done
+                progress.working(f"wrote {format_size(done)} of {format_size(total)}", done / total)
+
+            wanted: dict[str, Any] = {
+                "model": parsed.model,
+                "shard": parsed.shard,
+                "dtype": None if parsed.dtype is None else getattr(torch, parsed.dtype),
+                "existing": parsed.existing,
+                "progress": advanced,
+            }
+            if sets_in(parsed.folder) and parsed.generation is None and parsed.paths is None:
+                names, of = export_of_ranks(parsed.folder, parsed.out, **wanted), "the last commit of all ranks"
+            else:
+                with StoreAtRest(parsed.folder, paths=parsed.paths, generation=parsed.generation) as store:
+                    names = export_at_rest(store, parsed.out, **wanted)
+                    of = f"generation {store.manifest.generation}"
+    except Stopped as stopped:
+        print("tiered: stopped; nothing was left behind", file=sys.stderr)
+        return stopped.exit_code
+    files = names[0] if len(names) == 1 else f"{len(names)} files"
+    print(f"{shown(parsed.out, 1000)}: {files} of {of}, {format_size(written)}")
+    return 0

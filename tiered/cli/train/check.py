@@ -1,0 +1,166 @@
+"""``tiered train --check``: the same training on the store and in memory, compared bit by bit."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiered import TieredStore, zero
+from tiered.cli.arguments import launched
+from tiered.cli.output import refuse_unwritable, write_report
+from tiered.cli.stop import Stopped, StopRequest
+from tiered.cli.train.command import Options
+from tiered.cli.train.loop import Course, Result, Schedule
+from tiered.cli.train.model import GPT, Text, build, in_parts, open_text
+from tiered.cli.train.run import (
+    describe_model,
+    groups,
+    opened,
+    page,
+    refuse_endless,
+    refuse_existing,
+    refuse_full_disk,
+    shape_of,
+)
+from tiered.types import format_size
+
+__all__ = ["check"]
+
+Named = Iterator[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All numbers of one training. ``state``: the moments by position in the optimizer, as ``torch.optim.AdamW`` has them."""
+
+    results: list[Result]
+    parameters: dict[str, torch.Tensor]
+    state: dict[int, dict[str, torch.Tensor]]
+
+    def losses(self) -> Named:
+        for result in self.results:
+            yield f"loss of step {result.step}", torch.tensor(result.losses, dtype=torch.float64)
+
+    def norms(self) -> Named:
+        for result in self.results:
+            if result.norm is not None:
+                yield f"gradient norm of step {result.step}", torch.tensor(result.norm, dtype=torch.float64)
+
+    def values(self) -> Named:
+        for name, value in self.parameters.items():
+            yield f"parameter {name!r}", value
+
+    def moments(self) -> Named:
+        for index, states in sorted(self.state.items()):
+            for name, value in sorted(states.items()):
+                yield f"{name} of parameter {index}", value
+
+
+def check(options: Options) -> int:
+    """Print what was compared; returns 0 when every number is identical, 1 otherwise."""
+    stream = sys.stderr if options.json == "-" else sys.stdout
+    refuse_unwritable(options.json)
+    with ExitStack() as stack:
+        text = open_text(options.text, options.context, stack)
+        folder = options.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="tiered-check-", dir="."))
+        store = stack.enter_context(closing(TieredStore.open(folder, **opened(options, launched()))))
+        parameters = shape_of(options).parameters
+        refuse_endless(options)
+        refuse_existing(store, options)
+        refuse_full_disk(store, parameters)
+        model = build(shape_of(options))
+        print(
+            f"{describe_model(options, parameters)}\n"
+            f"{options.steps} steps, activations {'computed again' if options.recompute else 'kept'} for backward\n"
+            f"first on the store with {format_size(options.dram)} of memory, then in memory",
+            file=stream,
+            flush=True,
+        )
+        try:
+            with StopRequest() as stop:
+                page(model, store, options, options.existing, lambda done: None, stop)
+                start = model.state_dict()
+                optimizer = zero.AdamW(groups(model, options), lr=options.lr, betas=(0.9, 0.95), update=options.update)
+                course = Course(model, optimizer, optimizer.clip_grad_norm_, text, options, Schedule(options))
+                stored = _outcome(course.steps(), model, optimizer, stop)
+                evictions = store.statistics().evictions
+                remembered = _in_memory(start, text, options, zero.statistics(model).split, stop)
+        except Stopped as stopped:
+            print("tiered: stopped; nothing was committed", file=sys.stderr)
+            return stopped.exit_code
+        compared = {
+            "losses": _compare(stored.losses(), remembered.losses()),
+            "gradient norms": _compare(stored.norms(), remembered.norms()),
+            "final parameters": _compare(stored.values(), remembered.values()),
+            "optimizer states": _compare(stored.moments(), remembered.moments()),
+        }
+        print(f"{evictions:,} evictions from memory on the way", file=stream)
+        for what, (numbers, difference) in compared.items():
+            print(f"  {what:<18}{numbers:>12,} numbers  {difference or 'identical'}", file=stream)
+        same = not any(difference for _, difference in compared.values())
+        print("identical" if same else "different", file=stream)
+        write_report(
+            options.json,
+            {
+                "identical": same,
+                "steps": len(stored.results),
+                "evictions": evictions,
+                "compared": {what: {"numbers": n, "difference": d} for what, (n, d) in compared.items()},
+            },
+        )
+    return 0 if same else 1
+
+
+def _in_memory(
+    start: dict[str, torch.Tensor], text: Text, options: Options, split: Iterable[str], stop: StopRequest
+) -> Outcome:
+    model = GPT(shape_of(options))
+    model.load_state_dict(start)
+    in_parts(model, split, options.micro_batch)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(groups(model, options), lr=options.lr, betas=(0.9, 0.95), fused=True)
+
+    def clip(norm: float) -> torch.Tensor:
+        return torch.nn.utils.clip_grad_norm_(parameters, norm)
+
+    course = Course(model, optimizer, clip, text, options, Schedule(options))
+    return _outcome(course.steps(), model, optimizer, stop)
+
+
+def _outcome(steps: Iterable[Result], model: nn.Module, optimizer: torch.optim.Optimizer, stop: StopRequest) -> Outcome:
+    results = []
+    for result in steps:
+        results.append(result)
+        stop.check()
+    state: dict[str, Any] = optimizer.state_dict()
+    return Outcome(results, model.state_dict(), state["state"])
+
+
+def _compare(ours: Named, theirs: Named) -> tuple[int, str | None]:
+    """How many numbers there are, and what the first difference is."""
+    mine, reference = dict(ours), dict(theirs)
+    numbers = sum(tensor.numel() for tensor in reference.values())
+    for name in sorted(mine.keys() ^ reference.keys()):
+        return numbers, f"{name} is on one side only"
+    for name, expected in reference.items():
+        value = mine[name]
+        if value.shape != expected.shape or value.dtype != expected.dtype:
+            return numbers, f"{name} has another shape or type: {tuple(value.shape)}, not {tuple(expected.shape)}"
+        unequal = (_bits(value) != _bits(expected)).any(-1)
+        if unequal.any():
+            where = int(unequal.nonzero()[0])
+            got, want = value.reshape(-1)[where].item(), expected.reshape(-1)[where].item()
+            return numbers, f"{name} differs first at element {where}: {got!r} on the store, {want!r} in memory"
+    return numbers, None
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes of each element, shape (elements, bytes): NaNs and signed zeros compare by what they are."""
+    return tensor.detach().reshape(-1, 1).contiguous().view(torch.uint8)

@@ -1,0 +1,189 @@
+"""A byte-level decoder-only GPT in plain PyTorch: nothing in it knows of the store.
+
+The text that ``tiered train`` learns.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tiered import MisuseError
+
+__all__ = ["GPT", "Block", "Shape", "Text", "build", "in_parts", "initialiser", "open_text"]
+
+BYTES = 256
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``context`` in bytes of text; ``width`` is a multiple of ``heads``. ``recompute``: each block again in backward."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    recompute: bool = False
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model of this shape has, without building it."""
+        block = 12 * self.width**2 + 13 * self.width
+        return (BYTES + self.context + 2) * self.width + self.layers * block
+
+
+class Residual(nn.Linear):
+    """A linear layer whose result is added to the block's input; it starts smaller."""
+
+
+class Positions(nn.Embedding):
+    """What is added for each place in the context; it starts small, so that the bytes themselves are learnt first."""
+
+
+class Block(nn.Module):
+    """Pre-LN attention and MLP (Radford et al., 2019). (batch, time, width) -> the same."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width = shape.width
+        self.heads = shape.heads
+        self.norm_attention = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.project = Residual(width, width)
+        self.norm_mlp = nn.LayerNorm(width)
+        self.expand = nn.Linear(width, 4 * width)
+        self.contract = Residual(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, time, width = x.shape
+        split = self.qkv(self.norm_attention(x)).view(batch, time, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.project(attended.transpose(1, 2).reshape(batch, time, width))
+        hidden: torch.Tensor = self.contract(F.gelu(self.expand(self.norm_mlp(x))))
+        return x + hidden
+
+
+class GPT(nn.Module):
+    """Bytes, shape (batch, time), int64 -> logits of the byte that follows each, shape (batch, time, 256)."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.recompute = shape.recompute
+        self.embed = nn.Embedding(BYTES, shape.width)
+        self.position = Positions(shape.context, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, BYTES, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        x = self.embed(text) + self.position(torch.arange(text.shape[1], device=text.device))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False) if self.recompute else block(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+def in_parts(model: nn.Module, names: Iterable[str], parts: int) -> None:
+    """Have the named modules run on one part of the batch after the other, and compute each again in backward: what
+    ``zero.page(..., micro_batch=parts)`` does, in memory."""
+
+    def divided(original: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            pieces = torch.tensor_split(x, min(parts, x.shape[0]))
+            return torch.cat([checkpoint(original, piece, use_reentrant=False) for piece in pieces])
+
+        return forward
+
+    for name in names:
+        module = model.get_submodule(name)
+        module.forward = divided(module.forward)
+
+
+def build(shape: Shape) -> GPT:
+    """On the meta device: shapes without memory. Give the parameters theirs module by module, with ``initialiser``."""
+    with torch.device("meta"):
+        return GPT(shape)
+
+
+def initialiser(shape: Shape) -> Callable[[nn.Module], None]:
+    """GPT-2's: normal with deviation 0.02, smaller by sqrt(2 layers) where a block adds to its input; biases zero."""
+    small = 0.02 / math.sqrt(2 * shape.layers)
+
+    def initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=small if isinstance(module, Residual) else 0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, Positions):
+            nn.init.normal_(module.weight, std=0.002)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        elif isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+        else:
+            raise TypeError(f"no initial values for a {type(module).__name__}")
+
+    return initialise
+
+
+class Text:
+    """A file of bytes to learn, read as needed."""
+
+    def __init__(self, path: str, context: int) -> None:
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise MisuseError(f"cannot read the text {path}: {error.strerror}; name a file with --text") from error
+        try:
+            found = os.fstat(self._fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise MisuseError(f"the text {path} is not a file; name one with --text")
+            if found.st_size <= context:
+                what = f"has {found.st_size:,} bytes" if found.st_size else "is empty"
+                raise MisuseError(
+                    f"the text {path} {what}, a context of {context} needs {context + 1:,}: name a longer one, or "
+                    "lower --context"
+                )
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self.path, self.nbytes, self._context = path, found.st_size, context
+
+    def batch(
+        self, size: int, generator: torch.Generator, rank: int = 0, ranks: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Bytes at random places and those that follow them: two int64 tensors of shape (size, context). All ``ranks`` draw the
+        same places, and each has its part of them."""
+        starts = torch.randint(0, self.nbytes - self._context, (ranks * size,), generator=generator)
+        rows = []
+        for start in starts[rank * size : (rank + 1) * size].tolist():
+            row = os.pread(self._fd, self._context + 1, start)
+            if len(row) <= self._context:
+                raise MisuseError(f"the text {self.path} became shorter while it was read; leave it alone until the end")
+            rows.append(torch.frombuffer(bytearray(row), dtype=torch.uint8))
+        whole = torch.stack(rows).long()
+        return whole[:, :-1], whole[:, 1:]
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def open_text(path: str | None, context: int, stack: ExitStack) -> Text:
+    """The text in file ``path``, or that which ships with this; closed with ``stack``. Raises MisuseError."""
+    if path is None:
+        path = str(stack.enter_context(as_file(files("tiered.data") / "shakespeare.txt")))
+    text = Text(path, context)
+    stack.callback(text.close)
+    return text

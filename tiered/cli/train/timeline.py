@@ -1,0 +1,345 @@
+"""A store's timeline as a trace that ui.perfetto.dev and chrome://tracing show, and as shares of the time.
+
+The format is Google's Trace Event Format: a complete event ("X") has its beginning ``ts`` and its length ``dur`` in
+microseconds, and lies on the line that ``pid`` (here: a group of lines) and ``tid`` (one line of it) name.
+
+A store's timeline as a picture: what was computed, when that waited, what moved meanwhile, how full the pool was.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from tiered import Timeline, __version__
+from tiered.cli.output import MADE_BY
+from tiered.types import Direction, Urgency, format_size
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = [
+    "COMPUTE",
+    "Part",
+    "activity",
+    "as_trace",
+    "describe_timeline",
+    "lanes",
+    "plot_timeline",
+    "shares",
+    "ways",
+    "write_timeline",
+]
+
+COMPUTE = ("forward", "recompute", "backward", "update")
+"""Kinds of spans that are computing, as ``tiered.zero`` tells them."""
+MARGIN = 1
+"""Nanoseconds: what is shorter is drawn as long as this, or it could not be seen at all."""
+
+Item = TypeVar("Item")
+
+
+class Part(NamedTuple):
+    """From ``began`` to ``ended`` the caller did ``kind`` and nothing within it."""
+
+    kind: str
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Nanoseconds since the recording began."""
+
+    name: str
+    began: int
+    ended: int
+    args: dict[str, Any]
+
+
+def ways(timeline: Timeline) -> list[tuple[str, str, Direction]]:
+    """Links and directions with transfers, as (src, dst, direction); the lowest link last, what comes up first."""
+    found = {(transfer.src, transfer.dst, transfer.direction) for transfer in timeline.transfers}
+    order = list(timeline.capacity)
+    return sorted(found, key=lambda way: (order.index(way[0]), way[2] is Direction.DOWN))
+
+
+def lanes(items: Iterable[Item], ends: Callable[[Item], tuple[float, float]], nested: str = "apart") -> list[list[Item]]:
+    """As few lines as it takes that no two items of one line are at the same time; ``nested="together"``: unless one of them
+    lies within the other. Each line is in the order of beginnings."""
+    found: list[list[Item]] = []
+    open_until: list[list[float]] = []  # by line: ends of those that others could lie in, the outermost first
+    for item in sorted(items, key=lambda item: (ends(item)[0], -ends(item)[1])):
+        began, ended = ends(item)
+        for line, until in zip(found, open_until, strict=True):
+            while until and until[-1] <= began:
+                until.pop()
+            if not until or (nested == "together" and ended <= until[-1]):
+                line.append(item)
+                until.append(ended)
+                break
+        else:
+            found.append([item])
+            open_until.append([ended])
+    return found
+
+
+def as_trace(timeline: Timeline) -> dict[str, Any]:
+    """What the viewers load. Groups of lines: spans, stalls, each link and direction, leases; and counters of each tier."""
+
+    def slice_of(name: str, began: float, ended: float, **args: Any) -> _Slice:
+        first = round((began - timeline.began) * 1e9)
+        return _Slice(name, first, max(first + MARGIN, round((ended - timeline.began) * 1e9)), args)
+
+    def line(began: float, ended: float) -> float:
+        return round((ended - began) * 1e6, 3)
+
+    over = timeline.ended if timeline.ended is not None else timeline.began
+    groups: list[tuple[str, list[_Slice], str]] = []
+    compute = [span for span in timeline.spans if span.kind in COMPUTE]
+    groups.append(("compute", [slice_of(f"{s.kind} {s.name}", s.began, s.ended) for s in compute], "together"))
+    for kind in dict.fromkeys(span.kind for span in timeline.spans if span.kind not in COMPUTE):
+        own = [slice_of(span.name, span.began, span.ended) for span in timeline.spans if span.kind == kind]
+        groups.insert(0, (kind, own, "together"))
+    stalls = [slice_of(f"waits for {stall.reason}", stall.began, stall.ended, request=stall.what) for stall in timeline.stalls]
+    groups.append(("stalls", stalls, "apart"))
+    for way in ways(timeline):
+        moved = [
+            slice_of(
+                t.key,
+                t.started,
+                t.ended,
+                bytes=t.nbytes,
+                urgency=t.urgency.name.lower(),
+                queued_us=line(t.queued, t.started),
+                **({} if t.error is None else {"error": t.error}),
+            )
+            for t in timeline.transfers
+            if (t.src, t.dst, t.direction) == way
+        ]
+        groups.append((_told_way(way), moved, "apart"))
+    leases = [
+        slice_of(
+            ", ".join(lease.keys),
+            lease.granted,
+            over if lease.released is None else lease.released,
+            tier=lease.tier,
+            access=lease.access.value,
+            waited_us=line(lease.asked, lease.granted),
+        )
+        for lease in timeline.leases
+    ]
+    groups.append(("leases", leases, "apart"))
+    events: list[dict[str, Any]] = []
+    named: list[dict[str, Any]] = []
+    for pid, (group, slices, nested) in enumerate(groups, 1):
+        named.append({"ph": "M", "name": "process_name", "ts": 0, "pid": pid, "tid": 0, "args": {"name": group}})
+        named.append({"ph": "M", "name": "process_sort_index", "ts": 0, "pid": pid, "tid": 0, "args": {"sort_index": pid}})
+        for tid, lane in enumerate(lanes(slices, lambda s: (s.began, s.ended), nested), 1):
+            named.append({"ph": "M", "name": "thread_name", "ts": 0, "pid": pid, "tid": tid, "args": {"name": group}})
+            for s in lane:
+                times = {"ts": s.began / 1000, "dur": (s.ended - s.began) / 1000}
+                events.append({"ph": "X", "name": s.name, "cat": group, **times, "pid": pid, "tid": tid, "args": s.args})
+    pool = len(groups) + 1
+    named.append({"ph": "M", "name": "process_name", "ts": 0, "pid": pool, "tid": 0, "args": {"name": "bytes in use"}})
+    named.append({"ph": "M", "name": "process_sort_index", "ts": 0, "pid": pool, "tid": 0, "args": {"sort_index": pool}})
+    for sample in timeline.pool:
+        at = round((sample.at - timeline.began) * 1e9) / 1000
+        used = {"used": sample.used}
+        events.append({"ph": "C", "name": sample.tier, "cat": "pool", "ts": at, "pid": pool, "tid": 0, "args": used})
+    events.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {"seconds": over - timeline.began, "dropped_events": timeline.dropped, **shares(timeline)},
+        "traceEvents": [*named, *events],
+    }
+
+
+def write_timeline(path: str, timeline: Timeline) -> None:
+    """Compact: a line for each event."""
+    trace = as_trace(timeline)
+    events = trace.pop("traceEvents")
+    head = json.dumps({MADE_BY: __version__, **trace})
+    with Path(path).open("w", encoding="utf-8") as file:
+        file.write(f'{head[:-1]}, "traceEvents": [\n')
+        file.write(",\n".join(json.dumps(event) for event in events))
+        file.write("\n]}\n")
+
+
+def activity(timeline: Timeline) -> list[Part]:
+    """What the caller did, moment by moment: of several spans that go on the innermost counts, and waiting before any. Other
+    kinds than ``COMPUTE`` do not count. For a store that one thread uses."""
+    spans = [Part(span.kind, span.began, span.ended) for span in timeline.spans if span.kind in COMPUTE]
+    spans += [Part(stall.reason, stall.began, stall.ended) for stall in timeline.stalls]
+    spans = sorted((span for span in spans if span.ended > span.began), key=lambda span: span.began)
+    moments = sorted({moment for span in spans for moment in (span.began, span.ended)})
+    found: list[Part] = []
+    running: list[tuple[float, float, str]] = []  # the one that began last is on top
+    waiting = iter([*spans, None])
+    coming = next(waiting)
+    for moment, following in itertools.pairwise(moments):
+        while coming is not None and coming.began <= moment:
+            heapq.heappush(running, (-coming.began, coming.ended, coming.kind))
+            coming = next(waiting)
+        while running and running[0][1] <= moment:
+            heapq.heappop(running)
+        if not running:
+            continue
+        kind = running[0][2]
+        if found and found[-1].kind == kind and found[-1].ended == moment:
+            found[-1] = found[-1]._replace(ended=following)
+        else:
+            found.append(Part(kind, moment, following))
+    return found
+
+
+def shares(timeline: Timeline) -> dict[str, dict[str, float]]:
+    """Seconds of each activity, and those in which each link moved something in each direction; ``idle``: in none."""
+    spent = dict.fromkeys((*COMPUTE, "reads", "room"), 0.0)
+    for part in activity(timeline):
+        spent[part.kind] += part.ended - part.began
+    over = timeline.ended if timeline.ended is not None else timeline.began
+    spent["other"] = over - timeline.began - sum(spent.values())
+    busy = {}
+    for way in ways(timeline):
+        own = [(t.started, t.ended) for t in timeline.transfers if (t.src, t.dst, t.direction) == way]
+        busy[_told_way(way)] = _covered(own)
+    busy["none of them"] = over - timeline.began - _covered([(t.started, t.ended) for t in timeline.transfers])
+    return {"activity_seconds": spent, "link_seconds": busy}
+
+
+def describe_timeline(timeline: Timeline, steps: int) -> str:
+    """A few lines."""
+    found = shares(timeline)
+    whole = max(sum(found["activity_seconds"].values()), 1e-9)
+    told = {"reads": "waiting for reads", "room": "waiting for room"}
+
+    def listed(seconds: dict[str, float]) -> str:
+        return ", ".join(f"{told.get(name, name)} {value / whole:.0%}" for name, value in seconds.items() if value)
+
+    lines = [f"timeline  {steps} steps, {whole:.2f} s: {listed(found['activity_seconds'])}"]
+    lines.append(f"          transfers under way: {listed(found['link_seconds'])}")
+    if timeline.dropped:
+        lines.append(f"          the first {timeline.limit:,} events are in it, {timeline.dropped:,} are not")
+    return "\n".join(lines)
+
+
+def _covered(spans: Sequence[tuple[float, float]]) -> float:
+    """Seconds in at least one of ``spans``."""
+    total, until = 0.0, float("-inf")
+    for began, ended in sorted(spans):
+        total += max(0.0, ended - max(began, until))
+        until = max(until, ended)
+    return total
+
+
+def _told_way(way: tuple[str, str, Direction]) -> str:
+    src, dst, direction = way
+    return f"{dst} to {src}" if direction is Direction.UP else f"{src} to {dst}"
+
+
+COLOURS = {
+    "forward": "#4477aa",
+    "recompute": "#66ccee",
+    "backward": "#ee9944",
+    "update": "#228833",
+    "reads": "#cc3311",
+    "room": "#aa3377",
+}
+URGENCIES = {
+    Urgency.DEMAND: ("on demand", "#cc3311"),
+    Urgency.PREFETCH: ("ahead", "#009988"),
+    Urgency.WRITEBACK: ("in the background", "#888888"),
+}
+THIN = 0.3
+"""Points around what is drawn, so that what is very short can be seen."""
+MOST_LANES = 6
+"""More lines than these are drawn over each other: they would be too thin."""
+
+
+def plot_timeline(path: str, timeline: Timeline, title: str) -> None:
+    """Write a PNG. Rows over one axis of time."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    over = timeline.ended if timeline.ended is not None else timeline.began
+    unit, factor = ("ms", 1e3) if over - timeline.began < 2 else ("s", 1.0)
+    links = ways(timeline)
+    heights = [1.0, 0.6, *(1.2 for _ in links), 1.0]
+    figure = Figure(figsize=(14, 1.4 + sum(heights)), layout="constrained")
+    rows = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+
+    def at(moment: float) -> float:
+        return (moment - timeline.began) * factor
+
+    parts = activity(timeline)
+    drawn = {kind: [part for part in parts if part.kind == kind] for kind in COLOURS}
+    _bars(rows[0], "compute", {COLOURS[kind]: drawn[kind] for kind in COMPUTE}, at)
+    _bars(rows[1], "stalls", {COLOURS[kind]: drawn[kind] for kind in ("reads", "room")}, at)
+    shown = [kind for kind in COLOURS if drawn[kind]]
+    told = {"reads": "waits for reads", "room": "waits for room"}
+    rows[0].legend(handles=[Patch(color=COLOURS[kind], label=told.get(kind, kind)) for kind in shown], **_BESIDE)
+    for axes, way in zip(rows[2:-1], links, strict=True):
+        _transfers(axes, timeline, way, at)
+    if links:
+        rows[2].legend(handles=[Patch(color=colour, label=name) for name, colour in URGENCIES.values()], **_BESIDE)
+    _pool(rows[-1], timeline, at, over)
+    for step in (span for span in timeline.spans if span.kind == "step"):
+        for axes in rows:
+            axes.axvline(at(step.began), color="black", linewidth=0.6, linestyle=":")
+        rows[0].annotate(step.name, (at(step.began), 1.0), xycoords=("data", "axes fraction"), fontsize="small", va="bottom")
+    rows[-1].set_xlim(0, at(over))
+    rows[-1].set_xlabel(unit)
+    figure.suptitle(title, fontsize="medium")
+    figure.savefig(path, format="png", dpi=120, metadata={"Software": f"tiered train {__version__}"})
+
+
+_BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "fontsize": "small", "frameon": False}
+
+
+def _name(axes: Axes, name: str) -> None:
+    axes.set_ylabel(name, rotation=0, ha="right", va="center")
+    axes.set_yticks([])
+    axes.set_ylim(0, 1)
+
+
+def _bars(axes: Axes, name: str, colours: dict[str, list[Part]], at: Any) -> None:
+    _name(axes, name)
+    for colour, parts in colours.items():
+        places = [(at(part.began), at(part.ended) - at(part.began)) for part in parts]
+        axes.broken_barh(places, (0.05, 0.9), facecolors=colour, linewidth=THIN)
+
+
+def _transfers(axes: Axes, timeline: Timeline, way: tuple[str, str, Direction], at: Any) -> None:
+    src, dst, direction = way
+    name = f"reads\n{dst} to {src}" if direction is Direction.UP else f"writes\n{src} to {dst}"
+    own = [t for t in timeline.transfers if (t.src, t.dst, t.direction) == way]
+    lines = lanes(own, lambda t: (t.started, t.ended))
+    _name(axes, f"{name}\n{format_size(sum(t.nbytes for t in own))}")
+    count = min(MOST_LANES, len(lines))
+    for number, line in enumerate(lines):
+        bottom = (number % count) / count
+        axes.broken_barh(
+            [(at(t.started), at(t.ended) - at(t.started)) for t in line],
+            (bottom + 0.05 / count, 0.9 / count),
+            facecolors=[URGENCIES[t.urgency][1] for t in line],
+            linewidth=THIN,
+        )
+
+
+def _pool(axes: Axes, timeline: Timeline, at: Any, over: float) -> None:
+    """Of the top tier, in which training computes."""
+    tier = next(iter(timeline.capacity))
+    samples = [sample for sample in timeline.pool if sample.tier == tier]
+    capacity = timeline.capacity[tier]
+    times = [*(at(sample.at) for sample in samples), at(over)]
+    shares = [sample.used / capacity for sample in samples]
+    _name(axes, f"{tier} used\nof {format_size(capacity)}")
+    axes.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"], fontsize="small")
+    axes.stairs(shares, times, fill=True, color="#bbccee")
+    axes.set_ylim(0, 1.05)

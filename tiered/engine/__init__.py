@@ -1,0 +1,1 @@
+"""Decide what moves between tiers, and when."""

@@ -1,0 +1,571 @@
+"""The one engine thread and the one lock: who waits, what is started when, what its end changes.
+
+A *request* is something a caller wants (a lease, room for a put, a delete, a flush). What can be done without a transfer is
+done in the caller's thread, under the lock; everything else by the engine's thread, which attempts the request after every
+change until it is done. Only the engine's thread calls links, outside the lock; so a caller whose tensors are resident never
+waits for I/O nor for another thread.
+
+There is one lock (``commits`` only serialises whole commits, and is taken before it). Finalizers of tensors run inside the
+garbage collector, perhaps while this thread holds the lock: they only append to a deque.
+
+A Python signal handler runs in the main thread, between two bytecodes, and may raise. The engine's thread is never struck so.
+What a caller's thread changes under the lock stands between ``admission.changing = True`` and ``= False``: who takes the lock
+next and finds it true waits until the engine's thread has counted everything anew. Where that fails the store is condemned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import select
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from tiered.engine.background import Ahead
+from tiered.engine.policy import Plan, Touch
+from tiered.engine.requests import Lease, Prefetch, Request, Token, Work, why_stuck
+from tiered.engine.residency import Copy
+from tiered.engine.scheduler import Admission
+from tiered.engine.snapshot import Flush
+from tiered.engine.state import Flow
+from tiered.engine.workers import Behind
+from tiered.errors import CapacityError, InterruptedStore, LeaseConflict, MisuseError, StoreClosed, TieredError
+from tiered.interfaces import EvictionPolicy, Link, Streams, Tier
+from tiered.system import OwnedWakeup, wait_for
+from tiered.telemetry import LinkStatistics, Recorder
+from tiered.types import Direction, Fence, Key, Slot, Then, Transfer
+
+__all__ = ["Engine", "EngineConfig"]
+
+LOOKS_EVERY = 20
+"""Milliseconds between two looks for views that died, while a request waits."""
+GRACE = 0.5
+"""Seconds beyond its deadline that a request waits for the engine to look at it once, should that be busy or blocked."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """``deadline``: seconds that a request waits at most before it raises and says who holds the room.
+
+    ``reserve``: share of each tier that background write-backs keep free or CLEAN, so that what comes finds room. ``clock``
+    gives seconds. ``eviction`` makes a policy for a tier, for when what one remembers may be wrong.
+    """
+
+    deadline: float = 60.0
+    reserve: float = 0.5
+    clock: Callable[[], float] = time.monotonic
+    eviction: Callable[[], EvictionPolicy] | None = None
+
+
+class Engine:
+    """Links, time and waiting around an ``Admission``. ``links[i]`` joins tier i and tier i + 1, from the top.
+
+    A fence guards a slot: its memory is used anew only after what was queued on a device with it has run. Fences are made and
+    waited for here alone. On a tier without streams there are none.
+    """
+
+    def __init__(
+        self, tiers: Sequence[Tier], links: Sequence[Link], policies: Sequence[EvictionPolicy], config: EngineConfig
+    ) -> None:
+        assert len(links) == len(tiers) - 1
+        self.links, self.config = list(links), config
+        self.admission = Admission(tiers, policies, config.reserve, config.eviction)
+        self.lock = threading.RLock()
+        self.commits = threading.Lock()  # one commit at a time; taken before ``lock``
+        self.hits = self.misses = self.leases = self.wakes = 0
+        self.stalled_for_reads = self.stalled_for_room = 0.0
+        self.recorder: Recorder | None = None
+        self._records: Callable[[], Token | None] = lambda: None
+        self._streams: list[Streams | None] = [getattr(tier, "streams", None) for tier in tiers]
+        if any(streams is not None for streams in self._streams):
+            self.admission.fence = self._fence
+        self._owned: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
+        self._changed = threading.Condition(self.lock)
+        self._wake = OwnedWakeup()
+        self._flows = [{direction: Flow() for direction in Direction} for _ in links]
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        self._stopping = False
+        self._broken: BaseException | None = None
+        self._condemned: BaseException | None = None
+        self.end_struck: Callable[[], bool] = lambda: False
+        """End leases that are only held by the traceback of an exception; whether there were any."""
+
+    # -- called by any thread --------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Raises TieredError where the system has no thread left."""
+        thread = threading.Thread(target=self._run, name="tiered-engine", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise TieredError(f"the system starts no more threads ({error}): end some, or raise ulimit -u") from error
+        self._thread = thread
+
+    def wait(self, request: Request, deadline: float | None = None) -> None:
+        """Get ``request`` done, or raise its error; waits at most ``deadline`` seconds (default: the configured ones)."""
+        asked = self.config.clock()
+        self.refuse_nested()
+        with self.lock:
+            try:  # an exception of a signal handler may come anywhere in here
+                at_once = self._submit(request)
+                if not at_once:
+                    self._wait_for(request, asked, self.config.deadline if deadline is None else deadline)
+                self._count(request, asked, at_once)
+            except BaseException:
+                request.abandoned = True
+                self._withdraw(request)
+                raise
+        if isinstance(request.error, LeaseConflict) and not request.deferred and self.end_struck():
+            request.error, request.done = None, False  # the lease in its way was nobody's
+            self.wait(request, deadline)
+        elif request.error is not None:
+            request.raise_error()
+
+    def _withdraw(self, request: Request) -> None:
+        """``request`` is abandoned. What it began the engine undoes; else it only waits no longer."""
+        if request.deferred and self._thread is not None:
+            self._poke()
+        elif request in self.admission.requests:
+            self.admission.requests.remove(request)
+            request.abandon(self.admission)
+
+    def refuse_nested(self) -> None:
+        """Raise MisuseError where this thread is within another call of the store, so that a signal handler makes this one."""
+        if self._owned():
+            raise MisuseError(
+                "a signal handler interrupted a call of this store and calls it, too: have the handler set a flag or raise, "
+                "and use the store after that"
+            )
+
+    def launch(self, behind: Behind) -> None:
+        """Start its thread, from the engine's. Raises TieredError where the system has no thread left."""
+        if self._thread is None:
+            behind.start()
+            return
+        start = Work("the start of a thread", behind.start)
+        self.wait(start)
+        start.raise_failure()
+
+    def begin(self, flush: Flush) -> None:
+        """Return when it has begun; somebody has to ``wait`` for its end."""
+        with self.lock:
+            flush.on_done = self._changed.notify_all
+            self._submit(flush)
+            while not (flush.begun or flush.done):
+                self._refuse_stopped()
+                wait_for(self._changed, 5.0)
+
+    async def arrive(self, request: Request) -> None:
+        """``wait`` for a coroutine: no thread is blocked, and cancelling undoes what was granted meanwhile."""
+        asked = self.config.clock()
+        self.refuse_nested()
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+
+        def wake() -> None:
+            if not done.done():
+                done.set_result(None)
+
+        def give_up() -> None:
+            request.abandoned = True
+            self._withdraw(request)
+
+        def notify() -> None:  # under the lock
+            try:
+                loop.call_soon_threadsafe(wake)
+            except RuntimeError:  # the loop was closed meanwhile: nobody will ever resume the coroutine
+                request.abandoned = True
+                request.abandon(self.admission)
+
+        try:
+            with self.lock:
+                request.on_done = notify
+                at_once = self._submit(request)
+            if not at_once:
+                patience, left = None if math.isinf(self.config.deadline) else self.config.deadline, math.nan
+                # Not wait_for: before Python 3.12 that forgets a cancellation which comes together with the result.
+                while not done.done() and left != request.left:
+                    left = request.left
+                    await asyncio.wait((done,), timeout=patience)
+            with self.lock:
+                waited = self.config.clock() - asked
+                if not request.done:
+                    self._refuse_stopped()
+                    raise CapacityError(why_stuck(self.admission, request, waited))
+                if not at_once:
+                    self._stalled(request, waited, request.short)
+                self._count(request, asked, at_once)
+        except GeneratorExit:  # the event loop has gone, and the collector runs this, perhaps in a thread that has the lock
+            self.later(give_up)
+            raise
+        except BaseException:
+            with self.lock:
+                give_up()
+            raise
+        request.raise_error()
+
+    def _submit(self, request: Request) -> bool:
+        """Attempt ``request`` in the caller's thread; what is not done at once waits among the others. Under the lock."""
+        self._refuse_stopped()
+        admission = self.admission
+        if admission.changing:
+            self._wait_for_recount()
+        admission.bury()
+        admission.number(request)
+        done = admission.attempt_here(request)
+        if not done and self._thread is None and not request.deferred:  # whoever has no thread for it decides here
+            done = admission.attempt(request)
+        if not done:
+            if request not in admission.requests:
+                admission.requests.append(request)
+            if self._thread is None:
+                admission.look_ahead()
+            self._poke()
+        elif admission.anything_to_do or (admission.ahead is not None and admission.ahead.due(admission)):
+            if self._thread is None:
+                admission.look_ahead()
+            self._poke()
+        return done
+
+    def _wait_for_recount(self) -> None:
+        """An exception struck who had the lock before, within a change."""
+        if self._thread is None:
+            self._recount()
+        began = self.config.clock()
+        while self.admission.changing:
+            self._refuse_stopped()
+            if self.config.clock() - began > self.config.deadline + GRACE:
+                raise CapacityError(
+                    "an exception struck a call, and the engine has to count what there is before the next one; but it waits "
+                    "for a transfer that does not end: what the store lies on is too slow, or does not answer"
+                )
+            self._poke()
+            wait_for(self._changed, 0.5)
+
+    def _recount(self) -> None:
+        """By the engine's thread. Where it does not come out, nothing that is kept can be trusted."""
+        try:
+            for streams in filter(None, self._streams):
+                streams.synchronize()  # fences may be lost, and so none may be needed
+            self.admission.recount()
+        except BaseException as error:
+            self._condemned = error
+            self._wake_everybody()
+        self._changed.notify_all()
+        self._refuse_stopped()
+
+    def _count(self, request: Request, asked: float, at_once: bool) -> None:
+        if not isinstance(request, Lease):
+            return
+        self.leases, self.hits, self.misses = self.leases + 1, self.hits + at_once, self.misses + (not at_once)
+        if self.admission.ahead is not None and request.copies:
+            self.admission.ahead.touched(asked, self.config.clock())
+        if self.recorder is not None and request.copies:
+            self.recorder.granted(request.sequence, request.keys, request.tier, request.access, asked)
+
+    def _stalled(self, request: Request, seconds: float, for_room: bool) -> None:
+        if for_room:
+            self.stalled_for_room += seconds
+        else:
+            self.stalled_for_reads += seconds
+        if self.recorder is not None:
+            self.recorder.stalled(request.sequence, str(request), seconds, for_room)
+
+    def _wait_for(self, request: Request, began: float, patience: float) -> None:
+        left = request.left
+        while not request.done:
+            self._refuse_stopped()
+            if request.left != left:
+                began, left = self.config.clock(), request.left
+            before = self.config.clock()
+            if before - began >= patience + (0.0 if request.tried or self._thread is None else GRACE):
+                raise CapacityError(why_stuck(self.admission, request, before - began))
+            wait_for(self._changed, min(max(began + patience - before, 0.05), 5.0))
+            self._stalled(request, self.config.clock() - before, request.short)
+            request.short = bool(request.lacks)
+
+    def hint(self, keys: Sequence[Key], tier: int) -> None:
+        """Prefetch; never waits, never raises on full. A newer hint replaces what older ones have not begun."""
+        self.refuse_nested()
+        with self.lock:
+            waiting = self.admission.requests
+            waiting[:] = [request for request in waiting if not isinstance(request, Prefetch)]
+            self._submit(Prefetch(keys, tier))
+
+    def sizes(self, keys: Iterable[Key]) -> dict[Key, int]:
+        """Bytes of each tensor that there is."""
+        with self.lock:
+            entries = ((key, self.admission.directory.find(key)) for key in set(keys))
+            return {key: entry.nbytes for key, entry in entries if entry is not None}
+
+    def follow(
+        self,
+        order: Sequence[Touch],
+        policies: Callable[[Plan], Sequence[EvictionPolicy]],
+        rooms: Sequence[int],
+        then: Then = "again",
+    ) -> int:
+        """Evict, and fetch into ``rooms[i]`` bytes of tier i, along ``order`` from here on until it ends, or, where it is
+        empty, no longer; how many touches it planned anew."""
+        planned = len(order)
+
+        def work() -> None:
+            nonlocal planned
+            admission = self.admission
+            ahead = admission.ahead if order else None
+            try:
+                if ahead is not None and not ahead.plan.over:
+                    planned = ahead.replan(order, then)
+                elif order:
+                    ahead = Ahead(Plan(order, then), [place.tier.name for place in admission.places], self._costs)
+                if ahead is not None:
+                    ahead.rooms, ahead.choose = rooms, policies
+                admission.follow(ahead, admission.own if ahead is None else ahead.policies())
+            except BaseException:  # a plan that is half another one is worse than none
+                admission.follow(None, admission.own)
+                raise
+            admission.look_ahead()
+
+        request = Work("following an order", work)
+        self.wait(request)
+        request.raise_failure()
+        return planned
+
+    def _costs(self) -> list[tuple[float, float]]:
+        """Seconds per byte of each link, up and down, as measured; 0 where nothing moved yet."""
+        return [(flows[Direction.UP].cost, flows[Direction.DOWN].cost) for flows in self._flows]
+
+    # -- leases begin and end ----------------------------------------------------------------------------------------------
+
+    def enter(self, copies: Sequence[Copy], tier: int) -> object:
+        """What the caller computes from here on runs after what the copies' fences stand for; the stream it computes on."""
+        streams = self._streams[tier]
+        if streams is None:
+            return None
+        stream = streams.current()
+        for copy in copies:
+            for fence in copy.fences:
+                streams.wait(stream, fence)
+        return stream
+
+    def guard(self, tier: int, slot: Slot) -> object:
+        """What the caller computes from here on runs after what was queued with the memory of ``slot``, now its own; the stream
+        that it computes on."""
+        streams = self._streams[tier]
+        if streams is None:
+            return None
+        stream = streams.current()
+        with self.lock:
+            guards = self.admission.places[tier].guards(slot)
+        for fence in guards:
+            streams.wait(stream, fence)
+        return stream
+
+    def fences(self, tier: int) -> tuple[Fence, ...]:
+        """A fence that passes when all that the caller has queued so far has run."""
+        streams = self._streams[tier]
+        return () if streams is None else (streams.record(streams.current()),)
+
+    def released(self) -> None:
+        """Somebody's token died, whose hold is of use to others. In a forked child it is the parent's, and goes on."""
+        if os.getpid() != self._pid or self._owned():
+            return
+        with self.lock:
+            admission = self.admission
+            if not admission.changing:
+                admission.bury()
+            if admission.changing or admission.anything_to_do:
+                self._poke()
+
+    def look(self) -> None:
+        """Have everything applied that ended, so that what is counted is what there is."""
+        self.refuse_nested()
+        with self.lock:
+            if self.admission.changing:
+                self._wait_for_recount()
+            self.admission.bury()
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Have ``work``, which may be done twice, done under the lock before anything else is. Takes no lock, as a finalizer
+        must not."""
+        if os.getpid() == self._pid:
+            self.admission.later(work)
+
+    def _fence(self, tier: int, stream: object) -> Fence | None:
+        """A fence that passes when all has run that ``stream`` has by now."""
+        streams = self._streams[tier]
+        return None if streams is None else streams.record(stream)
+
+    # -- the end -----------------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """End the thread after every transfer in flight; what is not started never will be. Idempotent."""
+        if self._thread is None:
+            self._close_links()
+            return
+        with self.lock:
+            self._stopping = True
+            self._wake_everybody()
+            self._wake.set()
+        if os.getpid() == self._pid:
+            while self._thread.is_alive():
+                self._thread.join(1.0)
+            with self.lock:  # who pokes has it
+                self._wake.close()
+
+    def stop_elsewhere(self, stop: Callable[[], None]) -> bool:
+        """Whether this is the engine's own thread, which cannot wait for its end: then ``stop`` runs in another one.
+
+        The collector may find a store that nobody closed wherever it happens to run.
+        """
+        if threading.current_thread() is not self._thread:
+            return False
+        threading.Thread(target=stop, name="tiered-close").start()
+        return True
+
+    def _wake_everybody(self) -> None:
+        self._changed.notify_all()
+        for request in list(self.admission.requests):
+            request.notify()
+
+    def _poke(self) -> None:
+        self.wakes += 1
+        self._wake.set()
+
+    def _refuse_stopped(self) -> None:
+        if self._condemned is not None:
+            raise InterruptedStore(
+                f"an exception struck a call of this store, and what it left half done cannot be mended ({self._condemned!r}): "
+                "close the store and reopen it; the last commit holds"
+            ) from self._condemned
+        if self._broken is not None:
+            raise TieredError(f"the engine stopped on an internal error: {self._broken!r}") from self._broken
+        if self._stopping:
+            raise StoreClosed("the store is closed")
+
+    # -- the engine thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._wake.fileno(), select.POLLIN)
+        for link in self.links:
+            poller.register(link.fileno(), select.POLLIN)
+        try:
+            while True:
+                moved = self.turn()
+                with self.lock:
+                    finished = self._stopping and not any(self._started(i) for i in range(len(self.links)))
+                if finished:
+                    break
+                if not moved and any(fd == self._wake.fileno() for fd, _ in self._sleep(poller)):
+                    self._wake.clear()
+        except BaseException as error:
+            with self.lock:
+                self._broken = error
+                self._wake_everybody()
+        finally:
+            self._close_links()
+
+    def _sleep(self, poller: select.poll) -> list[tuple[int, int]]:
+        """Until there is something to do. A view that died wakes nobody (its token's death runs no code that could); so as long
+        as somebody waits, it is looked for from time to time."""
+        for _ in range(1000 // LOOKS_EVERY):
+            found = poller.poll(LOOKS_EVERY if self.admission.requests else 1000)
+            if found or self.admission.claims.ended or not self.admission.requests:
+                return found
+        return []
+
+    def turn(self) -> bool:
+        """One round: completions, requests, background write-backs, starts. True when anything moved. (Tests call it bare.)"""
+        completions = [(index, done) for index, link in enumerate(self.links) for done in link.poll(0.0)]
+        with self.lock:
+            if self.admission.changing:
+                self._recount()
+            self.admission.bury()
+            for index, completion in completions:
+                transfer = self.admission.complete(index, completion)
+                self._flows[index][transfer.direction].end(self.config.clock(), transfer.nbytes, completion.error)
+                if self.recorder is not None:
+                    link = self.links[index]
+                    self.recorder.transferred(link.src, link.dst, transfer, completion.error)
+            finished = self.admission.advance()
+            if not self._stopping:
+                self.admission.background.start(self.admission)
+            if completions or finished:
+                self._changed.notify_all()
+        started = self._pump()
+        return bool(completions or finished or started)
+
+    def _pump(self) -> bool:
+        """Hand queued transfers to their links, most urgent first. Outside the lock: a link may hash and submit here."""
+        started = False
+        for index, link in enumerate(self.links):
+            with self.lock:
+                promotions = self.admission.traffic.promotions[index]
+                self.admission.traffic.promotions[index] = {}
+                if not self._started(index):
+                    self.admission.traffic.idle(index)
+            for tag, urgency in promotions.items():
+                link.promote(tag, urgency)
+                with self.lock:
+                    self.admission.traffic.promoted(tag, urgency)
+            while True:
+                with self.lock:
+                    transfer = None if self._stopping else self.admission.traffic.take(index)
+                    if transfer is None:
+                        break
+                    transfer.after = self._after(index, transfer)
+                    self._flows[index][transfer.direction].begin(self.config.clock())
+                    if self.recorder is not None:
+                        self.recorder.started(transfer.tag)
+                if link.start(transfer):
+                    started = True
+                    continue
+                with self.lock:  # a link may be full one way, and take what goes the other
+                    self._flows[index][transfer.direction].active -= 1
+                    self.admission.traffic.put_back(index, transfer)
+        return started
+
+    def _after(self, index: int, transfer: Transfer) -> tuple[Fence, ...]:
+        """What has to run on the upper tier's device before a link may touch the slot there."""
+        if self._streams[index] is None:
+            return ()
+        place = self.admission.places[index]
+        fences = (*place.copies[transfer.key].fences, *place.guards(transfer.upper))
+        return tuple(fence for fence in fences if not fence.query())
+
+    def _started(self, index: int) -> int:
+        return sum(flow.active for flow in self._flows[index].values())
+
+    # -- looking in --------------------------------------------------------------------------------------------------------
+
+    def link_statistics(self) -> tuple[LinkStatistics, ...]:
+        now = self.config.clock()
+        return tuple(
+            LinkStatistics(link.src, link.dst, flows[Direction.UP].snapshot(now), flows[Direction.DOWN].snapshot(now))
+            for link, flows in zip(self.links, self._flows, strict=True)
+        )
+
+    def record(self, limit: int, token: Token) -> Recorder | None:
+        """Write down what happens, up to ``limit`` events, until ``stop_recording``, or until somebody else asks after the
+        death of ``token``; None: somebody does already."""
+        self.look()
+        with self.lock:
+            if self.recorder is not None and self._records() is not None:
+                return None
+            self._records = weakref.ref(token)
+            self.recorder = self.admission.traffic.recorder = Recorder(self.admission.places, self.config.clock, limit)
+            return self.recorder
+
+    def stop_recording(self) -> None:
+        """Under the lock."""
+        self.recorder = self.admission.traffic.recorder = None
+
+    def _close_links(self) -> None:
+        for link in self.links:
+            link.close()

@@ -1,0 +1,282 @@
+"""From a trace to a plan: when is each tensor needed next, and what has to be brought by when. Pure; no clock, no I/O.
+
+The order that is followed is a cycle, as a training step is, and positions count on for ever: position p is touch ``p % len``.
+Or it ends after one round, and from there on nothing is needed that is known.
+
+Who leaves a tier when room is needed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from tiered.errors import MisuseError
+from tiered.types import Candidate, Key, Then, Use
+
+__all__ = ["LRU", "NEVER", "NextUse", "Plan", "Record", "Touch", "touch_of"]
+
+NEVER = math.inf
+"""The next use of what is not in the order, or not in the rest of one that ends."""
+
+
+class Touch(NamedTuple):
+    """One tensor is leased, or put. ``tier`` is the name of the tier, None for the top one; ``nbytes`` the tensor's, 0 where it
+    is not known."""
+
+    key: Key
+    tier: str | None = None
+    use: Use = Use.READ
+    nbytes: int = 0
+
+
+class Record(NamedTuple):
+    """What is touched is written down here, up to ``most`` touches, as long as ``wanted()`` is something."""
+
+    touches: list[Touch]
+    most: float
+    wanted: Callable[[], object]
+
+
+class Plan:
+    """Where in its order a loop is, and when it comes to what.
+
+    A loop may stray: leave touches out, put others in. Where it goes on is told from two touches in a row that fit. How long
+    it computes after each touch is learnt from round to round.
+
+    ``end`` is the position from which on nothing is known: infinite in a cycle.
+    """
+
+    def __init__(self, order: Iterable[Touch], then: Then = "again") -> None:
+        self.cursor = 0
+        self.end = math.inf
+        self._order: list[Touch] = []
+        self._uses: dict[Key, list[int]] = {}
+        self._next: dict[Key, float] = {}  # as last looked up; it stays until the cursor has passed it
+        self._took: list[float] = []  # seconds of computing after each touch of the cycle
+        self._before: list[float] = [0.0]  # the same, summed up to each touch, and over all
+        self._elsewhere: int | None = None  # where the loop may be instead
+        self.replace(order, then)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @property
+    def over(self) -> bool:
+        """Whether all touches have been made."""
+        return self.cursor >= self.end
+
+    @property
+    def until(self) -> int:
+        """Where to stop looking ahead: a round on from the cursor, or at the end."""
+        return int(min(self.cursor + len(self._order), self.end))
+
+    def at(self, position: int) -> Touch:
+        return self._order[position % len(self._order)]
+
+    def replace(self, order: Iterable[Touch], then: Then = "again") -> int:
+        """Follow another order; how many touches had to be planned anew (the common beginning has not)."""
+        fresh = list(order)
+        pairs = zip(self._order, fresh, strict=False)
+        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0][:3] == pair[1][:3], pairs))
+        for key in {touch.key for touch in self._order[common:]}:
+            uses = self._uses[key]
+            del uses[bisect_left(uses, common) :]
+            if not uses:
+                del self._uses[key]
+        for position, touch in enumerate(fresh[common:], common):
+            self._uses.setdefault(touch.key, []).append(position)
+        self._took[common:] = [0.0] * (len(fresh) - common)
+        self._sum_up()
+        if self._order:
+            # As far into the cycle as before, where the beginning is the same; else at its beginning.
+            into = self.cursor % len(self._order)
+            self.cursor = into if into <= common and into < len(fresh) else 0
+        self._order, self._elsewhere = fresh, None
+        self._next.clear()
+        self.end = len(fresh) if then == "end" else math.inf
+        return len(fresh) - common
+
+    def last_use(self, key: Key) -> int | None:
+        """Where in the cycle ``key`` was touched last; None: not in the order, or not yet in one that ends."""
+        uses = self._uses.get(key)
+        if not uses:
+            return None
+        before = bisect_left(uses, self.cursor if self.end < math.inf else self.cursor % len(self._order)) - 1
+        return uses[before] if before >= 0 or self.end == math.inf else None
+
+    def next_use(self, key: Key) -> float:
+        """Position at which ``key`` is touched next, the cursor's own included; ``NEVER`` where there is none."""
+        known = self._next.get(key, -1.0)
+        if known < self.cursor:
+            uses = self._uses.get(key)
+            known = self._next[key] = self._following(uses, self.cursor) if uses else NEVER
+        return known
+
+    def seconds_until(self, position: int) -> float:
+        """What the loop computes from the touch at the cursor up to the one at ``position``, as far as that is known."""
+        return self.seconds_before(position) - self.seconds_before(self.cursor)
+
+    def seconds_before(self, position: int) -> float:
+        """What it computes from position 0 up to the touch at ``position``."""
+        cycles, into = divmod(position, len(self._order))
+        return cycles * self._before[-1] + self._before[into]
+
+    def took(self, position: int, seconds: float) -> None:
+        """After the touch at ``position`` it computed this long before it asked for the next one."""
+        into = position % len(self._order)
+        known = self._took[into]
+        self._took[into] = (known + seconds) / 2 if known else seconds
+        if into == len(self._order) - 1:
+            self._sum_up()
+
+    def happened(self, key: Key) -> None:
+        """``key`` was touched."""
+        uses = self._uses.get(key)
+        if not uses or self.over:
+            return
+        if self.at(self.cursor).key == key:
+            self.cursor, self._elsewhere = self.cursor + 1, None
+        elif self._elsewhere is not None and self.at(self._elsewhere).key == key:
+            self.cursor, self._elsewhere = self._elsewhere + 1, None
+        else:
+            after = self._following(uses, self.cursor) + 1
+            self._elsewhere = int(after) if after < self.end else None  # at the end no second touch could tell
+
+    def _following(self, uses: Sequence[int], position: int) -> float:
+        cycle, into = divmod(position, len(self._order))
+        at = bisect_left(uses, into)
+        found = cycle * len(self._order) + (uses[at] if at < len(uses) else uses[0] + len(self._order))
+        return found if found < self.end else NEVER
+
+    def _sum_up(self) -> None:
+        self._before = [0.0, *itertools.accumulate(self._took)]
+
+
+def touch_of(touch: object) -> Touch:
+    """What an order may hold: a touch, or a key that is read. Raises MisuseError."""
+    if isinstance(touch, str):
+        return Touch(touch)
+    if not (
+        isinstance(touch, Touch)
+        and isinstance(touch.key, str)
+        and isinstance(touch.use, Use)
+        and type(touch.nbytes) is int
+        and touch.nbytes >= 0
+    ):
+        raise MisuseError(f"an order is what trace() wrote down, or a list of keys; {touch!r} is neither a touch nor a key")
+    return touch
+
+
+_Rank = tuple[bool, float]
+"""Given up or not, and the position of the next use; the largest leaves first."""
+
+
+class LRU:
+    """Least recently used first; but all that is clean before anything that is dirty, since that costs nothing and no wait.
+
+    A candidate that was never touched comes last of its kind.
+    """
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[Key, None] = OrderedDict()  # oldest first
+
+    def touched(self, key: Key) -> None:
+        self._order[key] = None
+        self._order.move_to_end(key)
+
+    def forgotten(self, key: Key) -> None:
+        self._order.pop(key, None)
+
+    def victims(self, nbytes: int, among: Mapping[Key, Candidate]) -> list[Key] | None:
+        """The first of ``among`` that together have ``nbytes``; None when all of them are too little."""
+        if nbytes <= 0:
+            return []
+        chosen: list[Key] = []
+        dirty: list[tuple[Key, int]] = []
+        for key in chain(self._order, (key for key in among if key not in self._order)):
+            candidate = among.get(key)
+            if candidate is None:
+                continue
+            if candidate.dirty:
+                dirty.append((key, candidate.nbytes))
+                continue
+            chosen.append(key)
+            nbytes -= candidate.nbytes
+            if nbytes <= 0:
+                return chosen
+        for key, size in dirty:
+            chosen.append(key)
+            nbytes -= size
+            if nbytes <= 0:
+                return chosen
+        return None
+
+
+class NextUse:
+    """Furthest next use first (Belady 1966, "A study of replacement algorithms for a virtual-storage computer").
+
+    ``next_use(key)`` is the position in a known order at which a tensor is needed next, infinite for never, and is asked
+    whenever the tensor is touched; ``now()`` is the position that is reached. A dirty candidate counts as needed sooner by
+    ``price`` positions, for it costs a write. A candidate that was never touched comes last.
+
+    ``given_up(key)``, asked at the same time, is whether a plan does without it until then: such candidates leave before all
+    others.
+    """
+
+    def __init__(
+        self,
+        next_use: Callable[[Key], float],
+        now: Callable[[], float],
+        *,
+        price: float = 0.0,
+        given_up: Callable[[Key], bool] | None = None,
+    ) -> None:
+        self._next_use, self._now, self._price, self._given_up = next_use, now, price, given_up
+        self.plans = given_up is not None
+        self._known: dict[Key, _Rank] = {}
+        self._order: list[tuple[_Rank, Key]] = []  # who leaves last first
+
+    def touched(self, key: Key) -> None:
+        self.forgotten(key)
+        self._known[key] = self._given_up is not None and self._given_up(key), self._next_use(key)
+        insort(self._order, (self._known[key], key))
+
+    def forgotten(self, key: Key) -> None:
+        if key in self._known:
+            del self._order[bisect_left(self._order, (self._known.pop(key), key))]
+
+    def gives_up(self, key: Key) -> bool:
+        """Whether it was given up when it was touched last."""
+        return key in self._known and self._known[key][0]
+
+    def victims(self, nbytes: int, among: Mapping[Key, Candidate]) -> list[Key] | None:
+        """The first of ``among`` that together have ``nbytes``; None when all of them are too little."""
+        while self._order and self._order[0][0] < (False, self._now()):  # they were not used when they should have been
+            self.touched(self._order[0][1])
+        if self._price:
+            kinds = (self._ranked(among, False, 0.0), self._ranked(among, True, self._price))
+            known: Iterable[tuple[_Rank, Key]] = heapq.merge(*kinds, reverse=True)
+        else:
+            known = self._ranked(among, None, 0.0)
+        chosen: list[Key] = []
+        for keys in ((key for _, key in known), (key for key in among if key not in self._known)):
+            for key in keys:
+                if nbytes <= 0:
+                    return chosen
+                chosen.append(key)
+                nbytes -= among[key].nbytes
+        return chosen if nbytes <= 0 else None
+
+    def _ranked(self, among: Mapping[Key, Candidate], dirty: bool | None, price: float) -> Iterator[tuple[_Rank, Key]]:
+        """Candidates of one kind, or of both, the furthest first."""
+        for (given_up, position), key in reversed(self._order):
+            candidate = among.get(key)
+            if candidate is not None and (dirty is None or candidate.dirty is dirty):
+                yield (given_up, position - price), key

@@ -1,0 +1,392 @@
+"""One tier's room: whose copies are in it, which of them may leave, and which memory is nobody's yet.
+
+Kept up to date change by change, so that asking costs the same with ten copies and with a hundred thousand.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from tiered.allocator import moves
+from tiered.engine.residency import Copy, Standing, State
+from tiered.interfaces import EvictionPolicy, Movable, Restorable, Tier
+from tiered.telemetry import TierStatistics
+from tiered.types import Fence, Key, Slot
+
+__all__ = ["MOVED", "Occupancy"]
+
+MOVED = 16
+"""Times its own bytes that a request may have moved within the tier to make room: no lease is granted meanwhile."""
+
+WEIGHED = 256
+"""So many copies, or groups of them, are looked at one by one to find out which have to leave."""
+
+
+class Occupancy:
+    """``leaves`` are the copies that may leave, now or after a write-back; ``bytes_of[standing]`` the bytes of their slots.
+
+    ``orphans`` are EMPTY copies whose memory somebody still looks at. ``largest`` is the largest slot that is given. Nothing
+    leaves the ``bottom``, for there is nowhere to go.
+    """
+
+    def __init__(self, tier: Tier, policy: EvictionPolicy, *, bottom: bool) -> None:
+        self.tier, self.policy, self.bottom = tier, policy, bottom
+        self.copies: dict[Key, Copy] = {}
+        self.leaves: dict[Key, Copy] = {}
+        self.condemned: dict[Key, Copy] = {}
+        self.bytes_of = [0 for _ in Standing]
+        self.orphans: set[Copy] = set()
+        self.used = self.peak = self.moved = self.largest = 0
+        self._sizes: Counter[int] = Counter()  # of the slots that are given
+        self._memory = tier if isinstance(tier, Movable) else None
+        self._slots: list[Slot] = []  # all that are given, by offset
+        self._offsets: list[int] = []  # theirs
+        self.changes = 0  # how often anything did
+        self._guards: list[tuple[Slot, Fence]] = []
+
+    # -- slots -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def free(self) -> int:
+        """Bytes that are in no slot; they may lie apart."""
+        return self.tier.capacity - self.used
+
+    @property
+    def ready(self) -> int:
+        """Bytes that are free, or will be without another write-back."""
+        counts = self.bytes_of
+        return self.free + counts[Standing.CLEAN] + counts[Standing.FRESH] + counts[Standing.LEAVING]
+
+    def allocate(self, nbytes: int, most: float = MOVED) -> Slot | None:
+        """A slot; what is in its way is moved where that is not more than ``most`` times ``nbytes``."""
+        slot = self.tier.allocate(nbytes)
+        if slot is None and self._memory is not None and nbytes <= self.free:
+            slot = self._after_moves(self._memory, nbytes, most * nbytes)
+        if slot is not None:
+            self.account(slot)
+        return slot
+
+    def take(self, nbytes: int) -> Slot | None:
+        """A slot of room that is free in one piece; nothing is moved."""
+        slot = self.tier.allocate(nbytes)
+        if slot is not None:
+            self.account(slot)
+        return slot
+
+    def rounded(self, nbytes: int) -> int:
+        """Bytes of a slot of ``nbytes``."""
+        alignment: int = getattr(self.tier, "alignment", 1)
+        return -(-nbytes // alignment) * alignment
+
+    def _movable(self) -> dict[int, Copy]:
+        """By offset, the copies whose bytes may be moved: nobody looks at them, and no transfer has their slot."""
+        if self._memory is None:
+            return {}
+        if self.bottom:
+            return {copy.slot.offset: copy for copy in self.copies.values() if copy.idle}
+        return {copy.slot.offset: copy for copy in self.leaves.values() if copy.standing is not Standing.LEAVING}
+
+    def _after_moves(self, memory: Movable, nbytes: int, most: float) -> Slot | None:
+        """A slot of ``nbytes``, which are free but lie apart, once others have been moved; no other part remembers theirs."""
+        movable = self._movable()
+        plan = moves(self._slots, self.tier.capacity, nbytes, movable, most)
+        for old, to in plan or ():
+            copy = movable[old.offset]
+            assert copy.slot == old and copy.idle and not copy.fences
+            copy.slot = memory.move(old, to)
+            self._remove(old)
+            self._insert(copy.slot)
+            self.moved += old.nbytes
+        return None if plan is None else self.tier.allocate(nbytes)
+
+    def account(self, slot: Slot) -> None:
+        """``slot`` was taken from the tier."""
+        self.changes += 1
+        self._insert(slot)
+        self.used += slot.nbytes
+        self.peak = max(self.peak, self.used)
+        self._sizes[slot.nbytes] += 1
+        self.largest = max(self.largest, slot.nbytes)
+
+    def give_back(self, slot: Slot, fences: Iterable[Fence] = ()) -> None:
+        """Free a slot; who has it next must wait for ``fences``."""
+        self.changes += 1
+        self._guards += [(slot, fence) for fence in fences if not fence.query()]
+        self.tier.free(slot)
+        self._remove(slot)
+        self.used -= slot.nbytes
+        self._sizes[slot.nbytes] -= 1
+        if not self._sizes[slot.nbytes]:
+            del self._sizes[slot.nbytes]
+            if slot.nbytes == self.largest:
+                self.largest = max(self._sizes, default=0)
+
+    def _insert(self, slot: Slot) -> None:
+        at = bisect_left(self._offsets, slot.offset)
+        self._slots.insert(at, slot)
+        self._offsets.insert(at, slot.offset)
+
+    def _remove(self, slot: Slot) -> None:
+        at = bisect_left(self._offsets, slot.offset)
+        del self._slots[at], self._offsets[at]
+
+    def guards(self, slot: Slot) -> tuple[Fence, ...]:
+        """Fences of earlier slots in the same memory that have not passed."""
+        if not self._guards:
+            return ()
+        self._guards = [(held, fence) for held, fence in self._guards if not fence.query()]
+        return tuple(
+            fence
+            for held, fence in self._guards
+            if held.offset < slot.offset + slot.nbytes and slot.offset < held.offset + held.nbytes
+        )
+
+    # -- copies ----------------------------------------------------------------------------------------------------------
+
+    def note(self, copy: Copy) -> None:
+        """Something about ``copy`` changed; it may be new."""
+        self.changes += 1
+        if copy.state is State.EMPTY:
+            if self.copies.get(copy.key) is copy:
+                del self.copies[copy.key]
+                self.policy.forgotten(copy.key)
+            self._stand(copy, Standing.USED)
+            if copy.aliases:
+                self.orphans.add(copy)
+            else:
+                self.give_back(copy.slot, copy.fences)
+        else:
+            self.copies[copy.key] = copy
+            if not self.bottom:
+                self._stand(copy, copy.stands())
+
+    def rename(self, copy: Copy, key: Key) -> None:
+        """It is ``key``'s from here on."""
+        del self.copies[copy.key]
+        self.policy.forgotten(copy.key)
+        self._stand(copy, Standing.USED)
+        copy.key = key
+        self.note(copy)
+        self.policy.touched(key)
+
+    def _stand(self, copy: Copy, now: Standing) -> None:
+        before = copy.standing
+        if now is before:
+            return
+        copy.standing = now
+        nbytes = copy.slot.nbytes
+        self.bytes_of[before] -= nbytes
+        self.bytes_of[now] += nbytes
+        if now is Standing.USED:
+            del self.leaves[copy.key]
+            if self.condemned:
+                self.condemned.pop(copy.key, None)
+        elif before is Standing.USED:
+            self.leaves[copy.key] = copy
+
+    def adopt(self, policy: EvictionPolicy) -> None:
+        """``policy`` chooses from here on; it learns who is there."""
+        for key in self.copies:  # or it would remember for ever what leaves meanwhile
+            self.policy.forgotten(key)
+        self.policy = policy
+        self.condemned.clear()
+        for key in self.copies:
+            policy.touched(key)
+
+    def condemn(self, copy: Copy) -> None:
+        """It was chosen to leave, and stays so until somebody uses it."""
+        self.condemned[copy.key] = copy
+
+    def victims(self, nbytes: int, accept: Callable[[Copy], bool], most: float = MOVED) -> list[Copy] | None:
+        """Copies that free ``nbytes`` in one piece: the condemned, then the policy's first; None when all are too little.
+
+        For that what stays may have to be moved, not more than ``most`` times ``nbytes``.
+        """
+        among = _Among(self.leaves, accept)
+        chosen = [copy for copy in self.condemned.values() if accept(copy)]
+        if chosen:
+            among = _Among(self.leaves, lambda copy: copy.key not in self.condemned and accept(copy))
+        kept = sum(copy.slot.nbytes for copy in chosen)
+        wanted = nbytes - min(self.free, nbytes - 1)
+        while True:
+            more = self.policy.victims(wanted - kept, among) if wanted > kept else []
+            every = more is None
+            if more is None:
+                more = self.policy.victims(sum(copy.slot.nbytes for copy in among.values()), among)
+                assert more is not None
+            found = self.enough(nbytes, [*chosen, *(self.leaves[key] for key in more)], most)
+            if found is not None or every:
+                return found
+            wanted = 2 * max(wanted, kept)
+
+    def first(self, nbytes: int, accept: Callable[[Copy], bool]) -> list[Copy]:
+        """The policy's first victims that have ``nbytes`` together, wherever they lie; all there are where that is less."""
+        among = _Among(self.leaves, accept)
+        keys = self.policy.victims(nbytes, among)
+        return list(among.values()) if keys is None else [self.leaves[key] for key in keys]
+
+    def enough(self, nbytes: int, copies: list[Copy], most: float = MOVED) -> list[Copy] | None:
+        """Of the shortest beginning of ``copies`` without which ``nbytes`` fit in one piece, those that have to go for that;
+        of very many, some that lie beside these in that order, too."""
+        if copies and copies[0].slot.nbytes >= nbytes:
+            return copies[:1]
+        movable = self._movable()
+        each = max(1, -(-len(copies) // WEIGHED))
+
+        def enough(going: list[Copy]) -> bool:
+            if self.free + sum(copy.slot.nbytes for copy in going) < nbytes:
+                return False
+            leaving = {copy.slot.offset for copy in going}
+            staying = [slot for slot in self._slots if slot.offset not in leaving]
+            return moves(staying, self.tier.capacity, nbytes, movable, most * nbytes, any_way=True) is not None
+
+        if not enough(copies):
+            return None
+        needed: list[Copy] = []
+        least = -(-len(copies) // each)  # so many times ``each`` of them are enough, beside those needed
+        while not enough(needed):
+            low = 0
+            while low + 1 < least:
+                middle = (low + least) // 2
+                if enough([*copies[: middle * each], *needed]):
+                    least = middle
+                else:
+                    low = middle
+            least -= 1
+            needed = copies[least * each : (least + 1) * each] + needed
+        return needed
+
+    def together(self, nbytes: int, copies: Iterable[Copy]) -> list[Copy] | None:
+        """Of ``copies``, which are as good to lose as any, neighbours that leave ``nbytes`` in one piece: those with the fewest
+        bytes. None: nowhere do enough of them lie together. Nothing is moved for it."""
+        best: list[Copy] | None = None
+        least = math.inf
+        run: deque[Copy] = deque()  # neighbours
+        going = start = last = 0  # their bytes, where what they leave begins, and the last one's place among the slots
+        for copy in sorted(copies, key=lambda copy: copy.slot.offset):
+            at = bisect_left(self._offsets, copy.slot.offset)
+            if not run or at != last + 1:
+                run.clear()
+                going, start = 0, self._end(at - 1)
+            run.append(copy)
+            going += copy.slot.nbytes
+            last = at
+            stop = self._offsets[at + 1] if at + 1 < len(self._slots) else self.tier.capacity
+            while run and stop - start >= nbytes:
+                if going < least:
+                    best, least = list(run), going
+                first = run.popleft()
+                going -= first.slot.nbytes
+                start = first.slot.offset + first.slot.nbytes
+        return best
+
+    def _end(self, index: int) -> int:
+        """Where the slot of that number ends."""
+        return self._slots[index].offset + self._slots[index].nbytes if index >= 0 else 0
+
+    def would_fit(self, nbytes: int, without: Iterable[Copy]) -> bool:
+        """Whether there were ``nbytes`` in one piece if the copies ``without`` were gone, and nothing is moved."""
+        leaving = {copy.slot.offset for copy in without}
+        staying = [slot for slot in self._slots if slot.offset not in leaving]
+        return moves(staying, self.tier.capacity, nbytes, (), 0) is not None
+
+    def neighbours(self, without: Iterable[Copy]) -> frozenset[Slot]:
+        """The slots that stay when ``without`` go."""
+        return frozenset(self._slots).difference(copy.slot for copy in without)
+
+    def recount(self, copies: Iterable[Copy], orphans: Iterable[Copy], others: Iterable[Slot], policy: EvictionPolicy) -> None:
+        """Everything anew, after an exception struck within a change: from the ``copies`` that the directory has here, the
+        ``orphans`` that somebody still looks at, and the slots that are somebody's for another reason. ``policy`` has seen none
+        of them.
+
+        Raises AssertionError where two of them overlap, or the tier cannot say anew which of its slots are given.
+        """
+        assert isinstance(self.tier, Restorable), f"tier {self.tier.name} cannot tell anew which of its slots are given"
+        self.copies = {copy.key: copy for copy in copies}
+        self.orphans = set(orphans)
+        self.leaves, self.condemned, self.policy = {}, {}, policy
+        self.bytes_of = [0 for _ in Standing]
+        slots = {copy.slot for copy in (*self.copies.values(), *self.orphans)} | set(others)
+        self._slots = sorted(slots, key=lambda slot: slot.offset)
+        self._offsets = [slot.offset for slot in self._slots]
+        assert all(one.offset + one.nbytes <= other for one, other in zip(self._slots, self._offsets[1:], strict=False))
+        self._sizes = Counter(slot.nbytes for slot in self._slots)
+        self.used = sum(slot.nbytes for slot in self._slots)
+        self.largest = max(self._sizes, default=0)
+        self.changes += 1
+        self.tier.restore(self._slots)
+        for copy in (*self.copies.values(), *self.orphans):
+            copy.standing = Standing.USED
+        for copy in self.copies.values():
+            self.note(copy)
+            policy.touched(copy.key)
+
+    # -- looking in ------------------------------------------------------------------------------------------------------
+
+    def why_full(self, nbytes: int) -> str:
+        """Of a tier that has none below."""
+        return (
+            f"no room for {nbytes:,} bytes: {len(self.copies):,} tensors have {self.used:,} of the "
+            f"{self.tier.capacity:,} bytes in tier {self.tier.name}, and there is no tier below: delete some, "
+            f"or open the store with more room"
+        )
+
+    def why_never(self, nbytes: int) -> str:
+        """A disk's capacity is what it has now: when a neighbour filled it, its own answer says more."""
+        why = getattr(self.tier, "refusal", None)
+        if why:
+            return f"no room for {nbytes:,} bytes: {why}"
+        return (
+            f"{nbytes:,} bytes can never fit into tier {self.tier.name} ({self.tier.capacity:,} bytes): "
+            f"open the store with at least {nbytes:,} bytes there, or split the tensor"
+        )
+
+    def holders(self) -> list[Copy]:
+        """Copies that are leased, or that somebody still refers to after a lease; the largest first."""
+        held = [copy for copy in (*self.copies.values(), *self.orphans) if copy.leased or copy.aliases]
+        return sorted(held, key=lambda copy: -copy.slot.nbytes)
+
+    def statistics(self) -> TierStatistics:
+        held = sum(bool(copy.aliases) and not copy.leased for copy in self.copies.values()) + len(self.orphans)
+        return TierStatistics(self.tier.name, self.tier.capacity, self.used, self.peak, len(self.copies), held, self.moved)
+
+    def check(self) -> None:
+        """Assert that what is kept up to date is what counting anew gives (for tests)."""
+        counted = [0 for _ in Standing]
+        for copy in self.copies.values():
+            assert self.bottom or copy.standing is copy.stands(), f"{copy.key!r}: {copy.standing}, not {copy.stands()}"
+            assert (copy.key in self.leaves) == (copy.standing is not Standing.USED)
+            counted[copy.standing] += copy.slot.nbytes
+        for standing in set(Standing) - {Standing.USED}:
+            assert counted[standing] == self.bytes_of[standing], f"{standing}: {counted} counted, {self.bytes_of} kept"
+        assert set(self.leaves) <= set(self.copies)
+        assert set(self.condemned) <= set(self.leaves)
+        assert self.used == sum(slot.nbytes for slot in self._slots)
+        assert self._offsets == sorted(slot.offset for slot in self._slots)
+        assert self.largest == max((slot.nbytes for slot in self._slots), default=0)
+
+
+class _Among(Mapping[Key, Copy]):
+    """Those of ``copies`` that are accepted, without making another dict of them."""
+
+    def __init__(self, copies: Mapping[Key, Copy], accept: Callable[[Copy], bool]) -> None:
+        self._copies, self._accept = copies, accept
+
+    def __getitem__(self, key: Key) -> Copy:
+        copy = self._copies[key]
+        if not self._accept(copy):
+            raise KeyError(key)
+        return copy
+
+    def get(self, key: Key, default: object = None) -> Copy | None:  # type: ignore[override]
+        copy = self._copies.get(key)
+        return copy if copy is not None and self._accept(copy) else None
+
+    def __iter__(self) -> Iterator[Key]:
+        return (key for key, copy in self._copies.items() if self._accept(copy))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

@@ -1,0 +1,298 @@
+"""What is computed over every piece of a tensor on its way to the disk, and again on its way back.
+
+The store, the tensor, the time of writing and the place in the tensor go into it beside the bytes. So a piece that is whole
+but is another tensor's, or an older one, or one that landed elsewhere, fails as a flipped bit does.
+
+One data file: a header of one alignment (magic, format version, UUID, index, checksum), then extents.
+
+Offsets are counted from the beginning of the file. Which extent holds which tensor is the manifest's to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import xxhash
+
+from tiered.allocator import FreeSpace
+from tiered.errors import ManifestError, MisuseError
+from tiered.format.locked_file import LockedFile
+from tiered.system import LARGEST_ALIGNMENT, direct_io_alignment
+from tiered.types import format_size
+
+__all__ = ["MINIMUM_ALIGNMENT", "DataFile", "Piece", "digest", "read_header"]
+
+Piece = bytes | memoryview | ctypes.Array[ctypes.c_char]
+
+_CONTEXT = struct.Struct("<16sQQQ")  # store UUID, tensor id, generation, offset of the piece in the tensor
+
+
+def digest(uuid: bytes, tensor_id: int, generation: int, offset: int, piece: Piece) -> bytes:
+    """The 16 bytes (xxh3-128) for ``piece``, ``PIECE_BYTES`` of a tensor or what is left of it at byte ``offset``.
+
+    ``uuid`` is the store's 16 bytes, ``generation`` the one in which the tensor was written. Large pieces are hashed without
+    the GIL.
+    """
+    state = xxhash.xxh3_128(_CONTEXT.pack(uuid, tensor_id, generation, offset))
+    state.update(piece)
+    return state.digest()
+
+
+MAGIC = b"tiered\r\n"  # a transfer as text would damage it visibly
+FORMAT_VERSION = 1
+MINIMUM_ALIGNMENT = 4096
+_FIELDS = struct.Struct("<8sII16sI")  # magic, version, alignment (= header size), UUID, file index
+_DIGEST_BYTES = 16
+
+
+class DataFile:
+    """Extents of one file, which is locked while this is open.
+
+    The file grows in steps and never shrinks: its blocks are allocated before an extent is handed out, so a write into an
+    extent does not meet a full disk. ``full`` says that the filesystem had no room when it was last asked, ``refusal`` why.
+    ``leaves`` says how many bytes of the filesystem it leaves free when it grows.
+    """
+
+    leaves: Callable[[], int] = staticmethod(lambda: 0)
+
+    def __init__(self, folder: Path, name: str, accept: Callable[[list[str]], None], growth: int, *, flags: int) -> None:
+        """Open it; then ``begin`` where it is ``blank``, else ``adopt``. Raises as ``LockedFile``, and ManifestError."""
+        self._file = LockedFile(folder, name, accept, flags | os.O_DIRECT)
+        self.folder, self.name, self.path = str(folder), name, self._file.path
+        self.open_folder = self._file.folder
+        self.fd, self.direct = self._file.fd, self._file.direct
+        self.full = False
+        self.refusal: str | None = None
+        self._growth = growth
+        self._size = os.fstat(self.fd).st_size
+        self.wants = max(MINIMUM_ALIGNMENT, direct_io_alignment(self.fd))
+        """Bytes to which direct I/O has to be aligned here."""
+        try:
+            self._header = _read(self.fd, min(self._size, LARGEST_ALIGNMENT), self.direct)
+        except OSError as error:
+            self.close()
+            raise ManifestError(f"{self.path}: the header cannot be read: {error.strerror}") from error
+        self.blank = self._size <= LARGEST_ALIGNMENT and not any(self._header)
+        """Only just created, now or by a process that died before the header was written."""
+
+    def begin(self, alignment: int, uuid: bytes, index: int) -> None:
+        """Make it a data file. Raises MisuseError where there is no room for a header."""
+        os.ftruncate(self.fd, 0)  # what an interrupted creation left
+        self._write_header(_encode(alignment, uuid, index))
+        self._file.sync_names()
+        self._size = alignment
+        self._take(alignment, uuid, index)
+
+    def adopt(self) -> None:
+        """Read the header. Raises ManifestError where it is damaged."""
+        self._take(*_decode(self._header, self.path))
+
+    def _take(self, alignment: int, uuid: bytes, index: int) -> None:
+        if self.direct and alignment % self.wants:  # the file came from a drive with smaller sectors
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+            self.direct = False
+        self.alignment, self.uuid, self.index = alignment, uuid, index
+        self.device = os.fstat(self.fd).st_dev
+        self._header = b""
+        self._space = FreeSpace(self._size, alignment)
+        self._space.claim(0, alignment)
+
+    # What it has
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the file takes on the device."""
+        return self._space.capacity
+
+    @property
+    def extents(self) -> int:
+        """Bytes that are there for extents, used or not."""
+        return self._space.capacity - self.alignment
+
+    @property
+    def used(self) -> int:
+        """Bytes in extents."""
+        return self._space.used_bytes - self.alignment
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest extent that it would give without growing."""
+        return self._space.largest
+
+    def free_on_device(self) -> int:
+        """Bytes that the filesystem would still give us, ``sys.maxsize`` where it does not say; 0 once closed."""
+        if self.fd < 0:
+            return 0
+        try:
+            found = os.fstatvfs(self.fd)
+        except OSError:  # it will say more when it is written to
+            return sys.maxsize
+        if not found.f_blocks:
+            return sys.maxsize  # ramfs counts nothing
+        return found.f_bavail * found.f_frsize
+
+    # Extents
+
+    def allocate(self, nbytes: int, spare: int | None, share: int | None) -> tuple[int, int] | None:
+        """Offset and size of an extent, with the file grown if need be; None when it cannot.
+
+        It grows by ``spare`` bytes at most; ahead of what is needed, to ``share`` bytes of extents at most. None: no limit.
+        """
+        self.refusal = None
+        found = self._space.allocate(nbytes)
+        need = self._space.capacity + self._space.round_up(nbytes) - self._space.free_at_end
+        if found is None and self._grow(need, spare, share):
+            found = self._space.allocate(nbytes)
+        return found
+
+    def free(self, extents: Mapping[int, int]) -> None:
+        """Give extents back: offsets, and the size of each."""
+        self.full = False
+        self._space.free_all(extents)
+
+    def restore(self, extents: Iterable[tuple[int, int]]) -> None:
+        """Exactly these are given from here on: offset and size of each."""
+        self._space.restore([(0, self.alignment), *extents])
+
+    def claim(self, offset: int, nbytes: int) -> None:
+        """Take the extent that a manifest names. Raises ManifestError when it cannot be."""
+        if not self._space.is_free(offset, nbytes):
+            why = "beyond its end" if offset + nbytes > self._space.capacity else "misaligned or named twice"
+            raise ManifestError(f"{self.path}: the manifest names an extent of {nbytes} bytes at {offset}: {why}")
+        self._space.claim(offset, nbytes)
+
+    def reserve(self, nbytes: int, spare: int | None, share: int | None) -> bool:
+        """Whether there are so many free bytes, in pieces of whatever size. It grows as for ``allocate``."""
+        missing = self._space.round_up(nbytes) - self._space.free_bytes
+        return missing <= 0 or self._grow(self._space.capacity + missing, spare, share)
+
+    def _grow(self, need: int, spare: int | None, share: int | None) -> bool:
+        """Extend the file to ``need`` bytes at least."""
+        old = self._space.capacity
+        most = None if spare is None else old + spare - spare % self.alignment
+        if most is not None and need > most:
+            return False
+        step = old + self._growth
+        for end in (most, None if share is None else self.alignment + share):
+            step = step if end is None else min(step, end)
+        return self._grow_to(max(need, step - step % self.alignment)) or self._grow_to(need)
+
+    def _grow_to(self, end: int) -> bool:
+        old = self._space.capacity
+        self.refusal = None
+        try:
+            self._extend(old, end)
+        except OSError as error:
+            with contextlib.suppress(OSError):  # then it stays longer than it need be
+                os.ftruncate(self.fd, old)  # a failed fallocate leaves the file extended
+            self.refusal, self.full = self._why(error, end - old), True
+            return False
+        self._space.grow(end)
+        return True
+
+    def _why(self, error: OSError, nbytes: int) -> str:
+        reason = (os.strerror(error.errno) or "no space").lower() if error.errno else "no space"
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # not for lack of room
+            return f"{self.path} cannot grow: {reason} (errno {error.errno})"
+        free, leaves = self.free_on_device(), self.leaves()
+        besides = f" besides {format_size(leaves)} for manifests" if leaves else ""
+        return f"{reason}: {self.folder} has {format_size(free)} free, {format_size(nbytes)} needed{besides}"
+
+    def _extend(self, old: int, end: int) -> None:
+        """With what it leaves to others, and then without: only the filesystem knows what it has."""
+        leaves = self.leaves()
+        try:
+            os.posix_fallocate(self.fd, old, end - old + leaves)
+            if not leaves:
+                return
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+            if end - old + leaves > self.free_on_device():  # no reservations here: another's writes may make it a WriteError
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
+        os.ftruncate(self.fd, end)
+
+    # The file
+
+    def sync(self) -> None:
+        """Make completed writes and the file's size durable. After an OSError (it names the file) they may be lost."""
+        try:
+            os.fdatasync(self.fd)
+        except OSError as error:
+            error.filename = self.path
+            raise
+
+    def strayed(self) -> str | None:
+        """Why those who come by its path do not find this file, or find it by other names too, with the mend; else None."""
+        return self._file.strayed()
+
+    def close(self) -> None:
+        """Release the lock. Idempotent. No I/O may be in flight."""
+        self.fd = -1
+        self._file.close()
+
+    def remove(self) -> None:
+        """Delete it, and its folder if that was made here and is empty; then close."""
+        self._file.remove()
+        self.close()
+
+    def discard(self) -> None:
+        """Close, and undo what opening made."""
+        self._file.discard()
+        self.close()
+
+    def _write_header(self, header: bytes) -> None:
+        try:
+            with mmap.mmap(-1, len(header)) as buffer:  # page-aligned, as direct I/O wants it
+                buffer[:] = header
+                written = os.pwrite(self.fd, buffer, 0)
+            if written != len(header):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(self.fd)
+        except OSError as error:
+            os.ftruncate(self.fd, 0)
+            raise MisuseError(
+                f"{self.folder} cannot hold a store: {error.strerror}; make room or name a folder on another device"
+            ) from error
+
+
+def _encode(alignment: int, identity: bytes, index: int) -> bytes:
+    fields = _FIELDS.pack(MAGIC, FORMAT_VERSION, alignment, identity, index)
+    return (fields + xxhash.xxh3_128_digest(fields)).ljust(alignment, b"\0")
+
+
+def _decode(header: bytes, path: str) -> tuple[int, bytes, int]:
+    """Alignment, UUID and index. Raises ManifestError unless every byte is as it was written."""
+    if len(header) < _FIELDS.size + _DIGEST_BYTES or not header.startswith(MAGIC):
+        raise ManifestError(f"{path} does not begin like a tiered data file; it is damaged or not one")
+    _, version, alignment, identity, index = _FIELDS.unpack_from(header)
+    if version != FORMAT_VERSION:
+        raise ManifestError(f"{path} has format version {version}; this program reads version {FORMAT_VERSION}")
+    if header[:alignment] != _encode(min(alignment, LARGEST_ALIGNMENT), identity, index):
+        raise ManifestError(f"{path}: the header is damaged (its checksum does not match)")
+    if alignment < MINIMUM_ALIGNMENT or alignment & (alignment - 1):
+        raise ManifestError(f"{path}: the header names an alignment of {alignment}")
+    return alignment, identity, index
+
+
+def read_header(fd: int, path: str, *, direct: bool) -> tuple[int, bytes, int]:
+    """Alignment, UUID and index that an open data file says. Raises ManifestError where it is damaged, and OSError."""
+    return _decode(_read(fd, LARGEST_ALIGNMENT, direct), path)
+
+
+def _read(fd: int, nbytes: int, direct: bool) -> bytes:
+    """The file's first ``nbytes``, or fewer at its end."""
+    if nbytes == 0:
+        return b""
+    length = -(-nbytes // LARGEST_ALIGNMENT) * LARGEST_ALIGNMENT if direct else nbytes
+    with mmap.mmap(-1, length) as buffer:
+        return buffer[: os.preadv(fd, [buffer], 0)]

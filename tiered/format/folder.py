@@ -1,0 +1,183 @@
+"""A folder that is held open: its descriptor, and whether the name by which it was opened still leads to it.
+
+The name may be moved, removed or given to another folder while this one is in use; the descriptor stays with it. So what is
+done through the descriptor (``openat``, ``renameat``, ``unlinkat``) never lands in another folder, and a look at the name says
+whether those who come by it find this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shlex
+from functools import partial
+from pathlib import Path
+
+from tiered.errors import MisuseError, TieredError
+from tiered.system import Once
+
+__all__ = ["SHORTAGES", "OpenFolder", "cannot_open", "whereabouts"]
+
+SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""What a process or a machine answers that has nothing left: it says nothing about the file that was asked for."""
+
+
+class OpenFolder:
+    """``fd`` is a descriptor of the folder that ``path`` led to; ``made`` says whether it was not there before."""
+
+    def __init__(self, path: Path, flags: int = 0) -> None:
+        """``flags``: O_CREAT makes it (0700), and its parents, where absent; O_NOFOLLOW refuses a symbolic link as the last
+        part of ``path``.
+
+        Raises MisuseError, TieredError where the process has no descriptor left, and FileNotFoundError without O_CREAT.
+        """
+        self.path = path
+        self.fd = -1
+        self._closing = Once()
+        self._made: list[tuple[Path, os.stat_result]] = []  # from the outermost
+        try:
+            for _ in range(10):
+                if flags & os.O_CREAT:
+                    self._make()
+                try:
+                    self.fd = _open(path, flags & os.O_NOFOLLOW)
+                    self._closing = Once(partial(os.close, self.fd))
+                    return
+                except FileNotFoundError:  # whoever made it has removed it again
+                    if not flags & os.O_CREAT:
+                        raise
+        except BaseException:
+            self.unmake()
+            raise
+        raise MisuseError(f"{path} is being created and removed by other processes; name another folder")
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def made(self) -> bool:
+        return any(path == self.path for path, _ in self._made)
+
+    def _make(self) -> None:
+        try:
+            missing = [self.path]
+            while not missing[-1].parent.exists():
+                missing.append(missing[-1].parent)
+            for path in reversed(missing):
+                with contextlib.suppress(FileExistsError):
+                    path.mkdir(mode=0o700 if path == self.path else 0o777)
+                    self._made.append((path, os.lstat(path)))
+        except FileNotFoundError:  # a parent was removed meanwhile
+            return
+        except OSError as error:
+            what = f"cannot create {self.path}: {error.strerror}; name a folder that you may write to"
+            raise MisuseError(what) from error
+
+    def names(self) -> list[str]:
+        """What is in it."""
+        return os.listdir(self.fd)
+
+    def holds(self, name: str, fd: int) -> bool:
+        """Whether what has that name in it is the file ``fd``."""
+        try:
+            return os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=self.fd, follow_symlinks=False))
+        except FileNotFoundError:
+            return False
+
+    def leads_here(self) -> bool:
+        """Whether ``path``, resolved anew, is this folder."""
+        try:
+            return os.path.samestat(os.fstat(self.fd), os.lstat(self.path))
+        except OSError:
+            return False
+
+    def strayed(self) -> str | None:
+        """Why those who come by ``path`` do not find this folder, with the mend; None where they do."""
+        if self.leads_here():
+            return None
+        try:
+            os.lstat(self.path)
+            now, mend = "leads to another folder by now", "Move the other one away and this one back"
+        except (FileNotFoundError, NotADirectoryError):
+            now, mend = "is gone", "Move it back"
+        except OSError as error:
+            return f"{self} cannot be looked at any more: {error.strerror} (errno {error.errno}); make it accessible again"
+        where = whereabouts(self.fd)
+        if where is None and os.fstat(self.fd).st_nlink:
+            return (
+                f"{self} {now}, and no path leads to the folder that this store opened, with its commits: another filesystem "
+                "may be mounted over it (see findmnt). Unmount that and commit again"
+            )
+        if where is None:
+            return (
+                f"{self} {now}, and the folder that this store opened was deleted, with all its commits: "
+                "copy what is needed out of this store (get) into one in another folder"
+            )
+        back = f"mv -T {shlex.quote(where)} {shlex.quote(str(self))}"
+        return (
+            f"{self} {now}: the folder that this store opened is {where}, and what was committed is there. "
+            f"{mend} ({back}) and commit again, or close this store and open {where}"
+        )
+
+    def sync(self) -> None:
+        """Make the names in it durable, and those of the folders that were made. Raises OSError."""
+        os.fsync(self.fd)
+        for path, _ in self._made:
+            fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._closing.run()
+        self.fd = -1
+
+    def unmake(self) -> None:
+        """Remove the folders that opening made, as far as they are empty and have their names; then close."""
+        try:
+            while self._made:
+                path, found = self._made.pop()
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(found, os.lstat(path)):
+                        os.rmdir(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        finally:
+            self._made.clear()
+            self.close()
+
+
+def whereabouts(fd: int) -> str | None:
+    """The path of an open file or folder as of now; None where it has none any more, or none that can be found."""
+    try:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        return path if os.path.samestat(os.fstat(fd), os.lstat(path)) else None
+    except OSError:
+        return None
+
+
+def cannot_open(path: str | Path, error: OSError) -> TieredError:
+    """What to raise for a file or folder of a store."""
+    if error.errno in SHORTAGES:
+        return TieredError(
+            f"cannot open {path} now: {error.strerror} (errno {error.errno}); nothing is known to be wrong with it: close "
+            "other files, or raise the limit (ulimit -n)"
+        )
+    return MisuseError(f"cannot open {path}: {error.strerror}; name a folder that you may write to")
+
+
+def _open(path: Path, nofollow: int) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | nofollow | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if nofollow and path.is_symlink():
+            raise MisuseError(f"{path} is a symbolic link; name the folder that it points to") from error
+        if error.errno == errno.ENOTDIR:
+            raise MisuseError(f"{path} is not a folder; name an empty or new one") from error
+        raise cannot_open(path, error) from error

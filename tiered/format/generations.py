@@ -1,0 +1,282 @@
+"""The protocol that makes a manifest durable: one file ``manifest.G`` per generation G, in the store's folder.
+
+A generation exists from the moment its manifest has its name and the folder is synced. Opening never follows a symbolic link in
+the last part of a name and never waits on a FIFO. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from tiered.errors import CommitError, ManifestError, MisuseError, TieredError
+from tiered.format.folder import SHORTAGES, OpenFolder
+from tiered.format.manifest import MAX_BYTES, Manifest, decode
+
+__all__ = ["Folder", "abandon", "clean", "drop", "folder_of", "generations", "load", "prepare", "present", "publish", "sync"]
+
+Folder = OpenFolder | int | str | os.PathLike[str]
+"""A store's folder: held open, a descriptor of it, or its path."""
+
+
+LISTINGS = 100
+"""How often the newest generation may have gone between its being listed and being read, before that is an error."""
+_NAME = re.compile(r"manifest\.([1-9][0-9]{0,17})", re.ASCII)
+_TMP_NAME = re.compile(r"manifest\.[1-9][0-9]{0,17}\.tmp", re.ASCII)
+
+
+def prepare(folder: Folder, generation: int, data: bytes | bytearray) -> None:
+    """Make ``data``, a manifest, durable in ``folder`` under a name that no generation has; an older one is not touched.
+
+    The data files that it names must have been synced before. Raises ``CommitError``; then there is nothing of it, as far as
+    the file system lets us take it away again.
+    """
+    temporary = _temporary(generation)
+    with _opened(folder, CommitError) as at:
+        doing, made = "create", False
+        try:
+            file = _create(at, temporary)
+            made = True
+            try:
+                doing = "write"
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[os.write(file, rest) :]
+                doing = "sync"
+                os.fsync(file)
+            finally:
+                os.close(file)
+        except BaseException as error:
+            if made:
+                _remove(at, temporary)
+            if isinstance(error, OSError):
+                _fail(CommitError, f"cannot {doing}", folder, temporary, error)
+            raise
+
+
+def abandon(folder: Folder, generation: int) -> None:
+    """Take away what was prepared and is not to be published, as far as the file system lets us."""
+    with _opened(folder, CommitError) as at:
+        _remove(at, _temporary(generation))
+
+
+def publish(folder: Folder, generation: int) -> None:
+    """Give what was prepared its name, ``manifest.G``; when this returns, the generation is durable.
+
+    Raises ``CommitError``; then G is not to be tried again: its name is taken away as far as the file system lets us, but
+    after a failed sync of the folder nobody knows what a power loss would show. Its extents are to be treated as in use until
+    a later generation is durable.
+
+    Order (rename(2), fsync(2)): a name must never appear before the bytes that it names, and a rename is durable only
+    with the folder that holds it.
+    """
+    name, temporary = f"manifest.{generation}", _temporary(generation)
+    with _opened(folder, CommitError) as at:
+        doing, ours = "rename", temporary
+        try:
+            if _exists(at, name):
+                raise CommitError(f"{_where(folder, name)} is there already; a generation is written once")
+            os.rename(temporary, name, src_dir_fd=at, dst_dir_fd=at)
+            doing, ours = "sync the folder of", name
+            os.fsync(at)
+        except BaseException as error:
+            _remove(at, ours)
+            if isinstance(error, OSError):
+                _fail(CommitError, f"cannot {doing}", folder, ours, error)
+            raise
+
+
+def generations(folder: Folder) -> list[int]:
+    """The generations whose manifest is in ``folder``, oldest first; other names are not ours and are passed over."""
+    with _opened(folder, ManifestError) as at:
+        try:
+            names = os.listdir(at)
+        except OSError as error:
+            _fail(ManifestError, "cannot list", folder, "", error)
+    return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
+
+
+def folder_of(path: Path) -> OpenFolder:
+    """That of a store which is there already. Raises ``MisuseError``, and ``TieredError`` without a descriptor for it."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.is_dir():
+            return OpenFolder(path)
+    raise MisuseError(f"{path} is not a folder: name that of a store")
+
+
+def present(folder: Folder, generation: int | None) -> list[int]:
+    """The generations of the store in ``folder``, oldest first: at least one, and ``generation`` is among them if it is given.
+
+    Raises ``MisuseError`` where there is no such store or generation; that it can be read is not said.
+    """
+    there = generations(folder) or generations(folder)  # the only one may have given way to the next while they were listed
+    if not there:
+        raise MisuseError(f"{_where(folder, '')} is not a tiered store with a commit: it has no manifest")
+    if generation is not None and generation not in there:
+        raise MisuseError(f"{_where(folder, '')} has no generation {generation}; there are: {', '.join(map(str, there))}")
+    return there
+
+
+def load(folder: Folder, generation: int | None = None, *, limit: int = MAX_BYTES) -> Manifest | None:
+    """The manifest of ``generation``, or of the newest one; None when the folder has no generation at all.
+
+    A manifest that has its name was whole when it got it. So an invalid newest one is damage, not an unfinished commit,
+    and raises ``ManifestError``: going back to older tensors is for the caller to decide. Raises ``TieredError`` where the
+    process or the machine cannot read it now, whatever it is like.
+    """
+    with _opened(folder, ManifestError) as at:
+        for _ in range(LISTINGS):
+            there = generations(at)
+            if generation is None and not there:
+                return None
+            number = there[-1] if generation is None else generation
+            if number not in there:
+                held = ", ".join(map(str, there)) or "none"
+                raise ManifestError(f"no generation {number} in {_where(folder, '')}; there are: {held}")
+            name = f"manifest.{number}"
+            try:
+                return decode(_read(at, name, limit), generation=number, limit=limit)
+            except OSError as error:
+                why = f"cannot be read: {os.strerror(error.errno or 0)} (errno {error.errno})"
+                if error.errno in SHORTAGES:
+                    raise TieredError(f"{_where(folder, name)} {why}; nothing is known to be wrong with it") from error
+                if generation is None and isinstance(error, FileNotFoundError):
+                    continue  # a job that goes on has made newer ones and dropped it meanwhile
+            except MemoryError:
+                raise TieredError(f"{_where(folder, name)} cannot be read: there is not enough memory") from None
+            except ManifestError as error:
+                why = str(error)
+            break
+        others = [str(other) for other in there if other != number]
+        advice = f"; generations here: {', '.join(map(str, there))}"
+        if others:
+            back = f"open with generation={others[-1]}, or move manifest.{number} out of the folder"
+            advice += f"; to go back to generation {others[-1]}, {back}"
+        else:
+            advice += ", and no other one to go back to"
+        raise ManifestError(f"{_where(folder, name)}: {why}{advice}")
+
+
+def drop(folder: Folder, generation: int) -> None:
+    """Forget ``generation``: remove its manifest, nothing else. Only after a newer one is durable.
+
+    Not synced: should a power loss bring the name back, the newer generation still wins, and the extents that were
+    reused since fail their checksums.
+    """
+    with _opened(folder, ManifestError) as at:
+        name = f"manifest.{generation}"
+        try:
+            os.unlink(name, dir_fd=at)
+        except OSError as error:
+            _fail(ManifestError, "cannot remove", folder, name, error)
+
+
+def sync(folder: Folder) -> None:
+    """Make removals durable. Raises ManifestError."""
+    with _opened(folder, ManifestError) as at:
+        try:
+            os.fsync(at)
+        except OSError as error:
+            _fail(ManifestError, "cannot sync", folder, "", error)
+
+
+def clean(folder: Folder) -> list[str]:
+    """Remove what an interrupted ``prepare`` left behind, and say which names that were."""
+    removed = []
+    with _opened(folder, ManifestError) as at:
+        name = ""
+        try:
+            for name in sorted(filter(_TMP_NAME.fullmatch, os.listdir(at))):
+                if stat.S_ISREG(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode):
+                    os.unlink(name, dir_fd=at)
+                    removed.append(name)
+        except OSError as error:
+            _fail(ManifestError, "cannot remove", folder, name, error)
+    return removed
+
+
+@contextlib.contextmanager
+def _opened(folder: Folder, kind: type[CommitError | ManifestError]) -> Iterator[int]:
+    if isinstance(folder, int | OpenFolder):
+        yield folder if isinstance(folder, int) else folder.fd
+        return
+    try:
+        at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        _fail(kind, "cannot open", folder, "", error)
+    try:
+        yield at
+    finally:
+        os.close(at)
+
+
+def _temporary(generation: int) -> str:
+    return f"manifest.{generation}.tmp"
+
+
+def _remove(at: int, name: str) -> None:
+    """If that can be."""
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=at)
+
+
+def _create(at: int, name: str) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(name, flags, 0o600, dir_fd=at)
+    except FileExistsError:
+        # From a commit that was interrupted, if it is a regular file; anything else somebody else put there.
+        if not stat.S_ISREG(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode):
+            raise
+    os.unlink(name, dir_fd=at)
+    return os.open(name, flags, 0o600, dir_fd=at)
+
+
+def _read(at: int, name: str, limit: int) -> bytes:
+    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise ManifestError("not a regular file")
+        if status.st_size > limit:
+            raise ManifestError(f"{status.st_size} bytes are more than the limit of {limit}")
+        data = bytearray()
+        while len(data) < status.st_size:
+            some = os.read(file, status.st_size - len(data))
+            if not some:
+                break
+            data += some
+        return bytes(data)
+    finally:
+        os.close(file)
+
+
+def _exists(at: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=at, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _where(folder: Folder, name: str) -> str:
+    if isinstance(folder, OpenFolder):
+        folder = folder.path
+    if isinstance(folder, int):
+        try:
+            folder = os.readlink(f"/proc/self/fd/{folder}")
+        except OSError:
+            folder = f"(folder {folder})"
+    return os.path.join(os.fspath(folder), name) if name else os.fspath(folder)
+
+
+def _fail(kind: type[CommitError | ManifestError], what: str, folder: Folder, name: str, error: OSError) -> NoReturn:
+    number = error.errno or 0
+    if kind is ManifestError and number in SHORTAGES:
+        raise TieredError(f"{what} {_where(folder, name)} now: {os.strerror(number)} (errno {number})") from error
+    raise kind(f"{what} {_where(folder, name)}: {os.strerror(number)} (errno {number})") from error

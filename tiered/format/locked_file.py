@@ -1,0 +1,291 @@
+"""A file of a store, and the lock that says whose it is: found or made in a folder, without following a symbolic link.
+
+The folder stays open with the file, and every name is relative to it; see ``OpenFolder``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shlex
+import stat
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from tiered.errors import MisuseError, StoreLocked
+from tiered.format.folder import OpenFolder, cannot_open, whereabouts
+from tiered.system import Once
+
+__all__ = ["LockedFile", "make_direct", "open_to_read"]
+
+class LockedFile:
+    """``folder/name``, open for reading and writing, and locked for as long as it is.
+
+    The lock is on the very descriptor that does the I/O, so it outlives a killed process for as long as that process's writes
+    may still land. ``made``: whether it was not there before. ``folder`` is open as long as it is.
+    """
+
+    def __init__(self, folder: Path, name: str, accept: Callable[[list[str]], None], flags: int) -> None:
+        """``accept`` is given the folder's names and raises for a folder that is not ours; then nothing is touched.
+
+        ``flags``: O_CREAT makes the folder (0700) and the file (0600), empty, where absent; O_DIRECT opens the file for direct
+        I/O where its filesystem has that. Raises MisuseError (also for a file with several names: writing to one would change
+        the others), StoreLocked, and FileNotFoundError without O_CREAT.
+        """
+        self.name, self.fd, self.made = name, -1, False
+        self._pid = os.getpid()
+        self._unlocking = self._closing = Once()
+        self.folder = OpenFolder(folder, flags | os.O_NOFOLLOW)
+        try:
+            for _ in range(10):
+                if self._take(accept, flags):
+                    return
+                if not self.folder.leads_here():
+                    self.folder.unmake()
+                    self.folder = OpenFolder(folder, flags | os.O_NOFOLLOW)
+        except BaseException:
+            self.folder.unmake()
+            raise
+        self.folder.unmake()
+        raise StoreLocked(f"{folder} is being created and removed by other processes; name another folder")
+
+    def _take(self, accept: Callable[[list[str]], None], flags: int) -> bool:
+        """Open and lock it. False where its last owner removed it before it was locked, or put another in its place."""
+        accept(self.folder.names())
+        try:
+            self.fd, self.direct, self.made = _open(self.folder, self.name, flags)
+        except FileNotFoundError:
+            if not flags & os.O_CREAT:
+                raise
+            return False  # the folder itself was removed
+        try:
+            if (links := os.fstat(self.fd).st_nlink) > 1:
+                raise MisuseError(
+                    f"{self.path} has {links} names: others are hard links to it (as cp -al and rsync --link-dest make), and "
+                    f"what is written here would destroy what they hold. Open a real copy ({_real_copy(self.folder)}), or open "
+                    "this one with access='read', or delete the others"
+                )
+            _lock(self.fd, self.folder.path, fcntl.LOCK_EX)
+            if self.is_there() and self.folder.leads_here():
+                self._at_close()
+                return True
+            self._let_go()
+        except BaseException as error:
+            if self.made and not isinstance(error, StoreLocked):
+                with contextlib.suppress(OSError):
+                    self._unlink()
+            self._let_go()
+            raise
+        return False
+
+    def _at_close(self) -> None:
+        self._unlocking, self._closing = Once(partial(fcntl.flock, self.fd, fcntl.LOCK_UN)), Once(partial(os.close, self.fd))
+
+    def _let_go(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _unlink(self) -> None:
+        if self.is_there():
+            os.unlink(self.name, dir_fd=self.folder.fd)
+
+    @property
+    def path(self) -> str:
+        """As it was opened."""
+        return os.path.join(self.folder.path, self.name)
+
+    def is_there(self) -> bool:
+        """Whether what has its name in the folder is this file."""
+        return self.folder.holds(self.name, self.fd)
+
+    def strayed(self) -> str | None:
+        """Why those who come by its path do not find this file, or find it by other names too, with the mend; else None."""
+        why = self.folder.strayed()
+        if why is not None:
+            return why
+        if not self.is_there():
+            where = whereabouts(self.fd)
+            if where is None and os.fstat(self.fd).st_nlink:
+                return (
+                    f"{self.path} is not the file that this store opened, and no path of this system leads to that one: "
+                    "another filesystem may be mounted over it (see findmnt). Unmount that and commit again"
+                )
+            if where is None:
+                return (
+                    f"{self.path} was removed or replaced, and the file that this store opened is deleted: copy what is needed "
+                    "out of this store (get) into one in another folder"
+                )
+            return (
+                f"{self.path} is not the file that this store opened: that one is {where}. "
+                f"Move it back (mv -T {shlex.quote(where)} {shlex.quote(self.path)}) and commit again"
+            )
+        links = os.fstat(self.fd).st_nlink
+        if links > 1:
+            return (
+                f"{self.path} has {links} names by now: a hard link to it was made (as cp -al and rsync --link-dest do), and "
+                f"later commits would destroy what that holds. Make a real copy instead ({_real_copy(self.folder)}), delete "
+                "the link, and commit again"
+            )
+        return None
+
+    def replace(self, data: bytes) -> None:
+        """Put ``data`` in its place, durably and at once: a crash leaves the old contents or the new. Raises OSError."""
+        name, at = f"{self.name}.tmp", self.folder.fd
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=at)  # never written over: it may have other names
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=at)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before it has the name: who opens that finds it locked
+            if os.pwrite(fd, data, 0) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(fd)
+            os.rename(name, self.name, src_dir_fd=at, dst_dir_fd=at)
+        except BaseException:
+            os.close(fd)
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=at)
+            raise
+        old, self.fd = self.fd, fd
+        self._at_close()
+        os.close(old)
+        self.sync_names()
+
+    def sync_names(self) -> None:
+        """Make the name durable, and the folder's where it was made."""
+        self.folder.sync()
+
+    def close(self) -> None:
+        """Release the lock. Idempotent. No I/O may be in flight."""
+        self.folder.close()
+        if os.getpid() == self._pid:
+            # A forked child shares the lock through its copy of the descriptor and would keep it, or end it for us.
+            self._unlocking.run()  # closing ends it as well
+        self._closing.run()  # Linux has closed it whatever it answers; what counts was synced before
+        self.fd = -1
+
+    def remove(self) -> None:
+        """Delete the file, and the folders that were made for it, as far as they are empty; then close."""
+        if self.fd < 0:
+            raise AssertionError(f"{self.path} was closed")
+        self._unlink()
+        self.folder.unmake()
+        self.close()
+
+    def discard(self) -> None:
+        """Close, and undo what opening made."""
+        if self.fd >= 0 and self.made:
+            self.remove()
+        self.close()
+
+
+def _real_copy(folder: OpenFolder) -> str:
+    """The command that makes one, with a data file of its own."""
+    return f"cp -a --reflink=auto {shlex.quote(str(folder))} {shlex.quote(f'{folder}.copy')}"
+
+
+def open_to_read(folder: Path, name: str, at: int | None = None) -> int:
+    """A descriptor of ``folder/name`` that only reads, with a lock that others who only read share. ``at``: one of the folder.
+
+    Nothing is written, so a filesystem that is mounted read-only will do. Raises StoreLocked while a store has the file open,
+    and OSError, also for what is no regular file.
+    """
+    path = str(folder / name)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(path, flags) if at is None else os.open(name, flags, dir_fd=at)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        _lock(fd, folder, fcntl.LOCK_SH)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _open(folder: OpenFolder, name: str, flags: int) -> tuple[int, bool, bool]:
+    """The file's descriptor, whether it does direct I/O, and whether it was made."""
+    always, path = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, folder.path / name
+    try:
+        made = False
+        try:
+            fd = os.open(name, always, dir_fd=folder.fd)
+        except FileNotFoundError:
+            if not flags & os.O_CREAT:
+                raise
+            try:
+                fd, made = os.open(name, always | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder.fd), True
+            except FileExistsError:
+                fd = os.open(name, always, dir_fd=folder.fd)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise MisuseError(f"{path} is a symbolic link; a store's files are not") from error
+        raise cannot_open(path, error) from error
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise MisuseError(f"{path} is not a regular file; name an empty or new folder")
+        return fd, bool(flags & os.O_DIRECT) and make_direct(fd), made
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def make_direct(fd: int) -> bool:
+    """Whether the filesystem has direct I/O, which ``fd`` does from here on."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return True
+
+
+def _lock(fd: int, folder: Path, how: int) -> None:
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise MisuseError(f"the filesystem of {folder} cannot lock files: {error.strerror}") from error
+        raise StoreLocked(f"{folder} is in use by {_holder(fd)}; close it there or name another folder") from error
+
+
+def _holder(fd: int) -> str:
+    """Who holds the file's lock, in words, as far as ``/proc`` shows it."""
+    found = os.fstat(fd)
+    inode = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return "another process"
+    # "1: FLOCK  ADVISORY  WRITE 512 fe:00:1234 0 EOF": the process that took it, which may have ended since.
+    words = [line.split() for line in lines]
+    taken = next((int(word[4]) for word in words if len(word) >= 6 and word[1] == "FLOCK" and word[5] == inode), 0)
+    if taken <= 0:
+        return "another process"
+    if _has_lock(taken, inode):
+        return f"process {taken}"
+    ended = "" if os.path.exists(f"/proc/{taken}") else " and has ended"
+    for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):
+        if _has_lock(pid, inode):
+            return f"process {pid}, which was forked from process {taken}, which opened it{ended}"
+    if ended:
+        return f"a process that was forked from process {taken}, which has ended, or its writes have not landed yet"
+    return f"process {taken}"
+
+
+def _has_lock(pid: int, inode: str) -> bool:
+    """Whether one of the descriptors of that process holds the lock; False also where it cannot be looked at."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fdinfo"):
+            with contextlib.suppress(OSError):
+                # Not stat: what else it has open may be on a filesystem that does not answer.
+                lines = Path(f"/proc/{pid}/fdinfo/{name}").read_text().splitlines()
+                if any(line.startswith("lock:") and "FLOCK" in line and inode in line.split() for line in lines):
+                    return True
+    return False

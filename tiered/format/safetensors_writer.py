@@ -1,0 +1,277 @@
+"""Writes safetensors files with their index: all of them, durable, or none.
+
+Files get other names until the last byte of the last one is on the disk. Their room is set aside first, so a full disk is found
+before anything is computed. What is there already is replaced only where it was asked for, and only where its index says that
+it is of an earlier export.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from tiered.errors import CapacityError, MisuseError, TieredError
+from tiered.format.safetensors import INDEX, MAX_HEADER, SINGLE, Entry, encode_header
+from tiered.types import format_size, parse_size
+
+__all__ = ["Existing", "Shards"]
+
+MADE_BY = "tiered"
+_WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors", re.ASCII)
+_PART = re.compile(r"\.model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?\.tiered-part", re.ASCII)
+_HEADER_SHARE = 50_000_000
+"""Bytes of header that one file is given at most, as estimated."""
+_WRITTEN = 64 << 20
+"""Bytes after which they are sent to the disk, so that they do not pile up in the page cache."""
+
+Existing = str
+"""What to do with files that an earlier export left: "refuse" or "overwrite"."""
+
+
+class Shards:
+    """The files to be: ``entries`` divided into as few as ``limit`` (bytes of tensors, or "5GB") allows, in their order."""
+
+    def __init__(self, folder: str | os.PathLike[str], entries: Sequence[Entry], limit: int | str, existing: Existing) -> None:
+        """Raises MisuseError: arguments, two tensors of one name, files that are there already."""
+        if existing not in ("refuse", "overwrite"):
+            raise MisuseError(f"existing is 'refuse' or 'overwrite', not {existing!r}")
+        most = parse_size(limit)
+        if not most:
+            raise MisuseError("a shard has at least one byte: give one such as '5GB'")
+        self.folder = Path(os.path.expanduser(folder))
+        self.total = sum(entry.spec.nbytes for entry in entries)
+        names = [entry.name for entry in entries]
+        if not names:
+            raise MisuseError("there is no tensor to write")
+        if len(set(names)) != len(names) or "__metadata__" in names:
+            twice = next((name for name in names if names.count(name) > 1), "__metadata__")
+            raise MisuseError(f"{twice!r} cannot be the name of a tensor in these files, or is that of two")
+        self._shards = [encode_header(shard) for shard in _divided(entries, most)]
+        self._names = _names(len(self._shards))
+        self._place = {
+            entry.name: (number, entry.offset) for number, (_, placed) in enumerate(self._shards) for entry in placed
+        }
+        self._entries = entries
+        self._existing = existing
+        self._old = self._refuse_others()
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the files in the folder; the index is beside them."""
+        return list(self._names)
+
+    def write(self, contents: Iterator[memoryview], progress: Callable[[int, int], None] | None = None) -> None:
+        """Write ``contents``: the bytes of the entries in their order, in pieces that end where an entry does.
+
+        ``progress`` is called with the bytes so far and in all; it may raise, to stop. Whatever goes wrong, nothing of ours
+        stays; an export that is overwritten is gone only if it goes wrong in the last moment, when names change. Raises
+        CapacityError (no room), TieredError, and what ``contents`` raises.
+        """
+        try:
+            _make_folder(self.folder)
+            with contextlib.closing(_Folder(self.folder)) as folder:
+                self._old = self._refuse_others()
+                try:
+                    for name, (header, placed) in zip(self._names, self._shards, strict=True):
+                        folder.reserve(name, max(len(header), *(entry.offset + entry.spec.nbytes for entry in placed)))
+                    self._write_all(folder, contents, progress or (lambda done, total: None))
+                    folder.write_text(INDEX, self._index())
+                    folder.publish([*self._names, INDEX], [INDEX, *sorted(self._old)])
+                except BaseException:
+                    folder.discard()
+                    raise
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise CapacityError(
+                    f"no room for {format_size(self.total)} of tensors in {self.folder} ({error.strerror}); nothing was left "
+                    "there: make room, or name a folder on another drive"
+                ) from error
+            where = error.filename or self.folder
+            raise TieredError(f"cannot write {where}: {error.strerror} (errno {error.errno}); name another folder") from error
+        finally:
+            close = getattr(contents, "close", None)
+            if close is not None:
+                close()  # a generator that holds something
+
+    def _write_all(self, folder: _Folder, contents: Iterator[memoryview], progress: Callable[[int, int], None]) -> None:
+        done, current, fd, unsent = 0, -1, -1, 0
+        try:
+            for entry in self._entries:
+                number, at = self._place[entry.name]
+                if number != current:
+                    if fd >= 0:
+                        _finish(fd)
+                    current, fd, unsent = number, folder.open(self._names[number]), 0
+                    _pwrite(fd, memoryview(self._shards[number][0]), 0)
+                rest = entry.spec.nbytes
+                while rest:
+                    piece = next(contents)
+                    nbytes = piece.nbytes
+                    assert 0 < nbytes <= rest, "a piece ends where its tensor does"
+                    _pwrite(fd, piece, at)
+                    del piece  # it may be memory of a store
+                    at, rest, done, unsent = at + nbytes, rest - nbytes, done + nbytes, unsent + nbytes
+                    if unsent >= _WRITTEN:
+                        os.fdatasync(fd)
+                        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                        unsent = 0
+                    progress(done, self.total)
+            _finish(fd)
+        finally:
+            folder.close_files()
+
+    def _index(self) -> str:
+        weights = {entry.name: self._names[self._place[entry.name][0]] for entry in self._entries}
+        index = {"metadata": {"total_size": self.total, "made_by": MADE_BY}, "weight_map": weights}
+        return json.dumps(index, indent=2) + "\n"
+
+    def _refuse_others(self) -> set[str]:
+        """The files of an earlier export, which are to be replaced. Raises MisuseError for others, or where none may be."""
+        try:
+            there = {name for name in os.listdir(self.folder) if _WEIGHTS.fullmatch(name) or name == INDEX}
+        except FileNotFoundError:
+            return set()
+        except OSError as error:
+            raise MisuseError(f"cannot write to {self.folder}: {error.strerror}; name another folder") from error
+        if not there:
+            return set()
+        ours = _ours(self.folder / INDEX)
+        foreign = sorted(there - ours - {INDEX}) if ours is not None else sorted(there)
+        if foreign:
+            what = self.folder / foreign[0]
+            raise MisuseError(f"{what} is there already and is not of a whole export, so it stays: name another folder")
+        if self._existing == "refuse":
+            raise MisuseError(f"{self.folder} holds an earlier export: name another folder, or existing='overwrite'")
+        return there - {INDEX}
+
+
+class _Folder:
+    """A folder that one export writes to: files by their final names, which they get in ``publish``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._made: list[str] = []
+        self._files: list[int] = []
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for name in filter(_PART.fullmatch, os.listdir(self._fd)):  # of one that was killed: nobody else has the lock
+                os.unlink(name, dir_fd=self._fd)
+        except BlockingIOError:
+            os.close(self._fd)
+            raise MisuseError(f"another export is writing to {folder}: name another folder") from None
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def reserve(self, name: str, nbytes: int) -> None:
+        self._made.append(_part(name))
+        fd = os.open(_part(name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=self._fd)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            os.ftruncate(fd, nbytes)
+        finally:
+            os.close(fd)
+
+    def open(self, name: str) -> int:
+        self.close_files()
+        self._files.append(os.open(_part(name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd))
+        return self._files[0]
+
+    def close_files(self) -> None:
+        while self._files:
+            os.close(self._files.pop())
+
+    def write_text(self, name: str, text: str) -> None:
+        self.reserve(name, len(text.encode()))
+        fd = self.open(name)
+        _pwrite(fd, memoryview(text.encode()), 0)
+        _finish(fd)
+        self.close_files()
+
+    def publish(self, names: Sequence[str], old: Iterable[str]) -> None:
+        """Rename, the last name last, and before that remove what is replaced: its index first."""
+        for name in old:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=self._fd)
+        for name in names:
+            if name == names[-1]:
+                os.fsync(self._fd)  # an index is never there without its files
+            self._made.append(name)
+            os.rename(_part(name), name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        os.fsync(self._fd)
+
+    def discard(self) -> None:
+        self.close_files()
+        for name in reversed(self._made):
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=self._fd)
+
+    def close(self) -> None:
+        self.close_files()
+        os.close(self._fd)
+
+
+def _divided(entries: Sequence[Entry], most: int) -> list[list[Entry]]:
+    shards: list[list[Entry]] = [[]]
+    held = header = 0
+    for entry in entries:
+        names = 6 * len(entry.name) + 200
+        if shards[-1] and (held + entry.spec.nbytes > most or header + names > _HEADER_SHARE):
+            shards.append([])
+            held = header = 0
+        shards[-1].append(entry)
+        held, header = held + entry.spec.nbytes, header + names
+    return shards
+
+
+def _names(count: int) -> list[str]:
+    """Hugging Face's."""
+    return [SINGLE] if count == 1 else [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+
+
+def _ours(index: Path) -> set[str] | None:
+    """The files of the export whose index this is; None where it is none of ours."""
+    try:
+        status = index.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_HEADER:
+            return None
+        found = json.loads(index.read_bytes())
+        return set(found["weight_map"].values()) if found["metadata"]["made_by"] == MADE_BY else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError):
+        return None
+
+
+def _make_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        fd = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _part(name: str) -> str:
+    return f".{name}.tiered-part"
+
+
+def _pwrite(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(fd, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def _finish(fd: int) -> None:
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,1 @@
+"""``TieredStore`` and what it consists of."""

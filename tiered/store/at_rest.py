@@ -1,0 +1,259 @@
+"""The tensors of one generation of a store that is not open: its own, or one of a job that died. Nothing is written.
+
+Files are opened for reading, with a lock that keeps stores out meanwhile and that other readers share. Every piece that is read
+is compared with its checksum.
+
+What is in a store's folder, from its manifests alone: also while a job has the store open. Nothing is written or locked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from tiered.errors import CorruptionError, KeyNotFound, ManifestError, MisuseError, ReadError
+from tiered.format import generations
+from tiered.format.data_file import digest, read_header
+from tiered.format.drives import LIST_FILE, folders_of
+from tiered.format.folder import OpenFolder
+from tiered.format.locked_file import open_to_read
+from tiered.format.manifest import Manifest, TensorRecord
+from tiered.store.lease import dtype_of
+from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Key, TensorSpec
+
+__all__ = ["ListedGeneration", "ListedTensor", "Listing", "StoreAtRest", "listing", "manifest_of"]
+
+def manifest_of(folder: generations.Folder, generation: int | None) -> Manifest:
+    """Of ``generation``, or of the newest one. Raises MisuseError where there is none, ManifestError where it is damaged."""
+    generations.present(folder, generation)
+    manifest = generations.load(folder, generation)
+    assert manifest is not None
+    return manifest
+
+
+class StoreAtRest:
+    """Reads as an open store does: ``in``, ``iter``, ``spec``, ``get``; and ``read`` parts of a tensor. A context manager."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        paths: Sequence[str | os.PathLike[str]] | None = None,
+        generation: int | None = None,
+    ) -> None:
+        """As of ``generation``, or of the newest commit. ``paths``: the folders of its data files, where it has several drives.
+
+        Raises MisuseError (no such store or generation, other paths), StoreLocked (it is open), ManifestError, and OSError.
+        """
+        self.folder = Path(os.path.expanduser(path))
+        self.descriptors: list[int] = []  # of its data files, by their index; empty once closed
+        self.places: list[str] = []
+        self._opened = generations.folder_of(self.folder)  # all is read in this one, whatever its name leads to meanwhile
+        try:
+            self.manifest = manifest_of(self._opened, generation)
+            self._open(paths)
+            self.manifest = manifest_of(self._opened, generation)  # nobody commits any more
+        except BaseException:
+            self.close()
+            raise
+        self.records = {record.key: record for record in self.manifest.tensors}
+        self._store = bytes.fromhex(self.manifest.store)
+        self._last: tuple[Key, int, torch.Tensor] | None = None  # piece: what lies beside each other is read once
+
+    def __str__(self) -> str:
+        return f"the store in {self.folder}"
+
+    def _open(self, paths: Sequence[str | os.PathLike[str]] | None) -> None:
+        there = set(self._opened.names())
+        if paths is None and LIST_FILE in there:
+            where = folders_of(self.folder)
+            raise MisuseError(f"{self.folder} keeps its tensors in other folders, which have to be named: {where}")
+        if paths is not None and LIST_FILE not in there:
+            raise MisuseError(f"{self.folder} keeps its tensors in its own folder: leave paths out")
+        places = [self.folder] if paths is None else [Path(os.path.expanduser(place)) for place in paths]
+        for file in self.manifest.files:
+            own = self._opened.fd if paths is None else None
+            place = next((place for place in places if own is not None or (place / file.name).exists()), None)
+            if place is None or (own is not None and file.name not in there):
+                raise ManifestError(f"the data file {file.name} of {self.folder} is missing in {', '.join(map(str, places))}")
+            self.places.append(str(place / file.name))
+            self.descriptors.append(open_to_read(place, file.name, own))
+            uuid = read_header(self.descriptors[-1], self.places[-1], direct=False)[1]
+            if uuid.hex() != file.uuid:
+                raise ManifestError(f"{self.places[-1]} is not the file that was committed to: its UUID is another")
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.records
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self.records)
+
+    def record(self, key: Key) -> TensorRecord:
+        """Raises KeyNotFound."""
+        if key not in self.records:
+            raise KeyNotFound(f"{self} has no tensor named {key!r} in generation {self.manifest.generation}")
+        return self.records[key]
+
+    def spec(self, key: Key) -> TensorSpec:
+        """Shape and element type. Raises KeyNotFound."""
+        return self.record(key).spec
+
+    def written(self, key: Key) -> int:
+        """The generation in which a tensor was written. Raises KeyNotFound."""
+        return self.record(key).generation
+
+    def get(self, key: Key) -> torch.Tensor:
+        """The whole tensor, of its dtype and shape, in ordinary memory. Raises as ``read``, and KeyNotFound."""
+        spec = self.spec(key)
+        data = torch.empty(spec.nbytes, dtype=torch.uint8, device="cpu")
+        at = 0
+        for piece in self.read(key, 0, spec.nbytes):
+            data[at : at + piece.numel()] = piece
+            at += piece.numel()
+        return data.view(dtype_of(spec)).view(spec.shape)
+
+    def read(self, key: Key, start: int, stop: int) -> Iterator[torch.Tensor]:
+        """Bytes ``start`` to ``stop`` of a tensor, as uint8 tensors of at most PIECE_BYTES, one after the other.
+
+        Raises ReadError, and CorruptionError for a piece that is not as it was written.
+        """
+        record = self.record(key)
+        nbytes = record.spec.nbytes
+        for begin in range(start // PIECE_BYTES * PIECE_BYTES, stop, PIECE_BYTES):
+            if self._last is None or self._last[:2] != (key, begin):
+                self._last = None
+                self._last = key, begin, self._piece(record, begin, min(PIECE_BYTES, nbytes - begin))
+            yield self._last[2][max(0, start - begin) : stop - begin]
+
+    def _piece(self, record: TensorRecord, begin: int, nbytes: int) -> torch.Tensor:
+        assert record.extent is not None
+        fd, path = self.descriptors[record.extent.file], self.places[record.extent.file]
+        data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        view, done = data.numpy().data, 0
+        where = record.extent.offset + begin
+        while done < nbytes:
+            try:
+                count = os.preadv(fd, [view[done:]], where + done)
+            except OSError as error:
+                raise _failed(ReadError, "cannot read", record, path, where + done, error.errno) from error
+            if not count:
+                raise _failed(ReadError, "the file ends within", record, path, where + done, None)
+            done += count
+        os.posix_fadvise(fd, where, nbytes, os.POSIX_FADV_DONTNEED)
+        place = begin // PIECE_BYTES * CHECKSUM_BYTES
+        expected = record.checksums[place : place + CHECKSUM_BYTES]
+        if digest(self._store, record.tensor_id, record.generation, begin, view) != expected:
+            raise _failed(CorruptionError, "wrong checksum in", record, path, where, None)
+        return data
+
+    def __enter__(self) -> StoreAtRest:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._opened.close()
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+
+def _failed(
+    kind: type[ReadError] | type[CorruptionError], what: str, record: TensorRecord, path: str, offset: int, errno: int | None
+) -> ReadError | CorruptionError:
+    return kind(what, key=record.key, tier="nvme", path=path, offset=offset, errno=errno)
+
+
+@dataclass(frozen=True)
+class ListedTensor:
+    """One tensor of a generation. ``written``: the generation in which its bytes were written."""
+
+    key: Key
+    spec: TensorSpec
+    written: int
+
+
+@dataclass(frozen=True)
+class ListedGeneration:
+    """One commit: its ``meta``, how many ``tensors`` it has, of ``nbytes`` together. ``problem``: why its manifest cannot be
+    read; then it has none of these."""
+
+    number: int
+    meta: Mapping[str, object]
+    tensors: int
+    nbytes: int
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Listing:
+    """``generations``, oldest first; ``tensors`` of generation ``number``, by key; ``nbytes``: of the tensors of all of them,
+    what several share counted once."""
+
+    folder: str
+    generations: tuple[ListedGeneration, ...]
+    number: int
+    tensors: tuple[ListedTensor, ...]
+    nbytes: int
+
+
+def listing(path: str | os.PathLike[str], generation: int | None = None) -> Listing:
+    """Of the store in folder ``path``, with the tensors of ``generation`` (default: the newest one whose manifest can be read).
+
+    Raises MisuseError (no store with a commit there, no such generation), ManifestError (that one is damaged, or all are).
+    """
+    folder = Path(os.path.expanduser(path))
+    with contextlib.closing(generations.folder_of(folder)) as opened:
+        for _ in range(generations.LISTINGS):
+            found = _listed(opened, generation)
+            if found is not None:
+                return found
+    raise ManifestError(f"{folder} changes too fast to be listed: a job commits there; try again")
+
+
+def _listed(folder: OpenFolder, generation: int | None) -> Listing | None:
+    """None where a job that goes on has dropped the newest one meanwhile: there is a newer one.
+
+    The newest is read first. Older ones are dropped before it, so if it is still there, none that was newer was there when the
+    folder was listed: no listing goes back behind one that came before it.
+    """
+    there = generations.present(folder, generation)
+    listed, chosen, different, error = [], None, {}, None
+    for number in reversed(there):
+        try:
+            manifest = generations.load(folder, number)
+        except ManifestError as problem:
+            if number not in generations.generations(folder):
+                if number == there[-1]:
+                    return None
+                continue
+            listed.append(ListedGeneration(number, {}, 0, 0, str(problem)))
+            error = error or problem
+            if number == generation:
+                raise
+            continue
+        assert manifest is not None
+        sizes = _sizes(manifest)
+        listed.append(ListedGeneration(number, manifest.meta, len(manifest.tensors), sum(sizes.values())))
+        different.update(sizes)
+        if generation == number or (generation is None and chosen is None):
+            chosen = manifest
+    if chosen is None:
+        if error is not None and generation is None:
+            raise error
+        return None
+    found = [ListedTensor(record.key, record.spec, record.generation) for record in chosen.tensors]
+    ordered = tuple(sorted(found, key=lambda one: one.key))
+    return Listing(str(folder), tuple(reversed(listed)), chosen.generation, ordered, sum(different.values()))
+
+
+def _sizes(manifest: Manifest) -> dict[tuple[int, int], int]:
+    """Bytes of each tensor as it was written once."""
+    return {(record.tensor_id, record.generation): record.spec.nbytes for record in manifest.tensors}

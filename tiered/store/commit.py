@@ -1,0 +1,532 @@
+"""What a manifest says of each tensor, made as it arrives on the disk and kept beside it.
+
+Generations of one store: what a commit does step by step, and what opening finds again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tiered.engine.engine import Engine
+from tiered.engine.requests import Request
+from tiered.engine.residency import Copy, Entry, State
+from tiered.engine.scheduler import Admission
+from tiered.engine.snapshot import Flush
+from tiered.engine.workers import Behind
+from tiered.errors import CapacityError, CommitError, LeaseConflict, ManifestError, MisuseError
+from tiered.format import generations
+from tiered.format import manifest as manifests
+from tiered.tiers.nvme import NvmeTier
+from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Key, Slot, Urgency
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+__all__ = ["Commits", "Encoding"]
+
+class Encoding:
+    """Fills ``record`` of copies at the bottom; a copy there never changes. All calls are made under the engine's lock."""
+
+    def __init__(self, nvme: NvmeTier) -> None:
+        self._nvme = nvme
+
+    def arrived(self, entry: Entry) -> None:
+        """Encode it now. What cannot be is nobody's error yet: it may be gone before a commit comes to it."""
+        try:
+            self.of(entry)
+        except (ManifestError, MisuseError):
+            return
+
+    def of(self, entry: Entry) -> bytes:
+        """Raises MisuseError for a key, ManifestError for a shape or an element type that cannot be written down."""
+        copy, spec, extent = entry.copies[-1], entry.spec, None
+        assert copy is not None
+        assert copy.state is State.CLEAN
+        if not copy.record:
+            if not entry.empty:
+                extent = manifests.Extent(*self._nvme.extent(copy.slot), copy.slot.nbytes)
+            checksums = copy.checksums if extent else b""
+            copy.record = manifests.encode_tensor(
+                manifests.TensorRecord(
+                    entry.name, entry.tensor_id, spec.dtype, spec.shape, spec.itemsize, copy.generation, extent, checksums
+                )
+            )
+        return copy.record
+
+
+MANIFEST_BYTES = 16 << 10
+TENSOR_BYTES = 384
+"""Of a manifest without its tensors, and of each of these without its name and checksums; rather too many."""
+
+
+@dataclass(frozen=True)
+class _Generation:
+    """One that is durable, in the words of its manifest."""
+
+    number: int
+    meta: bytes
+    tensors: Mapping[Key, bytes]
+
+    @classmethod
+    def of(cls, manifest: manifests.Manifest) -> _Generation:
+        """As it was read."""
+        return cls(manifest.generation, manifests.encode_meta(manifest.meta), manifests.encode_again(manifest))
+
+
+class Commits:
+    """``newest`` is the generation that the store began from or made last; ``keep`` of them stay on disk.
+
+    ``duplicate(copy, slot, nbytes)`` copies bytes within a tier; see ``Flush``.
+    """
+
+    def __init__(self, engine: Engine, nvme: NvmeTier, keep: int, duplicate: Callable[[Copy, Slot, int], None]) -> None:
+        self.newest: _Generation | None = None
+        self._engine, self._nvme, self._keep, self._duplicate = engine, nvme, keep, duplicate
+        self._encoding = Encoding(nvme)
+        self._meta_bytes = 0
+        self._kept: list[int] = []
+        self.unreadable: dict[int, str] = {}
+        """Generations that are there and cannot be opened, with the reason."""
+        self._condemned: str | None = None
+        self.refused: str | None = None
+        """Why nobody may commit."""
+        self._went_back = False  # to an older generation: what is newest on the disk is not what there is
+
+    @property
+    def generation(self) -> int:
+        return self.newest.number if self.newest else 0
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        return manifests.decode_meta(self.newest.meta) if self.newest else {}
+
+    def encode_early(self) -> None:
+        """Have each tensor encoded as it arrives on the disk: a commit then only puts together what there is; and the data
+        files leave room for manifests."""
+        self._engine.admission.arrived = self._encoding.arrived
+        self._nvme.leave(self._for_manifests)
+
+    def _for_manifests(self) -> int:
+        """Bytes of those that may be there at once, the next one among them; rather too many."""
+        directory = self._engine.admission.directory
+        words = sum(map(len, directory))
+        pieces = self._nvme.used // PIECE_BYTES
+        each = MANIFEST_BYTES + self._meta_bytes + TENSOR_BYTES * len(directory) + 4 * words + 4 * CHECKSUM_BYTES * pieces
+        return (self._keep + 1) * each
+
+    # -- opening ---------------------------------------------------------------------------------------------------------
+
+    def restore(self, generation: int | None, *, drop_newer: bool = False) -> None:
+        """Fill the directory from ``generation`` (None: the newest); pin what the others that are kept reference.
+        ``drop_newer``: those after it are forgotten, durably; of 0 nothing is left. Others whose manifests are damaged are
+        passed over (``unreadable``): nobody can go back to them, so nothing is kept for them.
+
+        Raises ManifestError, also where there is no such generation.
+        """
+        folder, nvme = self._nvme.open_folder, self._nvme
+        generations.clean(folder)
+        there = generations.generations(folder)
+        newer = [number for number in there if drop_newer and generation is not None and number > generation]
+        chosen = None if drop_newer and generation == 0 else generations.load(folder, generation)
+        for number in reversed(newer):  # the newest first: what is left is always as after a commit
+            generations.drop(folder, number)
+        if newer:
+            generations.sync(folder)
+        self._engine.admission.generation = max(there, default=0) + 1
+        if chosen is None:
+            if not there:
+                nvme.leave_nothing()  # should nothing be committed
+            return
+        there = [number for number in there if number not in newer]
+        for number in [*(other for other in there if other != chosen.generation), chosen.generation]:
+            try:
+                manifest = chosen if number == chosen.generation else generations.load(folder, number)
+            except ManifestError as error:
+                self.unreadable[number] = str(error)
+                continue
+            assert manifest is not None
+            if manifest.store != nvme.uuid.hex():
+                raise ManifestError(f"{folder}: manifest.{number} belongs to another store than {nvme.files[0].path}")
+            for named, file in zip(manifest.files, nvme.files, strict=False):
+                if (named.name, named.uuid) != (file.name, file.uuid.hex()):
+                    raise ManifestError(f"{folder}: manifest.{number} names another data file than {file.path}")
+            if len(manifest.files) != len(nvme.files):
+                raise ManifestError(
+                    f"{folder}: manifest.{number} names {len(manifest.files)} data files; there are {len(nvme.files)}"
+                )
+            slots = [self._slot(record.extent) for record in manifest.tensors if record.extent]
+            for slot in slots:
+                nvme.claim(slot)
+            nvme.retain(number, slots)
+            if manifest is not chosen:
+                for slot in slots:
+                    nvme.free(slot)
+        newest = _Generation.of(chosen)
+        empty = self.empty_slots(chosen.tensors)
+        assert empty is not None
+        for record in chosen.tensors:
+            self.restore_tensor(record, newest.tensors[record.key], empty, claim=False)
+        admission = self._engine.admission
+        admission.directory.next_id = max(admission.directory.next_id, chosen.next_tensor_id)
+        self._kept, self.newest, self._meta_bytes = there, newest, len(newest.meta)
+
+    def empty_slots(self, records: Iterable[manifests.TensorRecord], going: Sequence[Slot] = ()) -> dict[Key, Slot] | None:
+        """For tensors without bytes: they have no extent in the manifest, but a slot like any other here. All or none.
+
+        None: there will be room as soon as those that are ``going`` have gone. Raises CapacityError."""
+        found: dict[Key, Slot] = {}
+        named = [record.key for record in records if record.extent is None]
+        for key in named:
+            slot = self._nvme.allocate(1)
+            if slot is None:
+                for taken in found.values():
+                    self._nvme.free(taken)
+                freed = sum(slot.nbytes // self._nvme.alignment for slot in going if not self._nvme.pinned(slot))
+                if len(found) + freed >= len(named):
+                    return None
+                raise CapacityError(f"{self._nvme.folder}: {self._nvme.refusal}")
+            found[key] = slot
+        return found
+
+    def restore_tensor(
+        self, record: manifests.TensorRecord, encoded: bytes, empty: Mapping[Key, Slot], *, claim: bool = True
+    ) -> None:
+        admission = self._engine.admission
+        if record.extent is None:
+            slot = empty[record.key]
+        else:
+            slot = self._slot(record.extent)
+            if claim:
+                self._nvme.claim(slot)
+        admission.places[-1].account(slot)
+        entry = admission.directory.restore(
+            record.key, record.spec, record.tensor_id, slot, record.checksums, record.generation
+        )
+        copy = entry.copies[-1]
+        assert copy is not None
+        copy.record = encoded
+        admission.install(copy)
+
+    def rollback(self, generation: int | None, needs: Sequence[Key]) -> int:
+        """All as it was in ``generation`` (None: the newest). What did not change since stays where it is."""
+        self._engine.refuse_nested()
+        self._engine.end_struck()
+
+        def work() -> int:
+            with self._engine.commits:
+                chosen = self.newest
+                if generation is not None or self._went_back:
+                    chosen = self._load(generation)
+                if chosen is None:
+                    raise MisuseError(f"{self._nvme.folder} has no commit to go back to")
+                for key in needs:
+                    if key not in chosen.tensors:
+                        raise MisuseError(f"generation {chosen.number} has no {key!r}: nothing was rolled back")
+                self._engine.wait(_Return(chosen, self, lambda: behind.given_up))
+                return chosen.number
+
+        behind = Behind("tiered-rollback", work)
+        self._launch(behind, behind.wait)
+        return behind.future.result()
+
+    def returned(self, chosen: _Generation) -> None:
+        """The store is what ``chosen`` says."""
+        self.newest, self._went_back = chosen, chosen.number != self._kept[-1]
+
+    def _load(self, generation: int | None) -> _Generation | None:
+        folder, nvme = self._nvme.open_folder, self._nvme
+        found = generations.load(folder, generation)
+        if found is None:
+            return None
+        if found.store != nvme.uuid.hex() or found.generation not in self._kept:
+            raise ManifestError(f"{folder}: manifest.{found.generation} is not one of this store's generations")
+        if found.generation in self.unreadable:  # it can be read by now, but its extents were not kept
+            raise ManifestError(self.unreadable[found.generation])
+        return _Generation.of(found)
+
+    # -- committing ------------------------------------------------------------------------------------------------------
+
+    def commit(self, meta: Mapping[str, object] | None, owner: object, *, always: bool = True) -> int:
+        """``meta`` None: with that of before. ``always``: also when nothing changed since. ``owner`` lives until the end.
+
+        All of it runs in a thread of its own, which no signal handler enters: an exception that strikes who waits makes it come
+        to nothing, unless its manifest is being written already.
+        """
+        encoded = self._encoded(meta)
+        self._engine.refuse_nested()
+        self._engine.end_struck()
+
+        def work() -> int:
+            with self._engine.commits:
+                draft = self._draft(encoded, None if always or self._went_back else self.newest)
+                flush = Flush(draft, self._duplicate, given_up=lambda: behind.given_up)
+                return self._complete(flush, draft, owner, behind)
+
+        behind = Behind("tiered-commit", work)
+        self._launch(behind, behind.wait)
+        return behind.future.result()
+
+    def commit_behind(self, meta: Mapping[str, object] | None, owner: object) -> Future[int]:
+        """All as it is now, made durable while the caller goes on; ``owner`` lives until then. Waits for one that is open."""
+        encoded, engine = self._encoded(meta), self._engine
+        engine.refuse_nested()
+        engine.end_struck()
+
+        def work() -> int:
+            with engine.commits:
+                draft = self._draft(encoded, None)
+                flush = Flush(draft, self._duplicate, Urgency.WRITEBACK, lambda: behind.given_up)
+                engine.begin(flush)
+                if not flush.begun:
+                    flush.raise_error()
+                behind.reached()
+                return self._complete(flush, draft, owner, behind)
+
+        behind = Behind("tiered-commit", work)
+        self._launch(behind, behind.wait_reached)
+        if not behind.has_reached:  # what comes later is the future's
+            behind.future.result()
+        return behind.future
+
+    def _launch(self, behind: Behind, wait: Callable[[], None]) -> None:
+        """Start ``behind`` and ``wait``. Whoever is struck meanwhile has given it up."""
+        try:
+            self._engine.launch(behind)
+            wait()
+        except BaseException:
+            behind.given_up = True
+            self._engine.released()
+            raise
+
+    def _complete(self, flush: Flush, draft: _Draft, owner: object, behind: Behind) -> int:
+        """``owner`` is not collected before the end."""
+        self._engine.wait(flush)  # a flush that comes to nothing drops the draft
+        try:
+            return self._publish(draft, behind)
+        except BaseException:
+            with self._engine.lock:
+                draft.drop()
+            raise
+
+    def settle(self) -> None:
+        """Wait until no commit is open."""
+        with self._engine.commits:
+            return
+
+    def _encoded(self, meta: Mapping[str, object] | None) -> bytes | None:
+        return None if meta is None else manifests.encode_meta(dict(meta))
+
+    def _draft(self, meta: bytes | None, since: _Generation | None) -> _Draft:
+        if self._condemned:
+            raise CommitError(self._condemned)
+        if self.refused is not None:
+            raise MisuseError(self.refused)
+        before = self.newest.meta if self.newest else manifests.encode_meta({})
+        encoded = before if meta is None else meta
+        if len(encoded) > self._meta_bytes + MANIFEST_BYTES:  # no room was left for so much
+            self._refuse_meta(len(encoded))
+        self._meta_bytes = max(len(before), len(encoded))
+        return _Draft(self._engine, self._nvme, self._encoding, encoded, since)
+
+    def _refuse_meta(self, nbytes: int) -> None:
+        """Raise CapacityError where a manifest with so much of it plainly has no room, before anything is written for it."""
+        if self.refused is not None:
+            raise MisuseError(self.refused)
+        try:
+            found = os.fstatvfs(self._nvme.open_folder.fd)
+        except OSError:  # it will say more when the manifest is written
+            return
+        free = found.f_bfree * found.f_frsize  # root may have the reserved blocks
+        if found.f_blocks and nbytes > free:  # ramfs counts nothing
+            raise CapacityError(
+                f"the meta of this commit takes {nbytes:,} bytes of its manifest, and {self._nvme.folder} has {free:,} free: "
+                "give it less, or make room on that filesystem; the last commit holds, and no memory is lost"
+            )
+
+    def _publish(self, draft: _Draft, behind: Behind) -> int:
+        """Make a draft that has everything durable."""
+        nvme, made = self._nvme, draft.made
+        if made is None:
+            return self.generation
+        self._refuse_strayed()  # before it costs anything
+        try:
+            nvme.sync()
+        except OSError as error:
+            self._condemned = (
+                f"{error.filename or nvme.folder}: the disk did not take a commit ({error.strerror}); what was written "
+                f"since generation {self.generation} cannot be trusted: close the store and reopen that generation"
+            )
+            raise CommitError(self._condemned) from error
+        nvme.leave_everything()
+        if behind.given_up:
+            raise CommitError("this commit was given up: an exception struck who waited for it")
+        generations.prepare(nvme.open_folder, made.number, draft.data)
+        try:
+            self._refuse_strayed()  # the last moment: a move after this is one after the commit
+        except BaseException:
+            generations.abandon(nvme.open_folder, made.number)
+            raise
+        self._kept.append(made.number)  # also when the next line fails: a power loss may still show it
+        draft.keep()
+        generations.publish(nvme.open_folder, made.number)
+        self.newest, self._went_back = made, False
+        if nvme.strayed() is None:  # else a copy that was just made of links needs the old ones too
+            self._drop_old()
+        return made.number
+
+    def _refuse_strayed(self) -> None:
+        """Raise CommitError where nobody would find the commit in the folder that was opened."""
+        why = self._nvme.strayed()
+        if why is not None:
+            raise CommitError(f"generation {self.generation} is the last commit: {why}")
+
+    def _slot(self, extent: manifests.Extent) -> Slot:
+        return self._nvme.slot(extent.file, extent.offset, extent.nbytes)
+
+    def _drop_old(self) -> None:
+        """Older generations than are kept: their manifests go first, durably; only then their extents may be written over."""
+        folder = self._nvme.open_folder
+        try:
+            there = generations.generations(folder)
+        except ManifestError:  # as below
+            return
+        # One that failed is not there, and one that cannot be read is none to go back to.
+        retained = [one for one in self._kept if one in there and one not in self.unreadable][-self._keep :]
+        old = [generation for generation in self._kept if retained and generation < retained[0]]
+        if not old:
+            return
+        try:
+            for generation in old:
+                if generation in there:
+                    generations.drop(folder, generation)
+            generations.sync(folder)
+        except ManifestError:  # the commit holds nevertheless; they stay pinned, and go with the next one
+            return
+        with self._engine.lock:
+            for generation in old:
+                if generation in self._nvme.generations:  # Ctrl-C may have come between this and the next line
+                    self._nvme.release(generation)
+        self._kept = [generation for generation in self._kept if generation >= retained[0]]
+
+
+class _Draft:
+    """A generation that is being made: ``made``, and ``data``, its manifest. Where nothing changed since ``since``, none is."""
+
+    def __init__(self, engine: Engine, nvme: NvmeTier, encoding: Encoding, meta: bytes, since: _Generation | None) -> None:
+        self.made: _Generation | None = None
+        self.data = bytearray()
+        self._engine, self._nvme, self._encoding, self._meta, self._since = engine, nvme, encoding, meta, since
+        self._tensors: dict[Key, bytes] = {}  # b"" for one that is not at the bottom yet
+        self._refused: ManifestError | MisuseError | None = None
+        self._generation = 0  # once its extents are pinned
+
+    def begin(self, entries: Iterator[Entry], frozen: dict[Key, None]) -> None:
+        if frozen:
+            self._refuse_without_room(frozen)
+        tensors, slots, encoded = self._tensors, list[Slot](), self._encoding.of
+        for entry in entries:
+            if entry.key in frozen:
+                tensors[entry.key] = b""
+                continue
+            copy = entry.copies[-1]
+            assert copy is not None
+            tensors[entry.key] = copy.record or encoded(entry)
+            if not entry.empty:
+                slots.append(copy.slot)
+        self._generation = self._engine.admission.generation
+        self._nvme.retain(self._generation, slots)
+
+    def _refuse_without_room(self, frozen: Iterable[Key]) -> None:
+        """What plainly cannot be is not begun. What is under way has its room already, or may bring some."""
+        nvme, admission = self._nvme, self._engine.admission
+        sizes = (max(1, admission.directory.entry(key).nbytes) for key in frozen)
+        needed = sum(-(-nbytes // nvme.alignment) for nbytes in sizes) * nvme.alignment
+        if not nvme.reserve(needed - admission.traffic.going_down(admission.bottom - 1)):
+            raise CapacityError(
+                f"a commit has to write {needed:,} bytes that changed, beside what kept generations need: {nvme.refusal}. Make "
+                "room there, give nvme= more if it is the limit, or roll back; the last commit holds, and no memory is lost"
+            )
+
+    def add(self, entry: Entry) -> None:
+        try:
+            self._tensors[entry.name] = self._encoding.of(entry)
+        except (ManifestError, MisuseError) as error:  # its transfer went well: this is the commit's, at its end
+            self._refused = error
+        copy = entry.copies[-1]
+        if not entry.empty and copy is not None:
+            self._nvme.pin(self._generation, copy.slot)
+
+    def end(self) -> None:
+        if self._refused is not None:
+            raise self._refused
+        assert all(self._tensors.values())
+        if self._since is not None and self._tensors == self._since.tensors:
+            self.drop()
+            return
+        admission, uuid = self._engine.admission, self._nvme.uuid.hex()
+        files = tuple(manifests.DataFile(f.name, f.uuid.hex(), f.index, f.nbytes) for f in self._nvme.files)
+        head = manifests.Head(uuid, self._generation, msgspec.Raw(self._meta), files, admission.directory.next_id)
+        self.data = manifests.assemble(head, self._tensors.values())  # what is refused is so before it is a generation
+        self.made = _Generation(self._generation, self._meta, self._tensors)
+        admission.generation += 1
+
+    def keep(self) -> None:
+        """Its extents stay pinned from here on."""
+        self._generation = 0
+
+    def drop(self) -> None:
+        if self._generation in self._nvme.generations:
+            self._nvme.release(self._generation)
+        self._generation = 0
+
+
+class _Return(Request):
+    """Makes the store what ``chosen`` says: forgets what is not the same, and has it restored."""
+
+    deferred = True
+
+    def __init__(self, chosen: _Generation, commits: Commits, given_up: Callable[[], bool]) -> None:
+        super().__init__()
+        self._chosen, self._commits, self._given_up = chosen, commits, given_up
+
+    @property
+    def unwanted(self) -> bool:
+        return super().unwanted or self._given_up()
+
+    def abandon(self, admission: Admission) -> None:
+        if not self.done:
+            self.error, self.done = CommitError("this rollback was given up: an exception struck who waited for it"), True
+
+    def __str__(self) -> str:
+        return "a rollback"
+
+    def attempt(self, admission: Admission) -> bool:
+        entries = list(admission.directory.entries())
+        for entry in entries:
+            if entry.leased:
+                raise LeaseConflict(f"tensor {entry.key!r} is leased: end every lease before a rollback")
+        if sum(admission.busy(entry, self) for entry in entries):  # each hurries
+            return False
+        missing, changed = dict(self._chosen.tensors), []
+        for entry in entries:
+            copy = entry.copies[-1]
+            if copy is not None and entry.unsaved is None and copy.record and copy.record == missing.get(entry.key):
+                del missing[entry.key]
+            else:
+                changed.append(entry)
+        records = [manifests.decode_tensor(encoded) for encoded in missing.values()]
+        there: list[Slot] = [copy.slot for copy in (entry.copies[-1] for entry in changed) if copy is not None]
+        empty = self._commits.empty_slots(records, there)  # the last that can be refused
+        for entry in changed:
+            admission.directory.forget(entry.key)
+        empty = empty if empty is not None else self._commits.empty_slots(records)
+        assert empty is not None
+        for record in records:
+            self._commits.restore_tensor(record, missing[record.key], empty)
+        self._commits.returned(self._chosen)
+        return True

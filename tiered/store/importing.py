@@ -1,0 +1,65 @@
+"""Tensors of safetensors files into a store, one after the other, straight into its memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Literal
+
+from tiered.errors import MisuseError, TieredError
+from tiered.format.safetensors import WeightFiles
+from tiered.store.lease import flat
+from tiered.store.store import TieredStore
+from tiered.types import Access
+
+__all__ = ["import_safetensors"]
+
+AT_ONCE = 4 << 20
+"""Bytes between two calls of ``progress``."""
+
+
+def import_safetensors(
+    store: TieredStore,
+    path: str | os.PathLike[str],
+    *,
+    existing: Literal["refuse", "overwrite"] = "refuse",
+    progress: Callable[[int, int], None] | None = None,
+) -> int:
+    """Put the tensors of ``path`` into ``store`` under their names, and return how many; nothing is committed.
+
+    ``path`` is a file, or a folder as Hugging Face has it (several files with an index). No more than the store's own memory
+    is taken. ``existing``: what to do with tensors that ``store`` has by such a name. ``progress`` is called with the bytes
+    so far and in all; it may raise, to stop. What raises in between leaves the tensors before.
+
+    Raises MisuseError (no such file, names that are taken), SafetensorsError (damaged), and what ``store.create`` raises.
+    """
+    if existing not in ("refuse", "overwrite"):
+        raise MisuseError(f"existing is 'refuse' or 'overwrite', not {existing!r}")
+    try:
+        with WeightFiles(path) as files:
+            taken = [name for name in files.entries if name in store]
+            if taken and existing == "refuse":
+                raise MisuseError(
+                    f"{store} already has a tensor named {taken[0]!r} ({len(taken)} of {len(files.entries)} names are taken): "
+                    "import into another store, or with existing='overwrite'"
+                )
+            done, total = 0, sum(entry.spec.nbytes for entry in files.entries.values())
+            for name, entry in files.entries.items():
+                store.create(name, entry.spec)
+                try:
+                    with store.lease(name, access=Access.WRITE, tier="dram") as tensor:
+                        memory = flat(tensor).numpy().data
+                        try:
+                            for start in range(0, entry.spec.nbytes, AT_ONCE):
+                                files.read(name, start, memory[start : start + AT_ONCE])
+                                done += min(AT_ONCE, entry.spec.nbytes - start)
+                                if progress is not None:
+                                    progress(done, total)
+                        finally:
+                            del memory, tensor  # an error's traceback must not keep them
+                except BaseException:
+                    store.delete(name)  # half of it
+                    raise
+            return len(files.entries)
+    except OSError as error:
+        raise TieredError(f"cannot read {error.filename or path}: {error.strerror} (errno {error.errno})") from error

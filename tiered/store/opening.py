@@ -1,0 +1,353 @@
+"""What a store is made of; the only file that names concrete parts.
+
+What ``TieredStore.open`` does: checks what it was asked for, opens the parts, finds the generation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from tiered.engine.engine import Engine, EngineConfig
+from tiered.engine.policy import LRU
+from tiered.engine.residency import Copy
+from tiered.errors import CapacityError, MisuseError, TieredError
+from tiered.interfaces import EvictionPolicy, IOBackend, Link, Memory, Tier
+from tiered.io.posix import PosixBackend, PosixConfig
+from tiered.links.disk import DiskConfig, DiskLink
+from tiered.store.commit import Commits
+from tiered.system import cgroup_room, headroom
+from tiered.tiers.dram import DramConfig, DramTier
+from tiered.tiers.hbm import HbmConfig, HbmTier
+from tiered.tiers.nvme import NvmeConfig, NvmeTier
+from tiered.types import Access, BackendName, Slot, parse_size
+
+__all__ = [
+    "SMALLEST_DRAM",
+    "BackendName",
+    "Durability",
+    "Newer",
+    "Parts",
+    "StoreConfig",
+    "Wishes",
+    "access_of",
+    "assemble",
+    "begin",
+    "build",
+    "config_of",
+    "default_dram",
+    "open_backend",
+    "refuse",
+    "warn_buffered",
+]
+
+SMALLEST_DRAM = 1 << 20
+"""Bytes: the smallest DRAM budget that a store opens with."""
+BESIDE_OPEN = 8 << 20
+TABLES_SHARE = 256
+"""So many bytes, and this fraction of the pool, are taken beside it by whoever opens a store and does no more than use it."""
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """``path``: the store's folder, None for no disk; ``paths``: folders for its data files, none for that one; ``disk`` opens
+    them in another way than to be written to. ``dram``: bytes of the pool. ``hbm``: bytes on ``device``, 0 for none. ``nvme``:
+    bytes of extents at most (None: what the disks have).
+
+    ``backend`` is the name of one of ours, or makes another. ``eviction`` makes one policy per tier. ``depth``: requests in
+    flight; many small tensors need them, of large ones ``DiskConfig`` bounds the bytes.
+    """
+
+    path: str | os.PathLike[str] | None
+    dram: int
+    nvme: int | None = None
+    hbm: int = 0
+    device: str = "cuda"
+    backend: BackendName | Callable[[], IOBackend] = "auto"
+    eviction: Callable[[], EvictionPolicy] = LRU
+    depth: int = 64
+    paths: Sequence[str | os.PathLike[str]] = ()
+    disk: Callable[[], NvmeTier] | None = None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Tiers from the top, links between neighbours, one policy per tier. ``memories`` are the tiers that tensors can lie in;
+    ``backend`` and ``nvme`` are None where there is no disk."""
+
+    memories: tuple[Memory, ...]
+    nvme: NvmeTier | None
+    backend: IOBackend | None
+    tiers: tuple[Tier, ...]
+    links: tuple[Link, ...]
+    policies: tuple[EvictionPolicy, ...]
+
+    @property
+    def dram(self) -> int:
+        """Index of the host's memory."""
+        return len(self.memories) - 1
+
+    def close(self) -> None:
+        """Let go of the tiers; the links are the engine's to close, before. Idempotent."""
+        if self.nvme is not None:
+            self.nvme.close()
+        for memory in self.memories:
+            memory.close()
+
+
+def build(config: StoreConfig) -> Parts:
+    """Open the parts. Raises MisuseError, CapacityError, StoreLocked, ManifestError; nothing stays open then."""
+    if config.dram < SMALLEST_DRAM:
+        raise CapacityError(
+            f"a DRAM budget of {config.dram:,} bytes is too small: the smallest is {SMALLEST_DRAM:,} bytes"
+        )
+    _refuse_beyond_cgroup(config.dram)
+    with contextlib.ExitStack() as undo:
+        nvme = backend = hbm = None
+        if config.hbm:
+            hbm = HbmTier(HbmConfig(config.hbm, config.device))
+            undo.callback(hbm.close)
+        if config.path is not None:  # the last that can be refused for what was asked: no folder is made for nothing
+            backend = open_backend(config.backend, config.depth)
+            undo.callback(backend.close)
+            opened = NvmeConfig(config.path, config.nvme, paths=config.paths)
+            nvme = NvmeTier.open(opened) if config.disk is None else config.disk()
+            undo.callback(nvme.close)
+        dram = DramTier(DramConfig(config.dram, alignment=nvme.alignment if nvme else 64))
+        undo.callback(dram.close)
+        memories: tuple[Memory, ...] = (dram,)
+        links: tuple[Link, ...] = ()
+        if hbm is not None:
+            memories = (hbm, dram)
+            links = (_device_link(hbm, dram),)
+            undo.callback(links[0].close)
+        if nvme is not None and backend is not None:
+            disk = DiskLink(
+                backend,
+                address=dram.address,
+                locate=nvme.locate,
+                uuid=nvme.uuid,
+                alignment=nvme.alignment,
+                config=DiskConfig(),
+            )
+            links = (*links, disk)
+        undo.pop_all()
+    tiers: tuple[Tier, ...] = memories if nvme is None else (*memories, nvme)
+    return Parts(memories, nvme, backend, tiers, links, tuple(config.eviction() for _ in tiers))
+
+
+def _device_link(hbm: HbmTier, dram: DramTier) -> Link:
+    if hbm.device.type == "cuda":
+        from tiered.links.cuda import CudaLink
+
+        return CudaLink(hbm, dram)
+    from tiered.links.stand_in import MemoryLink
+
+    return MemoryLink(hbm, dram)
+
+
+def open_backend(backend: BackendName | Callable[[], IOBackend], depth: int) -> IOBackend:
+    """One with ``depth`` requests in flight. "auto" is libaio, or posix where that is not built or the kernel refuses it.
+
+    Raises MisuseError for one that is unknown or does not work here, CapacityError where the kernel has no room for it,
+    TieredError where the process has no descriptor or thread left for it.
+    """
+    if not isinstance(backend, str):
+        return backend()
+    if backend not in get_args(BackendName):
+        known = ", ".join(repr(name) for name in get_args(BackendName))
+        raise MisuseError(f"there is no backend {backend!r}; use one of {known}, or a function that makes one")
+    if backend in ("auto", "libaio"):
+        try:
+            from tiered.io.libaio import LibaioBackend, LibaioConfig
+
+            return LibaioBackend(LibaioConfig(depth=depth))
+        except (ImportError, OSError) as error:
+            if backend == "libaio":
+                raise MisuseError(f"the libaio backend does not work here: {error}; use backend='posix'") from error
+        except TieredError:  # no AIO in this kernel or container, or no room for another ring
+            if backend == "libaio":
+                raise
+    try:
+        if backend == "aiofiles":
+            from tiered.io.aiofiles import AiofilesBackend, AiofilesConfig
+
+            return AiofilesBackend(AiofilesConfig(depth=depth))
+        return PosixBackend(PosixConfig(depth=depth))
+    except (OSError, RuntimeError) as error:  # no descriptor, no thread
+        name = "posix" if backend == "auto" else backend
+        raise TieredError(f"the {name} backend cannot be opened: {error}; raise this process's limits (ulimit)") from error
+
+
+def default_dram() -> int:
+    """Half of the smaller of available memory and the cgroup's headroom, in bytes."""
+    return max(SMALLEST_DRAM, headroom() // 2)
+
+
+def _refuse_beyond_cgroup(dram: int) -> None:
+    """Raises CapacityError for a pool that would end in the kernel's killing the process: its pages come at first touch. The
+    engine's thread, and the kernel's tables of these pages, take some room, too."""
+    room, beside = cgroup_room(), BESIDE_OPEN + dram // TABLES_SHARE
+    if room is not None and dram + beside > room.headroom:
+        raise CapacityError(
+            f"a DRAM budget of {dram:,} bytes, and {beside:,} for what serves it, are more than the memory cgroup "
+            f"{room.folder} can hold: of its limit of {room.limit:,} bytes {room.headroom:,} are left; ask for less, or raise "
+            "the limit"
+        )
+
+
+Durability = Literal["commit", "none"]
+Newer = Literal["keep", "drop"]
+
+_ACCESS: dict[str | Access, Access] = {name: access for access in Access for name in (access, access.value)}
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The arguments of ``TieredStore.open``, as they were given."""
+
+    path: str | os.PathLike[str] | None
+    dram: int | str | None
+    hbm: int | str | None
+    device: str | torch.device
+    nvme: int | str | None
+    generation: int | None
+    durability: Durability
+    backend: BackendName | Callable[[], IOBackend]
+    eviction: Callable[[], EvictionPolicy]
+    keep: int
+    deadline: float
+    paths: Sequence[str | os.PathLike[str]] | None
+    newer: Newer = "keep"
+
+    @property
+    def scratch(self) -> bool:
+        return self.durability == "none"
+
+
+def assemble(wishes: Wishes) -> tuple[Parts, Engine, Commits | None]:
+    """The parts, the engine that moves between them (not started), and what commits; None where there is no disk.
+
+    Raises as ``TieredStore.open`` says; nothing stays open then.
+    """
+    refuse(wishes)
+    parts, engine = begin(wishes, config_of(wishes))
+    try:
+        commits = None
+        if parts.nvme is not None:
+            commits = Commits(engine, parts.nvme, wishes.keep, _duplicator(parts, engine))
+            commits.restore(wishes.generation, drop_newer=wishes.newer == "drop")
+            if wishes.scratch and commits.newest is not None:
+                raise MisuseError(
+                    f"{parts.nvme.folder} holds a store with commits, which durability='none' would write over: "
+                    "name another folder"
+                )
+            if not wishes.scratch:
+                commits.encode_early()
+            for number, why in commits.unreadable.items():
+                warnings.warn(f"generation {number} is damaged, and nobody can go back to it: {why}", stacklevel=3)
+            if not parts.nvme.direct:
+                warn_buffered(next(file.folder for file in parts.nvme.files if not file.direct))
+    except BaseException:  # a warning may be made an error
+        engine.stop()
+        parts.close()
+        raise
+    return parts, engine, None if wishes.scratch else commits
+
+
+def begin(wishes: Wishes, config: StoreConfig) -> tuple[Parts, Engine]:
+    """The parts and the engine, not started. Raises as ``TieredStore.open`` says; nothing stays open then."""
+    try:
+        parts = build(config)
+    except OSError as error:  # what the parts do not expect of a healthy filesystem
+        where = error.filename or wishes.path
+        raise TieredError(f"cannot open the store: {where}: {error.strerror} (errno {error.errno})") from error
+    try:
+        limits = EngineConfig(deadline=wishes.deadline, eviction=wishes.eviction)
+        return parts, Engine(parts.tiers, parts.links, parts.policies, limits)
+    except BaseException as error:
+        for link in parts.links:
+            link.close()
+        parts.close()
+        if isinstance(error, OSError):
+            raise TieredError(f"cannot open the store: {error.strerror} (errno {error.errno})") from error
+        raise
+
+
+def warn_buffered(folder: str) -> None:
+    warnings.warn(
+        f"the filesystem of {folder} has no O_DIRECT: I/O goes through the page cache, "
+        "slower and with memory that is not in the budget",
+        stacklevel=4,  # where TieredStore.open is called
+    )
+
+
+def refuse(wishes: Wishes) -> None:
+    """Raise MisuseError for arguments that mean nothing."""
+    path, keep, deadline, generation = wishes.path, wishes.keep, wishes.deadline, wishes.generation
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise MisuseError(f"at least one generation must be kept, not {keep!r}")
+    if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not deadline >= 0:
+        raise MisuseError(f"a deadline is a number of seconds, not {deadline!r}")
+    if not callable(wishes.eviction):
+        raise MisuseError(f"eviction makes a tier's policy, as tiered.engine.policy.LRU does; {wishes.eviction!r} cannot")
+    if wishes.durability not in ("commit", "none"):
+        raise MisuseError(f"durability is 'commit' or 'none', not {wishes.durability!r}")
+    if generation is not None and (path is None or wishes.scratch):
+        raise MisuseError("there are no generations without a disk or with durability='none'")
+    if generation is not None and type(generation) is not int:
+        raise MisuseError(f"a generation is an int, not {generation!r}")
+    if wishes.newer not in ("keep", "drop") or (wishes.newer == "drop" and generation is None):
+        raise MisuseError(f"newer is 'keep' or 'drop' (with generation=: those after it), not {wishes.newer!r}")
+    if path is None and wishes.nvme is not None:
+        raise MisuseError("a store without a disk (path None) has no nvme=: leave it out, or name a folder")
+    if path is not None and not _is_path(path):
+        raise MisuseError(f"the path of a store's folder is a str or a pathlib.Path, or None, not {path!r}")
+    if wishes.paths is not None:
+        if path is None:
+            raise MisuseError("a store without a disk (path None) has no paths=: leave them out, or name a folder")
+        if not isinstance(wishes.paths, list | tuple) or not wishes.paths or not all(map(_is_path, wishes.paths)):
+            raise MisuseError(f"paths is a list of folders, one on each drive, not {wishes.paths!r}")
+
+
+def access_of(access: Access | str) -> Access:
+    found = _ACCESS.get(access) if isinstance(access, str | Access) else None
+    if found is None:
+        raise MisuseError(f"access is 'read' or 'write', not {access!r}")
+    return found
+
+
+def _is_path(path: object) -> bool:
+    return isinstance(path, str | os.PathLike) and isinstance(os.fspath(path), str)
+
+
+def config_of(wishes: Wishes) -> StoreConfig:
+    return StoreConfig(
+        wishes.path if wishes.path is None else os.path.expanduser(wishes.path),
+        default_dram() if wishes.dram is None else parse_size(wishes.dram),
+        None if wishes.nvme is None else parse_size(wishes.nvme),
+        0 if wishes.hbm is None else parse_size(wishes.hbm),
+        str(wishes.device),
+        wishes.backend,
+        wishes.eviction,
+        paths=[os.path.expanduser(folder) for folder in wishes.paths or ()],
+    )
+
+
+def _duplicator(parts: Parts, engine: Engine) -> Callable[[Copy, Slot, int], None]:
+    """Copies a copy's bytes to another slot of its tier, on the stream that is current: under the engine's lock."""
+
+    def duplicate(copy: Copy, target: Slot, nbytes: int) -> None:
+        memory = parts.memories[copy.tier]
+        engine.enter([copy], copy.tier)
+        engine.guard(copy.tier, target)
+        memory.tensor(target, nbytes)[0].copy_(memory.tensor(copy.slot, nbytes)[0])
+        copy.fences += engine.fences(copy.tier)
+
+    return duplicate

@@ -1,0 +1,321 @@
+"""Frozen snapshots of what a store did since it was opened. Bytes are bytes, times are seconds.
+
+What happened when: transfers, leases, stalls, the caller's own spans and the use of each tier, while somebody records.
+
+Times are seconds of one clock, so they compare with each other and with nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Protocol, TypeVar
+
+from tiered.errors import TieredError
+from tiered.types import Access, Direction, Key, Transfer, Urgency
+
+__all__ = [
+    "NO_SPAN",
+    "FlowStatistics",
+    "LeaseEvent",
+    "LinkStatistics",
+    "PoolEvent",
+    "Recorder",
+    "Span",
+    "SpanEvent",
+    "StallEvent",
+    "StoreStatistics",
+    "TierStatistics",
+    "Timeline",
+    "TransferEvent",
+]
+
+@dataclass(frozen=True, slots=True)
+class FlowStatistics:
+    """One direction of a link.
+
+    ``transfers`` that ended well moved ``bytes`` (of tensors, without padding); ``failed`` others ended with an error.
+    ``busy_seconds`` is the time during which at least one was under way, so ``bytes / busy_seconds`` is the link's rate.
+    """
+
+    transfers: int
+    bytes: int
+    failed: int
+    busy_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStatistics:
+    """Between the tiers named ``src`` (the upper) and ``dst``. ``up`` is towards the compute (reads, for the disk), ``down`` is
+    away from it (write-backs)."""
+
+    src: str
+    dst: str
+    up: FlowStatistics
+    down: FlowStatistics
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatistics:
+    """``name`` is "hbm", "dram" or "nvme". ``capacity``, ``used`` and ``peak`` are bytes of slots, padding included.
+
+    ``copies`` counts tensors that have a copy here. ``held`` of them, and of those replaced or deleted since, are pinned by
+    aliases that outlived their lease. ``moved`` bytes went to another place within the tier since ``open``, to
+    make one hole of several.
+    """
+
+    name: str
+    capacity: int
+    used: int
+    peak: int
+    copies: int
+    held: int
+    moved: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatistics:
+    """Counters since ``open``, but for ``tensors``, ``generation`` and ``tiers``, which say how it is now.
+
+    ``backend``: name of the I/O backend, "none" without a disk. ``direct``: whether I/O bypasses the page cache (O_DIRECT).
+    ``leases`` were asked for: ``hits`` had their answer at once, ``misses`` after waiting. ``stalled_for_reads`` is time that
+    callers, threads and coroutines, waited for bytes to arrive, ``stalled_for_room`` time that they waited for space, that is
+    for write-backs or for leases of others to end; those of several callers add up. ``wakes`` counts how often a call had
+    something to do for the engine's thread. ``prefetched`` counts fetches that nobody waited for when they began, one a hop,
+    ``prefetched_unused`` those of them that were evicted before anybody used them. ``evictions`` are copies that left a tier
+    for others. ``tiers`` are from the top; ``links[i]`` joins ``tiers[i]`` and ``tiers[i + 1]``.
+    """
+
+    backend: str
+    direct: bool
+    tensors: int
+    generation: int
+    leases: int
+    hits: int
+    misses: int
+    stalled_for_reads: float
+    stalled_for_room: float
+    wakes: int
+    prefetched: int
+    prefetched_unused: int
+    evictions: int
+    tiers: tuple[TierStatistics, ...]
+    links: tuple[LinkStatistics, ...]
+
+    def tier(self, name: str) -> TierStatistics:
+        """The tier of that name. Raises KeyError where there is none."""
+        return {tier.name: tier for tier in self.tiers}[name]
+
+    @property
+    def stalled(self) -> float:
+        """Seconds that callers waited, for whatever reason."""
+        return self.stalled_for_reads + self.stalled_for_room
+
+
+Event = TypeVar("Event")
+
+
+class _Space(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def capacity(self) -> int: ...
+
+
+class _Tier(Protocol):
+    """What is asked of a tier's occupancy."""
+
+    @property
+    def tier(self) -> _Space: ...
+    @property
+    def used(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEvent:
+    """One tensor's way over the link from ``src`` (the upper tier) to ``dst``, ``nbytes`` long.
+
+    ``queued``, ``started``, ``ended``: when it was decided on, given to the link, and found to be done; what was before the
+    recording counts as its beginning. ``urgency`` as it was in the end. ``error``: None when all went well.
+    """
+
+    src: str
+    dst: str
+    direction: Direction
+    key: Key
+    nbytes: int
+    urgency: Urgency
+    queued: float
+    started: float
+    ended: float
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEvent:
+    """``asked`` for, ``granted`` after waiting, ``released``: None where that was after the recording."""
+
+    keys: tuple[Key, ...]
+    tier: str
+    access: Access
+    asked: float
+    granted: float
+    released: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StallEvent:
+    """A caller waited: ``reason`` is "reads" for bytes to arrive, or "room" for space; ``what`` says for which request."""
+
+    reason: str
+    what: str
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True, slots=True)
+class SpanEvent:
+    """A part of the caller's own work. ``tiered.zero`` has the kinds "forward", "backward", "recompute" and "update"."""
+
+    kind: str
+    name: str
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True, slots=True)
+class PoolEvent:
+    """From ``at`` on, ``used`` bytes of ``tier`` were taken, padding included."""
+
+    at: float
+    tier: str
+    used: int
+
+
+class Timeline:
+    """What ``TieredStore.timeline`` recorded, as lists of events: ``transfers``, ``leases``, ``stalls``, ``spans``, ``pool``.
+
+    Each has what ended, in that order; ``leases`` also those that are still held when the recording ends. At most ``limit``
+    events in all; ``dropped`` counts those that came after. ``began`` and ``ended`` are the recording's (``ended`` is None
+    while it goes on), ``capacity`` is bytes by tier, from the top.
+    """
+
+    def __init__(self, capacity: Mapping[str, int], began: float, limit: int) -> None:
+        self.capacity, self.began, self.limit = dict(capacity), began, limit
+        self.ended: float | None = None
+        self.dropped = 0
+        self.transfers: list[TransferEvent] = []
+        self.leases: list[LeaseEvent] = []
+        self.stalls: list[StallEvent] = []
+        self.spans: list[SpanEvent] = []
+        self.pool: list[PoolEvent] = []
+
+
+class Recorder:
+    """Fills a timeline. What is told of transfers, grants and stalls is told under the engine's lock; spans and the ends of
+    leases come from any thread, also from the garbage collector."""
+
+    def __init__(self, tiers: Sequence[_Tier], clock: Callable[[], float], limit: int) -> None:
+        self._tiers, self._clock = tiers, clock
+        self.timeline = Timeline({tier.tier.name: tier.tier.capacity for tier in tiers}, clock(), limit)
+        self._used = [-1 for _ in tiers]
+        self._queued: dict[int, float] = {}  # transfers that have not ended, by tag
+        self._started: dict[int, float] = {}
+        self._leases: dict[int, LeaseEvent] = {}  # those held, by the number of their request
+        self._stall = -1  # whose the newest one is
+        self._left = limit
+        self._sample()
+
+    def stop(self) -> None:
+        """What is told from here on is too late."""
+        timeline = self.timeline
+        while self._leases:
+            self._add(timeline.leases, self._leases.popitem()[1])
+        timeline.ended = self._clock()
+
+    def _add(self, events: list[Event], event: Event) -> None:
+        timeline = self.timeline
+        if timeline.ended is not None:
+            return
+        if self._left > 0:
+            self._left -= 1
+            events.append(event)
+        else:
+            timeline.dropped += 1
+
+    def _sample(self) -> None:
+        """Note what is used of each tier, where that has changed."""
+        for place, tier in enumerate(self._tiers):
+            if tier.used != self._used[place]:
+                self._used[place] = tier.used
+                self._add(self.timeline.pool, PoolEvent(self._clock(), tier.tier.name, tier.used))
+
+    def queued(self, tag: int) -> None:
+        self._queued[tag] = self._clock()
+
+    def started(self, tag: int) -> None:
+        """Told again when the link had no room for it the first time."""
+        self._started[tag] = self._clock()
+        self._sample()
+
+    def transferred(self, src: str, dst: str, transfer: Transfer, error: TieredError | None) -> None:
+        began = self.timeline.began
+        queued, started = self._queued.pop(transfer.tag, began), self._started.pop(transfer.tag, began)
+        told = None if error is None else str(error)
+        event = TransferEvent(
+            src, dst, transfer.direction, transfer.key, transfer.nbytes, transfer.urgency, queued, started, self._clock(), told
+        )
+        self._add(self.timeline.transfers, event)
+        self._sample()
+
+    def granted(self, number: int, keys: tuple[Key, ...], tier: int, access: Access, asked: float) -> None:
+        asked = max(asked, self.timeline.began)
+        if self.timeline.ended is None:
+            self._leases[number] = LeaseEvent(keys, self._tiers[tier].tier.name, access, asked, self._clock(), None)
+        self._sample()
+
+    def released(self, number: int) -> None:
+        held = self._leases.pop(number, None)
+        if held is not None:
+            self._add(self.timeline.leases, replace(held, released=self._clock()))
+
+    def stalled(self, number: int, what: str, seconds: float, for_room: bool) -> None:
+        """A caller who is woken in between and waits on for the same has one stall."""
+        now, stalls, reason = self._clock(), self.timeline.stalls, "room" if for_room else "reads"
+        if stalls and self._stall == number and stalls[-1].reason == reason and self.timeline.ended is None:
+            stalls[-1] = replace(stalls[-1], ended=now)
+        else:
+            self._stall = number
+            self._add(stalls, StallEvent(reason, what, max(now - seconds, self.timeline.began), now))
+
+    def begin(self, kind: str, name: str) -> Span:
+        return Span(self, kind, name, self._clock())
+
+    def end(self, span: Span) -> None:
+        self._add(self.timeline.spans, SpanEvent(span.kind, span.name, span.began, self._clock()))
+
+
+class Span:
+    """Ends with its ``with`` block, or by ``end``, which may be called again. Made by ``TieredStore.span``."""
+
+    def __init__(self, recorder: Recorder | None, kind: str, name: str, began: float) -> None:
+        self._recorder, self.kind, self.name, self.began = recorder, kind, name, began
+
+    def end(self) -> None:
+        recorder = self._recorder
+        if recorder is not None:
+            self._recorder = None
+            recorder.end(self)
+
+    def __enter__(self) -> Span:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+
+NO_SPAN = Span(None, "", "", 0.0)
+"""While nobody records."""

@@ -1,0 +1,1 @@
+"""Build a model whose parameters do not fit in memory."""

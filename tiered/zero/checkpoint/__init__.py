@@ -1,0 +1,1 @@
+"""Save and restore what training needs beside its tensors."""

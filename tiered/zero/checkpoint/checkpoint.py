@@ -1,0 +1,450 @@
+"""Every commit of a store is a checkpoint of the models in it: what training needs beside their tensors, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from tiered import ManifestError, MisuseError, TensorSpec, TieredStore
+from tiered.zero.checkpoint import loaders
+from tiered.zero.checkpoint.loaders import Loader, Stateful, random_states
+from tiered.zero.optimizer import AdamW
+from tiered.zero.paging.pager import Pager, pagers_of
+from tiered.zero.paging.sharding import Partition
+from tiered.zero.paging.storage import Validity
+from tiered.zero.paging.unit import Unit, placement_of
+from tiered.zero.paging.units import Limits, Placement, Plan, UnitPlan
+from tiered.zero.paging.update import AdamWRule, Pending, Update
+from tiered.zero.record import MOST, VERSION, checked, dumps, loads, refuse_other_tensors
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+__all__ = ["commit", "commit_async", "resume", "rollback"]
+
+class Readable(Protocol):
+    """A store, as far as a record is read from it."""
+
+    def __contains__(self, key: object) -> bool: ...
+
+    def get(self, key: str) -> torch.Tensor: ...
+
+    def spec(self, key: str) -> TensorSpec: ...
+
+
+def commit(
+    model: nn.Module,
+    optimizer: AdamW | None = None,
+    *,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    data: Stateful | torch.Generator | None = None,
+    extra: Mapping[str, Any] | None = None,
+    meta: Mapping[str, object] | None = None,
+) -> int:
+    """Make all that training needs to go on durable, and return the generation: ``store.commit`` with what is not in tensors.
+
+    That is: parameters, buffers, moments, masters, gradients and updates that are pending (none is applied for this), step
+    counts and param groups, ``scheduler``, ``scaler``, the random states of Python, NumPy and torch, the position of ``data``
+    (a ``torch.Generator``, or what has ``state_dict``), and ``extra``: JSON values, tuples, tensors. Costs what is still dirty
+    in memory. Between steps, or between backward and ``step()``; not within forward or backward. After an exception in one of
+    these call ``optimizer.zero_grad()`` first (with ``update="in_backward"``, ``rollback``).
+
+    Several ranks call it together, each with the store that ``zero.open_store`` gave it; it is acknowledged once all have
+    committed. ``meta`` is the store's, for people to read (default: as before). Raises MisuseError for what cannot be written
+    down, and what ``TieredStore.commit`` raises.
+    """
+    pager = _pager_of(model)
+
+    def prepare() -> None:
+        _prepare(model, optimizer, scheduler, scaler, data, extra)
+
+    return pager.partition.commit(pager.store, meta, prepare, pager.validity.end)
+
+
+def commit_async(
+    model: nn.Module,
+    optimizer: AdamW | None = None,
+    *,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    data: Stateful | torch.Generator | None = None,
+    extra: Mapping[str, Any] | None = None,
+    meta: Mapping[str, object] | None = None,
+) -> Future[int]:
+    """``commit`` all as it is now, while training goes on: see ``TieredStore.commit_async``."""
+    partition = _pager_of(model).partition
+    if partition.shares > 1:
+        raise MisuseError("ranks acknowledge a commit together, which commit_async does not: call zero.commit")
+    store = _prepare(model, optimizer, scheduler, scaler, data, extra)
+    return store.commit_async(partition.noted(store, meta))
+
+
+def resume(
+    model: nn.Module,
+    optimizer: AdamW | None = None,
+    *,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    data: Stateful | torch.Generator | None = None,
+) -> Any:
+    """Go on from the commit that the store was opened at; returns its ``extra`` (None where it had none).
+
+    ``model`` was paged with ``existing="resume"``, ``optimizer`` and the others were made anew as they were made then. The next
+    step is bit for bit what it would have been. Raises MisuseError where they differ from what was committed, ManifestError
+    for a record that is damaged.
+    """
+    pager = _pager_of(model)
+    return _load(pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
+
+
+def rollback(
+    model: nn.Module,
+    optimizer: AdamW | None = None,
+    *,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    data: Stateful | torch.Generator | None = None,
+) -> Any:
+    """Give up all since the last commit, after an exception or a loss that is not finite, say; returns its ``extra``.
+
+    Whatever an exception left of forward, backward or ``step()``, and wherever it struck: all that models in the store hold by
+    themselves (leases, gradients, updates that are pending, hooks) is thrown away. Where this call is interrupted, too, call it
+    again. Moves no tensor of the model: see ``TieredStore.rollback``. Graphs of before cannot run backward any more. It is the
+    whole store that goes back: call it for each model that is in it; until then the others raise InterruptedStep. Raises as
+    that, with nothing changed where the last commit has no record of the model, and as ``resume``.
+    """
+    pager = _pager_of(model)
+    others = pagers_of(pager.store)
+    for other in others:
+        other.give_up()
+    pager.partition.refuse_apart(pager.store)
+    others = [other for other in others if other is pager or other.validity.changed]
+    before = [other.intent.spoiled for other in others]
+    for other in others:
+        other.intent.spoil(
+            f"the store went back to its last commit, and model {other.name!r} in it has not followed yet: call zero.rollback "
+            "for it (again, with all that zero.commit was given)"
+        )
+    try:
+        pager.store.rollback(needs=[pager.validity.key])
+    except MisuseError:  # nothing was changed
+        for other, why in zip(others, before, strict=True):
+            other.intent.spoil(why)
+        raise
+    if pager.splitter is not None:
+        pager.splitter.keeper.forget()
+    pager.exchange.paused = False
+    recall(pager)
+    extra = _load(pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
+    getattr(scaler, "_per_optimizer_states", {}).clear()  # what torch does after each step, and load_state_dict does not
+    pager.validity.unchanged()
+    pager.intent.forget()
+    return extra
+
+
+def extra_of(store: TieredStore, name: str) -> Any:
+    """What ``resume`` will return, before there is a model: it may say how to make one. Raises as that."""
+    return read_record(store, name)["extra"]
+
+
+# Writing
+
+
+def _prepare(
+    model: nn.Module,
+    optimizer: AdamW | None,
+    scheduler: Stateful | None,
+    scaler: Stateful | None,
+    data: Stateful | torch.Generator | None,
+    extra: Mapping[str, Any] | None,
+) -> TieredStore:
+    """Put all that a commit of ``model`` has beside what the store has anyway into it."""
+    pager = _pager_of(model)
+    store, name = pager.store, pager.name
+    stage = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {}).get("stage")
+    if getattr(stage, "name", None) == "UNSCALED":  # which torch's state_dict does not tell
+        raise MisuseError("the gradients are unscaled and not used yet: commit before scaler.unscale_ or after scaler.step")
+    pager.intent.refuse()
+    pager.intent.refuse_half_updated()
+    if not pager.computing:
+        pager.reset()  # what an exception left held
+        pager.exchange.synchronise()
+        pager.exchange.refresh()
+    for unit in pager.units:
+        if unit.held:
+            raise MisuseError(f"the parameters of {unit.plan.name!r} are in use: commit outside forward and backward")
+        unit.gradients.close()
+    record = {
+        "version": VERSION,
+        "layout": layout_of([unit.plan for unit in pager.units], pager.limits, pager.partition),
+        "units": [_of_unit(unit) for unit in pager.units],
+        "buffers": dict(model.named_buffers()),
+        "persistent": persistent_buffers(model),
+        "optimizer": None if optimizer is None else _of_optimizer(optimizer, pager),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "data": data.get_state() if isinstance(data, torch.Generator) else None if data is None else data.state_dict(),
+        "random": random_states(),
+        "extra": None if extra is None else dict(extra),
+    }
+    write_record(store, name, record)
+    return store
+
+
+def write_record(store: TieredStore, name: str, record: Mapping[str, Any]) -> None:
+    """As the checkpoint of model ``name``. Raises MisuseError, with nothing changed, for what cannot be written down."""
+    larger: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> str:
+        larger.append(tensor)
+        return f"{name}/checkpoint/{len(larger)}"
+
+    written = dumps(record, "the checkpoint", keep)
+    Validity(store, name).end()  # what comes now is another record's
+    parts = {f"{name}/checkpoint/{number}": tensor for number, tensor in enumerate(larger, 1)}
+    for key in [key for key in store if key.startswith(f"{name}/checkpoint/") and key not in parts]:
+        store.delete(key)
+    for key, tensor in parts.items():
+        store.put(key, tensor)
+    store.put(f"{name}/checkpoint", torch.frombuffer(bytearray(written), dtype=torch.uint8))
+
+
+def _of_unit(unit: Unit) -> dict[str, Any]:
+    gradients = {}
+    for placement, state in unit.gradients.states.items():
+        unit.gradients.refuse_interrupted(placement)
+        if unit.gradients.has(placement):
+            unit.gradients.collect(placement)  # what somebody assigned to ``parameter.grad``
+        gradients[placement.name] = {
+            "there": unit.gradients.has(placement),
+            "scales": list(state.scales),
+            "wide_scales": list(state.wide_scales),
+            "expected": state.expected,
+            "norms": state.norms,
+            "orders": sorted(state.orders),
+            "finite": state.finite,
+        }
+    unit.gradients.close()
+    return {
+        "gradients": gradients,
+        "stale_masters": sorted(placement.name for placement in unit.states.stale_masters),
+        "pending": None if unit.pending is None else _of_pending(unit.pending),
+    }
+
+
+def _of_pending(pending: Pending) -> dict[str, Any]:
+    pending.refuse_cut_off()
+    updates = {}
+    for placement, update in pending.updates.items():
+        rule = update.rule
+        if type(rule) is not AdamWRule:
+            raise MisuseError(f"an update by {type(rule).__name__} is pending, which a checkpoint cannot hold: flush() first")
+        updates[placement.name] = {
+            "rule": (rule.lr, rule.betas, rule.eps, rule.weight_decay, rule.maximize),
+            "step": update.step,
+            "scales": update.scales,
+            "wide_scales": update.wide_scales,
+        }
+    return {"updates": updates, "chunks_done": pending.chunks_done, "pieces_done": pending.pieces_done}
+
+
+def _of_optimizer(optimizer: AdamW, pager: Pager) -> dict[str, Any]:
+    return {
+        "groups": [
+            {**{key: value for key, value in group.items() if key != "params"}, "names": _names(group["params"], pager)}
+            for group in optimizer.param_groups
+        ],
+        "steps": {placement.name: step for placement, step in optimizer.steps.items()},
+    }
+
+
+def _names(parameters: list[nn.Parameter], pager: Pager) -> list[str]:
+    found = [placement_of(parameter) for parameter in parameters]
+    if any(other is not pager for other, _, _ in found):
+        raise MisuseError(f"the optimizer has parameters of another model than {pager.name!r}: make one for each model")
+    return [placement.name for _, _, placement in found]
+
+
+# Reading
+
+
+def read_record(store: Readable, name: str) -> dict[str, Any]:
+    """The record of model ``name``, checked as a whole (``record_schema``). Raises MisuseError where there is none,
+    ManifestError where it is damaged."""
+    key = f"{name}/checkpoint"
+    if key not in store:
+        raise MisuseError(
+            f"{store} has no checkpoint of a model named {name!r}: zero.commit makes one; a commit of the store after training "
+            "went on has none, then open an earlier generation"
+        )
+
+    def fetch(larger: str) -> torch.Tensor:
+        if not larger.startswith(f"{key}/"):
+            raise ManifestError(f"it has {larger!r} for a part of it, which is none")
+        return store.get(larger)
+
+    what, spec = f"the checkpoint of {name!r}", store.spec(key)
+    if spec.dtype != "uint8" or len(spec.shape) != 1 or spec.nbytes > MOST:
+        shape = list(spec.shape)
+        raise ManifestError(f"{what} is damaged: {key!r} is {spec.dtype} of shape {shape}, and not at most {MOST} bytes")
+    return checked(loads(store.get(key).numpy().tobytes(), what, fetch), what)
+
+
+def recall(pager: Pager) -> None:
+    """Have the units and buffers be as they were committed; their tensors are in the store. Raises as ``resume``, with nothing
+    changed."""
+    plan = [unit.plan for unit in pager.units]
+    record = _fitting(pager.store, pager.name, plan, pager.limits, pager.partition, pager.model)
+    for unit, found in zip(pager.units, record["units"], strict=True):
+        named = {part.name: part for part in unit.parts.values()}
+        unit.states.stale_masters = {named[name] for name in found["stale_masters"]}
+        unit.pending = None if found["pending"] is None else pending_of(found["pending"], named)
+        unit.version += 1
+        unit.stored.restored()
+        unit.arriving.restored()
+        for placement, state in unit.gradients.states.items():
+            kept = found["gradients"][placement.name]
+            state.scales, state.wide_scales = list(kept["scales"]), list(kept["wide_scales"])
+            state.expected, state.norms, state.orders = kept["expected"], dict(kept["norms"]), set(kept["orders"])
+            state.finite, state.spent, state.accumulate = kept["finite"], False, kept["there"]
+            state.adding = False
+            placement.parameter.grad = state.marker if kept["there"] else None
+    modules = dict(pager.model.named_modules())
+    for name, value in record["buffers"].items():
+        where, _, last = name.rpartition(".")
+        buffer = modules[where]._buffers[last]
+        if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype and not buffer.is_meta:
+            with torch.no_grad():
+                buffer.copy_(value)
+        else:
+            modules[where]._buffers[last] = value.to(pager.store.device)
+
+
+def pending_of(found: Mapping[str, Any], named: Mapping[str, Placement]) -> Pending:
+    """The update of a unit that a record has, for the placements of these names."""
+    updates = {
+        named[name]: Update(
+            AdamWRule(*update["rule"]), update["step"], tuple(update["scales"]), tuple(update["wide_scales"])
+        )
+        for name, update in found["updates"].items()
+    }
+    return Pending(updates, found["chunks_done"], found["pieces_done"])
+
+
+def _load(
+    pager: Pager,
+    record: Mapping[str, Any],
+    optimizer: AdamW | None,
+    scheduler: Stateful | None,
+    scaler: Stateful | None,
+    data: Stateful | torch.Generator | None,
+) -> Any:
+    """All of it, or, where it raises, nothing."""
+    for what, given in (("optimizer", optimizer), ("scheduler", scheduler), ("scaler", scaler), ("data", data)):
+        if (record[what] is None) is not (given is None):
+            has = "has none" if record[what] is None else "has one"
+            raise MisuseError(f"{what}= {'was given' if given is not None else 'is missing'}, and the checkpoint {has}")
+    loading: list[Loader] = []
+    if optimizer is not None:
+        here = [_names(group["params"], pager) for group in optimizer.param_groups]
+        named = {placement.name: placement for placement in pager.placements}
+        loading.append(loaders.of_optimizer(optimizer, here, named, record["optimizer"]))
+    if scheduler is not None:
+        loading.append(loaders.of_stateful(scheduler, record["scheduler"], "scheduler="))
+    if scaler is not None:
+        loading.append(loaders.of_stateful(scaler, record["scaler"], "scaler="))
+    if isinstance(data, torch.Generator):
+        loading.append(loaders.of_generator(data, record["data"]))
+    elif data is not None:
+        loading.append(loaders.of_data(data, record["data"]))
+    loaders.load_all([*loading, loaders.of_random(record["random"])])
+    return record["extra"]
+
+
+def _difference(committed: Any, here: Any) -> str:
+    """The first one, in words."""
+    if committed.get("share") != here.get("share"):
+        was, is_ = (f"as {found['share']}" if "share" in found else "not" for found in (committed, here))
+        return f"it was divided {was}, and is {is_}"
+    for old, new in zip(committed["units"], here["units"], strict=False):
+        if old == new:
+            continue
+        if old[0] != new[0]:
+            return f"it had {old[0]!r} where there is {new[0]!r}"
+        for before, after in zip(old[1], new[1], strict=False):
+            if before != after:
+                return f"it had {_parameter(before)} where there is {_parameter(after)}"
+    return f"it had {len(committed['units'])} units, and has {len(here['units'])}"
+
+
+def _parameter(described: Any) -> str:
+    name, shape, dtype, stored = described[0], described[1], described[2], described[3]
+    kept = "" if stored == dtype else f" stored as {stored}"
+    return f"{name!r} of shape {tuple(shape)}, {dtype}{kept}"
+
+
+def _pager_of(model: nn.Module) -> Pager:
+    for parameter in model.parameters():
+        return placement_of(parameter)[0]
+    raise MisuseError("this model has no parameters")
+
+
+def layout(store: TieredStore, name: str) -> tuple[Limits, dict[str, tuple[int, ...]]]:
+    """By what model ``name`` was divided when it was committed, and the strides of its parameters. Raises as ``resume``."""
+    found = read_record(store, name)["layout"]
+    strides = {parameter[0]: tuple(parameter[4]) for _, parameters in found["units"] for parameter in parameters}
+    return Limits(found["limit"], found["chunk"]), strides
+
+
+def persistent_buffers(model: nn.Module) -> list[str]:
+    """Names of the buffers that ``state_dict`` has, each once."""
+    transient = {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    return [name for name, _ in model.named_buffers() if name not in transient]
+
+
+def refuse_other(store: TieredStore, name: str, plan: Plan, partition: Partition, model: nn.Module) -> None:
+    """Raises MisuseError where ``model``, divided by ``plan``, is not the one that was committed as ``name``, and ManifestError
+    where its record is damaged, or not of the tensors that are there."""
+    buffers = _fitting(store, name, plan.units, plan.limits, partition, model)["buffers"]
+    for fresh, _ in model.named_buffers():
+        if fresh not in buffers:
+            raise MisuseError(f"this model is not what was committed as {name!r}: that had no buffer {fresh!r}")
+
+
+def _fitting(
+    store: TieredStore, name: str, units: Sequence[UnitPlan], limits: Limits, partition: Partition, model: nn.Module
+) -> dict[str, Any]:
+    """The record of what is a model with these units. Raises as ``refuse_other``."""
+    record = read_record(store, name)
+    committed, here = record["layout"], layout_of(units, limits, partition)
+    if committed != here:
+        raise MisuseError(f"this model is not what was committed as {name!r}: {_difference(committed, here)}")
+    refuse_other_tensors(store, name, record, units, limits)
+    modules = dict(model.named_modules())
+    for buffer in record["buffers"]:
+        where, _, last = buffer.rpartition(".")
+        if where not in modules or last not in modules[where]._buffers:
+            raise MisuseError(f"this model is not what was committed as {name!r}: it has no buffer {buffer!r}")
+    return record
+
+
+def layout_of(units: Sequence[UnitPlan], limits: Limits, partition: Partition) -> dict[str, Any]:
+    """Where everything lies: of each unit its name, and of each parameter its own, shape, types and strides; and, where several
+    ranks have a share each, which one this is."""
+    described = [
+        [
+            unit.name,
+            [[p.name, list(p.shape), str(p.dtype), str(p.stored), list(p.stride)] for p in unit.placements],
+        ]
+        for unit in units
+    ]
+    layout = {"limit": limits.unit, "chunk": limits.chunk, "units": described}
+    return layout if partition.shares == 1 else {**layout, "share": partition.share()}

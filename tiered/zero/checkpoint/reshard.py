@@ -1,0 +1,295 @@
+"""States over a store that is only read.
+
+A checkpoint that any number of ranks made, read by the elements of parameters: so that another number of ranks goes on with
+it, with another stage, or one process exports it.
+
+Updates that are pending are applied to copies: chunks of the ranks that were are not those of the ranks that will be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tiered import Access, ManifestError, MisuseError, TensorSpec, TieredStore
+from tiered.store.at_rest import StoreAtRest
+from tiered.zero.checkpoint.checkpoint import Readable, layout_of, pending_of, read_record, write_record
+from tiered.zero.paging.sharding import Partition
+from tiered.zero.paging.units import Limits, Placement, Plan, UnitPlan, even_chunks
+from tiered.zero.paging.update import States
+from tiered.zero.rank_stores import has_commit, newest_set, sets_in
+from tiered.zero.record import plans, refuse_other_tensors, type_named
+
+__all__ = ["Copies", "Source", "opened", "reshard"]
+
+class Copies:
+    """``Tensors`` over ``store``: what is leased are copies. ``kept``: as they leave them, for what is asked for next; else
+    they are gone with the lease."""
+
+    def __init__(self, store: Readable, *, kept: bool) -> None:
+        self._store: Any = store
+        self._kept = kept
+        self._made: dict[str, torch.Tensor] = {}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._made or key in self._store
+
+    def spec(self, key: str) -> TensorSpec:
+        made = self._made.get(key)
+        if made is None:
+            found: TensorSpec = self._store.spec(key)
+            return found
+        return TensorSpec(str(made.dtype).removeprefix("torch."), tuple(made.shape), made.element_size())
+
+    def get(self, key: str) -> torch.Tensor:
+        if key not in self._made:
+            found: torch.Tensor = self._store.get(key)
+            if not self._kept:
+                return found
+            self._made[key] = found
+        return self._made[key]
+
+    def create(self, key: str, spec: TensorSpec) -> None:
+        self._made[key] = torch.empty(spec.shape, dtype=type_named(spec.dtype), device="cpu")
+
+    def put(self, key: str, tensor: torch.Tensor) -> None:
+        self._made[key] = tensor
+
+    def delete(self, key: str) -> None:
+        raise AssertionError("nobody deletes what is only read")
+
+    @contextlib.contextmanager
+    def lease(self, key: Any, *, access: Access = Access.READ) -> Iterator[Any]:
+        if isinstance(key, str):
+            yield self.get(key)
+            return
+        yield tuple(self.get(one) for one in key)
+        for one in key if not self._kept else ():
+            self._made.pop(one, None)
+
+    def span(self, kind: str, name: str) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+
+CACHED = 2
+"""Shares of a unit that are in memory at a time: what follows one another in a new share."""
+
+
+@dataclass
+class _Share:
+    """What one rank had of a unit: by parameter, where its part begins, and by kind the values, flat."""
+
+    parts: dict[str, Placement] = field(default_factory=dict)
+    values: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+
+class Source:
+    """Model ``name``, from the stores of all ranks that committed it, in order."""
+
+    def __init__(self, stores: Sequence[Readable], name: str, *, states: bool = True) -> None:
+        """``states``: whether optimizer states are asked for, too. Raises MisuseError where the stores are not those of one
+        commit, and as ``read_record``."""
+        self._stores, self.name, self._states = stores, name, states
+        self.records = [read_record(store, name) for store in stores]
+        self.ranks = len(stores)
+        self.units, self.limits = plans(self.records[0])
+        of_all = [self.records[0]["layout"][part] for part in ("units", "limit", "chunk")]
+        shares = [record["layout"].get("share", {"rank": 0, "ranks": 1, "stage": "Alone"}) for record in self.records]
+        for rank, share in enumerate(shares):
+            if (share["rank"], share["ranks"]) != (rank, self.ranks):
+                raise MisuseError(
+                    f"{stores[rank]} has the share of rank {share['rank']} of {share['ranks']}, and is taken for that of rank "
+                    f"{rank} of {self.ranks}"
+                )
+            layout = self.records[rank]["layout"]
+            if share["stage"] != shares[0]["stage"] or [layout[part] for part in ("units", "limit", "chunk")] != of_all:
+                raise MisuseError(f"{stores[rank]} has a share of another model {name!r}, or another stage, than {stores[0]}")
+            refuse_other_tensors(stores[rank], name, self.records[rank], self.units, self.limits)
+            if _graded(self.records[rank]) != _graded(self.records[0]):
+                raise ManifestError(f"{stores[rank]} and {stores[0]} have gradients of different parameters: one is damaged")
+        self._whole = shares[0]["stage"] != "Stage3"
+        self._home = {p.name: index for index, unit in enumerate(self.units) for p in unit.placements}
+        self._cache: OrderedDict[tuple[int, int], _Share] = OrderedDict()
+
+    def named(self, name: str) -> Placement:
+        """Raises MisuseError for a parameter that was not committed."""
+        if name not in self._home:
+            raise MisuseError(f"this model is not what was committed as {self.name!r}: that has no {name!r}")
+        return next(p for p in self.units[self._home[name]].placements if p.name == name)
+
+    def of_unit(self, name: str) -> Mapping[str, Any]:
+        """The record of the unit that a parameter is in."""
+        found: Mapping[str, Any] = self.records[0]["units"][self._home[name]]
+        return found
+
+    def values(self, name: str, kind: str, begin: int, end: int) -> torch.Tensor | None:
+        """Elements ``begin`` to ``end`` of a parameter in memory order: of itself ("param", as it was stored), "m", "v",
+        "master" or "grad". None where there are none of that kind."""
+        index, pieces = self._home[name], []
+        for rank in range(self.ranks):
+            share = self._parts(index, rank).get(name)
+            if share is None:
+                continue
+            first, last = share[0], share[1]
+            start, stop = max(begin, first), min(end, last)
+            if start < stop:
+                found = self._share(index, rank).values[name].get(kind)
+                if found is None:
+                    return None
+                pieces.append(found[start - first : stop - first])
+        return torch.cat(pieces) if pieces else None
+
+    def _parts(self, index: int, rank: int) -> dict[str, tuple[int, int]]:
+        """Which elements of each parameter of a unit a rank had."""
+        parts = self.units[index].parts(rank)
+        begins = {p.name: getattr(part, "begin", 0) for p, part in parts.items()}
+        return {p.name: (begins[p.name], begins[p.name] + part.numel) for p, part in parts.items()}
+
+    def _share(self, index: int, rank: int) -> _Share:
+        if (index, rank) not in self._cache:
+            while len(self._cache) >= CACHED:
+                self._cache.popitem(last=False)
+            self._cache[index, rank] = self._read(index, rank)
+        return self._cache[index, rank]
+
+    def _read(self, index: int, rank: int) -> _Share:
+        unit, store, record = self.units[index], self._stores[rank], self.records[rank]["units"][index]
+        key = f"{self.name}/param/{unit.name}"
+        parts = {p.name: part for p, part in unit.parts(rank).items()}
+        kinds = {placement.stored for placement in unit.placements}
+        chunk = even_chunks(unit.elements, self.limits.chunk)
+        states = States(Copies(store, kept=self._states), key, list(parts.values()), chunk, kinds)
+        states.stale_masters = {parts[name] for name in record["stale_masters"] if name in parts}
+        memory = store.get(key)
+        if self._whole:
+            size = memory.numel() // unit.shares
+            memory = memory[rank * size : (rank + 1) * size].clone()
+        gradient = store.get(f"{key}/grad") if f"{key}/grad" in store else None
+        if record["pending"] is not None:
+            assert gradient is not None
+            states.apply(pending_of(record["pending"], parts), memory, gradient)
+        share = _Share(parts)
+        for name, part in parts.items():
+            param = part.stored_flat(memory, 0, part.numel)
+            values = {"param": param}
+            if self._states and states.known(part):
+                values |= {kind: copy.reshape(-1) for kind, copy in states.flat_copies(part, param).items()}
+            if gradient is not None and record["gradients"].get(name, {}).get("there"):
+                values["grad"] = part.flat(gradient, 0, part.numel)
+            share.values[name] = values
+        return share
+
+
+def _graded(record: Mapping[str, Any]) -> list[str]:
+    """The parameters that have a gradient."""
+    return sorted(name for unit in record["units"] for name, said in unit["gradients"].items() if said["there"])
+
+
+def opened(path: str | os.PathLike[str], stack: ExitStack) -> list[StoreAtRest]:
+    """The stores of the last training below ``path``, to be read: of all of its ranks as of the last commit that all of them
+    have, or the one store that ``path`` is, where none of its ranks committed together.
+
+    Raises MisuseError where there is none, ManifestError where ranks have no commit in common.
+    """
+    newest = newest_set(path)
+    if newest is not None:
+        both = zip(newest.folders, newest.joints, strict=True)
+        return [stack.enter_context(StoreAtRest(folder, generation=joint.generation)) for folder, joint in both]
+    if sets_in(path) and not has_commit(Path(os.path.expanduser(path))):
+        raise ManifestError(f"the ranks' stores in {Path(path)} have no commit in common")
+    return [stack.enter_context(StoreAtRest(path))]
+
+
+def reshard(source: Source, store: TieredStore, plan: Plan, partition: Partition) -> None:
+    """Have in ``store`` what this rank's share of ``plan`` is of ``source``, with a checkpoint: as if as many ranks with that
+    stage had committed it.
+
+    Raises MisuseError where the model is another than was committed, and what reading ``source`` raises; then nothing of it
+    stays in ``store``.
+    """
+    name, there = source.name, set(store)
+    known = {p.name for unit in plan.units for p in unit.placements}
+    lost = [p.name for unit in source.units for p in unit.placements if p.name not in known]
+    if lost:
+        raise MisuseError(f"this model is not what was committed as {name!r}: it has no {lost[0]!r}")
+    mine = source.records[min(partition.rank, source.ranks - 1)]
+    try:
+        units = [_reshard_unit(source, store, unit, plan.limits, partition) for unit in plan.units]
+        write_record(store, name, {**mine, "layout": layout_of(plan.units, plan.limits, partition), "units": units})
+    except BaseException:
+        for key in [key for key in store if key.startswith(f"{name}/") and key not in there]:
+            store.delete(key)
+        raise
+
+
+def _reshard_unit(
+    source: Source, store: TieredStore, unit: UnitPlan, limits: Limits, partition: Partition
+) -> dict[str, Any]:
+    key, parts = f"{source.name}/param/{unit.name}", unit.parts(partition.rank)
+    for placement in unit.placements:
+        old = source.named(placement.name)
+        if (old.shape, old.stored, old.dtype) != (placement.shape, placement.stored, placement.dtype):
+            raise MisuseError(
+                f"this model is not what was committed as {source.name!r}: {placement.name!r} was {tuple(old.shape)} of "
+                f"{old.stored}, and is {tuple(placement.shape)} of {placement.stored}"
+            )
+    begins = {placement: getattr(part, "begin", 0) for placement, part in parts.items()}
+    whole = partition.shares == 1 or partition.replicated
+    size = unit.stored_nbytes if whole else unit.stored_nbytes // unit.shares
+    store.create(key, TensorSpec("uint8", (size,), 1))
+    with store.lease(key, access=Access.WRITE) as memory:
+        memory.zero_()
+        for placement in unit.placements if whole else parts:
+            at = placement if whole else parts[placement]
+            begin = 0 if whole else begins[placement]
+            if at.numel:
+                values = source.values(placement.name, "param", begin, begin + at.numel)
+                assert values is not None
+                at.stored_flat(memory, 0, at.numel).copy_(values)
+        del memory
+    kinds = {placement.stored for placement in unit.placements}
+    states = States(store, key, list(parts.values()), even_chunks(unit.elements, limits.chunk), kinds)
+    gradients: dict[str, Any] = {}
+    for placement in unit.placements:
+        found = source.of_unit(placement.name)
+        if placement.name in found["gradients"]:
+            kept = found["gradients"][placement.name]
+            gradients[placement.name] = {**kept, "norms": {}}
+    for placement, part in parts.items():
+        begin = begins[placement]
+        state = {kind: source.values(placement.name, kind, begin, begin + part.numel) for kind in ("m", "v", "master")}
+        held = {kind: value for kind, value in state.items() if value is not None}
+        if held:
+            param = source.values(placement.name, "param", begin, begin + part.numel)
+            assert param is not None
+            states.load(part, param, {kind: value.as_strided(part.shape, part.stride) for kind, value in held.items()})
+    if any(said["there"] for said in gradients.values()):
+        _put_gradients(source, store, f"{key}/grad", unit, parts, begins)
+    stale = sorted(part.name for part in states.stale_masters)
+    return {"gradients": gradients, "stale_masters": stale, "pending": None}
+
+
+def _put_gradients(
+    source: Source,
+    store: TieredStore,
+    key: str,
+    unit: UnitPlan,
+    parts: Mapping[Placement, Placement],
+    begins: Mapping[Placement, int],
+) -> None:
+    store.create(key, TensorSpec("uint8", (unit.nbytes // unit.shares,), 1))
+    with store.lease(key, access=Access.WRITE) as gradient:
+        gradient.zero_()
+        for placement, part in parts.items():
+            values = source.values(placement.name, "grad", begins[placement], begins[placement] + part.numel)
+            if values is not None:
+                part.flat(gradient, 0, part.numel).copy_(values)
+        del gradient

@@ -1,0 +1,475 @@
+"""A pretrained model's weights, from safetensors files into units while they are made.
+
+Models out of a store as safetensors files, a unit at a time: of a model that is paged, or of its checkpoint at rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from tiered import MisuseError, TensorSpec
+from tiered.errors import shortened
+from tiered.format.safetensors import Entry, WeightFiles, entry_of
+from tiered.format.safetensors_writer import Existing, Shards
+from tiered.system import refuse_little_room
+from tiered.zero.checkpoint.checkpoint import Readable, pending_of, persistent_buffers, read_record
+from tiered.zero.checkpoint.reshard import Copies, Source, opened
+from tiered.zero.paging.pager import Pager
+from tiered.zero.paging.sharding import Shared
+from tiered.zero.paging.unit import placement_of
+from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
+from tiered.zero.paging.update import States
+from tiered.zero.rank_stores import shared_json
+from tiered.zero.record import plans, refuse_other_tensors, type_named
+
+__all__ = ["AtRest", "Pretrained", "Progress", "export", "export_at_rest", "export_of_ranks", "models_in", "parameters_of"]
+
+READ_AT_ONCE = 4 << 20
+"""Bytes that are read at a time, where a row of a tensor is not larger."""
+
+
+class Pretrained:
+    """Files whose tensors are ``model``'s, by name; a context manager."""
+
+    def __init__(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
+        """Raises MisuseError for names that are missing or unexpected, other shapes, and buffers that nothing gives values;
+        SafetensorsError and OSError for the files."""
+        self.files = WeightFiles(path)
+        try:
+            self._parameters = _aliases(model)
+            self._buffers = persistent_buffers(model)
+            self._refuse_names(model)
+            self._refuse_shapes(model)
+        except BaseException:
+            self.files.close()
+            raise
+
+    def __enter__(self) -> Pretrained:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.files.close()
+
+    def _refuse_names(self, model: nn.Module) -> None:
+        there = self.files.entries.keys()
+        missing = [names[0] for names in self._parameters.values() if not any(name in there for name in names)]
+        missing += [name for name in self._buffers if name not in there]
+        if missing:
+            raise MisuseError(f"{self.files.path} has no tensor for {_some(missing)} of this model")
+        expected = {name for names in self._parameters.values() for name in names}
+        expected |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        unexpected = [name for name in there if name not in expected]
+        if unexpected:
+            raise MisuseError(f"{self.files.path} has {_some(unexpected)}, which this model does not have")
+        blank = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in self._buffers]
+        if blank:
+            raise MisuseError(
+                f"the buffer {_some(blank)} is on the meta device and is not among a model's weights: build the model under "
+                "zero.init, which computes it"
+            )
+
+    def _refuse_shapes(self, model: nn.Module) -> None:
+        wanted = {self._source(parameter): parameter for parameter in self._parameters}
+        buffers = dict(model.named_buffers())
+        for name, tensor in [*wanted.items(), *((name, buffers[name]) for name in self._buffers)]:
+            spec = self.files.entries[name].spec
+            if spec.shape != tuple(tensor.shape):
+                raise MisuseError(
+                    f"{name!r} has shape {spec.shape} in {self.files.path}, and {tuple(tensor.shape)} in this model"
+                )
+
+    def _source(self, parameter: nn.Parameter) -> str:
+        """By which of its names a parameter is in the files."""
+        return next(name for name in self._parameters[parameter] if name in self.files.entries)
+
+    def renamed(self, meta: dict[nn.Parameter, nn.Parameter]) -> None:
+        """Parameters on the meta device were replaced: ``meta`` has the old one of each new one."""
+        for fresh, old in meta.items():
+            self._parameters[fresh] = self._parameters.pop(old)
+
+    def fill(self, placement: Placement, unit: torch.Tensor) -> None:
+        """Write a parameter's values to its place in ``unit``, which is as in the store; a piece at a time."""
+        self._read(self._source(placement.parameter), placement.stored_view(unit), placement.dtype)
+
+    def fill_buffers(self, model: nn.Module) -> None:
+        """All that ``state_dict`` has."""
+        modules = dict(model.named_modules())
+        for name in self._buffers:
+            where, _, last = name.rpartition(".")
+            buffer = modules[where]._buffers[last]
+            assert buffer is not None
+            if buffer.is_meta:
+                buffer = modules[where]._buffers[last] = torch.empty_like(buffer, device="cpu")
+            self._read(name, buffer, buffer.dtype)
+
+    @torch.no_grad()
+    def _read(self, name: str, target: torch.Tensor, between: torch.dtype) -> None:
+        """``between``: the type that values have on the way."""
+        spec = self.files.entries[name].spec
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        if not spec.nbytes:
+            return
+        if target.is_contiguous():
+            target = target.as_strided((spec.numel,), (1,))
+        size = spec.nbytes // target.shape[0]  # of a row
+        step = max(1, READ_AT_ONCE // size)
+        plain = target.dim() == 1 and target.stride() == (1,) and target.device.type == "cpu"
+        direct = plain and dtype is between is target.dtype
+        for start in range(0, target.shape[0], step):
+            rows = target[start : start + step]
+            if direct:
+                self.files.read(name, start * size, rows.view(torch.uint8).numpy().data)
+                continue
+            data = torch.empty(rows.shape[0] * size, dtype=torch.uint8, device="cpu")
+            self.files.read(name, start * size, data.numpy().data)
+            rows.copy_(data.view(dtype).view(rows.shape).to(between))
+
+
+def _aliases(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Each parameter's names; the first is the one that paging gives it."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+CONVERTED_AT_ONCE = 4 << 20
+"""Bytes of a parameter that are converted at a time."""
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes that are written so far, and in all; it may raise, to stop."""
+
+
+def export(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    shard: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    existing: Existing = "refuse",
+    progress: Progress | None = None,
+) -> list[str]:
+    """Write what ``model.state_dict()`` has to ``folder`` as safetensors files of at most ``shard``, with their index.
+
+    ``transformers`` and ``safetensors`` load them: ``model.config.save_pretrained(folder)`` writes the rest of what the former
+    wants. Updates that are pending are applied first. One unit is in memory at a time, however large the model is. A parameter
+    of several names is written once, under the first. ``dtype``: of all floating point tensors (default: as they are).
+    ``existing="overwrite"`` replaces an earlier export; files of anybody else are never touched. Nothing has its name before
+    all is on the disk, and an error leaves nothing behind. All ranks call it, and rank 0 writes. Returns the names of the
+    files.
+
+    Raises MisuseError (not paged, within forward or backward, files that are there, a ``state_dict`` with more than parameters
+    and buffers), CapacityError (no room), and what the store raises.
+    """
+    pager = _pager_of(model)
+    for unit in pager.units:
+        if unit.held:
+            raise MisuseError(f"the parameters of {unit.plan.name!r} are in use: export outside forward and backward")
+        unit.gradients.close()
+    refuse_little_room(pager.store, "an export")
+    parameters, buffers = _listed(pager)
+    order = [p for unit in pager.units for p in unit.plan.placements if p.parameter in parameters]
+    entries = [_entry(parameters[p.parameter], p.shape, _goal(p.dtype, dtype)) for p in order]
+    entries += [_entry(name, buffer.shape, _goal(buffer.dtype, dtype)) for name, buffer in buffers.items()]
+    contents = _of_paged(pager, set(parameters), buffers.values(), dtype)
+    shards: Shards | None = None
+    try:
+        if pager.partition.rank == 0:  # the folder of this name on another node is not looked at
+            shards = Shards(folder, entries, shard, existing)
+    finally:  # where it cannot begin, it keeps the others from it
+        files = _of_first(pager, None if shards is None else shards.files)
+    if files is None:
+        raise MisuseError("rank 0 cannot export, and says why")
+    error: Exception | None = None
+    if shards is not None:
+        unread: list[Exception] = []
+        try:
+            shards.write(_passed_on(contents, unread), progress)
+        except Exception as problem:
+            if unread or pager.partition.shares == 1:  # what is not gathered here, the others wait for in vain
+                raise
+            error = problem
+    for _ in contents:  # what one rank gathers, all take part in
+        pass
+    ended = pager.exchange.everywhere([error is None], "the end of an export")
+    if error is not None:
+        raise error
+    if not all(ended):
+        raise MisuseError("rank 0 could not export, and says why")
+    return files
+
+
+def _of_first(pager: Pager, files: list[str] | None) -> list[str] | None:
+    """Rank 0's."""
+    if not isinstance(pager.partition, Shared):
+        return files
+    found: list[str] | None = shared_json(pager.partition.ranks, files, list[str] | None)[0]
+    return found
+
+
+def _passed_on(contents: Iterator[memoryview], unread: list[Exception]) -> Iterator[memoryview]:
+    """``contents``, which stays open when this is closed. ``unread`` gets what it raises."""
+    try:
+        for piece in contents:
+            yield piece
+            del piece  # it may be memory of a store
+    except Exception as problem:
+        unread.append(problem)
+        raise
+
+
+def _pager_of(model: nn.Module) -> Pager:
+    for parameter in model.parameters():
+        return placement_of(parameter)[0]
+    raise MisuseError("this model has no parameters")
+
+
+def _listed(pager: Pager) -> tuple[dict[nn.Parameter, str], dict[str, torch.Tensor]]:
+    """Of ``state_dict``: the first name of each parameter, and buffers by name, each once."""
+    parameters: dict[nn.Parameter, str] = {}
+    buffers: dict[int, tuple[str, torch.Tensor]] = {}
+    paged = {placement.parameter for placement in pager.placements}
+    known = {id(buffer) for buffer in pager.model.buffers()}
+    for name, value in pager.listed().items():
+        if isinstance(value, nn.Parameter) and value in paged:
+            parameters.setdefault(value, name)
+        elif isinstance(value, torch.Tensor) and id(value) in known:
+            buffers.setdefault(id(value), (name, value))
+        else:
+            raise MisuseError(
+                f"{name!r} of the model's state_dict is neither a parameter nor a buffer, and safetensors files hold nothing "
+                "else: leave out what adds it (get_extra_state, a hook)"
+            )
+    return parameters, dict(buffers.values())
+
+
+def _of_paged(
+    pager: Pager, wanted: set[nn.Parameter], buffers: Iterable[torch.Tensor], dtype: torch.dtype | None
+) -> Iterator[memoryview]:
+    for unit in pager.units:
+        pager.take(unit)
+        try:
+            assert unit.base is not None
+            for placement in unit.plan.placements:
+                if placement.parameter in wanted:
+                    yield from _pieces(placement.view(unit.base), _goal(placement.dtype, dtype))
+        finally:
+            unit.drop()
+    for buffer in buffers:
+        yield from _pieces(buffer, _goal(buffer.dtype, dtype))
+
+
+# At rest
+
+
+class AtRest(Readable, Protocol):
+    """One generation of a store that is not open."""
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def spec(self, key: str) -> TensorSpec: ...
+
+    def written(self, key: str) -> int: ...
+
+    def read(self, key: str, start: int, stop: int) -> Iterator[torch.Tensor]: ...
+
+
+def models_in(keys: Iterable[str]) -> list[str]:
+    """Names of the models that have a checkpoint among these keys."""
+    return sorted(key.removesuffix("/checkpoint") for key in keys if key.endswith("/checkpoint"))
+
+
+def parameters_of(store: AtRest, name: str) -> int:
+    """How many numbers the parameters of model ``name`` are. Raises as ``export_at_rest``."""
+    return sum(placement.numel for unit in plans(read_record(store, name))[0] for placement in unit.placements)
+
+
+def export_at_rest(
+    store: AtRest,
+    folder: str | os.PathLike[str],
+    *,
+    model: str | None = None,
+    shard: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    existing: Existing = "refuse",
+    progress: Progress | None = None,
+) -> list[str]:
+    """``export`` without the model: of the checkpoint of the one that is named ``model``, or of the only one in ``store``.
+
+    A store without a model gives its tensors, under their keys. Updates that are pending are applied to copies: of one unit and
+    its gradient, and a chunk of its states at a time. Raises MisuseError (no or several such models, no checkpoint, one that is
+    older than its parameters), and what ``export`` and ``store`` raise.
+    """
+    name = _chosen(store, model)
+    if name is None:
+        keys = list(store)
+        entries = [_entry(key, store.spec(key).shape, _goal(type_named(store.spec(key).dtype), dtype)) for key in keys]
+        contents = _of_tensors(store, keys, dtype)
+    else:
+        record = read_record(store, name)
+        units, limits = plans(record)
+        stage = record["layout"].get("share", {}).get("stage")
+        if stage == "Stage3" or (stage is not None and any(found["pending"] for found in record["units"])):
+            raise MisuseError(f"{store} has one rank's share of {name!r}: name the folder above the stores of all ranks")
+        _refuse_older(store, name, units)
+        refuse_other_tensors(store, name, record, units, limits)
+        buffers = {key: record["buffers"][key] for key in record.get("persistent", record["buffers"])}
+        entries = [_entry(p.name, p.shape, _goal(p.dtype, dtype)) for unit in units for p in unit.placements]
+        entries += [_entry(key, buffer.shape, _goal(buffer.dtype, dtype)) for key, buffer in buffers.items()]
+        contents = _of_checkpoint(store, name, units, limits.chunk, record, list(buffers.values()), dtype)
+    shards = Shards(folder, entries, shard, existing)
+    shards.write(contents, progress)
+    return shards.files
+
+
+def export_of_ranks(
+    path: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    model: str | None = None,
+    shard: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    existing: Existing = "refuse",
+    progress: Progress | None = None,
+) -> list[str]:
+    """``export_at_rest`` of the last commit of all ranks whose stores are below ``path`` (``zero.open_store``), by one process.
+    In memory are what two ranks have of a unit, and one parameter. Raises as ``export_at_rest`` and ``reshard.opened``."""
+    with contextlib.ExitStack() as stack:
+        stores = opened(path, stack)
+        name = _chosen(stores[0], model)
+        assert name is not None, "a commit of ranks has a checkpoint"
+        source = Source(stores, name, states=False)
+        order = [p for unit in source.units for p in unit.placements]
+        record = source.records[0]
+        buffers = {key: record["buffers"][key] for key in record.get("persistent", record["buffers"])}
+        entries = [_entry(p.name, p.shape, _goal(p.dtype, dtype)) for p in order]
+        entries += [_entry(key, buffer.shape, _goal(buffer.dtype, dtype)) for key, buffer in buffers.items()]
+        shards = Shards(folder, entries, shard, existing)
+        shards.write(_of_source(source, order, list(buffers.values()), dtype), progress)
+        return shards.files
+
+
+def _of_source(
+    source: Source, order: Sequence[Placement], buffers: Sequence[torch.Tensor], dtype: torch.dtype | None
+) -> Iterator[memoryview]:
+    for placement in order:
+        values = source.values(placement.name, "param", 0, placement.numel)
+        if values is not None:
+            strided = values.as_strided(placement.shape, placement.stride)
+            yield from _pieces(strided.to(placement.dtype), _goal(placement.dtype, dtype))
+    for buffer in buffers:
+        yield from _pieces(buffer, _goal(buffer.dtype, dtype))
+
+
+def _chosen(store: AtRest, model: str | None) -> str | None:
+    """Whose checkpoint is wanted; None: there is no model."""
+    there = models_in(store)
+    if model is not None:
+        if model not in there:
+            raise MisuseError(f"{store} has no checkpoint of a model named {model!r}; it has: {_some(there) or 'none'}")
+        return model
+    if len(there) > 1:
+        raise MisuseError(f"{store} has several models: name one of {_some(there)}")
+    if there:
+        return there[0]
+    for key in store:
+        if re.search("/param/", key) and store.spec(key).dtype == "uint8":
+            raise MisuseError(
+                f"{store} has parameters of the model {key.split('/param/')[0]!r} and no checkpoint that says where each of "
+                "them is: commit with zero.commit, or name an earlier generation (a commit of the store alone has none)"
+            )
+    return None
+
+
+def _some(names: Sequence[str]) -> str:
+    """They are a file's: each may be anything, and there may be many."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(repr(shortened(name)) for name in names[:5]) + more
+
+
+def _refuse_older(store: AtRest, name: str, units: Sequence[UnitPlan]) -> None:
+    """A checkpoint says which updates are pending, so it must be of the same moment as the parameters."""
+    saved = store.written(f"{name}/checkpoint")
+    if any(store.written(f"{name}/param/{unit.name}") > saved for unit in units):
+        raise MisuseError(
+            f"{store} was committed after the last zero.commit of {name!r} (generation {saved}), by store.commit() or the end "
+            f"of a with block: export generation {saved}, or open the store and call zero.commit"
+        )
+
+
+def _of_tensors(store: AtRest, keys: Sequence[str], dtype: torch.dtype | None) -> Iterator[memoryview]:
+    for key in keys:
+        spec = store.spec(key)
+        stored = type_named(spec.dtype)
+        for piece in store.read(key, 0, spec.nbytes):
+            yield from _pieces(piece.view(stored), _goal(stored, dtype))
+
+
+def _of_checkpoint(
+    store: AtRest,
+    name: str,
+    units: Sequence[UnitPlan],
+    chunk: int,
+    record: dict[str, Any],
+    buffers: Sequence[torch.Tensor],
+    dtype: torch.dtype | None,
+) -> Iterator[memoryview]:
+    for unit, found in zip(units, record["units"], strict=True):
+        key = f"{name}/param/{unit.name}"
+        updated = None if found["pending"] is None else _updated(store, key, unit, chunk, found)
+        for placement in unit.placements:
+            start = placement.stored_offset
+            stop = start + placement.numel * placement.stored.itemsize
+            goal = _goal(placement.dtype, dtype)
+            if updated is not None:
+                yield from _pieces(placement.stored_view(updated).to(placement.dtype), goal)
+            elif torch.empty_strided(placement.shape, placement.stride, device="meta").is_contiguous():
+                for piece in store.read(key, start, stop):
+                    yield from _pieces(piece.view(placement.stored).to(placement.dtype), goal)
+            else:
+                whole = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *store.read(key, start, stop)])
+                strided = whole.view(placement.stored).as_strided(placement.shape, placement.stride)
+                yield from _pieces(strided.to(placement.dtype), goal)
+    for buffer in buffers:
+        yield from _pieces(buffer, _goal(buffer.dtype, dtype))
+
+
+def _updated(store: AtRest, key: str, unit: UnitPlan, chunk: int, found: dict[str, Any]) -> torch.Tensor:
+    """A copy of a unit, with the update that is pending."""
+    named: dict[str, Placement] = {placement.name: placement for placement in unit.placements}
+    states = States(Copies(store, kept=False), key, unit.placements, even_chunks(unit.elements, chunk))
+    states.stale_masters = {named[name] for name in found["stale_masters"]}
+    copy = store.get(key)
+    states.apply(pending_of(found["pending"], named), copy, store.get(f"{key}/grad"))
+    return copy
+
+
+# Bytes
+
+
+def _goal(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and dtype.is_floating_point else dtype
+
+
+def _entry(name: str, shape: Iterable[int], dtype: torch.dtype) -> Entry:
+    return entry_of(name, TensorSpec(str(dtype).removeprefix("torch."), tuple(shape), dtype.itemsize))
+
+
+@torch.no_grad()
+def _pieces(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+    """The bytes of ``tensor`` as ``dtype``, row-major, about CONVERTED_AT_ONCE of them at a time."""
+    if not tensor.numel():
+        return
+    rows = tensor.detach().resolve_conj().resolve_neg()
+    if rows.is_contiguous():
+        rows = rows.as_strided((rows.numel(),), (1,))
+    step = max(1, CONVERTED_AT_ONCE * rows.shape[0] // (rows.numel() * rows.element_size()))
+    for start in range(0, rows.shape[0], step):
+        yield rows[start : start + step].to("cpu", dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data

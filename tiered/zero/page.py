@@ -1,0 +1,524 @@
+"""What paging a model took.
+
+Several backward passes for one step, over several ranks.
+
+Moves a model's parameters into the store, one module at a time, and has them paged from then on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tiered import CapacityError, MisuseError, TieredError, TieredStore
+from tiered.system import Trimmer, refuse_little_room, returned_at_once
+from tiered.zero.build.construct import unguard
+from tiered.zero.build.staging import PREFIX, Staged, Window, current, find
+from tiered.zero.checkpoint import checkpoint
+from tiered.zero.checkpoint.reshard import Source, opened, reshard
+from tiered.zero.checkpoint.safetensors import Pretrained
+from tiered.zero.collectives import Ranks
+from tiered.zero.paging.micro_batch import KEPT_SHARE, refuse_batch_dependent, split_modules
+from tiered.zero.paging.pager import Pager
+from tiered.zero.paging.sharding import Alone, Partition, Shared, Stage, Stage3
+from tiered.zero.paging.step_trace import Prefetch
+from tiered.zero.paging.storage import UpdateTier, updates_of
+from tiered.zero.paging.unit import placement_of
+from tiered.zero.paging.units import Limits, Placement, Plan, Policy, UnitPlan, divide
+from tiered.zero.rank_stores import newest_set, number_of
+
+__all__ = ["PagingStatistics", "no_sync", "page", "statistics"]
+
+@dataclass(frozen=True, slots=True)
+class PagingStatistics:
+    """Of one paged model, since ``page``.
+
+    ``units``: how many there are. ``largest_unit``: bytes of the largest one's parameters. ``updates``: how many updates of a
+    unit were applied, ``update_seconds``: what they took, without the time that they waited for the store. ``split``: names of
+    the modules that divide the batch (``micro_batch=``).
+    """
+
+    units: int
+    largest_unit: int
+    updates: int
+    update_seconds: float
+    split: tuple[str, ...]
+
+
+def statistics(model: nn.Module) -> PagingStatistics:
+    """What paging ``model`` took so far. Raises MisuseError for a model that is not paged."""
+    for parameter in model.parameters():
+        pager = placement_of(parameter)[0]
+        units = pager.units
+        return PagingStatistics(
+            units=len(units),
+            largest_unit=max(unit.plan.nbytes for unit in units),
+            updates=sum(unit.updates for unit in units),
+            update_seconds=sum(unit.states.update_seconds for unit in units),
+            split=pager.splitter.split if pager.splitter is not None else (),
+        )
+    raise MisuseError("this model has no parameters")
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backward passes in this block only add up their gradients in this rank's store; the next one outside of it, or
+    ``optimizer.step()``, reduces the sums: once, as in ``DistributedDataParallel.no_sync``. Raises MisuseError for a model
+    that is not paged. With one process, and with ``zero.Stage1``, that is how it is anyway."""
+    for parameter in model.parameters():
+        exchange = placement_of(parameter)[0].exchange
+        break
+    else:
+        raise MisuseError("this model has no parameters")
+    before, exchange.paused = exchange.paused, True
+    try:
+        yield
+    finally:
+        exchange.paused = before
+
+
+AS_IT_IS = Policy()
+
+Init = Callable[[nn.Module], None]
+
+
+def page(
+    model: nn.Module,
+    store: TieredStore,
+    *,
+    name: str = "model",
+    existing: str = "refuse",
+    prefetch: Prefetch = "on",
+    micro_batch: int = 1,
+    param_init_fn: Init | None = None,
+    policy: Policy = AS_IT_IS,
+    weights: str | os.PathLike[str] | None = None,
+    source: str | os.PathLike[str] | None = None,
+    stage: Stage | None = None,
+    group: dist.ProcessGroup | None = None,
+    timeout: float | None = None,
+    update_tier: UpdateTier = "dram",
+) -> nn.Module:
+    """Move ``model``'s parameters into ``store`` and page them around each module's forward and backward. Returns ``model``.
+
+    Make the optimizer afterwards, with ``tiered.zero.AdamW``. A model that was built under ``zero.init(store)`` is adopted
+    parameter by parameter. Parameters on the meta device are given memory module by module, initialised by
+    ``param_init_fn(module)`` (default: the module's ``reset_parameters``), and stored at once. Either way a model may be built
+    that never fits into memory. Modules compute where the store's top tier is (``store.device``): buffers are moved there and
+    stay there, inputs have to be there.
+
+    ``name``: their keys begin with it and a slash; several models in one store need different ones.
+    ``existing``: what to do when the store already holds tensors under ``name``: "refuse", "overwrite", or "resume": take the
+    parameters that ``zero.commit`` left there, and give up those of ``model``; ``zero.resume`` goes on from there.
+    ``weights``: a safetensors file, or a folder of them as Hugging Face has it, with the values of all parameters and of the
+    buffers that ``state_dict`` has, by name (one is enough of a tied parameter's). They are read piece by piece and converted
+    to the model's types; a model on the meta device, or built under ``zero.init``, is never whole in memory.
+    ``policy``: element types in the store other than those that modules compute with, see ``zero.Policy``.
+    ``prefetch``: "on", or "off" to fetch only on demand (to see what it brings).
+    ``micro_batch``: into how many parts the batch is divided inside units (1: not at all). Parameters are then read twice a
+    step however large the batch is, and only one part's inside is in memory; what backward needs of the rest is computed
+    again, from inputs that wait in the store as ``NAME/input/…``. The outermost modules whose parameters are all in memory
+    while they run (``statistics(model).split``; never ``model`` itself when it has some) run on one part after the other. The
+    batch is the leading size of the first tensor that ``model`` is given. Arguments of that leading size are split, others,
+    parameters and buffers are shared, and a module without an argument to split runs whole. Parts differ by at most one
+    sample. Outputs are put together along the first dimension; what has another leading size must be equal for all parts.
+    Numbers are those of the same split with ``torch.utils.checkpoint`` in memory, bit for bit. MisuseError, then or when the
+    model is called, names a module that computes across the batch (BatchNorm in training, one of yours with an attribute
+    ``batch_dependent = True``, one that changes a buffer), has it in the second dimension, or cannot be split otherwise.
+
+    ``source``: with ``existing="resume"``, where the store has no checkpoint of ``name`` yet: the folder of another store, or
+    of the stores of all ranks (``zero.open_store``), whose last checkpoint is taken over: of any number of ranks, with any
+    stage, and any budget. It is not changed.
+    ``stage``: where ``torch.distributed`` has several processes (of ``group``; None: all), each with a store of its own, what
+    of the model each has only its share of: ``zero.Stage1()``, ``Stage2()`` or ``Stage3()`` (the default). All of them call
+    what concerns the model together and have the values of rank 0 to begin with; gradients are averaged. ``timeout``: seconds
+    that a rank waits for the others before all raise RankError (default: that of ``group``).
+    ``update_tier``: where a store with ``hbm=`` updates parameters: in "dram", to which gradients go down and from which
+    parameters come up, or in "hbm", to which optimizer states come up as well. Ranks exchange through DRAM.
+
+    Raises MisuseError (paged before, name taken, wrong device, built for another store, no way to initialise; weights that are
+    missing, unexpected, or of another shape), SafetensorsError (damaged weights), CapacityError when the store's DRAM budget is
+    below the smallest that works for this model, or a memory cgroup leaves less than this may take beside it (the message says
+    how much that is), and what ``param_init_fn`` and the store raise. Then the model is as before, and ``page`` may be tried
+    again; only what ``existing="overwrite"`` had to overwrite may be gone (and, with several processes, the values of
+    parameters), what a ``policy`` stores as another type may be rounded, and where reading ``weights`` failed in between,
+    some parameters may have their values from there.
+    """
+    if existing not in ("refuse", "overwrite", "resume") or prefetch not in ("on", "off"):
+        raise MisuseError("existing is 'refuse', 'overwrite' or 'resume', prefetch is 'on' or 'off'")
+    if type(micro_batch) is not int or micro_batch < 1:
+        raise MisuseError(f"micro_batch is into how many parts units divide the batch, at least 1, not {micro_batch!r}")
+    if source is not None and existing != "resume":
+        raise MisuseError("source= is for existing='resume': where the checkpoint is that this model goes on from")
+    if weights is not None and (existing == "resume" or param_init_fn is not None):
+        raise MisuseError("weights= gives a model its values: leave out param_init_fn=, and existing='resume'")
+    if current.get() is not None:
+        raise MisuseError("page the model after its zero.init block, not inside it")
+    if f"{name}/".startswith(PREFIX):
+        raise MisuseError(f"names that begin with {PREFIX!r} belong to zero.init: give another name=")
+    updates_of(store, update_tier)
+    window = Window.of(store)
+    held = [key for key in store if key.startswith(f"{name}/")]
+    if held and existing == "refuse":
+        raise MisuseError(
+            f"the store already holds a model named {name!r} ({len(held)} tensors): give another name=, existing='overwrite', "
+            "or existing='resume' to go on with it"
+        )
+    for qualified, parameter in model.named_parameters():
+        if hasattr(parameter, "_tiered"):
+            raise MisuseError(f"parameter {qualified!r} is paged already")
+        if parameter.device.type not in ("cpu", "meta") and parameter.device != store.device:
+            raise MisuseError(
+                f"parameter {qualified!r} is on {parameter.device}, and this store's top tier on {store.device}: move the "
+                "model to the CPU first, or open the store with hbm= and that device="
+            )
+    staged = _staged(model, window)
+    strides = {parameter: found.stride for parameter, found in staged.items()}
+    partition = _partition(stage, group, timeout)
+    pool = partition.least(min(tier.capacity for tier in store.statistics().tiers if tier.name != "nvme"))
+    limits = Limits.of(pool, partition.shares)
+    if existing == "resume":
+        partition.refuse_apart(store)
+    if existing == "resume" and source is not None and f"{name}/checkpoint" in store:
+        _refuse_newer(source, store, partition)
+    elif existing == "resume" and source is not None:
+        _take_over(source, model, store, name, limits, policy, partition, pool, micro_batch)
+    if existing == "resume":
+        limits, kept = checkpoint.layout(store, name)
+        strides |= {parameter: kept[qualified] for qualified, parameter in model.named_parameters() if qualified in kept}
+    tentative = divide(model, limits, strides, policy, partition.shares)
+    _refuse_small_pool(tentative, model, store, pool, micro_batch, partition.shares)
+    together = 0 if existing == "resume" or weights is not None else _largest_meta(model)
+    refuse_little_room(store, "paging this model", largest=together)
+    for module, qualified in split_modules(model, tentative).items() if micro_batch > 1 else ():
+        refuse_batch_dependent(module, qualified)
+    made = partial(
+        Pager,
+        model,
+        store,
+        name,
+        pool=pool,
+        prefetch=prefetch,
+        micro_batch=micro_batch,
+        partition=partition,
+        update_tier=update_tier,
+    )
+    if existing == "resume":
+        checkpoint.refuse_other(store, name, tentative, partition, model)
+        strides |= {fresh: strides[meta] for fresh, meta in _replace_meta(model, store).items()}
+        plan = divide(model, limits, strides, policy, partition.shares)
+        buffers = _buffers_for(model, store)
+        _release(plan, store)
+        window.sweep()
+        pager = made(plan)
+        _place(buffers)
+        checkpoint.recall(pager)
+        unguard(model, window)
+        return model
+    if param_init_fn is None and weights is None:
+        _refuse_without_reset(model)
+    with ExitStack() as stack:
+        stack.enter_context(returned_at_once())
+        pretrained = None if weights is None else stack.enter_context(_opened(model, weights))
+        meta = _replace_meta(model, store)
+        adoption = _Adoption(model, store, window, partition, staged, meta, param_init_fn, pretrained)
+        try:
+            if pretrained is not None:
+                pretrained.renamed(meta)
+            plan = divide(model, limits, strides, policy, partition.shares)
+            for key in held:
+                store.delete(key)
+            adoption.move(plan, name, Trimmer(pool))
+            if pretrained is not None:
+                pretrained.fill_buffers(model)
+            partition.same_buffers(model)
+            buffers = _buffers_for(model, store)
+            made(plan)
+        except BaseException as error:
+            adoption.undo()
+            if isinstance(error, OSError):
+                raise _unreadable(error, weights) from error
+            raise
+    _place(buffers)
+    unguard(model, window)
+    return model
+
+
+def _partition(stage: Stage | None, group: dist.ProcessGroup | None, timeout: float | None) -> Partition:
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+    if not several:
+        if group is not None or timeout is not None:
+            raise MisuseError("group= and timeout= are for several processes: call torch.distributed.init_process_group first")
+        return Alone()
+    return Shared(Ranks(group, timeout), stage if stage is not None else Stage3())
+
+
+def _refuse_newer(source: str | os.PathLike[str], store: TieredStore, partition: Partition) -> None:
+    """Where another training went on since what is in ``store``. Of what rank 0 sees."""
+    newest = newest_set(source) if partition.rank == 0 else None
+    mine, there = number_of(store.meta), 0 if newest is None else newest.number
+    if there > mine:
+        error = (
+            f"{store} has a checkpoint already, of commit {mine}, and {source} a newer one, {there}: open the store in another "
+            "folder to take that over, or leave source= out to go on from here"
+        )
+    if not all(partition.everywhere([there <= mine], "whether a checkpoint is the newest")):
+        raise MisuseError(error if there > mine else f"rank 0 finds a newer checkpoint in {source}, and says which")
+
+
+def _take_over(
+    source: str | os.PathLike[str],
+    model: nn.Module,
+    store: TieredStore,
+    name: str,
+    limits: Limits,
+    policy: Policy,
+    partition: Partition,
+    pool: int,
+    micro_batch: int,
+) -> None:
+    with ExitStack() as stack:
+        stores = opened(source, stack)
+        there = Source(stores, name)
+        strides = {p: there.named(qualified).stride for qualified, p in model.named_parameters()}
+        plan = divide(model, limits, strides, policy, partition.shares)
+        _refuse_small_pool(plan, model, store, pool, micro_batch, partition.shares)
+        reshard(there, store, plan, partition)
+        partition.goes_on(number_of(stores[0].manifest.meta))
+
+
+def _opened(model: nn.Module, weights: str | os.PathLike[str]) -> Pretrained:
+    try:
+        return Pretrained(model, weights)
+    except OSError as error:
+        raise _unreadable(error, weights) from error
+
+
+def _unreadable(error: OSError, weights: object) -> TieredError:
+    return TieredError(f"cannot read {error.filename or weights}: {error.strerror} (errno {error.errno})")
+
+
+def _release(plan: Plan, store: TieredStore) -> None:
+    """Give up the values that parameters have."""
+    for unit in plan.units:
+        for placement in unit.placements:
+            placement.parameter.data = _nothing(placement.shape, placement.dtype, store.device)
+
+
+def _nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+
+Buffers = list[tuple[nn.Module, str, torch.Tensor]]
+
+
+def _buffers_for(model: nn.Module, store: TieredStore) -> Buffers:
+    """Those that modules need where they will compute, and have elsewhere. One that several modules have stays one."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    found: Buffers = []
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device not in (store.device, torch.device("meta")):
+                if buffer not in moved:
+                    moved[buffer] = buffer.to(store.device)
+                found.append((module, name, moved[buffer]))
+    return found
+
+
+def _place(buffers: Buffers) -> None:
+    for module, name, buffer in buffers:
+        module._buffers[name] = buffer
+
+
+def _staged(model: nn.Module, window: Window) -> dict[nn.Parameter, Staged]:
+    """Parameters whose values wait in the store. Raises MisuseError for those that wait in another, or have lost them."""
+    staged = {}
+    for qualified, parameter in model.named_parameters():
+        found = find(parameter)
+        if found is None:
+            continue
+        if found.window is not window:
+            raise MisuseError(
+                f"parameter {qualified!r} was built by zero.init for {found.window.name}, not for {window.name}: "
+                f"page the model into the store it was built for"
+            )
+        window.check(found, parameter)
+        staged[parameter] = found
+    return staged
+
+
+def _refuse_small_pool(
+    plan: Plan, model: nn.Module, store: TieredStore, pool: int, micro_batch: int, shares: int
+) -> None:
+    """A unit, its gradient, and what the modules around it hold must fit at the same time, wherever they happen to lie. Where
+    units divide the batch, a piece of what is kept for backward, too; and the largest unit twice more, for it may lie in the
+    middle. Of several ranks one has what it gathers or sends of a unit beside what it receives, and its share."""
+    sizes = [-(-unit.nbytes // 4096) * 4096 for unit in plan.units]
+
+    def deepest(module: nn.Module, above: frozenset[int]) -> int:
+        here = above | frozenset(plan.held.get(module, ()))
+        return max([sum(sizes[i] for i in here), *(deepest(child, here) for child in module.children())])
+
+    together = deepest(model, frozenset()) if sizes else 0
+    converted = max((unit.stored_nbytes for unit in plan.units if unit.converted), default=0)  # it is there twice meanwhile
+    together += (max(sizes, default=0) if shares == 1 else 4 * max(sizes, default=0)) + converted
+    if micro_batch > 1:
+        together += 2 * max(sizes, default=0)
+        together = -(-together * KEPT_SHARE // (KEPT_SHARE - 1) // 4096) * 4096
+    needed = -(-max(3 * max(sizes, default=0) + converted, together, 1 << 20) // 4096) * 4096
+    if pool < needed:
+        largest = max(plan.units, key=lambda unit: unit.nbytes)
+        tier = min((tier for tier in store.statistics().tiers if tier.name != "nvme"), key=lambda tier: tier.capacity)
+        raise CapacityError(
+            f"a budget of {pool:,} bytes of {tier.name.upper()} is too small for this model: the smallest that works is "
+            f"{needed:,} bytes (its largest unit, {largest.name!r}, has {largest.nbytes:,})"
+        )
+
+
+def _refuse_without_reset(model: nn.Module) -> None:
+    seen: set[nn.Parameter] = set()
+    for module in model.modules():
+        fresh = {p for p in module._parameters.values() if p is not None and p.is_meta} - seen
+        if fresh and getattr(type(module), "reset_parameters", None) is None:
+            raise MisuseError(
+                f"{type(module).__name__} has meta parameters and no reset_parameters(): give page() a param_init_fn"
+            )
+        seen |= fresh
+
+
+def _largest_meta(model: nn.Module) -> int:
+    """Bytes of the parameters on the meta device that are given memory together: those directly on one module."""
+    return max(
+        (
+            sum(p.numel() * p.itemsize for p in module._parameters.values() if p is not None and p.is_meta)
+            for module in model.modules()
+        ),
+        default=0,
+    )
+
+
+def _replace_meta(model: nn.Module, store: TieredStore) -> dict[nn.Parameter, nn.Parameter]:
+    """Put parameters without memory in the place of meta ones, which cannot be given any; tied ones stay tied.
+
+    Returns the meta parameter of each new one.
+    """
+    fresh: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if parameter not in fresh:
+                empty = _nothing(parameter.shape, parameter.dtype, store.device)
+                fresh[parameter] = nn.Parameter(empty, parameter.requires_grad)
+                fresh[parameter].__dict__.update(parameter.__dict__)
+            module._parameters[name] = fresh[parameter]
+    return {made: meta for meta, made in fresh.items()}
+
+
+@dataclass
+class _Adoption:
+    """One call of ``page`` as far as it moves values, and the way back."""
+
+    model: nn.Module
+    store: TieredStore
+    window: Window
+    partition: Partition
+    staged: dict[nn.Parameter, Staged]
+    meta: dict[nn.Parameter, nn.Parameter]
+    init: Init | None
+    pretrained: Pretrained | None = None
+    without_memory: set[nn.Parameter] = field(default_factory=set)
+    stored: dict[nn.Parameter, tuple[str, Placement, torch.device]] = field(default_factory=dict)
+    created: list[str] = field(default_factory=list)
+
+    def move(self, plan: Plan, name: str, trimmer: Trimmer) -> None:
+        owner: dict[nn.Parameter, nn.Module] = {}
+        for module in self.model.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    owner.setdefault(parameter, module)
+        self.without_memory = set(self.meta)
+        for unit in plan.units:
+            key = f"{name}/param/{unit.name}"
+            with self.partition.filling(self.store, key, unit) as memory:
+                self.created.append(key)
+                self._fill(key, memory, unit, owner)
+                del memory
+            trimmer.passed(unit.nbytes)
+        trimmer.trim()
+
+    @torch.no_grad()
+    def _fill(self, key: str, memory: torch.Tensor, unit: UnitPlan, owner: dict[nn.Parameter, nn.Module]) -> None:
+        memory.zero_()
+        for placement in unit.placements:
+            parameter = placement.parameter
+            if parameter in self.without_memory and self.pretrained is None:
+                self._materialise(owner[parameter])
+            if self.pretrained is not None:
+                self.pretrained.fill(placement, memory)
+            elif parameter in self.staged:
+                self.window.copy_to(placement.stored_view(memory), self.staged[parameter])
+            else:
+                placement.stored_view(memory).copy_(parameter)
+            self.stored[parameter] = key, placement, parameter.device
+            parameter.data = _nothing(placement.shape, placement.dtype, self.store.device)
+            self.window.sweep()  # the waiting value, which nothing shows any more
+
+    def _materialise(self, module: nn.Module) -> None:
+        """Give the parameters and buffers that are directly on ``module`` memory and their initial values.
+
+        A tied parameter keeps the values that the first module naming it gave it; what later ones write goes to memory that is
+        thrown away. So does what is written to one that waits in the store.
+        """
+        reset = self.init if self.init is not None else getattr(type(module), "reset_parameters", None)
+        assert reset is not None
+        released: dict[nn.Parameter, torch.Tensor] = {}
+        for parameter in module._parameters.values():
+            if parameter is None or parameter in released:
+                continue
+            if parameter in self.without_memory:
+                self.without_memory.remove(parameter)
+            elif parameter in self.stored or parameter in self.staged:
+                released[parameter] = parameter.data
+            else:
+                continue
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+        try:
+            with torch.enable_grad():
+                reset(module)
+        finally:
+            for parameter, placeholder in released.items():
+                parameter.data = placeholder
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Give the parameters back what they had, and delete what was created. Those that waited in the store wait again."""
+        for module in self.model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter in self.meta:
+                    module._parameters[name] = self.meta[parameter]
+        for parameter, (key, placement, device) in self.stored.items():
+            if parameter in self.meta or self.partition.shares > 1:  # of which this store has a share only
+                continue
+            value = torch.empty_strided(placement.shape, placement.stride, dtype=placement.dtype, device=device)
+            with self.store.lease(key, tier="dram") as memory:
+                value.copy_(placement.stored_view(memory))
+                del memory
+            parameter.data = value
+            del value
+            if parameter in self.staged:
+                found = self.staged[parameter]
+                self.window.track(parameter, found.name, found.context)
+        self.window.flush()
+        for key in self.created:
+            self.store.delete(key)

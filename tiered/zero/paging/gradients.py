@@ -1,0 +1,535 @@
+"""What ``parameter.grad`` shows while the gradient itself is in the store.
+
+The gradients of one unit's parameters, in one tensor of the store that exists while there are some.
+
+What one of several ranks has of a unit's gradients before they are reduced.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from tiered import Access, InterruptedStep, MisuseError, TensorSpec
+from tiered.zero.leases import Opened
+from tiered.zero.paging.storage import Tensors, Validity, host
+from tiered.zero.paging.units import Placement, UnitPlan
+from tiered.zero.paging.update import all_finite
+
+__all__ = ["Arriving", "GradientState", "LocalGradients", "SpentGradient", "StoredGradient", "UnitGradients"]
+
+class StoredGradient(torch.Tensor):
+    """Has the gradient's shape and dtype and no memory. It says that there is a gradient; computing with it raises.
+
+    ``optimizer.grad(parameter)`` gives the values, ``optimizer.clip_grad_norm_`` clips.
+    """
+
+    @staticmethod
+    def __new__(cls, parameter: torch.Tensor, name: str) -> StoredGradient:
+        made: StoredGradient = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        made.parameter_name = name
+        return made
+
+    parameter_name: str
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's stub misnames it
+        return f"StoredGradient(of={self.parameter_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks the classmethod
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = next((arg.parameter_name for arg in _flatten(args) if isinstance(arg, StoredGradient)), "?")
+        raise MisuseError(
+            f"the gradient of {name!r} is in the store, so {func} cannot compute with it: use "
+            "optimizer.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_, optimizer.zero_grad() instead of "
+            "grad.zero_(), optimizer.grad(parameter) to look at it, tiered.zero.GradScaler instead of torch.amp.GradScaler"
+        )
+
+
+class SpentGradient(StoredGradient):
+    """There was a gradient; the parameter was updated with it during backward, and it is gone. Computing with it raises."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"SpentGradient(of={self.parameter_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = next((arg.parameter_name for arg in _flatten(args) if isinstance(arg, SpentGradient)), "?")
+        raise MisuseError(
+            f"{name!r} was updated during backward, and its gradient is gone, so {func} cannot compute with it: clipping, loss "
+            'scaling and accumulation need update="on_fetch"'
+        )
+
+
+def _flatten(values: Sequence[Any]) -> list[Any]:
+    flat: list[Any] = []
+    for value in values:
+        flat.extend(_flatten(value) if isinstance(value, list | tuple) else [value])
+    return flat
+
+
+@dataclass(eq=False)
+class GradientState:
+    """``scales``: factors that the stored gradient has yet to be multiplied by; and then, as fp32 where its type is narrower,
+    ``wide_scales``, of which there are some once a scaled loss was undone. ``norms``: those known of it, by order. ``orders``:
+    those that somebody asked for before, worth computing while a gradient is at hand; they will be asked for when it has been
+    multiplied by ``expected``, if it is as last time. ``finite``: whether the stored gradient, as it is, has neither NaN nor
+    infinity. ``accumulate``: the next one is added to it. ``spent``: it was used up by an update within backward, and
+    ``optimizer.step()`` was not called since. ``adding``: what is stored is not in ``parameter.grad`` now, or only half added
+    to; an interruption leaves it so."""
+
+    marker: StoredGradient
+    scales: list[torch.Tensor] = field(default_factory=list)
+    wide_scales: list[torch.Tensor] = field(default_factory=list)
+    expected: torch.Tensor | None = None
+    norms: dict[float, torch.Tensor] = field(default_factory=dict)
+    orders: set[float] = field(default_factory=set)
+    accumulate: bool = False
+    finite: bool = True
+    spent: bool = False
+    adding: bool = False
+
+
+class UnitGradients:
+    """``states`` has what is known of each parameter's, ``parts`` what this process has of each. ``settle``, a method, applies
+    the unit's pending update before anything new is written: it needs what is there."""
+
+    def __init__(
+        self,
+        store: Tensors,
+        key: str,
+        placements: Sequence[Placement],
+        parts: Mapping[Placement, Placement],
+        validity: Validity,
+        settle: Callable[[], None],
+    ) -> None:
+        self.store, self.key, self._validity = store, key, validity
+        self._settle = weakref.WeakMethod(settle)
+        self.states = {
+            p: GradientState(StoredGradient(p.parameter, p.name)) for p in placements if p.dtype.is_floating_point
+        }
+        self.parts = {placement: part for placement, part in parts.items() if placement in self.states}
+        self.opened: torch.Tensor | None = None  # while gradients arrive: leased
+        self._lease = Opened()
+
+    def nbytes(self, also: Collection[Placement] = ()) -> int:
+        """Of the tensor: the unit as far as its last parameter that needs a gradient, or was given one."""
+        graded = (
+            part
+            for p, part in self.parts.items()
+            if p.parameter.requires_grad or p.parameter.grad is not None or p in also
+        )
+        return max((part.offset + part.nbytes for part in graded), default=0)
+
+    def has(self, placement: Placement) -> bool:
+        grad = placement.parameter.grad
+        return grad is not None and not isinstance(grad, SpentGradient)
+
+    @property
+    def any(self) -> bool:
+        return any(self.has(placement) for placement in self.states)
+
+    # -- arriving ----------------------------------------------------------------------------------------------------------
+
+    def before(self, placement: Placement) -> None:
+        """Autograd is about to accumulate into ``parameter.grad``: clear what stands there, remembering what it meant."""
+        grad = placement.parameter.grad
+        state = self.states[placement]
+        self.refuse_another(placement)
+        self.refuse_interrupted(placement)
+        if grad is None:
+            state.accumulate = False
+        else:
+            state.adding = True
+            if not isinstance(grad, StoredGradient):
+                self.take(placement, grad)
+            state.accumulate = True
+        placement.parameter.grad = None
+
+    def refuse_another(self, placement: Placement) -> None:
+        """Raise MisuseError if the parameter's last gradient was used up and the step is not over."""
+        if self.states[placement].spent:
+            raise MisuseError(
+                f"another gradient of {placement.name!r} arrived after its update, without optimizer.step() in between: to "
+                'accumulate, or to share parameters with a reentrant checkpoint, make the optimizer with update="on_fetch"; '
+                "after an exception that came before step(), call it, or zero.rollback"
+            )
+
+    def refuse_interrupted(self, placement: Placement) -> None:
+        """Raise InterruptedStep if an exception struck while the gradient was added to what there was before."""
+        state = self.states.get(placement)
+        if state is not None and state.adding:
+            raise InterruptedStep(
+                f"an exception struck while a gradient of {placement.name!r} was added to one of before, and their sum is not "
+                "right: leave this step out (optimizer.zero_grad()), or call zero.rollback"
+            )
+
+    def take(self, placement: Placement, grad: torch.Tensor) -> None:
+        """Overwrite the stored gradient of one parameter."""
+        self.states[placement].accumulate = False
+        self._add(placement, grad)
+
+    def collect(self, placement: Placement) -> None:
+        """Store a gradient that somebody assigned to ``parameter.grad``."""
+        self.refuse_interrupted(placement)
+        grad = placement.parameter.grad
+        assert grad is not None
+        if not isinstance(grad, StoredGradient):
+            self.take(placement, grad)
+
+    def add(self, placement: Placement, grad: torch.Tensor) -> None:
+        """``grad`` is of the parameter's shape."""
+        self._add(placement, grad)
+        self.states[placement].adding = False
+
+    @torch.no_grad()  # also where backward records itself (create_graph)
+    def _add(self, placement: Placement, grad: torch.Tensor) -> None:
+        if grad.layout is not torch.strided:
+            raise MisuseError(f"the gradient of {placement.name!r} is {grad.layout}: use sparse=False")
+        part, state = self.parts.get(placement), self.states[placement]
+        if part is not None:
+            self.write(placement, part.cut(grad))
+        else:
+            self.open()
+            self.clear(state)
+        placement.parameter.grad = state.marker
+
+    def clear(self, state: GradientState) -> None:
+        """This process has nothing of that gradient."""
+        state.finite = True
+        state.scales.clear()
+        state.wide_scales.clear()
+
+    def write(self, placement: Placement, grad: torch.Tensor) -> None:
+        """``grad`` is what this process has of it, or adds to what there is."""
+        state = self.states[placement]
+        target = self.parts[placement].view(self.open())
+        if state.accumulate:
+            if state.scales or state.wide_scales:
+                target.copy_(_scaled(target, state))
+            target.add_(grad.to(target.device))
+        else:
+            target.copy_(grad)
+        state.scales.clear()
+        state.wide_scales.clear()
+        if state.orders:
+            ready = target if state.expected is None else _widened(target).mul(state.expected)
+            state.norms = {order: host(torch.linalg.vector_norm(ready, order)) for order in state.orders}
+        state.finite = _has_finite_norm(state) or all_finite(target)
+
+    def prepare(self) -> None:
+        """Something new will be written."""
+        self._validity.end()
+        settle = self._settle()
+        assert settle is not None
+        settle()
+
+    def open(self, also: Collection[Placement] = ()) -> torch.Tensor:
+        """The tensor, leased until ``close``, with room for the gradients of these, too; made where there is none."""
+        if self.opened is None:
+            self.prepare()
+            needed = self.nbytes(also)
+            if self.key not in self.store:
+                self.store.create(self.key, TensorSpec("uint8", (needed,), 1))
+            elif self.store.spec(self.key).nbytes < needed:  # a parameter was unfrozen between two backward passes
+                old = self.store.get(self.key)
+                grown = torch.zeros(needed, dtype=torch.uint8, device="cpu")
+                grown[: old.numel()] = old
+                self.store.put(self.key, grown)
+            self.opened = self._lease.open(self.store.lease(self.key, access=Access.WRITE))
+        return self.opened
+
+    def close(self) -> None:
+        self.opened = None
+        self._lease.close()
+
+    # -- asked for ---------------------------------------------------------------------------------------------------------
+
+    def copy(self, placement: Placement) -> torch.Tensor | None:
+        """A copy, in host memory, of what this process has of the gradient as torch would have it in ``parameter.grad``;
+        or None."""
+        grad = placement.parameter.grad
+        self.refuse_interrupted(placement)
+        if isinstance(grad, SpentGradient):
+            raise MisuseError(
+                f"{placement.name!r} was updated during backward, and its gradient is gone: to look at gradients, make the "
+                'optimizer with update="on_fetch"'
+            )
+        if grad is None:
+            return None
+        part = self.parts.get(placement)
+        if part is None:
+            return torch.empty(0, dtype=placement.dtype, device="cpu")
+        if not isinstance(grad, StoredGradient):
+            return host(part.cut(grad))
+        self.close()
+        with self.store.lease(self.key) as stored:
+            copy = part.view(stored).to("cpu", copy=True)
+        return _scaled(copy, self.states[placement]).to(placement.dtype)
+
+    def norm(self, placement: Placement, order: float) -> torch.Tensor:
+        """``vector_norm`` of what this process has of the gradient, from when it arrived where that is known already."""
+        state = self.states[placement]
+        state.orders.add(order)
+        self.collect(placement)
+        self.close()
+        if state.expected is not None and not state.wide_scales:
+            state.norms.clear()  # this loss was not scaled, or it was not undone
+            state.expected = None
+        part = self.parts.get(placement)
+        if part is None:
+            return _scaled(torch.zeros((), dtype=placement.dtype, device="cpu"), state)
+        if order not in state.norms:
+            with self.store.lease(self.key) as stored:
+                whole = _scaled(part.view(stored), state)
+                state.norms[order] = host(torch.linalg.vector_norm(whole, order))
+            del stored, whole
+        return state.norms[order]
+
+    def scaled(self, placement: Placement, factor: torch.Tensor) -> Callable[[], None]:
+        """Have the gradient multiplied by ``factor`` (0-d) when it is next used: what does so when called, once or twice."""
+        state = self.states[placement]
+        scales, wide_scales, norms = list(state.scales), list(state.wide_scales), dict(state.norms)
+        if factor != 1:
+            (wide_scales or scales).append(host(factor))
+            norms = {}
+
+        def scale() -> None:
+            state.scales, state.wide_scales, state.norms = list(scales), list(wide_scales), dict(norms)
+
+        return scale
+
+    def unscaled(self, placement: Placement, factor: torch.Tensor) -> tuple[bool, Callable[[], None]]:
+        """Have the gradient multiplied by ``factor`` (0-d), as fp32 where its type is narrower, when it is next used. Whether
+        it was finite before; and what does so when called, once or twice."""
+        self.collect(placement)
+        self.close()
+        factor, state = host(factor), self.states[placement]
+        finite = _is_finite(state)
+        known = not (state.scales or state.wide_scales or state.expected is None or not torch.equal(state.expected, factor))
+        norms, wide_scales = (dict(state.norms) if known else {}), [*state.wide_scales, factor]
+
+        def unscale() -> None:
+            state.norms, state.expected, state.wide_scales = dict(norms), factor, list(wide_scales)
+
+        return finite, unscale
+
+    def refuse_infinite(self, placement: Placement) -> None:
+        """Raise MisuseError if the gradient has NaN or infinity, or is to be multiplied by such a factor."""
+        self.collect(placement)
+        if not _is_finite(self.states[placement]):
+            self.close()
+            raise MisuseError(
+                f"the gradient of {placement.name!r} is not finite, and would make the parameter NaN: leave this step out "
+                "(optimizer.zero_grad()), or scale the loss with tiered.zero.GradScaler, which does so by itself"
+            )
+
+    # -- used up -----------------------------------------------------------------------------------------------------------
+
+    def spend(self, placement: Placement) -> None:
+        """An update within backward uses the gradient up."""
+        self.states[placement].spent = True
+        placement.parameter.grad = SpentGradient(placement.parameter, placement.name)
+
+    def refuse_spent(self, placement: Placement) -> None:
+        """Raise MisuseError if the parameter was updated within this backward pass."""
+        state = self.states.get(placement)
+        if state is not None and state.spent:
+            raise MisuseError(
+                f"a checkpointed segment reads {placement.name!r} again after its update during this backward pass, because it "
+                'uses it without a gradient there: make the optimizer with update="on_fetch"'
+            )
+
+    def close_step(self, placement: Placement) -> None:
+        """The gradient that an update within backward used up counts as none from now on."""
+        state = self.states.get(placement)
+        if state is not None and state.spent:
+            if isinstance(placement.parameter.grad, SpentGradient):
+                placement.parameter.grad = None
+            state.spent = False
+
+    def was_added_to(self, placement: Placement) -> bool:
+        """When an exception struck; ``parameter.grad`` does not show it."""
+        return placement in self.states and self.states[placement].adding
+
+    def zero(self, placement: Placement, zeros: torch.Tensor) -> None:
+        """Whatever the gradient was, it is ``zeros``, of the parameter's shape."""
+        self.take(placement, zeros)
+        self.states[placement].adding = False
+
+    def forget(self, placement: Placement) -> None:
+        """The parameter has no gradient any more."""
+        placement.parameter.grad = None
+        state = self.states.get(placement)
+        if state is not None:
+            state.adding = False
+
+    def restored(self) -> None:
+        """The store went back to a commit; what is known of gradients comes from its record."""
+
+    def delete(self) -> None:
+        """Nothing refers to the stored gradients any more."""
+        self.close()
+        if self.key in self.store:
+            self._validity.end()
+            self.store.delete(self.key)
+        for state in self.states.values():
+            state.scales.clear()
+            state.wide_scales.clear()
+
+
+def _has_finite_norm(state: GradientState) -> bool:
+    """Then it is known of all elements. From order 1 on: one NaN or infinity makes these NaN or infinite."""
+    return any(order >= 1 and math.isfinite(norm) for order, norm in state.norms.items())
+
+
+def _is_finite(state: GradientState) -> bool:
+    return state.finite and all(bool(torch.isfinite(scale)) for scale in (*state.scales, *state.wide_scales))
+
+
+def _widened(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.float() if gradient.dtype in (torch.bfloat16, torch.float16) else gradient
+
+
+def _scaled(gradient: torch.Tensor, state: GradientState) -> torch.Tensor:
+    """``gradient`` times all its factors; the same tensor where there are none."""
+    for scale in state.scales:
+        gradient = gradient.mul(scale)
+    if state.wide_scales:
+        gradient = _widened(gradient)
+        for scale in state.wide_scales:
+            gradient = gradient.mul(scale)
+    return gradient
+
+
+class Arriving(Protocol):
+    """Where backward's gradients go."""
+
+    def before(self, placement: Placement) -> None:
+        """Autograd is about to accumulate into ``parameter.grad``: clear what stands there, remembering what it meant."""
+        ...
+
+    def add(self, placement: Placement, grad: torch.Tensor) -> None:
+        """It has; ``parameter.grad`` shows from now on that there is a gradient."""
+        ...
+
+    def close(self) -> None:
+        """None of this unit's comes next."""
+        ...
+
+    def delete(self) -> None:
+        """Nothing refers to the unit's stored gradients any more."""
+        ...
+
+    def restored(self) -> None:
+        """The store went back to a commit."""
+        ...
+
+
+class LocalGradients:
+    """Sums over this rank's backward passes, in a tensor of the unit's layout that exists until they are reduced; the mean over
+    all ranks is then added to ``gradients``, which has this rank's share."""
+
+    def __init__(self, store: Tensors, key: str, plan: UnitPlan, gradients: UnitGradients) -> None:
+        self.key, self._store, self._plan, self._gradients = key, store, plan, gradients
+        self._arrived: set[Placement] = set()
+        self._opened: torch.Tensor | None = None
+        self._lease = Opened()
+
+    def has(self, placement: Placement) -> bool:
+        return placement in self._arrived
+
+    def before(self, placement: Placement) -> None:
+        grad = placement.parameter.grad
+        self._gradients.refuse_another(placement)
+        if grad is None:
+            self._arrived.discard(placement)
+            self._gradients.states[placement].accumulate = False
+        else:
+            self._collect(placement, grad)
+        placement.parameter.grad = None
+
+    def collect(self) -> None:
+        """Store what somebody assigned to ``parameter.grad``."""
+        for placement in self._gradients.states:
+            if placement.parameter.grad is not None:
+                self._collect(placement, placement.parameter.grad)
+            else:
+                self._arrived.discard(placement)
+
+    def _collect(self, placement: Placement, grad: torch.Tensor) -> None:
+        if not isinstance(grad, StoredGradient):  # it is taken for the mean, the same everywhere
+            self._arrived.discard(placement)
+            self._gradients.take(placement, grad)
+            self._gradients.close()
+            self._gradients.states[placement].accumulate = True
+
+    @torch.no_grad()  # also where backward records itself (create_graph)
+    def add(self, placement: Placement, grad: torch.Tensor) -> None:
+        if grad.layout is not torch.strided:
+            raise MisuseError(f"the gradient of {placement.name!r} is {grad.layout}: use sparse=False")
+        target = placement.view(self._open())
+        if placement in self._arrived:
+            target.add_(grad.to(target.device))
+        else:
+            target.copy_(grad)
+            self._arrived.add(placement)
+        placement.parameter.grad = self._gradients.states[placement].marker
+
+    def _open(self) -> torch.Tensor:
+        if self._opened is None:
+            self._gradients.prepare()
+            if self.key not in self._store:
+                self._store.create(self.key, TensorSpec("uint8", (self._plan.nbytes,), 1))
+            self._opened = self._lease.open(self._store.lease(self.key, access=Access.WRITE))
+        return self._opened
+
+    def close(self) -> None:
+        self._opened = None
+        self._lease.close()
+
+    def delete(self) -> None:
+        self.discard()
+        self._gradients.delete()
+
+    def restored(self) -> None:
+        self.close()
+        self._arrived.clear()
+
+    # -- reduced -----------------------------------------------------------------------------------------------------------
+
+    def complete(self) -> torch.Tensor:
+        """This rank's sums of all parameters of the unit, zeros where it has none; leased until ``discard``."""
+        whole = self._open()
+        for placement, state in self._gradients.states.items():
+            if placement.parameter.grad is None:  # somebody took it away since
+                self._arrived.discard(placement)
+                state.accumulate = False
+            if placement not in self._arrived:
+                placement.view(whole).zero_()
+        return whole
+
+    def discard(self, reduced: Collection[Placement] | None = None) -> None:
+        """The sums of these (None: of all): others stay until they are reduced, too."""
+        self.close()
+        self._arrived = set() if reduced is None else self._arrived.difference(reduced)
+        if not self._arrived and self.key in self._store:
+            self._store.delete(self.key)

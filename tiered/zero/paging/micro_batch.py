@@ -1,0 +1,419 @@
+"""Nested values, as modules take and give them: tuples, lists, dicts and dataclasses around tensors and anything else.
+
+Splits the batch inside units: parameters are read twice a step however large it is, and a unit's inside is that of a part.
+
+The forward of a *split module* is called with the whole batch and runs on one part of it after the other, each checkpointed by
+``torch.utils.checkpoint`` (Chen et al., 2016, https://arxiv.org/abs/1604.06174), with what the part was given kept in the
+store. Autograd sees what it would see in memory: the parts of a tensor, a checkpoint for each, and their concatenation. So the
+gradients are those of that, bit for bit: the sum over the parts in the order in which backward reaches them, the last part
+first; each parameter's gradient arrives once.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.checkpoint import checkpoint
+
+from tiered import MisuseError
+from tiered.zero.paging.saved_tensors import SMALL, Keeper, Kept, in_backward, unexpanded
+from tiered.zero.paging.units import Plan, is_called
+
+if TYPE_CHECKING:
+    from tiered.zero.paging.pager import Pager
+
+__all__ = ["KEPT_SHARE", "Splitter", "Structure", "flatten", "paths", "rebuild", "refuse_batch_dependent", "split_modules"]
+
+@dataclass(frozen=True)
+class Structure:
+    """What is around the leaves: the kind of container, the names in it, and what is inside. A leaf's structure is None.
+
+    ``empty`` is a dict of the same kind (and default factory) without its items; it does not count in comparisons.
+    """
+
+    kind: type
+    names: tuple[Any, ...]
+    inside: tuple[Structure | None, ...]
+    empty: Any = field(default=None, compare=False)
+
+
+def flatten(value: Any) -> tuple[list[Any], Structure | None]:
+    """The leaves of ``value`` in order, and its structure. Whatever is no container of the four kinds is a leaf."""
+    if isinstance(value, tuple | list):
+        return _gather(value, range(len(value)), value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # before dicts: some are both
+        names = [member.name for member in dataclasses.fields(value) if member.init]
+        return _gather(value, names, [getattr(value, name) for name in names])
+    if isinstance(value, dict):
+        empty = copy.copy(value)
+        empty.clear()
+        return _gather(value, value, value.values(), empty)
+    return [value], None
+
+
+def _gather(value: Any, names: Iterable[Any], inside: Iterable[Any], empty: Any = None) -> tuple[list[Any], Structure]:
+    leaves: list[Any] = []
+    structures = []
+    for child in inside:
+        found, structure = flatten(child)
+        leaves += found
+        structures.append(structure)
+    return leaves, Structure(type(value), tuple(names), tuple(structures), empty)
+
+
+def rebuild(structure: Structure | None, leaves: Iterator[Any]) -> Any:
+    """The opposite of ``flatten``, with other leaves."""
+    if structure is None:
+        return next(leaves)
+    inside = [rebuild(child, leaves) for child in structure.inside]
+    if structure.empty is not None:
+        filled = copy.copy(structure.empty)
+        filled.update(zip(structure.names, inside, strict=True))
+        return filled
+    if dataclasses.is_dataclass(structure.kind):
+        return structure.kind(**dict(zip(structure.names, inside, strict=True)))
+    return structure.kind(*inside) if hasattr(structure.kind, "_fields") else structure.kind(inside)
+
+
+def paths(structure: Structure | None, prefix: str = "") -> Iterator[str]:
+    """How to write down each leaf's place, in order: ``[1]['mask']``."""
+    if structure is None:
+        yield prefix
+        return
+    for name, child in zip(structure.names, structure.inside, strict=True):
+        dotted = dataclasses.is_dataclass(structure.kind)
+        yield from paths(child, prefix + (f".{name}" if dotted else f"[{name!r}]"))
+
+
+KEPT_SHARE = 32
+"""What is kept goes into the store in pieces of at most this fraction of the pool, and at most ``LARGEST_PIECE`` bytes."""
+LARGEST_PIECE = 4 << 20
+
+Forward = Callable[..., Any]
+_ATTENDING = (
+    *(nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
+    *(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
+)
+"""Of torch's own, those that tell by ``batch_first`` where they have the batch."""
+
+
+def split_modules(model: nn.Module, plan: Plan) -> dict[nn.Module, str]:
+    """The outermost modules that hold all parameters below them while they run, by name; ``model`` itself only when there is
+    nothing else to split.
+
+    Further out, parameters would be read once for each part; further in, more would be kept than needs to be.
+    """
+    home = {placement.parameter: index for index, unit in enumerate(plan.units) for placement in unit.placements}
+    found: dict[nn.Module, str] = {}
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, name: str) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        needed = {home[parameter] for parameter in module.parameters()}
+        if module is not model and is_called(module) and needed and needed <= set(plan.held.get(module, ())):
+            found[module] = name
+            return
+        for child_name, child in module.named_children():
+            visit(child, f"{name}.{child_name}".lstrip("."))
+
+    visit(model, "")
+    if not found and model in plan.held:
+        found[model] = type(model).__name__
+    return found
+
+
+def refuse_batch_dependent(module: nn.Module, name: str) -> None:
+    """Raise MisuseError where ``module`` or one within it computes across the batch as it is now, or where the batch is not in
+    the first dimension of what ``module`` is given."""
+    attentions = [m for m in module.modules() if isinstance(m, nn.MultiheadAttention)] if isinstance(module, _ATTENDING) else []
+    if isinstance(module, nn.RNNBase) or any(not attention.batch_first for attention in attentions):
+        raise MisuseError(
+            f"micro_batch: {name!r} ({type(module).__name__}) has the batch in the second dimension of what it takes or gives: "
+            "use batch_first=True, or a module around it that has it in the first"
+        )
+    for inner, child in module.named_modules(prefix=name):
+        statistics = isinstance(child, _NormBase) and (
+            (child.training and child.track_running_stats)
+            or (isinstance(child, nn.modules.batchnorm._BatchNorm) and (child.training or child.running_mean is None))
+        )
+        if statistics or getattr(child, "batch_dependent", False):
+            raise MisuseError(
+                f"micro_batch: {inner!r} ({type(child).__name__}) computes across the batch, which cannot be split: use "
+                "micro_batch=1, a norm of single samples, or eval() where it then uses the statistics that it has"
+            )
+
+
+class Splitter:
+    """The split modules of one paged model. ``split`` are their names."""
+
+    def __init__(self, pager: Pager, plan: Plan, pool: int, parts: int) -> None:
+        modules = split_modules(pager.model, plan)
+        self.pager, self.parts, self.split = pager, parts, tuple(modules.values())
+        piece = min(LARGEST_PIECE, pool // KEPT_SHARE) // 4096 * 4096
+        self.anywhere = torch.empty(0, device=pager.store.device)
+        """Of an argument like this checkpoint learns on which device random numbers are drawn, and draws the same again."""
+        self.keeper = Keeper(pager.store, pager.name, max(4096, piece))
+        self._batch: int | None = None  # of the forward of the model that is running
+        self._before: int | None = None  # of the one before
+        self._inside = False
+        for module, name in modules.items():
+            self._wrap(module, functools.partial(self._run, module, name))
+        if is_called(pager.model):
+            self._wrap(pager.model, self._run_model)
+
+    def _wrap(self, module: nn.Module, run: Callable[[Forward, Any, Any], Any]) -> None:
+        original = module.forward
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return run(original, args, kwargs)
+
+        module.forward = forward  # of this one object
+
+    # -- the batch ---------------------------------------------------------------------------------------------------------
+
+    def _run_model(self, original: Forward, args: Any, kwargs: Any) -> Any:
+        """The model's forward: the leading size of the first tensor that it is given is the batch."""
+        if self._batch is not None:
+            return original(*args, **kwargs)
+        leaves, _ = flatten((args, kwargs))
+        batch = _leading(leaves)
+        if batch is None:
+            raise MisuseError(
+                f"micro_batch: {type(self.pager.model).__name__} was called without a tensor whose first dimension is the batch"
+            )
+        self._batch = self._before = batch
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._batch = None
+
+    def _batch_of(self, leaves: Sequence[Any]) -> int | None:
+        """That of the model; of a module that is called by itself, its own. A recomputation finds what the forward found."""
+        if self._batch is None and self._before is not None and in_backward():
+            return self._before
+        return self._batch if self._batch is not None else _leading(leaves)
+
+    # -- forward -----------------------------------------------------------------------------------------------------------
+
+    def _run(self, module: nn.Module, name: str, original: Forward, args: Any, kwargs: Any) -> Any:
+        """``module``'s forward, part by part where it is given tensors whose leading size is the batch."""
+        if self._inside:
+            return original(*args, **kwargs)
+        leaves, structure = flatten((args, kwargs))
+        if any(isinstance(leaf, torch.Tensor) and leaf.is_nested for leaf in leaves) or _packed(structure):
+            raise MisuseError(f"micro_batch: {name!r} is given a packed or nested batch, which cannot be split")
+        batch = self._batch_of(leaves)
+        split = [i for i, leaf in enumerate(leaves) if batch is not None and self._is_batch(leaf, batch)]
+        if not split or batch is None:
+            return original(*args, **kwargs)
+        parts = max(1, min(self.parts, batch))
+        trains = torch.is_grad_enabled() and (
+            any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+            or any(parameter.requires_grad for parameter in module.parameters())
+        )
+        if parts == 1 and not trains:
+            return original(*args, **kwargs)
+        refuse_batch_dependent(module, name)
+        if parts > 1 and len(split) > 1 and batch in leaves[split[0]].shape[1:]:
+            places = list(paths(structure))
+            shapes = " and ".join(f"{places[i]} {tuple(leaves[i].shape)}" for i in split)
+            raise MisuseError(
+                f"micro_batch: {name!r} is given (args, kwargs) with {shapes}: the batch of {batch} has the size of another "
+                "dimension, so it is not clear which of them are to be split; use a batch of another size"
+            )
+        sizes = [batch // parts + (part < batch % parts) for part in range(parts)]
+        buffers = [(inner, buffer, buffer._version) for inner, buffer in module.named_buffers() if not buffer.is_inference()]
+        call = _Call(self, module, original, structure, leaves, split, sizes)
+        outputs = call.checkpointed(name) if trains else call.plain()
+        after = dict(module.named_buffers())
+        for inner, buffer, version in buffers:
+            if after.get(inner) is not buffer or buffer._version != version:
+                raise MisuseError(
+                    f"micro_batch: {name!r} changes its buffer {inner!r} in forward: it would change with every part, and "
+                    "again when the part is computed anew in backward; use micro_batch=1"
+                )
+        return outputs[0] if parts == 1 else _merge(outputs, sizes, name)
+
+    def _is_batch(self, leaf: Any, batch: int) -> bool:
+        """Parameters, buffers and views of them are shared, whatever their size, unless they were expanded to the batch."""
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.size(0) != batch:
+            return False
+        if leaf.layout is not torch.strided or leaf.stride(0) == 0:
+            return leaf.layout is torch.strided
+        return not (isinstance(leaf, nn.Parameter) or self.pager.reference(leaf) is not None or self._is_buffer(leaf))
+
+    def _is_buffer(self, tensor: torch.Tensor) -> bool:
+        if tensor.requires_grad:
+            return False
+        address = tensor.untyped_storage().data_ptr()
+        return any(
+            address == buffer.untyped_storage().data_ptr()
+            for buffer in self.pager.model.buffers()
+            if buffer.layout is torch.strided
+        )
+
+    def undivided(self, compute: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
+        """Compute a part. While it runs nothing within it is split."""
+        before, self._inside = self._inside, True
+        try:
+            return compute(leaves)
+        finally:
+            self._inside = before
+
+    def reset(self) -> None:
+        """Nothing runs, whatever an interruption left."""
+        self._inside, self._batch = False, None
+
+    # -- what autograd saves between split modules -------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Kept:
+        """Keep in the store what is large and would be in memory for the sake of backward alone."""
+        if (
+            tensor.layout is not torch.strided
+            or unexpanded(tensor).nbytes < SMALL
+            or (tensor.is_leaf and tensor.requires_grad)
+            or self._is_buffer(tensor)
+        ):
+            return tensor
+        kept = self.keeper.keep("saved", tensor, [tensor.size(0) if tensor.dim() else 1])
+        return tensor if kept is None else kept[0]
+
+
+class _Call:
+    """One call of a split module, with the whole batch in ``leaves``; those numbered ``split`` have it."""
+
+    def __init__(
+        self,
+        splitter: Splitter,
+        module: nn.Module,
+        original: Forward,
+        structure: Structure | None,
+        leaves: list[Any],
+        split: list[int],
+        sizes: list[int],
+    ) -> None:
+        self._splitter, self._module, self._leaves, self._sizes = splitter, module, leaves, sizes
+        self._compute = functools.partial(_compute, original, structure)
+        self._pieces = {i: torch.split(leaves[i], sizes) if len(sizes) > 1 else (leaves[i],) for i in split}
+
+    def plain(self) -> list[Any]:
+        """Each part's output, where nothing will be needed for a backward."""
+        return [self._splitter.undivided(self._compute, self._given(part)) for part in range(len(self._sizes))]
+
+    def checkpointed(self, name: str) -> list[Any]:
+        """Each part's output, with what each is given kept in the store; its inside will be computed again."""
+        kept = {i: self._splitter.keeper.keep(f"{name}.{i}", self._leaves[i], self._sizes) for i in self._pieces}
+        outputs = []
+        for part in range(len(self._sizes)):
+            given = self._given(part)
+            again: list[Any] = []
+            for i, leaf in enumerate(given):
+                found = kept.get(i)
+                if not isinstance(leaf, torch.Tensor):
+                    again.append(leaf)
+                elif found is not None:
+                    again.append(_Again(found[part], leaf.requires_grad))
+                else:
+                    reference = self._splitter.pager.reference(leaf)
+                    again.append(_Again(leaf.detach() if reference is None else reference, leaf.requires_grad))
+            run = _Part(self._splitter, self._module, self._compute, given, again)
+            outputs.append(checkpoint(run, self._splitter.anywhere, use_reentrant=False))
+        return outputs
+
+    def _given(self, part: int) -> list[Any]:
+        return [self._pieces[i][part] if i in self._pieces else leaf for i, leaf in enumerate(self._leaves)]
+
+
+def _compute(original: Forward, structure: Structure | None, leaves: list[Any]) -> Any:
+    args, kwargs = rebuild(structure, iter(leaves))
+    return original(*args, **kwargs)
+
+
+class _Again:
+    """A tensor for the recomputation: kept, a reference to a paged parameter, or one that is shared by all parts."""
+
+    __slots__ = ("requires_grad", "source")
+
+    def __init__(self, source: object, requires_grad: bool) -> None:
+        self.source, self.requires_grad = source, requires_grad
+
+
+class _Part:
+    """A part's forward. The first call has the tensors themselves and lets go of them; later ones bring back what was kept."""
+
+    def __init__(
+        self, splitter: Splitter, module: nn.Module, compute: Callable[[list[Any]], Any], given: list[Any], again: list[Any]
+    ) -> None:
+        self._splitter, self._module, self._compute, self._again = splitter, module, compute, again
+        self._given: list[Any] | None = given
+        self._versions = splitter.pager.versions(module)
+
+    def __call__(self, anywhere: torch.Tensor) -> Any:
+        given, self._given = self._given, None
+        if given is not None:
+            return self._splitter.undivided(self._compute, given)
+        self._splitter.keeper.sweep()
+        with self._splitter.pager.recomputing(self._module, self._versions) as unpack:
+            leaves = []
+            for leaf in self._again:
+                if isinstance(leaf, _Again):
+                    leaves.append(unpack(leaf.source).detach().requires_grad_(leaf.requires_grad))
+                else:
+                    leaves.append(leaf)
+            return self._splitter.undivided(self._compute, leaves)
+
+
+def _merge(outputs: list[Any], sizes: list[int], name: str) -> Any:
+    """One output of all parts': tensors with the parts' leading sizes one after the other, all else equal."""
+    flat = [flatten(output) for output in outputs]
+    structure = flat[0][1]
+    if any(other != structure for _, other in flat):
+        raise MisuseError(f"micro_batch: the outputs of {name!r} for the parts of a batch have different structures")
+    merged = []
+    for place, same in zip(paths(structure), zip(*(leaves for leaves, _ in flat), strict=True), strict=True):
+        first = same[0]
+        if all(leaf is first for leaf in same):
+            merged.append(first)
+        elif all(isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (size,) for leaf, size in zip(same, sizes, strict=True)):
+            merged.append(torch.cat(same))
+        elif all(_equal(leaf, first) for leaf in same):
+            merged.append(first)
+        else:
+            what = f"of shape {tuple(first.shape)}" if isinstance(first, torch.Tensor) else f"a {type(first).__name__}"
+            raise MisuseError(
+                f"micro_batch: output{place} of {name!r} ({what}) differs between the parts of a batch, and its leading size "
+                "is not the batch's: it cannot be put together; return it by sample, or compute it further out"
+            )
+    return rebuild(structure, iter(merged))
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        tensors = isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and left.dtype is right.dtype
+        return tensors and torch.equal(left.detach(), right.detach())
+    try:
+        return bool(left == right)
+    except (TypeError, ValueError, RuntimeError):  # an array of some other library
+        return False
+
+
+def _leading(leaves: Sequence[Any]) -> int | None:
+    """Leading size of the first tensor; None when there is none, or it has no dimension."""
+    first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+    return None if first is None or first.is_nested or first.dim() == 0 else first.size(0)
+
+
+def _packed(structure: Structure | None) -> bool:
+    return structure is not None and (structure.kind is PackedSequence or any(_packed(child) for child in structure.inside))

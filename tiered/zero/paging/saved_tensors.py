@@ -1,0 +1,307 @@
+"""What torch's autograd does at this moment, as far as paging has to know.
+
+What backward will need of a forward, kept as ordinary tensors in the store: under pressure they spill by themselves.
+"""
+
+from __future__ import annotations
+
+import heapq
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tiered import MisuseError, TieredStore
+from tiered.zero.paging.storage import Tensors, top_of
+
+__all__ = [
+    "SMALL",
+    "Keeper",
+    "Kept",
+    "drop_queued",
+    "graph_task",
+    "hooks_active",
+    "in_backward",
+    "is_called_within",
+    "pop_hooks",
+    "push_hooks",
+    "refuse_tracing",
+    "restore_recording",
+    "without_grad",
+]
+
+_MODES = torch._C._TorchDispatchModeKey
+
+
+def graph_task() -> int:
+    """The number of the backward pass that runs this function, -1 outside."""
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs this function: a hook, or a part of forward that is computed again."""
+    return graph_task() != -1
+
+
+def hooks_active() -> Any:
+    """The saved-tensor hooks in force, of whoever (torch.utils.checkpoint, for one); the innermost pair wins."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def push_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+    """Have them in force until ``pop_hooks``. The context manager of torch would keep an object for it, which an exception may
+    lose."""
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def pop_hooks() -> None:
+    """The innermost pair, which is in force no longer."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+_unrecorded: set[without_grad] = set()
+"""Those that are in force, or that an exception has kept from ending."""
+
+
+class without_grad:  # as torch.no_grad, which it is but for ``restore_recording``
+    """``with without_grad():`` nothing is recorded."""
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        if self._before:
+            _unrecorded.add(self)
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_grad_enabled(self._before)
+        _unrecorded.discard(self)
+
+
+def restore_recording() -> None:
+    """Nothing of ours is running: have torch record again where an exception struck as a ``without_grad`` ended."""
+    if _unrecorded:
+        torch._C._set_grad_enabled(True)
+        _unrecorded.clear()
+
+
+def refuse_tracing() -> None:
+    """Raise MisuseError where torch does not compute but writes down what would be computed: with tensors that have no values,
+    or with the addresses of parameters that will be elsewhere."""
+    what = ""
+    if torch.compiler.is_compiling():  # first, for what comes next cannot be compiled
+        what = "torch.compile, or torch.export,"
+    elif torch._C._get_tracing_state() is not None:
+        what = "torch.jit.trace"
+    elif torch._C._len_torch_dispatch_stack():
+        if torch._C._get_dispatch_mode(_MODES.FAKE) is not None:
+            what = "torch.export, or a FakeTensorMode,"
+        elif any(torch._C._get_dispatch_mode(mode) is not None for mode in (_MODES.PROXY, _MODES.FUNCTIONAL)):
+            what = "torch.fx (make_fx)"
+    elif _compiles(torch._C._dynamo.eval_frame.get_eval_frame_callback()):  # it gave the model up, and would compile us instead
+        what = "torch.compile"
+    if what:
+        raise MisuseError(
+            f"{what} cannot look into a paged model, whose parameters are in memory only while they are used: give it a model "
+            "that is not paged (one made anew, with load_state_dict(model.state_dict()))"
+        )
+
+
+def _compiles(callback: object) -> bool:
+    """Whether torch.compile is at work with ``callback``. Its backend "eager" runs everything as it is, and is right."""
+    if not callable(callback):
+        return False
+    while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
+        callback = inner
+    return getattr(callback, "compiler_name", None) != "eager"
+
+
+def drop_queued() -> None:
+    """Autograd's queue of this thread keeps what an exception left in it, with all that the graph saved (aliases of units,
+    too), until the thread's next backward. Here is one."""
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.zeros((), requires_grad=True, device="cpu").clone().backward()  # type: ignore[no-untyped-call]
+
+
+def is_called_within(modules: set[nn.Module]) -> bool:
+    """Whether one of them is being called, further up in this thread."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") in modules:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+SMALL = 4 << 10
+"""Bytes: smaller tensors stay in memory. In the store they would take a page, too."""
+ALIGNMENT = 64
+"""Bytes: a tensor comes back at the same distance from a multiple of this, so that kernels take the same path."""
+
+
+class Kept:
+    """One tensor, with its strides. Its keys are deleted some time after the last reference to this object is gone.
+
+    ``restore`` gives a copy: where the tensor was expanded (stride 0), of what it was expanded from.
+    """
+
+    def __init__(self, store: Tensors, books: _Books, tensor: torch.Tensor, piece: int) -> None:
+        self._store, self._books, self._piece = store, books, max(1, piece // tensor.itemsize)
+        self._expanded = tensor.size()
+        tensor = unexpanded(tensor)
+        self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
+        self._device = tensor.device
+        self._phase = tensor.data_ptr() % ALIGNMENT // tensor.itemsize
+        self._dense = tensor.numel() == _span(self._size, self._stride)
+        self.keys: list[str] = []
+        self._small: torch.Tensor | None = None
+
+    def fill(self, tensor: torch.Tensor, key: str) -> None:
+        """Put the values under ``key``, in pieces where they are many. Raises what the store raises."""
+        tensor = unexpanded(tensor.detach())
+        if tensor.nbytes < SMALL:
+            self._small = self._empty()
+            self._small.copy_(tensor)
+            return
+        flat = tensor.as_strided((tensor.numel(),), (1,)) if self._dense else tensor.reshape(-1)
+        pieces = torch.split(flat, self._piece)
+        for number, part in enumerate(pieces):
+            self.keys.append(key if len(pieces) == 1 else f"{key}.{number}")
+            self._store.put(self.keys[-1], part)
+
+    @torch.no_grad()
+    def restore(self) -> torch.Tensor:
+        """A tensor of the same values, size, strides and dtype; it needs no gradient. Raises what the store raises, and
+        MisuseError where the store went back to a commit since."""
+        if self._books.over:
+            raise MisuseError("this graph was made before zero.rollback, and what it needs is gone: compute the loss again")
+        made = self._empty()
+        if self._small is not None:
+            return made.copy_(self._small).expand(self._expanded)
+        flat = made.as_strided((made.numel(),), (1,)) if self._dense else made.new_empty(made.numel())
+        for key, part in zip(self.keys, torch.split(flat, self._piece), strict=True):
+            with self._store.lease(key) as stored:
+                part.copy_(stored)
+            del stored
+        if not self._dense:
+            made.copy_(flat.view(self._size))
+        return made.expand(self._expanded)
+
+    def _empty(self) -> torch.Tensor:
+        memory = torch.empty(self._phase + _span(self._size, self._stride), dtype=self._dtype, device=self._device)
+        return memory.as_strided(self._size, self._stride, self._phase)
+
+
+class _Trace(weakref.ref[Kept]):
+    """What is left of a ``Kept`` that is gone: which keys to delete. Its callback is a method of C, which no signal handler
+    can interrupt."""
+
+    __slots__ = ("keys", "label", "number")
+    label: str
+    number: int
+    keys: list[str]
+
+
+class _Books:
+    """Which numbers are free and used, by label; ``traces`` of what is kept, and of what is ``gone``."""
+
+    def __init__(self) -> None:
+        self.free: dict[str, list[int]] = {}
+        self.used: dict[str, int] = {}
+        self.traces: set[_Trace] = set()
+        self.gone: deque[_Trace] = deque()
+        self.known = WeakIdKeyDictionary()
+        self.over = False
+        """The store went back to a commit: the keys are gone, or others' by now."""
+
+
+class Keeper:
+    """Keeps tensors under ``NAME/input/LABEL#NUMBER``, the smallest number that is free: each step uses the same keys.
+
+    A tensor that is kept twice, unchanged, is stored once. Used by one thread; what is kept may be let go of in any.
+    """
+
+    def __init__(self, store: TieredStore, name: str, piece: int) -> None:
+        self._all, self._store, self._prefix, self._piece = store, top_of(store), f"{name}/input", piece
+        self._books = _Books()
+
+    def keep(self, label: str, tensor: torch.Tensor, sizes: Sequence[int]) -> list[Kept] | None:
+        """One for each of the parts of ``sizes`` along the first dimension; a single size is the whole. None for what can only
+        be kept as it is: not strided, conjugated, or with elements that share memory in other ways than by expansion.
+
+        Raises what the store raises.
+        """
+        self.sweep()
+        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or overlaps(unexpanded(tensor)):
+            return None
+        known = self._books.known.get(tensor)  # type: ignore[no-untyped-call]
+        state = None if tensor.is_inference() else (tensor.data_ptr(), tensor._version, tuple(sizes))
+        if known is not None and known[0] == state:
+            found = [reference() for reference in known[1]]
+            if None not in found:
+                return found
+        parts = [tensor] if len(sizes) == 1 else torch.split(tensor.detach(), list(sizes))
+        kept = [self._keep(label if len(sizes) == 1 else f"{label}.{number}", part) for number, part in enumerate(parts)]
+        if state is not None:  # else nothing would tell that it was changed
+            self._books.known[tensor] = (state, [weakref.ref(one) for one in kept])
+        return kept
+
+    def _keep(self, label: str, tensor: torch.Tensor) -> Kept:
+        books = self._books
+        kept = Kept(self._store, books, tensor, self._piece)
+        free = books.free.setdefault(label, [])
+        number = heapq.heappop(free) if free else books.used.get(label, 0)
+        books.used[label] = max(books.used.get(label, 0), number + 1)
+        trace = _Trace(kept, books.gone.append)
+        trace.label, trace.number, trace.keys = label, number, kept.keys
+        books.traces.add(trace)  # from here on its end is noticed, and it has nothing in the store before
+        kept.fill(tensor, f"{self._prefix}/{label}#{number}")
+        return kept
+
+    def sweep(self) -> None:
+        """Delete what nobody needs any more. Not done where that is noticed, which may be inside a garbage collection."""
+        books = self._books
+        while books.gone:
+            trace = books.gone[0]
+            for key in trace.keys:
+                if key in self._store:
+                    self._store.delete(key)
+            books.gone.popleft()  # whose number is nobody's if this is interrupted here: better than twice somebody's
+            books.traces.discard(trace)
+            heapq.heappush(books.free[trace.label], trace.number)
+
+    def forget(self) -> None:
+        """The store went back to a commit: no graph of before can be used any more, and none needs anything in the store."""
+        self._books.over = True
+        for key in [key for key in self._all if key.startswith(f"{self._prefix}/")]:
+            self._store.delete(key)
+        self._books = _Books()
+
+
+def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    """One of each of the elements that dimensions of stride 0 repeat."""
+    if 0 not in tensor.stride():
+        return tensor
+    return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two elements may be in the same place (they are not when every stride steps over all smaller dimensions)."""
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size > 1 and stride < reach:
+            return True
+        reach += (size - 1) * stride if size > 1 else 0
+    return False
+
+
+def _span(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last in memory."""
+    if 0 in size:
+        return 0
+    return 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))

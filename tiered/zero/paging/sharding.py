@@ -1,0 +1,393 @@
+"""How the ranks of a training divide what a model takes: ZeRO's stages, as what each rank keeps only its share of.
+
+After Rajbhandari et al., 2020 (https://arxiv.org/abs/1910.02054). Per step and rank, of Φ parameters and N ranks, stages 1 and
+2 send 2Φ(N-1)/N elements (gradients scattered, updated parameters gathered), stage 3 sends 3Φ(N-1)/N (parameters gathered in
+forward and in backward, gradients scattered).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+from uuid import uuid4
+
+import torch
+from torch import nn
+
+from tiered import Access, CommitError, MisuseError, RankError, TensorSpec, TieredError, TieredStore
+from tiered.zero.collectives import Ranks
+from tiered.zero.paging.gradients import Arriving, LocalGradients, UnitGradients
+from tiered.zero.paging.reduction import Exchange, NoExchange, Reductions
+from tiered.zero.paging.storage import Gathered, Replicated, Stored, Tensors, Validity, Whole, dram_of
+from tiered.zero.paging.units import Placement, UnitPlan
+from tiered.zero.rank_stores import BEGUN, META, number_of, said_in, shared_json
+
+if TYPE_CHECKING:
+    from tiered.zero.paging.unit import Unit
+
+__all__ = ["Alone", "Partition", "Shared", "Stage", "Stage1", "Stage2", "Stage3"]
+
+ROOMY = 12
+"""Times the largest unit that a pool has to be so that the next unit is gathered, and another one's gradients are on their way,
+while one computes: that is six tensors in use of at most this size, and wherever they lie, a seventh has room."""
+
+
+class Stage(Protocol):
+    """What is divided beside the optimizer's states."""
+
+    @property
+    def early(self) -> bool:
+        """Whether gradients are reduced as soon as backward is through with a unit, and else once a step."""
+        ...
+
+    @property
+    def replicated(self) -> bool:
+        """Whether each rank has all parameters."""
+        ...
+
+    def stored(
+        self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
+    ) -> Stored:
+        """Parameters of one unit. ``updates``: the store, where updates are computed."""
+        ...
+
+    def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
+        """See ``Partition``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Stage1:
+    """Optimizer states are divided. Each rank's store has all parameters, and its own gradients of all of them until
+    ``step()``: however many backward passes there are before it, they are reduced once."""
+
+    early, replicated = False, True
+
+    def stored(
+        self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
+    ) -> Stored:
+        return Replicated(store, key, validity, updates, plan, ranks)
+
+    def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
+        return Alone().filling(store, key, plan)
+
+
+@dataclass(frozen=True)
+class Stage2:
+    """Optimizer states and gradients are divided: each backward pass reduces them, unless it is within ``zero.no_sync``. Each
+    rank's store has all parameters."""
+
+    early, replicated = True, True
+
+    def stored(
+        self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
+    ) -> Stored:
+        return Replicated(store, key, validity, updates, plan, ranks)
+
+    def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
+        return Alone().filling(store, key, plan)
+
+
+@dataclass(frozen=True)
+class Stage3:
+    """Parameters are divided, too: those of a unit are gathered before it computes."""
+
+    early, replicated = True, False
+
+    def stored(
+        self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
+    ) -> Stored:
+        return Gathered(store, key, validity, updates, plan, ranks)
+
+    @contextmanager
+    def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> Iterator[torch.Tensor]:
+        share, host = plan.stored_nbytes // plan.shares, dram_of(store)
+        gathered = Gathered(store, key, Validity(store, key), host, plan, ranks)
+        host.create(key, TensorSpec("uint8", (share,), 1))
+        with gathered.room() as unit:
+            yield unit
+            gathered.write_back(unit)
+            del unit
+
+
+_unfinished: weakref.WeakKeyDictionary[TieredStore, str] = weakref.WeakKeyDictionary()
+"""Stores whose last commit is not known to be one of all ranks."""
+
+
+def _lost(fine: torch.Tensor) -> str:
+    return "rank " + ", ".join(str(rank) for rank, one in enumerate(fine.tolist()) if not one)
+
+
+class Partition(Protocol):
+    """Of one model."""
+
+    shares: int
+    rank: int
+
+    @property
+    def replicated(self) -> bool:
+        """Whether each process has all parameters."""
+        ...
+
+    def share(self) -> dict[str, int | str]:
+        """What is written down of it in a checkpoint."""
+        ...
+
+    def stored(self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity) -> Stored: ...
+
+    def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
+        """Where backward's gradients go."""
+        ...
+
+    def exchange(self, units: Sequence[Unit], pool: int) -> Exchange:
+        """``pool``: bytes of memory in the store."""
+        ...
+
+    def filling(self, store: TieredStore, key: str, plan: UnitPlan) -> AbstractContextManager[torch.Tensor]:
+        """Host memory for all of a unit as it is in the store (uint8), where its first values are put; ``key`` has them
+        then."""
+        ...
+
+    def same_buffers(self, model: nn.Module) -> None:
+        """All have the values of rank 0's."""
+        ...
+
+    def least(self, value: int) -> int:
+        """Of what all processes give."""
+        ...
+
+    def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
+        """Each as it is where all processes have it True."""
+        ...
+
+    def refuse_apart(self, store: TieredStore) -> None:
+        """Raise MisuseError where the processes' stores are not as of one commit."""
+        ...
+
+    def goes_on(self, number: int) -> None:
+        """From the commit of all ranks with this number (0: it had none), which is in other stores."""
+        ...
+
+    def noted(self, store: TieredStore, meta: Mapping[str, object] | None) -> Mapping[str, object] | None:
+        """What a commit's meta is where one process commits."""
+        ...
+
+    def joins(self, store: TieredStore) -> None:
+        """A model in ``store`` is divided so."""
+        ...
+
+    def commit(
+        self, store: TieredStore, meta: Mapping[str, object] | None, prepare: Callable[[], None], undo: Callable[[], None]
+    ) -> int:
+        """``prepare()`` and ``store.commit`` on all ranks, or on none of them that counts: then ``undo()`` what is prepared."""
+        ...
+
+    def whole(self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str) -> torch.Tensor:
+        """All of a parameter, or of what is like it, of which this rank has ``part``. In the parameter's shape and strides, in
+        host memory, as ``part``."""
+        ...
+
+
+class Alone:
+    """One process has everything."""
+
+    shares, rank, replicated = 1, 0, True
+
+    def __init__(self) -> None:
+        self._after = 0
+
+    def share(self) -> dict[str, int | str]:
+        return {"stage": "Alone", "rank": 0, "ranks": 1}
+
+    def stored(self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity) -> Stored:
+        return Whole(store, key, validity, updates)
+
+    def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
+        return gradients
+
+    def exchange(self, units: Sequence[Unit], pool: int) -> Exchange:
+        return NoExchange()
+
+    @contextmanager
+    def filling(self, store: TieredStore, key: str, plan: UnitPlan) -> Iterator[torch.Tensor]:
+        host = dram_of(store)
+        host.create(key, TensorSpec("uint8", (plan.stored_nbytes,), 1))
+        with host.lease(key, access=Access.WRITE) as unit:
+            yield unit
+            del unit
+
+    def same_buffers(self, model: nn.Module) -> None: ...
+
+    def least(self, value: int) -> int:
+        return value
+
+    def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
+        return list(flags)
+
+    def refuse_apart(self, store: TieredStore) -> None: ...
+
+    def goes_on(self, number: int) -> None:
+        self._after = number
+
+    def noted(self, store: TieredStore, meta: Mapping[str, object] | None) -> Mapping[str, object] | None:
+        """What ranks began is counted on, so that it stays known which of several sets of stores is the newest."""
+        self._after = max(self._after, number_of(store.meta))
+        if not self._after:
+            return meta
+        self._after += 1
+        return {**(store.meta if meta is None else meta), META: {"name": uuid4().hex, "number": self._after, "of": 1}}
+
+    def joins(self, store: TieredStore) -> None: ...
+
+    def commit(
+        self, store: TieredStore, meta: Mapping[str, object] | None, prepare: Callable[[], None], undo: Callable[[], None]
+    ) -> int:
+        prepare()
+        return store.commit(self.noted(store, meta))
+
+    def whole(self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str) -> torch.Tensor:
+        return part
+
+
+class Shared:
+    """Several have a share each."""
+
+    def __init__(self, ranks: Ranks, stage: Stage) -> None:
+        self.ranks, self.stage = ranks, stage
+        self.shares, self.rank = ranks.size, ranks.rank
+        self._after = 0
+
+    @property
+    def replicated(self) -> bool:
+        return self.stage.replicated
+
+    def share(self) -> dict[str, int | str]:
+        return {"stage": type(self.stage).__name__, "rank": self.rank, "ranks": self.shares}
+
+    def stored(self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity) -> Stored:
+        return self.stage.stored(store, updates, key, plan, validity, self.ranks)
+
+    def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
+        return LocalGradients(dram_of(store), f"{key}/local", plan, gradients)
+
+    def exchange(self, units: Sequence[Unit], pool: int) -> Exchange:
+        roomy = pool >= ROOMY * max((unit.plan.nbytes for unit in units), default=0)
+        early, replicated = self.stage.early, self.stage.replicated
+        return Reductions(self.ranks, units, early=early, replicated=replicated, overlapped=roomy)
+
+    @contextmanager
+    def filling(self, store: TieredStore, key: str, plan: UnitPlan) -> Iterator[torch.Tensor]:
+        with self.stage.filling(store, key, plan, self.ranks) as unit:
+            yield unit
+            self.ranks.broadcast(unit, f"the first values of {key!r}")
+            del unit
+
+    def same_buffers(self, model: nn.Module) -> None:
+        for name, buffer in model.named_buffers():
+            self.ranks.broadcast(buffer, f"the buffer {name!r}")
+
+    def least(self, value: int) -> int:
+        return int(self.ranks.shared(torch.tensor([value], device="cpu"), "the smallest pool").amin())
+
+    def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
+        return self.ranks.shared(torch.tensor(flags, dtype=torch.uint8, device="cpu"), what).amin(0).bool().tolist()
+
+    def refuse_apart(self, store: TieredStore) -> None:
+        if store in _unfinished:
+            raise CommitError(f"{_unfinished[store]}: open the stores again with zero.open_store")
+        said = said_in(store.meta, str(store))
+        names = shared_json(self.ranks, None if said is None else said.name, str | None)
+        if len(set(names)) > 1:
+            raise MisuseError(
+                f"the ranks' stores are not as of one commit (this is rank {self.rank}'s {store}, at generation "
+                f"{store.generation}): open them with zero.open_store, which finds the newest that all have"
+            )
+
+    def goes_on(self, number: int) -> None:
+        self._after = number
+
+    def noted(self, store: TieredStore, meta: Mapping[str, object] | None) -> Mapping[str, object] | None:
+        raise AssertionError("ranks commit together")
+
+    def joins(self, store: TieredStore) -> None:
+        store.refuse_commits(
+            "the ranks' stores are committed together, by zero.commit: a commit of this one alone would take the place of one "
+            "that all have"
+        )
+
+    def commit(
+        self, store: TieredStore, meta: Mapping[str, object] | None, prepare: Callable[[], None], undo: Callable[[], None]
+    ) -> int:
+        """Each rank commits to its own store; acknowledged once all have. Those that have the generation, and those that do
+        not, go back to the last one of all when the stores are opened again (``zero.open_store``)."""
+        if store in _unfinished:
+            raise CommitError(
+                f"{_unfinished[store]}; so some ranks have a generation that others lack, and another one could drop the last "
+                "that all have: open the stores again with zero.open_store"
+            )
+        try:
+            said, begun = self._begin(store, prepare)
+        except BaseException:
+            undo()  # on each rank: what is prepared is of a commit that there is not
+            raise
+        before = store.meta if meta is None else dict(meta)
+        if not begun:  # so that a rank that has nothing has lost it, where another has a commit of all
+            alone = {key: value for key, value in store.meta.items() if key != META}  # it is no commit of all
+            self._commit(store, {**alone, BEGUN: True}, "could not begin to commit")
+        return self._commit(store, {**before, BEGUN: True, META: said}, "could not commit; the last commit of all ranks holds")
+
+    def _begin(self, store: TieredStore, prepare: Callable[[], None]) -> tuple[dict[str, object], bool]:
+        """What the meta of the commit says of it, and whether all ranks have committed before."""
+        error: Exception | None = None
+        try:
+            prepare()
+        except RankError:
+            raise
+        except Exception as problem:
+            error = problem
+        name = torch.frombuffer(bytearray(uuid4().bytes), dtype=torch.uint8).clone()
+        self.ranks.broadcast(name, "the name of a commit")
+        number = max(self._after, number_of(store.meta)) + 1
+        mine = torch.tensor([number, error is None, BEGUN in store.meta], device="cpu")
+        told = self.ranks.shared(mine, "the begin of a commit")
+        self._agreed(told[:, 1], error, "could not begin a commit; nothing was committed")
+        self._after = int(told[:, 0].amax())
+        first = META not in store.meta  # in these stores, whatever was taken over
+        said = {"name": bytes(name.tolist()).hex(), "number": self._after, "of": self.shares, "first": first}
+        return said, bool(told[:, 2].all())
+
+    def _commit(self, store: TieredStore, meta: Mapping[str, object], otherwise: str) -> int:
+        generation, _unfinished[store] = 0, "a commit did not come to its end"
+        error: TieredError | None = None
+        store.refuse_commits(None)
+        try:
+            generation = store.commit(meta)
+        except TieredError as problem:
+            error = problem
+        finally:
+            self.joins(store)
+        done = self.ranks.shared(torch.tensor([error is None], device="cpu"), "the end of a commit").view(-1)
+        if not all(done):
+            _unfinished[store] = f"the commit failed on {_lost(done)}"
+        self._agreed(done, error, otherwise)
+        del _unfinished[store]
+        return generation
+
+    def _agreed(self, fine: torch.Tensor, error: Exception | None, what: str) -> None:
+        """Raise ``error``, or what is the error of others."""
+        if error is not None:
+            raise error
+        if not all(fine):
+            raise CommitError(f"{_lost(fine)}, which says why, {what}")
+
+    def whole(self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str) -> torch.Tensor:
+        shares = [plan.parts(rank).get(placement) for rank in range(self.shares)]
+        sizes = [0 if share is None else share.numel for share in shares]
+        padded = torch.zeros(max(sizes, default=0), dtype=part.dtype, device="cpu")
+        padded[: part.numel()] = part.reshape(-1)
+        found = self.ranks.shared(padded, f"{what} of {placement.name!r}")
+        flat = torch.cat([row[:size] for row, size in zip(found, sizes, strict=True)])
+        return flat.as_strided(placement.shape, placement.stride)

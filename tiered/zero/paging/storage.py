@@ -1,0 +1,431 @@
+"""In which tier parameters compute, and in which one they are updated.
+
+Parameters come to the top tier. Gradients and optimizer states go no further up than where updates are computed: with a device
+that is host memory (Ren et al., 2021, ZeRO-Offload, https://arxiv.org/abs/2101.06840), or the device. Where something lies
+meanwhile is the store's business.
+
+Whether what was committed of a model beside its tensors still fits them.
+
+How a unit's parameters come out of the store to be used, and back when they were written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Literal, Protocol, overload
+
+import torch
+
+from tiered import Access, MisuseError, Span, TensorSpec, TieredStore
+from tiered.zero.collectives import Ranks, Under
+from tiered.zero.leases import Leases, Opened
+from tiered.zero.paging.units import UnitPlan
+
+__all__ = [
+    "AtTier",
+    "Converted",
+    "Gathered",
+    "Replicated",
+    "Stored",
+    "Tensors",
+    "UpdateTier",
+    "Validity",
+    "Whole",
+    "dram_of",
+    "host",
+    "top_of",
+    "updates_of",
+]
+
+UpdateTier = Literal["dram", "hbm"]
+
+
+class Tensors(Protocol):
+    """What gradients and states use of a store. See there."""
+
+    def __contains__(self, key: object, /) -> bool: ...
+
+    def spec(self, key: str) -> TensorSpec: ...
+
+    def get(self, key: str) -> torch.Tensor: ...
+
+    def put(self, key: str, tensor: torch.Tensor) -> None: ...
+
+    def create(self, key: str, spec: TensorSpec) -> None: ...
+
+    def delete(self, key: str) -> None: ...
+
+    @overload
+    def lease(self, key: str, *, access: Access = ...) -> AbstractContextManager[torch.Tensor]: ...
+    @overload
+    def lease(self, key: list[str], *, access: Access = ...) -> AbstractContextManager[tuple[torch.Tensor, ...]]: ...
+
+    def span(self, kind: str, name: str) -> AbstractContextManager[Any]: ...
+
+
+class AtTier:
+    """A store whose tensors are made and leased in ``tier`` (None: the top one), and whose leases are in the books."""
+
+    def __init__(self, store: TieredStore, tier: str | None) -> None:
+        self._store, self._tier = store, tier
+        self._leases = Leases.of(store)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._store
+
+    def spec(self, key: str) -> TensorSpec:
+        return self._store.spec(key)
+
+    def get(self, key: str) -> torch.Tensor:
+        return self._store.get(key)
+
+    def put(self, key: str, tensor: torch.Tensor) -> None:
+        self._store.put(key, tensor)
+
+    def create(self, key: str, spec: TensorSpec) -> None:
+        self._store.create(key, spec, tier=self._tier)
+
+    def delete(self, key: str) -> None:
+        self._store.delete(key)
+
+    def lease(self, key: Any, *, access: Access = Access.READ) -> Any:
+        return self._leases.registered(self._store.lease(key, access=access, tier=self._tier), key)
+
+    def span(self, kind: str, name: str) -> Span:
+        return self._store.span(kind, name)
+
+
+def top_of(store: TieredStore) -> Tensors:
+    """``store``, where parameters compute."""
+    return AtTier(store, None)
+
+
+def dram_of(store: TieredStore) -> Tensors:
+    """``store``, in host memory."""
+    return AtTier(store, "dram")
+
+
+def updates_of(store: TieredStore, tier: UpdateTier) -> Tensors:
+    """``store``, where updates are computed. Raises MisuseError for a tier that it has not."""
+    names = [one.name for one in store.statistics().tiers]
+    if tier not in ("dram", "hbm"):
+        raise MisuseError(f"update_tier is 'dram' or 'hbm', not {tier!r}")
+    if tier not in names:
+        raise MisuseError(f"update_tier={tier!r}: this store has no such tier; open it with hbm=, or leave update_tier out")
+    return AtTier(store, tier)
+
+
+def host(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or a copy of it in host memory."""
+    return tensor.to("cpu")
+
+
+class Validity:
+    """The record of a model's last commit is deleted before any of its tensors changes.
+
+    So a commit of the store that knows nothing of the model never pairs an old record with newer tensors.
+    """
+
+    def __init__(self, store: TieredStore, name: str) -> None:
+        self.key = f"{name}/checkpoint"
+        self._store = store
+        self._changed_in: int | None = None
+
+    @property
+    def changed(self) -> bool:
+        """Whether anything changed since the last commit."""
+        return self._changed_in == self._store.generation
+
+    def note(self) -> None:
+        """Something that is in no tensor is about to change."""
+        self._changed_in = self._store.generation
+
+    def unchanged(self) -> None:
+        """All is as in the last commit."""
+        self._changed_in = None
+
+    def end(self) -> None:
+        """Something is about to change."""
+        self.note()
+        if self.key in self._store:
+            self._store.delete(self.key)
+
+
+class Stored(Protocol):
+    """One unit's parameters. ``open`` and ``close`` in turn."""
+
+    def begin(self) -> None:
+        """``open`` for READ comes soon."""
+        ...
+
+    def give_up(self) -> None:
+        """It does not, or what it would give is not right any more."""
+        ...
+
+    def restored(self) -> None:
+        """The store went back to a commit."""
+        ...
+
+    def refresh(self) -> None:
+        """Other processes updated their parts of the unit: have them here. All of them call it."""
+        ...
+
+    def open(self, access: Access) -> torch.Tensor:
+        """All of the unit in the top tier, as uint8; what is written to it, with WRITE, is taken over by ``write_back``."""
+        ...
+
+    def write_back(self, unit: torch.Tensor) -> None:
+        """``unit`` is what ``open`` gave for WRITE."""
+        ...
+
+    def close(self) -> None:
+        """Nothing of what ``open`` gave is used any more. Idempotent, also after an ``open`` that was interrupted."""
+        ...
+
+    def own(self, access: Access) -> AbstractContextManager[torch.Tensor]:
+        """What this process updates of the unit, as it is in the store (uint8), where updates are computed."""
+        ...
+
+
+class Whole:
+    """They are in the store as they are used: a lease, no copy. ``updates``: the store, where updates are computed."""
+
+    def __init__(self, store: TieredStore, key: str, validity: Validity, updates: Tensors) -> None:
+        self._store, self._top, self._key, self._validity, self._updates = store, top_of(store), key, validity, updates
+        self._lease = Opened()
+
+    def begin(self) -> None:
+        """Nothing takes long that the store does not know of."""
+
+    def give_up(self) -> None:
+        """Nothing began."""
+
+    def restored(self) -> None:
+        """All is in the store."""
+
+    def refresh(self) -> None:
+        """There are no others."""
+
+    def open(self, access: Access) -> torch.Tensor:
+        return self._lease.open(self._leased(self._top, access))
+
+    def write_back(self, unit: torch.Tensor) -> None:
+        """It is the store's own memory."""
+
+    def close(self) -> None:
+        self._lease.close()
+
+    def own(self, access: Access) -> AbstractContextManager[torch.Tensor]:
+        return self._leased(self._updates, access)
+
+    def _leased(self, store: Tensors, access: Access) -> AbstractContextManager[torch.Tensor]:
+        if access is Access.WRITE:
+            self._validity.end()
+        return store.lease(self._key, access=access)
+
+
+class Replicated(Whole):
+    """Each rank has all of them in its store, and updates its share: the others are gathered, in host memory, before they are
+    used again."""
+
+    def __init__(
+        self, store: TieredStore, key: str, validity: Validity, updates: Tensors, plan: UnitPlan, ranks: Ranks
+    ) -> None:
+        super().__init__(store, key, validity, updates)
+        self._ranks = ranks
+        share = plan.stored_nbytes // plan.shares
+        self._share = slice(ranks.rank * share, (ranks.rank + 1) * share)
+        self._stale = False
+
+    def restored(self) -> None:
+        self._stale = False
+
+    def refresh(self) -> None:
+        if self._stale:
+            with self._leased(dram_of(self._store), Access.WRITE) as unit:
+                self._ranks.gather(unit, unit[self._share], f"the updated parameters of {self._key!r}").wait()
+                del unit
+            self._stale = False
+
+    def open(self, access: Access) -> torch.Tensor:
+        assert not self._stale
+        return super().open(access)
+
+    @contextmanager
+    def own(self, access: Access) -> Iterator[torch.Tensor]:
+        with super().own(access) as unit:
+            self._stale |= access is Access.WRITE
+            share = unit[self._share]
+            del unit
+            yield share
+            del share
+
+
+class Gathered:
+    """Each rank has its share of them in its store; all come together in a tensor in host memory, which goes from there to the
+    top tier and is deleted after use: where DRAM is the top, before it could be written to the disk."""
+
+    def __init__(
+        self, store: TieredStore, key: str, validity: Validity, updates: Tensors, plan: UnitPlan, ranks: Ranks
+    ) -> None:
+        self._top, self._key, self._validity, self._ranks = top_of(store), key, validity, ranks
+        self._updates, self._host = updates, dram_of(store)
+        self._gathered = f"{key}/gathered"
+        self._nbytes = plan.stored_nbytes
+        share = plan.stored_nbytes // plan.shares
+        self._share = slice(ranks.rank * share, (ranks.rank + 1) * share)
+        self._on_top = store.statistics().tiers[0].name == "dram"
+        self._room = ExitStack()
+        self._lease = ExitStack()  # of that room
+        self._sources = ExitStack()
+        self._begun: tuple[torch.Tensor, Under] | None = None
+
+    def begin(self) -> None:
+        self._begin(ahead=True)
+
+    def _begin(self, ahead: bool) -> None:
+        if self._begun is not None:
+            return
+        with ExitStack() as room, ExitStack() as lease, ExitStack() as sources:
+            room.enter_context(self._made())
+            whole = lease.enter_context(self._host.lease(self._gathered, access=Access.WRITE))
+            own = sources.enter_context(self._host.lease(self._key))
+            self._begun = whole, self._ranks.gather(whole, own, f"parameters of {self._key!r}", ahead=ahead)
+            del whole, own
+            self._room, self._lease, self._sources = room.pop_all(), lease.pop_all(), sources.pop_all()
+
+    def give_up(self) -> None:
+        if self._begun is not None:
+            _, under = self._begun
+            try:
+                under.wait()  # it writes to the pool
+            finally:
+                self._begun = None
+                self._sources.close()
+                self.close()
+
+    def restored(self) -> None:
+        """Nothing is known that is not in the store."""
+
+    def refresh(self) -> None:
+        """They are gathered whenever they are used."""
+
+    def open(self, access: Access) -> torch.Tensor:
+        self._begin(ahead=False)
+        assert self._begun is not None
+        whole, under = self._begun
+        try:
+            under.wait()
+        except BaseException:
+            self._begun = None
+            self.close()
+            raise
+        finally:
+            self._begun = None
+            self._sources.close()
+        if self._on_top:
+            return whole
+        del whole, under  # its memory may move
+        try:
+            self._lease.close()
+            return self._lease.enter_context(self._top.lease(self._gathered, access=Access.WRITE))
+        except BaseException:
+            self.close()
+            raise
+
+    def write_back(self, unit: torch.Tensor) -> None:
+        with self.own(Access.WRITE) as own:
+            own.copy_(unit[self._share])
+            del own
+
+    def close(self) -> None:
+        self._lease.close()
+        self._room.close()
+
+    def own(self, access: Access) -> AbstractContextManager[torch.Tensor]:
+        if access is Access.WRITE:
+            self._validity.end()
+        return self._updates.lease(self._key, access=access)
+
+    @contextmanager
+    def room(self) -> Iterator[torch.Tensor]:
+        """For all of the unit, in host memory."""
+        with self._made(), self._host.lease(self._gathered, access=Access.WRITE) as whole:
+            yield whole
+            del whole
+
+    @contextmanager
+    def _made(self) -> Iterator[None]:
+        self._host.create(self._gathered, TensorSpec("uint8", (self._nbytes,), 1))
+        try:
+            yield
+        finally:
+            self._host.delete(self._gathered)
+
+
+class Converted:
+    """They are of other types in the store, where ``stored`` finds them: a tensor in the top tier, which is deleted after
+    use."""
+
+    def __init__(self, stored: Stored, store: TieredStore, key: str, plan: UnitPlan) -> None:
+        self._stored, self._store, self._plan = stored, top_of(store), plan
+        self._key = f"{key}/converted"
+        self._lease = Opened()
+        self._reading = False  # ``stored`` is open, or was when an interruption came
+
+    def begin(self) -> None:
+        self._stored.begin()
+
+    def give_up(self) -> None:
+        self._stored.give_up()
+
+    def restored(self) -> None:
+        self._stored.restored()
+
+    def refresh(self) -> None:
+        self._stored.refresh()
+
+    def open(self, access: Access) -> torch.Tensor:
+        self.close()
+        try:
+            self._store.create(self._key, TensorSpec("uint8", (self._plan.nbytes,), 1))
+            converted = self._lease.open(self._store.lease(self._key, access=Access.WRITE))
+            stored = self._open_stored(Access.READ)
+            for placement in self._plan.placements:
+                placement.view(converted).copy_(placement.stored_view(stored))
+            del stored
+            self._close_stored()
+        except BaseException:
+            self.close()
+            raise
+        return converted
+
+    def write_back(self, unit: torch.Tensor) -> None:
+        stored = self._open_stored(Access.WRITE)
+        try:
+            for placement in self._plan.placements:
+                placement.stored_view(stored).copy_(placement.view(unit))
+            self._stored.write_back(stored)
+        finally:
+            del stored
+            self._close_stored()
+
+    def _open_stored(self, access: Access) -> torch.Tensor:
+        self._close_stored()
+        self._reading = True
+        return self._stored.open(access)
+
+    def _close_stored(self) -> None:
+        if self._reading:
+            self._stored.close()
+            self._reading = False
+
+    def close(self) -> None:
+        self._close_stored()
+        self._lease.close()
+        if self._key in self._store:
+            self._store.delete(self._key)
+
+    def own(self, access: Access) -> AbstractContextManager[torch.Tensor]:
+        return self._stored.own(access)

@@ -1,0 +1,329 @@
+"""What element types parameters have in the store, and what ones modules compute with.
+
+Which parameters are paged together, and where each lies in its unit. Decides; moves nothing.
+
+A *unit* is one tensor of bytes in the store that holds the parameters of the largest module (one whose forward is called) that
+fits the limit. A module that is larger is divided into its children; parameters directly on it are a unit of their own, and a
+parameter that is larger than the limit is one by itself. A tied parameter belongs to the first place that names it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from tiered.errors import MisuseError
+
+__all__ = ["ALIGNMENT", "Limits", "Placement", "Plan", "Policy", "UnitPlan", "divide", "even_chunks", "is_called", "is_dense"]
+
+@dataclass(frozen=True)
+class Policy:
+    """Parameters of type ``compute`` are stored as ``storage`` (None: as they are); others as they are.
+
+    ``Policy(storage=torch.bfloat16, compute=torch.float32)`` is for processors without fast bf16: a step moves the bytes of
+    bf16 parameters, and modules compute in fp32 with the bf16 values. The model is built in fp32; its parameters are rounded
+    (to even) when they are paged and when values are loaded, and gradients are fp32. Masters are as for parameters of type
+    ``storage``. Raises MisuseError for types other than bfloat16 or float16, and float32.
+    """
+
+    storage: torch.dtype | None = None
+    compute: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if self.storage not in (None, torch.bfloat16, torch.float16) or self.compute is not torch.float32:
+            raise MisuseError(f"parameters can be stored as bfloat16 or float16 and computed as float32, not as {self}")
+
+    def stored(self, dtype: torch.dtype) -> torch.dtype:
+        """The type in the store of a parameter that is ``dtype``."""
+        return self.storage if self.storage is not None and dtype is self.compute else dtype
+
+
+ALIGNMENT = 64
+"""Bytes: parameters start at multiples of this in their unit, as torch's own allocations do: kernels take the same path."""
+
+
+UNIT_SHARE = 8
+"""A unit is at most this fraction of the pool, where single parameters allow it."""
+CHUNK_SHARE = 64
+"""A chunk of optimizer state is at most this fraction of the pool, and at most ``LARGEST_CHUNK`` bytes of fp32."""
+LARGEST_CHUNK = 4 << 20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """By which a model is divided: bytes of a unit, and elements of a chunk of optimizer state, at most."""
+
+    unit: int
+    chunk: int
+
+    @classmethod
+    def of(cls, pool: int, shares: int = 1) -> Limits:
+        """For a store with so many bytes of memory; with several ranks more of a unit's size are in use at a time."""
+        share = UNIT_SHARE if shares == 1 else 2 * UNIT_SHARE
+        return cls(pool // share, max(4096, min(LARGEST_CHUNK, pool // CHUNK_SHARE) // 4096 * 4096) // 4)
+
+
+@dataclass(eq=False)
+class Placement:
+    """One parameter's place. ``offset`` is in bytes in the unit, ``element`` in elements of its optimizer state.
+
+    In the store the parameter is of type ``stored`` and at ``stored_offset``, which is elsewhere where that is another type.
+
+    ``stride`` is given as the parameter has it; it is kept where it is dense, and row major otherwise.
+    """
+
+    parameter: nn.Parameter
+    name: str
+    index: int  # in model.parameters()
+    stride: tuple[int, ...]
+    stored: torch.dtype
+    offset: int = 0
+    stored_offset: int = 0
+    element: int = 0
+    shape: torch.Size = field(init=False)
+    dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shape, self.dtype = self.parameter.shape, self.parameter.dtype
+        if not is_dense(self.shape, self.stride):
+            self.stride = _row_major(self.shape)
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """What this is of ``whole``, which is of the parameter's shape."""
+        return whole
+
+    def view(self, unit: torch.Tensor) -> torch.Tensor:
+        """This parameter in ``unit``, a uint8 tensor of the unit's layout (or of the beginning of it)."""
+        flat = unit[self.offset : self.offset + self.nbytes].view(self.dtype)
+        return flat.as_strided(self.shape, self.stride)
+
+    def flat(self, unit: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Elements ``start`` to ``stop`` in memory order, shape (stop - start,)."""
+        size = self.dtype.itemsize
+        return unit[self.offset + start * size : self.offset + stop * size].view(self.dtype)
+
+    def stored_flat(self, unit: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """The same of a unit as it is in the store."""
+        size = self.stored.itemsize
+        return unit[self.stored_offset + start * size : self.stored_offset + stop * size].view(self.stored)
+
+    def stored_view(self, unit: torch.Tensor) -> torch.Tensor:
+        """This parameter in ``unit``, a uint8 tensor as it is in the store."""
+        return self.stored_flat(unit, 0, self.numel).as_strided(self.shape, self.stride)
+
+
+@dataclass(eq=False)
+class Part(Placement):
+    """Elements of a parameter, ``begin`` of them after its first in memory order, as a placement of one dimension in what one
+    of several ranks has of the unit."""
+
+    begin: int = 0
+    _whole: Placement = field(init=False)
+
+    @classmethod
+    def of(cls, whole: Placement, begin: int, end: int, at: int) -> Part:
+        """Elements ``begin`` to ``end`` of ``whole``, which are at element ``at`` of what the rank has."""
+        size, stored = whole.dtype.itemsize, whole.stored.itemsize
+        part = cls(whole.parameter, whole.name, whole.index, whole.stride, whole.stored, at * size, at * stored, at, begin)
+        part._whole = whole
+        part.shape, part.stride = torch.Size((end - begin,)), (1,)
+        return part
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        dense = torch.empty_strided(self._whole.shape, self._whole.stride, dtype=whole.dtype, device="cpu").copy_(whole)
+        return dense.as_strided((dense.numel(),), (1,))[self.begin : self.begin + self.numel]
+
+
+@dataclass(eq=False)
+class UnitPlan:
+    """Placements, those that need a gradient first, so that gradients and states cover only the beginning of the unit.
+
+    ``nbytes``: those of the unit in use, ``stored_nbytes``: in the store; ``converted``: these are not the same bytes.
+
+    With several ``shares`` the unit is one row of elements of one type (``divide`` sees to it), padded so that all shares are
+    equal, at multiples of 64 bytes: the same row in the unit, in the store, in gradients and in states.
+    """
+
+    name: str
+    placements: list[Placement]
+    shares: int = 1
+    nbytes: int = 0
+    stored_nbytes: int = 0
+    elements: int = 0  # of each kind of optimizer state; of one share
+
+    def __post_init__(self) -> None:
+        self.placements.sort(key=lambda placement: not placement.parameter.requires_grad)
+        if self.shares > 1:
+            self._lay_out_shares()
+            return
+        offset = stored = element = 0
+        for placement in self.placements:
+            placement.offset, placement.stored_offset, placement.element = offset, stored, element
+            offset += _round_up(placement.nbytes, ALIGNMENT)
+            stored += _round_up(placement.numel * placement.stored.itemsize, ALIGNMENT)
+            element += _round_up(placement.numel, ALIGNMENT // 4)
+        self.nbytes, self.stored_nbytes = max(ALIGNMENT, offset), max(ALIGNMENT, stored)
+        self.elements = max(ALIGNMENT // 4, element)
+
+    def _lay_out_shares(self) -> None:
+        step, row = ALIGNMENT // 2, 0  # elements: of two bytes, the smallest that can be trained
+        for placement in self.placements:
+            placement.offset, placement.stored_offset = row * placement.dtype.itemsize, row * placement.stored.itemsize
+            placement.element = row
+            row += _round_up(placement.numel, step)
+        self.elements = max(step, _round_up(math.ceil(row / self.shares), step))
+        first = self.placements[0]
+        self.nbytes = self.shares * self.elements * first.dtype.itemsize
+        self.stored_nbytes = self.shares * self.elements * first.stored.itemsize
+
+    def parts(self, rank: int) -> dict[Placement, Placement]:
+        """What one share has of each parameter; nothing of one that has no element there."""
+        if self.shares == 1:
+            return {placement: placement for placement in self.placements}
+        begin = rank * self.elements
+        parts: dict[Placement, Placement] = {}
+        for placement in self.placements:
+            start = max(placement.element, begin)
+            stop = min(placement.element + placement.numel, begin + self.elements)
+            if start < stop:
+                own = Part.of(placement, start - placement.element, stop - placement.element, start - begin)
+                parts[placement] = own
+        return parts
+
+    @property
+    def converted(self) -> bool:
+        return any(placement.stored is not placement.dtype for placement in self.placements)
+
+
+@dataclass(eq=False)
+class Plan:
+    """``held[module]``: the units that must be there during that module's forward, by index in ``units``."""
+
+    units: list[UnitPlan]
+    held: dict[nn.Module, list[int]]
+    limits: Limits
+
+    @property
+    def largest(self) -> int:
+        return max((unit.nbytes for unit in self.units), default=0)
+
+
+def divide(
+    model: nn.Module,
+    limits: Limits,
+    strides: Mapping[nn.Parameter, tuple[int, ...]],
+    policy: Policy,
+    shares: int = 1,
+) -> Plan:
+    """Divide ``model``'s parameters into units of at most ``limits.unit`` bytes where a single parameter allows it.
+
+    ``strides``: those of parameters that do not show their own, because they were released. ``shares``: by how many ranks each
+    unit is divided in turn; then parameters of different types, and those that need no gradient, are in units of their own.
+    """
+    order = {parameter: index for index, parameter in enumerate(model.parameters())}
+    plan, limit = Plan([], {}, limits), limits.unit
+    home: dict[nn.Parameter, int] = {}
+
+    def make(name: str, named: list[tuple[str, nn.Parameter]]) -> None:
+        kinds: dict[object, list[tuple[str, nn.Parameter]]] = {}
+        for qualified, parameter in named:
+            kind = (parameter.dtype, parameter.requires_grad) if shares > 1 else None
+            kinds.setdefault(kind, []).append((qualified, parameter))
+        for number, alike in enumerate(kinds.values()):
+            for _, parameter in alike:
+                home[parameter] = len(plan.units)
+            placements = [Placement(p, n, order[p], strides.get(p, p.stride()), policy.stored(p.dtype)) for n, p in alike]
+            plan.units.append(UnitPlan(f"{name}#{number}" if number else name, placements, shares))
+
+    def fresh(named: Iterator[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in named if parameter not in home]
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        mine = fresh(module.named_parameters(prefix))
+        if not mine:
+            return
+        if is_called(module) and sum(_size(p) for _, p in mine) <= limit:
+            make(prefix or ".", mine)
+            return
+        direct = fresh(module.named_parameters(prefix, recurse=False))
+        if direct and sum(_size(p) for _, p in direct) <= limit:
+            make(direct[0][0] if len(direct) == 1 else f"{prefix}.*".lstrip("."), direct)
+        else:
+            for name, parameter in direct:
+                make(name, [(name, parameter)])
+        for name, child in module.named_children():
+            visit(child, f"{prefix}.{name}".lstrip("."))
+
+    visit(model, "")
+    _hold(model, home, limit, plan)
+    return plan
+
+
+def even_chunks(elements: int, limit: int) -> int:
+    """Elements of each chunk when ``elements`` are divided into as few as ``limit`` allows: alike, for little padding."""
+    step = 4096 // 4
+    return min(limit, _round_up(math.ceil(elements / math.ceil(elements / limit)), step))
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether the module has a forward (a ModuleList has not; its parent's runs instead)."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _hold(model: nn.Module, home: dict[nn.Parameter, int], limit: int, plan: Plan) -> None:
+    """A module holds the units of its own parameters; one whose parameters fit the limit together holds all below it."""
+
+    def visit(module: nn.Module, seen: set[nn.Module]) -> list[nn.Parameter]:
+        """Parameters that the nearest enclosing module with a forward has to hold."""
+        if module in seen:
+            return []
+        seen.add(module)
+        own = list(module.parameters(recurse=False))
+        for child in module.children():
+            own += visit(child, seen)
+        if not is_called(module):
+            return own
+        everything = list(module.parameters())
+        wanted = everything if sum(_size(p) for p in everything) <= limit else own
+        units = sorted({home[parameter] for parameter in wanted})
+        if units:
+            plan.held[module] = units
+        return []
+
+    visit(model, set())
+
+
+def _size(parameter: nn.Parameter) -> int:
+    return _round_up(parameter.numel() * parameter.dtype.itemsize, ALIGNMENT)
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def _row_major(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    """Every element once, without gaps: sorted by stride, each stride is the product of the smaller dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return shape.numel() > 0

@@ -1,0 +1,419 @@
+"""Update rules: mathematics, no movement.
+
+fp32 masters of bf16 parameters: the parameter itself is the high half, so only 16 low bits are kept beside it.
+
+The high half is the master rounded half up to bf16 (``(bits + 0x8000) >> 16``), the low half the master's low 16 bits. As a
+signed number the low half is the master's distance from the parameter in bits, so that ``(high << 16) + low`` gives the master
+back, for every bit pattern; and a parameter that was loaded is its own master once its low half is cleared.
+
+A unit's optimizer states: moments and masters in chunks of a few MiB in the store, and the update of what lies in each.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.optim.adamw import adamw
+
+from tiered import Access, InterruptedStep, MisuseError, TensorSpec
+from tiered.zero.paging.saved_tensors import without_grad
+from tiered.zero.paging.storage import Tensors
+from tiered.zero.paging.units import Placement
+
+__all__ = ["AdamWRule", "Pending", "States", "Update", "UpdateRule", "all_finite", "join", "split"]
+
+class UpdateRule(Protocol):
+    """One parameter's update, elementwise, so that any slice of it may be updated by itself. A frozen value: its
+    hyper-parameters are those of the step that it belongs to."""
+
+    def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
+        """What has to be kept for a (flat slice of a) parameter: a spec by name, of as many elements; it starts as zeros."""
+        ...
+
+    def update(
+        self, param: torch.Tensor, grad: torch.Tensor, state: Mapping[str, torch.Tensor], step: int
+    ) -> None:
+        """Change ``param`` and ``state`` in place. All are flat, of equal length; ``step`` counts from 1.
+
+        ``param`` is the fp32 master (fp64 for fp64 parameters), ``grad`` is of the same dtype.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class AdamWRule:
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101), by torch's own fused
+    kernel: bit-identical to ``torch.optim.AdamW(fused=True)`` wherever a tensor is cut at multiples of 16 elements. (What is
+    left over at the end of a tensor, it computes in another way, with other roundings.)"""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    maximize: bool
+
+    def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
+        return {"m": param, "v": param}
+
+    def update(
+        self, param: torch.Tensor, grad: torch.Tensor, state: Mapping[str, torch.Tensor], step: int
+    ) -> None:
+        adamw(
+            [param],
+            [grad],
+            [state["m"]],
+            [state["v"]],
+            [],
+            [torch.tensor(float(step - 1), device=param.device)],  # torch's kernel counts it up itself
+            fused=True,
+            amsgrad=False,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            maximize=self.maximize,
+        )
+
+
+def join(high: torch.Tensor, low: torch.Tensor, out: torch.Tensor, spare: torch.Tensor) -> None:
+    """Write the masters to ``out``. ``high`` (bf16), ``low`` (int16), ``out`` and ``spare`` (fp32, overwritten) are flat, of
+    one length."""
+    bits, shifted = out.view(torch.int32), spare.view(torch.int32)
+    bits.copy_(low)
+    shifted.copy_(high.view(torch.int16))
+    bits.add_(shifted, alpha=0x10000)
+
+
+def split(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
+    """Write the halves of ``master`` (fp32, finite, overwritten) to ``high`` (bf16) and ``low`` (int16); flat, one length."""
+    bits = master.view(torch.int32)
+    low.copy_(bits)
+    bits.add_(0x8000)
+    bits.bitwise_right_shift_(16)
+    high.view(torch.int16).copy_(bits)
+
+
+def all_finite(values: torch.Tensor) -> bool:
+    """Whether there is neither NaN nor infinity; one pass, without a temporary tensor."""
+    if not values.numel():
+        return True
+    smallest, largest = torch.aminmax(values)
+    return math.isfinite(smallest.item()) and math.isfinite(largest.item())
+
+
+PIECE = 1 << 18
+"""Elements that are updated at a time: all buffers of one piece stay in the processor's cache."""
+
+
+_NARROW = {torch.bfloat16: "lo", torch.float16: "master"}
+"""What is kept of a master, beside the moments."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """One parameter's share of an optimizer step, frozen when ``step()`` was called. ``scales`` multiply the gradient first,
+    and then, as the master's type, ``wide_scales`` do."""
+
+    rule: UpdateRule
+    step: int
+    scales: tuple[torch.Tensor, ...] = ()
+    wide_scales: tuple[torch.Tensor, ...] = ()
+
+
+class Pending:
+    """A unit's share of an optimizer step. What was done is counted, in chunks and in pieces of the chunk after these, so that
+    an update that was interrupted goes on where it stopped. Between ``begin`` and ``done`` a piece is neither as it was nor
+    updated."""
+
+    def __init__(self, updates: dict[Placement, Update], chunks_done: int = 0, pieces_done: int = 0) -> None:
+        self.updates = updates
+        self._place = chunks_done, pieces_done
+        self._begun: tuple[int, int] | None = None
+
+    @property
+    def chunks_done(self) -> int:
+        return self._place[0]
+
+    @property
+    def pieces_done(self) -> int:
+        return self._place[1]
+
+    def begin(self) -> None:
+        """The next piece. Raises InterruptedStep if it was begun before and is not done."""
+        self.refuse_cut_off()
+        self._begun = self._place
+
+    def refuse_cut_off(self) -> None:
+        """Raise InterruptedStep if a piece was begun and is not done."""
+        if self._begun == self._place:
+            raise InterruptedStep(
+                "an exception struck in the middle of an optimizer update, and some parameters are neither as they were nor "
+                "updated: call zero.rollback, or open the store again, which goes back to the last commit"
+            )
+
+    def as_it_was(self) -> None:
+        """The piece that was begun is not changed."""
+        self._begun = None
+
+    def done(self) -> None:
+        """With the piece that was begun; one assignment, so that it counts or does not."""
+        self._place = self._place[0], self._place[1] + 1
+
+    def chunk_done(self) -> None:
+        self._place = self._place[0] + 1, 0
+
+
+class States:
+    """The states of one unit's parameters. A chunk is a tensor per kind of state, over the same elements of the unit.
+
+    ``m`` and ``v`` are fp32 (fp64 for fp64 parameters). The fp32 master of a bf16 parameter is the parameter and ``lo``
+    (int16), that of an fp16 parameter is ``master``; other parameters are their own masters. ``kinds``: the types in the store
+    of all of the unit's parameters, where ``placements`` are a rank's share of it.
+    """
+
+    def __init__(
+        self,
+        store: Tensors,
+        key: str,
+        placements: Sequence[Placement],
+        chunk_elements: int,
+        kinds: Collection[torch.dtype] = (),
+    ) -> None:
+        self.store, self.key, self.chunk_elements = store, key, chunk_elements
+        self._placements = placements
+        self.update_seconds = 0.0
+        self.stale_masters = set(placements)  # whose fp32 master does not yet have the parameter's value
+        kinds = kinds or {placement.stored for placement in placements}
+        self._dtype = torch.float64 if torch.float64 in kinds else torch.float32
+        self._layout = {"m": self._dtype, "v": self._dtype}
+        if torch.bfloat16 in kinds:
+            self._layout["lo"] = torch.int16
+        if torch.float16 in kinds:
+            self._layout["master"] = torch.float32
+
+    @property
+    def types(self) -> tuple[torch.dtype, ...]:
+        """Of a chunk's tensors, in the order of their keys."""
+        return tuple(self._layout.values())
+
+    def chunks(self, placements: Iterable[Placement]) -> list[tuple[int, list[str]]]:
+        """Chunks that ``placements`` lie in: index and keys, in order."""
+        indices: set[int] = set()
+        for placement in placements:
+            if not placement.numel:
+                continue
+            first = placement.element // self.chunk_elements
+            last = (placement.element + placement.numel - 1) // self.chunk_elements
+            indices.update(range(first, last + 1))
+        return [(index, [f"{self.key}/{name}#{index}" for name in self._layout]) for index in sorted(indices)]
+
+    def _within(self, placement: Placement, begin: int) -> tuple[int, int, slice]:
+        """Which elements of a parameter, and where in the chunk that covers the unit from element ``begin`` on."""
+        start = max(0, begin - placement.element)
+        stop = min(placement.numel, begin + self.chunk_elements - placement.element)
+        return start, stop, slice(placement.element + start - begin, placement.element + stop - begin)
+
+    def _create(self, index: int, keys: list[str], placements: Iterable[Placement]) -> None:
+        """Zeros, where a chunk does not exist yet, as far as there are parameters that need states."""
+        ends = [p.element + p.numel for p in {*placements, *(p for p in self._placements if p.parameter.requires_grad)}]
+        size = min(self.chunk_elements, max(ends) - index * self.chunk_elements)
+        found = self.store.spec(keys[0]).shape[0] if keys[0] in self.store else 0
+        if found >= size:
+            return
+        for key, dtype in reversed(list(zip(keys, self._layout.values(), strict=True))):  # the first tells that all are there
+            if found:  # a parameter was unfrozen since
+                grown = torch.zeros(size, dtype=dtype, device="cpu")
+                grown[:found] = self.store.get(key)[:found]
+                self.store.put(key, grown)
+                continue
+            self.store.create(key, TensorSpec(str(dtype).removeprefix("torch."), (size,), dtype.itemsize))
+            with self.store.lease(key, access=Access.WRITE) as chunk:
+                chunk.zero_()
+            del chunk
+
+    # -- the update --------------------------------------------------------------------------------------------------------
+
+    def apply(self, pending: Pending, unit: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Update the parameters in ``unit``, whose gradients are in ``gradient`` (both uint8, of the unit's layout).
+
+        Raises MisuseError for a bf16 parameter whose master would no longer be finite, with all of that piece as it was, and
+        InterruptedStep where an exception struck in the middle of a piece before.
+        """
+        scratch = _Scratch(unit.device)
+        for index, keys in self.chunks(pending.updates)[pending.chunks_done :]:
+            self._create(index, keys, pending.updates)
+            begin = index * self.chunk_elements
+            with (
+                self.store.lease(keys, access=Access.WRITE) as chunk,
+                without_grad(),
+                self.store.span("update", f"{self.key}#{index}"),
+            ):
+                began = time.perf_counter()
+                for placement, start, stop in self._pieces(pending.updates, begin)[pending.pieces_done :]:
+                    at = slice(placement.element + start - begin, placement.element + stop - begin)
+                    state = {name: whole[at] for name, whole in zip(self._layout, chunk, strict=True)}
+                    param, grad = placement.stored_flat(unit, start, stop), placement.flat(gradient, start, stop)
+                    pending.begin()
+                    try:
+                        self._update_piece(placement, pending.updates[placement], param, grad, state, scratch)
+                    except MisuseError:
+                        pending.as_it_was()
+                        raise
+                    pending.done()
+                    del state, param, grad
+                self.update_seconds += time.perf_counter() - began
+                del chunk  # the last alias: the chunk may go to disk as soon as the lease ends
+            pending.chunk_done()
+        self.stale_masters.difference_update(pending.updates)
+
+    def _pieces(self, placements: Iterable[Placement], begin: int) -> list[tuple[Placement, int, int]]:
+        """What one chunk has of each parameter, as elements from and to, in pieces."""
+        pieces = []
+        for placement in placements:
+            start, stop, _ = self._within(placement, begin)
+            pieces += [(placement, first, min(stop, first + PIECE)) for first in range(start, stop, PIECE)]
+        return pieces
+
+    def _update_piece(
+        self,
+        placement: Placement,
+        update: Update,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        state: dict[str, torch.Tensor],
+        scratch: _Scratch,
+    ) -> None:
+        """All tensors are flat and of one length."""
+        size = param.numel()
+        if update.step == 1:  # of a fresh optimizer, whatever an earlier one left here
+            for kept in state.values():
+                kept.zero_()
+            self.stale_masters.add(placement)
+        stale = placement in self.stale_masters
+        for scale in update.scales:
+            grad = torch.mul(grad, scale, out=scratch.take("scaled", grad.dtype, size))
+        moments = {"m": state["m"], "v": state["v"]}
+        if param.dtype not in _NARROW:
+            for scale in update.wide_scales:
+                grad = torch.mul(grad, scale, out=scratch.take("scaled", grad.dtype, size))
+            update.rule.update(param, grad, moments, update.step)
+            return
+        wide = scratch.take("wide", torch.float32, size).copy_(grad)
+        for scale in update.wide_scales:
+            wide.mul_(scale)
+        if param.dtype is torch.float16:
+            master = state["master"]
+            if stale:
+                master.copy_(param)
+            update.rule.update(master, wide, moments, update.step)
+            param.copy_(master)
+            return
+        master = scratch.take("master", torch.float32, size)
+        if stale:
+            state["lo"].zero_()
+        join(param, state["lo"], master, scratch.take("m", torch.float32, size))
+        before = {name: scratch.take(name, torch.float32, size).copy_(moment) for name, moment in moments.items()}
+        update.rule.update(master, wide, moments, update.step)
+        if not all_finite(master):
+            for name, moment in before.items():
+                moments[name].copy_(moment)
+            raise MisuseError(
+                f"the update of {placement.name!r} would make it infinite or NaN, which a bfloat16 parameter in the store "
+                "cannot be: look at the gradients and the learning rate"
+            )
+        split(master, param, state["lo"])
+
+    # -- by parameter ------------------------------------------------------------------------------------------------------
+
+    def blank(self, placement: Placement) -> dict[str, torch.Tensor]:
+        """``copies`` of a parameter that has no element here."""
+        kept = () if _NARROW.get(placement.stored) is None else ("master",)
+        kinds = {name: torch.float32 if name == "master" else self._dtype for name in ("m", "v", *kept)}
+        return {name: torch.empty(0, dtype=dtype, device="cpu") for name, dtype in kinds.items()}
+
+    def copies(self, placement: Placement, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Copies of ``m``, ``v`` and, of bf16 and fp16 parameters, ``master`` (fp32), in the parameter's shape and strides.
+
+        ``param`` is the parameter, flat, in host memory; so are they.
+        """
+        flat = self.flat_copies(placement, param)
+        return {name: copy.as_strided(placement.shape, placement.stride) for name, copy in flat.items()}
+
+    def known(self, placement: Placement) -> bool:
+        """Whether there are states of all elements of a parameter."""
+        for index, keys in self.chunks([placement]):
+            last = self._within(placement, index * self.chunk_elements)[2].stop
+            if keys[0] not in self.store or self.store.spec(keys[0]).shape[0] < last:
+                return False
+        return True
+
+    def flat_copies(self, placement: Placement, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        """``copies``, of one dimension."""
+        narrow = _NARROW.get(placement.stored)
+        kept = () if narrow is None or placement in self.stale_masters else (narrow,)
+        flat = {name: torch.empty(placement.numel, dtype=self._layout[name], device="cpu") for name in ("m", "v", *kept)}
+        for index, _ in self.chunks([placement]):
+            start, stop, at = self._within(placement, index * self.chunk_elements)
+            for name, copy in flat.items():
+                with self.store.lease(f"{self.key}/{name}#{index}") as chunk:
+                    copy[start:stop] = chunk[at]
+                del chunk
+        if "lo" in flat:
+            flat["master"] = torch.empty(placement.numel, device="cpu")
+            join(param, flat.pop("lo"), flat["master"], torch.empty(placement.numel, device="cpu"))
+        elif narrow is not None and not kept:
+            flat["master"] = param.to(torch.float32)
+        return flat
+
+    def load(self, placement: Placement, param: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        """The opposite of ``copies``; ``param`` as there. A master that is missing, or is another value than the parameter has,
+        starts from the parameter again."""
+        flat = {}
+        for name, value in state.items():
+            dtype = torch.float32 if name == "master" else self._dtype
+            arranged = torch.empty_strided(placement.shape, placement.stride, dtype=dtype, device="cpu")
+            flat[name] = _flat(arranged.copy_(value))
+        self.stale_masters.add(placement)
+        master = flat.pop("master", None)
+        narrow = _NARROW.get(placement.stored)
+        if master is not None and narrow is not None and all_finite(master):
+            rounded, low = torch.empty_like(param), torch.empty(placement.numel, dtype=torch.int16, device="cpu")
+            if narrow == "lo":
+                split(master, rounded, low)
+            else:
+                rounded.copy_(master)
+            if torch.equal(rounded, param):
+                flat[narrow] = low if narrow == "lo" else master
+                self.stale_masters.discard(placement)
+        for index, keys in self.chunks([placement]):
+            self._create(index, keys, [placement])
+            start, stop, at = self._within(placement, index * self.chunk_elements)
+            for name, value in flat.items():
+                with self.store.lease(f"{self.key}/{name}#{index}", access=Access.WRITE) as chunk:
+                    chunk[at] = value[start:stop]
+                del chunk
+
+
+class _Scratch:
+    """Buffers for one piece, by name; made when they are first needed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def take(self, name: str, dtype: torch.dtype, size: int) -> torch.Tensor:
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[name, dtype] = torch.empty(size, dtype=dtype, device=self._device)
+        return buffer[:size]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements in memory order, without a copy; ``tensor`` is dense."""
+    return tensor.as_strided((tensor.numel(),), (1,))

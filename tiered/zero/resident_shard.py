@@ -1,0 +1,139 @@
+"""A parameter that stays in memory, as far as it is in this process: itself, or this rank's shard of a DTensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tiered import MisuseError
+from tiered.zero.paging.units import is_dense
+from tiered.zero.paging.update import all_finite
+
+__all__ = ["Local"]
+
+TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Local:
+    """``shape`` and ``stride`` are those of the part that is here; *flat* is its elements in memory order.
+
+    Raises MisuseError for a parameter that cannot have states: on the meta device, of another type, with gaps in memory.
+    """
+
+    def __init__(self, parameter: nn.Parameter, name: str, group: int) -> None:
+        self.parameter, self.name, self.group = parameter, name, group
+        here = _part(parameter.detach())
+        self.shape, self.stride, self.dtype = here.shape, here.stride(), here.dtype
+        self.device = here.device
+        if here.is_meta:
+            raise MisuseError(f"{name} is on the meta device: give it values before making the optimizer")
+        if here.dtype not in TYPES or here.layout is not torch.strided:
+            raise MisuseError(f"{name} is {here.dtype}, {here.layout}: states are for dense {', '.join(map(str, TYPES))}")
+        if self.numel and not is_dense(self.shape, self.stride):
+            raise MisuseError(f"{name} has gaps in memory: make it contiguous before making the optimizer")
+
+    values: torch.Tensor
+    """Its own memory, flat, wherever it is; from ``show`` to ``hide``."""
+    gradient: torch.Tensor
+    """The same of its gradient, or a copy in the parameter's order."""
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def divided(self) -> bool:
+        """Whether it is a DTensor."""
+        return hasattr(self.parameter, "to_local")
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Those of the ranks that have other parts of it."""
+        if not self.divided:
+            return []
+        mesh: Any = self.parameter.device_mesh  # type: ignore[attr-defined]
+        return [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
+
+    def describe(self) -> list[Any]:
+        """What must be the same for its states to fit, as JSON."""
+        found: list[Any] = [list(self.shape), list(self.stride), str(self.dtype)]
+        if self.divided:
+            whole: Any = self.parameter
+            found += [list(whole.shape), str(whole.placements), list(whole.device_mesh.get_coordinate() or [])]
+        return found
+
+    # -- for a step --------------------------------------------------------------------------------------------------------
+
+    def show(self) -> None:
+        """Raises MisuseError where it is not what it was, or its gradient is sparse."""
+        here = _part(self.parameter.detach())
+        if (here.shape, here.stride(), here.dtype, here.device) != (self.shape, self.stride, self.dtype, self.device):
+            raise MisuseError(f"{self.name} has another shape, type or device than when the optimizer was made: make a new one")
+        self.values = _flat(here)
+        gradient: Any = self.parameter.grad
+        if gradient is None:
+            return
+        if self.divided and gradient.placements != self.parameter.placements:  # type: ignore[attr-defined]
+            gradient = gradient.redistribute(placements=self.parameter.placements)  # type: ignore[attr-defined]
+        gradient = _part(gradient.detach())
+        if gradient.layout is not torch.strided:
+            raise MisuseError(f"{self.name} has a sparse gradient, which AdamW does not have a step for")
+        self.gradient = _flat(gradient) if gradient.stride() == self.stride else self.flat(gradient, gradient.dtype)
+
+    def hide(self) -> None:
+        for what in ("values", "gradient"):
+            self.__dict__.pop(what, None)
+
+    def refuse_infinite(self) -> None:
+        """Raises MisuseError for a bf16 parameter whose gradient is not finite: its master could not be."""
+        if self.dtype is torch.bfloat16 and not all_finite(self.gradient):
+            raise MisuseError(
+                f"the gradient of {self.name} is not finite, and a bfloat16 parameter cannot follow it: nothing was updated; "
+                "use torch.amp.GradScaler, or leave this step out"
+            )
+
+    # -- what is like it ---------------------------------------------------------------------------------------------------
+
+    def flat(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A flat copy of ``value``, which has the shape of the parameter or of the part that is here."""
+        return _flat(torch.empty_strided(self.shape, self.stride, dtype=dtype, device="cpu").copy_(self._cut(value)))
+
+    def like(self, flat: torch.Tensor) -> torch.Tensor:
+        """The opposite: as the parameter is, a DTensor with its placements where it is one."""
+        part = flat.as_strided(self.shape, self.stride)
+        if not self.divided:
+            return part
+        part = part.to(self.device)  # where its collectives are
+        from torch.distributed.tensor import DTensor  # it is imported already, and takes long elsewhere
+
+        whole: Any = self.parameter
+        return DTensor.from_local(part, whole.device_mesh, whole.placements, shape=whole.shape, stride=whole.stride())
+
+    def _cut(self, value: Any) -> torch.Tensor:
+        if hasattr(value, "to_local"):
+            whole: Any = self.parameter
+            if self.divided and value.placements != whole.placements:
+                value = value.redistribute(placements=whole.placements)
+            return _part(value)
+        if self.divided and value.shape == self.parameter.shape and value.shape != self.shape:
+            from torch.distributed.tensor import DTensor, Replicate
+
+            mesh: Any = self.parameter.device_mesh  # type: ignore[attr-defined]
+            whole = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            return _part(whole.redistribute(placements=self.parameter.placements))  # type: ignore[attr-defined]
+        if value.shape != self.shape:
+            raise MisuseError(f"{self.name} has shape {tuple(self.shape)}, and a state for it has {tuple(value.shape)}")
+        return torch.as_tensor(value)
+
+
+def _part(tensor: Any) -> torch.Tensor:
+    """What is here of a tensor, as an ordinary one."""
+    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found.detach()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements in memory order, without a copy; ``tensor`` is dense."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
