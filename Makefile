@@ -83,7 +83,7 @@ environment:
 	@[[ -x $(BIN)/python && -x $(BIN)/pip ]] || $(PYTHON) -m venv .venv \
 		|| { rm -rf .venv; echo "setup: $(PYTHON) cannot make a virtual environment (Debian: python3-venv)" >&2; exit 1; }
 	@# torch by an exact pin and first: what is asked for later must not bring another build of it.
-	$(BIN)/pip install -q '$(TORCH)' 'setuptools>=68' wheel 'cffi>=1.16'
+	$(BIN)/pip install -q '$(TORCH)' 'setuptools>=77' wheel 'cffi>=1.16'
 	$(BIN)/pip install -q --no-build-isolation -e '.[test,dev]'
 	@$(BIN)/python -c 'from tiered.io.probe import libaio_unavailable as why; \
 		why() and print("setup: the libaio backend is not available, posix serves:", why())'

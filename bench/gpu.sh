@@ -30,7 +30,7 @@ sees_device() { # an interpreter whose torch can use what is here
 	timeout 90 "$1" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null
 }
 new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
-missing() { # of NEEDED, and cffi and setuptools, which only the libaio backend needs
+missing() { # of NEEDED, and of cffi, which only the libaio backend needs
 	"$py" - $NEEDED "$@" <<-'PY'
 		import importlib.util, sys
 		print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))
@@ -93,7 +93,7 @@ from_pip() {
 		make_venv || return 1
 	fi
 	say "environment: $VENV; installing $1"
-	timeout 240 "$py" -m pip install -q --retries 1 --timeout 20 "$1" 'setuptools>=68' wheel || return 1
+	timeout 240 "$py" -m pip install -q --retries 1 --timeout 20 "$1" 'setuptools>=77' wheel || return 1
 	[[ -n ${REHEARSE:-} ]] || sees_device "$py"
 }
 
@@ -125,7 +125,8 @@ if [[ ! -e /usr/include/libaio.h ]]; then
 		apt_install libaio-dev gcc libc6-dev
 	fi
 fi
-absent=$(missing cffi setuptools)
+absent=$(missing cffi)
+"$py" -c 'import sys, setuptools; sys.exit(int(setuptools.__version__.split(".")[0]) < 77)' 2>/dev/null || absent+=" setuptools>=77"
 if [[ -n $absent ]]; then
 	say "installing $absent"
 	install $absent || for name in $absent; do # as many as can be had, while there is time

@@ -18,8 +18,9 @@ from tiered import zero
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-LINKED = sorted([*PAGES, *(ROOT / "docs" / "decisions").glob("*.md"), ROOT / "CONTRIBUTING.md"])
+LINKED = sorted([*PAGES, *(ROOT / "docs" / "decisions").glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"])
 SKIPPED = "Not run in the tests: "
+NUMBER = r"(?<![\w.,])\d+(?:,\d{3})*(?:\.\d+)?(?!\w)"
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,8 @@ def anchors_of(text: str) -> set[str]:
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: page.stem)
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text)):
+    prose = re.sub(r"`[^`\n]*`", "", text)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose) + re.findall(r"^\[\w+\]: (\S+)$", prose, re.MULTILINE):
         if re.match(r"https?://", target):
             continue
         name, _, anchor = target.partition("#")
@@ -143,6 +145,17 @@ def test_files_that_are_named_exist(page: Path) -> None:
     """``tiered/io/posix.py`` in a text is a path from the root; what stands for many has a star or capitals."""
     for name in re.findall(r"`((?:tiered|tests|bench|docs|libaio_ext)/[\w/.-]+)`", page.read_text()):
         assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_the_readmes_numbers_stand_in_the_results_that_it_names() -> None:
+    text = (ROOT / "README.md").read_text()
+    results = dict(re.findall(r"^\[(\w+)\]: (bench/results/\S+)$", text, re.MULTILINE))
+    paragraphs = re.split(r"\n\n|\n(?=[-|] ?)", text)  # a row and an item each by themselves
+    named = [(paragraph, name) for paragraph in paragraphs for name in set(re.findall(r"\]\[(\w+)\]", paragraph))]
+    assert {name for _, name in named} == set(results)
+    for paragraph, name in named:
+        found = re.findall(NUMBER, (ROOT / results[name]).read_text())
+        assert set(re.findall(NUMBER, paragraph)) <= set(found), f"{results[name]}: {paragraph}"
 
 
 # Tables that the code knows better

@@ -301,7 +301,7 @@ class TestPlot:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         for words in (STORE, SWEEP, [*STORE[:-2], "--duration", "1s"]):
             shown = failure(capsys, *words, "--dir", tmp_path, "--plot", tmp_path / "it.png")
-            assert shown == "tiered: --plot needs matplotlib: pip install 'tiered[plot]'"
+            assert shown == "tiered: --plot needs matplotlib: pip install '.[plot]' in a clone, or pip install matplotlib"
         assert not list(tmp_path.iterdir())
 
     def test_another_kind_of_file(self) -> None:
@@ -310,7 +310,7 @@ class TestPlot:
 
     @pytest.mark.parametrize("words", [STORE, [*SWEEP, *FEW], [*STORE[:-2], "--duration", "0.1s"]], ids=["io", "sweep", "time"])
     def test_pictures(self, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'tiered[plot]'")
+        pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[plot]'")
         picture = tmp_path / "it.png"
         for _ in range(2):  # its own picture is replaced
             assert main([*words, "--dir", str(tmp_path), "--plot", str(picture)]) == 0

@@ -175,7 +175,7 @@ class TestParts:
 
 class TestPicture:
     def test_it_is_drawn(self, tmp_path: Path) -> None:
-        pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'tiered[plot]'")
+        pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[plot]'")
         from tiered.cli.train.timeline import plot_timeline
 
         timeline = made()
@@ -195,7 +195,7 @@ class TestPicture:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         shown = failure(capsys, "train", "--plot", tmp_path / "it.png", "--dir", tmp_path / "store")
-        assert shown == "tiered: --plot needs matplotlib: pip install 'tiered[plot]'"
+        assert shown == "tiered: --plot needs matplotlib: pip install '.[plot]' in a clone, or pip install matplotlib"
         assert not list(tmp_path.iterdir())
 
 

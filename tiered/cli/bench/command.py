@@ -109,7 +109,7 @@ def add_parser(commands: Commands) -> None:
     io.add_argument("--order", metavar="O,...", type=orders, help="sequential or random; with --sweep both (default)")
     io.add_argument("--rounds", metavar="N", type=count, help="(default: 5; with --sweep 3)")
     io.add_argument("--fio", action="store_true", help="put fio beside it (Debian: apt-get install fio)")
-    io.add_argument("--plot", metavar="FILE.png", help="draw it (pip install 'tiered[plot]')")
+    io.add_argument("--plot", metavar="FILE.png", help="draw it (pip install '.[plot]')")
     instead = io.add_mutually_exclusive_group()
     instead.add_argument("--duration", metavar="TIME", type=seconds, help="write for so long, like 60s or 5min")
     instead.add_argument("--sweep", action="store_true", help="blocks of a plain file instead of a store's tensors")

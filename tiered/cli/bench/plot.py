@@ -27,7 +27,7 @@ def refuse_unplottable(path: str | None) -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise MisuseError("--plot needs matplotlib: pip install 'tiered[plot]'") from error
+        raise MisuseError("--plot needs matplotlib: pip install '.[plot]' in a clone, or pip install matplotlib") from error
     refuse_unwritable(path, "--plot")
 
 

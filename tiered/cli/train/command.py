@@ -245,7 +245,7 @@ def add_parser(commands: Commands) -> None:
     outcome.add_argument(
         "--timeline", metavar="FILE", help="write what happened when as a trace for ui.perfetto.dev or chrome://tracing"
     )
-    outcome.add_argument("--plot", metavar="FILE.png", help="draw the same (pip install 'tiered[plot]')")
+    outcome.add_argument("--plot", metavar="FILE.png", help="draw the same (pip install '.[plot]')")
     outcome.add_argument(
         "--timeline-steps", metavar="N", type=count, help="of so many steps, after the first five or at the end (default: 3)"
     )

@@ -1,0 +1,125 @@
+"""The sdist has what its readers need, and a wheel that was built from it works in an environment of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from collections.abc import Sequence
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+from libaio_ext import build
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile")
+FOLDERS = ("tiered", "libaio_ext", "docs", "tests", "bench")
+NOT_SOURCES = shutil.ignore_patterns("__pycache__", "*.so", "*.o", "*.egg-info", "_aio.c")
+SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+
+USE = """
+import importlib, sys
+import tiered, torch
+from tiered import TieredStore
+
+with TieredStore.open("state/", dram="4MiB") as store:
+    store.put("w", torch.arange(1024.0))
+    store.commit(meta={"step": 1})
+with TieredStore.open("state/", dram="4MiB") as store:
+    assert store.meta == {"step": 1}
+    assert torch.equal(store.get("w"), torch.arange(1024.0))
+print(tiered.__file__)
+for name in sys.argv[1:]:
+    print(importlib.import_module(name).__file__)
+"""
+
+
+def run(command: Sequence[str | Path], folder: Path) -> str:
+    """Run ``command`` in ``folder``, without this checkout on the path and without the network; return its stdout."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
+    environment |= {"CFLAGS": "-O0", "OMP_NUM_THREADS": "1", "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    done = subprocess.run(
+        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, because setuptools writes beside the sources."""
+    folder = tmp_path_factory.mktemp("sdist")
+    for name in SOURCES:
+        shutil.copy(ROOT / name, folder)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, folder / name, ignore=NOT_SOURCES)
+    run([sys.executable, "-c", SDIST, "dist"], folder)
+    (archive,) = (folder / "dist").iterdir()
+    return archive
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path) -> Path:
+    """Built from the sdist, by what is installed here."""
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", "wheels", sdist]
+    run(command, sdist.parent)
+    (archive,) = (sdist.parent / "wheels").iterdir()
+    return archive
+
+
+def extensions() -> list[str]:
+    """The compiled modules that a wheel has on this machine."""
+    try:
+        build.link_arguments()
+    except build.CannotBuild:
+        return []
+    return [build.MODULE]
+
+
+def test_the_sdist_has_license_docs_and_contract_suites(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    for pattern in ("tests/contracts/*.py", "docs/**/*.md", "docs/images/*", "bench/results/*.md"):
+        wanted = {path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern)}
+        assert wanted
+        assert wanted <= names
+    assert names >= set(SOURCES)
+    assert not [name for name in names if name.endswith((".so", ".pyc", "_aio.c"))]
+
+
+def test_the_wheel_has_the_package_alone(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        fields = Parser().parsestr(archive.read(metadata).decode())
+    assert {name.partition("/")[0] for name in names} == {"tiered", metadata.partition("/")[0]}
+    assert {"tiered/py.typed", "tiered/data/shakespeare.txt", metadata.replace("METADATA", "licenses/LICENSE")} <= set(names)
+    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "tiered").rglob("*.py")} <= set(names)
+    assert [name for name in names if name.endswith(".so")] == [
+        module.replace(".", "/") + sysconfig.get_config_var("EXT_SUFFIX") for module in extensions()
+    ]
+    assert (fields["License-Expression"], fields["Author"]) == ("Apache-2.0", "The tiered developers")
+
+
+def test_the_wheel_works_in_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> None:
+    """torch and the other dependencies are those of this interpreter; ``tiered`` is not."""
+    run([sys.executable, "-m", "venv", "--without-pip", "env"], tmp_path)
+    python = tmp_path / "env" / "bin" / "python"
+    inside = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], tmp_path).strip())
+    outside = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (inside / "dependencies.pth").write_text("\n".join(outside))  # pip, too. No .pth file in there is read, so no checkout
+    run([python, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed", wheel], tmp_path)
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    package, *compiled = run([python, "-W", "error", "-c", USE, *extensions()], elsewhere).splitlines()
+    assert package == str(inside / "tiered" / "__init__.py")
+    assert len(compiled) == len(extensions())
+    assert all(file.startswith(str(inside)) for file in compiled)
+    assert run([python.parent / "tiered", "--help"], elsewhere).startswith("usage: tiered ")
