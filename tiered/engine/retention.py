@@ -1,14 +1,17 @@
 """Which tensors to keep until their next use, along a known order of accesses. Pure, and without dependencies.
 
 Finding the best choice is NP-hard; ``bench/optimum.py`` gives the sources and a bound. Taken is what is needed furthest in the
-future (Belady, "A study of replacement algorithms", 1966), a dirty copy counting as nearer by a price: of a few prices the one
-at which the fewest bytes move, counted along the order as if free room never lay apart. A tenth of a second for 2,000 touches.
+future (Belady, "A study of replacement algorithms", 1966), a dirty copy counting as nearer by a price. Or some stay for good,
+those that are touched most often, and the others come and go in what is left. Of a few prices, and of a few shares for what
+stays, the one at which the fewest bytes move, counted along the order as if free room never lay apart. Tenths of a second for
+2,000 touches.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,6 +21,7 @@ from tiered.types import Key, Then, Use
 __all__ = ["Decision", "affordable", "bytes_moved", "decide", "dying"]
 
 PRICES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0)  # of a write-back, in mean interval lengths; the best one is kept
+SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of the room, for what stays for good
 SIMULATED = 20_000
 """Touches of an order up to which prices are tried; beyond, what is needed last goes first."""
 SETTLED = 50_000
@@ -58,9 +62,8 @@ def _decision(touches: _Touched, capacity: int, spare: int, then: Then) -> Decis
         return Decision()
     keys, uses, sizes = zip(*touches, strict=True)
     budget = max(capacity - spare, *sizes)
-    price = _cheapest(keys, uses, sizes, budget, then)[1] if len(keys) <= SIMULATED else 0.0
-    kept = _settled(keys, uses, sizes, budget, price, then) if spare and len(keys) <= SETTLED else None
-    return Decision(price, kept)
+    best = _cheapest(keys, uses, sizes, budget, then)[1] if len(keys) <= SIMULATED else Decision()
+    return _settled(keys, uses, sizes, budget, best, then) if spare and len(keys) <= SETTLED else best
 
 
 def affordable(
@@ -89,14 +92,30 @@ def _affordable(touches: _Touched, capacity: int, room: int, then: Then) -> int:
 
 def _cheapest(
     keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], budget: int, then: Then
-) -> tuple[int, float]:
-    """The bytes that move at the best of the prices that are tried, and that price."""
-    prices = [0.0]
+) -> tuple[int, Decision]:
+    """The bytes that move by the best of the decisions that are tried, and that decision."""
+    tried = [Decision()]
     if any(use is not Use.READ for use in uses):
         lengths = [after - i for i, after in enumerate(_following(keys, then)) if after is not None]
         mean = sum(lengths) / max(1, len(lengths))
-        prices = [price * mean for price in PRICES]
-    return min((bytes_moved(keys, uses, sizes, budget, Decision(price), then), price) for price in prices)
+        tried = [Decision(price * mean) for price in PRICES]
+        if then == "again":
+            tried += [_staying(keys, uses, sizes, int(budget * share)) for share in SHARES]
+    counted = [(bytes_moved(keys, uses, sizes, budget, decision, then), decision) for decision in tried]
+    return min(counted, key=lambda found: found[0])
+
+
+def _staying(keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], room: int) -> Decision:
+    """In ``room`` bytes those stay for good that are touched most often, a write-back counting as a touch; none that is put."""
+    size, touches = dict(zip(keys, sizes, strict=True)), Counter(keys)
+    put = {key for key, use in zip(keys, uses, strict=True) if use is Use.PUT}
+    touches.update({key for key, use in zip(keys, uses, strict=True) if use is Use.WRITE})
+    staying = set[Key]()
+    for key, _ in touches.most_common():
+        if key not in put and size[key] <= room:
+            staying.add(key)
+            room -= size[key]
+    return Decision(0.0, tuple(key in staying for key in keys))
 
 
 def bytes_moved(
@@ -113,22 +132,22 @@ def bytes_moved(
 
 
 def _settled(
-    keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], budget: int, price: float, then: Then
-) -> tuple[bool, ...]:
-    """For each touch whether what was touched stays, as it comes about on demand at that ``price`` in ``budget`` bytes that
-    never lie apart; and spread over time: a stretch of what is kept is one in which a disk has nothing to do."""
+    keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], budget: int, decision: Decision, then: Then
+) -> Decision:
+    """``decision``, with all that it keeps written out as it comes about on demand in ``budget`` bytes that never lie apart;
+    and spread over time: a stretch of what is kept is one in which a disk has nothing to do."""
     rounds, begin = (3, len(keys)) if then == "again" else (1, 0)
 
     def staying(decision: Decision) -> tuple[bool, ...]:
         left = _on_demand(keys, uses, sizes, budget, decision, then, rounds)[1]
         return tuple(position + begin not in left for position in range(len(keys)))
 
-    kept = staying(Decision(price))
+    kept = staying(decision)
     if then == "again":
         kept = _spread(kept, uses, sizes, _following(keys, then))
-    fits = staying(Decision(price, kept))  # a round is not quite like the next one
+    fits = staying(Decision(decision.price, kept))  # a round is not quite like the next one
     dead = dying(keys, uses, then)
-    return tuple(a and b and not c for a, b, c in zip(kept, fits, dead, strict=True))
+    return Decision(decision.price, tuple(a and b and not c for a, b, c in zip(kept, fits, dead, strict=True)))
 
 
 def _spread(
