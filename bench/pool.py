@@ -3,7 +3,7 @@
     .venv/bin/python -m bench.pool                          Markdown, half a minute
     .venv/bin/python -m bench.pool --trace uniform_read     one of them
 
-The store's own ``Occupancy`` and ``NextUse`` along each trace, over a pool that only pretends to have memory, and no disk: what
+The store's own ``Pool`` and ``NextUse`` along each trace, over a pool that only pretends to have memory, and no disk: what
 comes out are the numbers of "on demand" in ``bench/follow.py``, with the same traces followed to their end. In each column a
 request may have so many times its own bytes moved. Ratios to the bound of ``bench/optimum.py``, and behind the stroke the bytes
 moved for each byte over the link.

@@ -1,4 +1,4 @@
-"""An order that runs through the store's own ``Occupancy`` and ``NextUse``, over a memory that has places and no bytes.
+"""An order that runs through the store's own ``Pool`` and ``NextUse``, over a memory that has places and no bytes.
 
 It moves what a store moves on demand, holes that unequal sizes leave included. A tenth of a second for 1,000 touches.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tiered.allocator import FreeSpace
 from tiered.engine.policy import Plan, Touch
-from tiered.engine.pool import MOVED, Occupancy
+from tiered.engine.pool import MOVED, Pool
 from tiered.engine.residency import Copy, Directory
 from tiered.engine.retention import Decision, dying
 from tiered.interfaces import Memory, Streams
@@ -70,7 +70,7 @@ class Rehearsal:
     ) -> None:
         self._touches, self._most = list(zip(keys, uses, sizes, strict=True)), most
         self._plan = Plan([Touch(key, None, use) for key, use, _ in self._touches], then)
-        self.place = Occupancy(memory, policy_of(self._plan, decision), bottom=False)
+        self.place = Pool(memory, policy_of(self._plan, decision), bottom=False)
         self._directory = Directory(2, lambda copy: self.place.note(copy) if copy.tier == 0 else None)
         self._dying = dying(keys, uses, then)
         self._linked = 0

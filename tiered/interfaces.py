@@ -234,9 +234,9 @@ class Planned(EvictionPolicy, Protocol):
 
     @property
     def plans(self) -> bool:
-        """Whether ``gives_up`` means anything."""
+        """Whether ``drops`` means anything."""
         ...
 
-    def gives_up(self, key: Key) -> bool:
+    def drops(self, key: Key) -> bool:
         """Whether ``key``, as it was touched last, leaves before it is needed again. Those leave before all others."""
         ...

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from tiered.errors import CapacityError, KeyNotFound, LeaseConflict, TieredError
 from tiered.types import Access, Fence, Key, Slot, TensorSpec
 
-__all__ = ["EDGES", "Copy", "Directory", "Entry", "Standing", "State"]
+__all__ = ["EDGES", "Copy", "Directory", "Entry", "Evictability", "State"]
 
 class State(enum.Enum):
     EMPTY = "empty"
@@ -56,8 +56,8 @@ EDGES: frozenset[tuple[State, State]] = frozenset(
     }
 )
 
-class Standing(enum.IntEnum):
-    """What a copy means to those who look for room in its tier."""
+class Evictability(enum.IntEnum):
+    """What a copy means to a search for room in its tier."""
 
     USED = 0
     """Somebody looks at it, something moves it, or it is gone: it cannot leave."""
@@ -67,7 +67,7 @@ class Standing(enum.IntEnum):
     """It can leave at once, but was prefetched and nobody has used it yet."""
     DIRTY = 3
     """It can leave after it was written back."""
-    LEAVING = 4
+    WRITING_BACK = 4
     """It is being written back and can leave after that."""
 
 
@@ -84,14 +84,14 @@ class Copy:
     the bytes of a bottom copy; ``record`` is what a manifest says of it, once that is known. ``fences`` guard the slot (the
     engine's). ``witness`` is the store's (it shares torch's version counter between leases), ``version`` that counter when its
     write-back began, and ``sealed`` the counter when the first of its READ leases began. ``lent_clean`` is whether it was
-    CLEAN then. ``spoiled``: it was written to under one, so it does not hold the tensor's bytes any more. ``standing`` is the
-    occupancy's.
+    CLEAN then. ``spoiled``: it was written to under one, so it does not hold the tensor's bytes any more. ``evictability`` is
+    what the pool has counted it as.
     """
 
     key: Key
     tier: int
     slot: Slot
-    _state: State = State.EMPTY
+    state: State = State.EMPTY
     readers: int = 0
     writers: int = 0
     reads_from: int = 0
@@ -107,15 +107,12 @@ class Copy:
     sealed: int = 0
     spoiled: bool = False
     lent_clean: bool = False
-    standing: Standing = Standing.USED
-
-    @property
-    def state(self) -> State:
-        return self._state
+    evictability: Evictability = Evictability.USED
 
     def become(self, state: State) -> None:
-        assert (self._state, state) in EDGES, f"{self.key!r}: illegal edge {self._state.name} -> {state.name}"
-        self._state = state
+        """Take an edge of the table. Nothing else assigns ``state``."""
+        assert (self.state, state) in EDGES, f"{self.key!r}: illegal edge {self.state.name} -> {state.name}"
+        self.state = state
 
     @property
     def nbytes(self) -> int:
@@ -125,17 +122,17 @@ class Copy:
     @property
     def dirty(self) -> bool:
         """No tier below has its bytes yet."""
-        return self._state is State.DIRTY or self._state is State.WRITEBACK
+        return self.state is State.DIRTY or self.state is State.WRITEBACK
 
     @property
     def valid(self) -> bool:
         """It holds the tensor's bytes."""
-        return self._state in _VALID
+        return self.state in _VALID
 
     @property
     def in_flight(self) -> bool:
         """A transfer uses its slot."""
-        return self._state in _IN_FLIGHT or self.reads_from > 0
+        return self.state in _IN_FLIGHT or self.reads_from > 0
 
     @property
     def leased(self) -> bool:
@@ -173,16 +170,16 @@ class Copy:
         not hold the tensor's bytes."""
         return self.spoiled or (self.failure is not None and not isinstance(self.failure, CapacityError))
 
-    def stands(self) -> Standing:
-        """What it means now to those who look for room."""
-        state = self._state
+    def classify(self) -> Evictability:
+        """Return what the copy means now to a search for room in its tier."""
+        state = self.state
         if self.readers or self.writers or self.aliases or self.reads_from:
-            return Standing.USED
+            return Evictability.USED
         if state is State.CLEAN:
-            return Standing.FRESH if self.prefetched else Standing.CLEAN
+            return Evictability.FRESH if self.prefetched else Evictability.CLEAN
         if state is State.DIRTY:
-            return Standing.DIRTY
-        return Standing.LEAVING if state is State.WRITEBACK else Standing.USED
+            return Evictability.DIRTY
+        return Evictability.WRITING_BACK if state is State.WRITEBACK else Evictability.USED
 
 
 @dataclass(slots=True, eq=False)

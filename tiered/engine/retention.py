@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from tiered.types import Key, Then, Use
 
-__all__ = ["Decision", "affordable", "bytes_moved", "decide", "dying"]
+__all__ = ["Decision", "affordable", "bytes_moved", "decide", "dying", "room_for"]
 
 PRICES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0)  # of a write-back, in mean interval lengths; the best one is kept
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of the room, for what stays for good
@@ -31,6 +31,21 @@ DEAR = 1.02
 
 _Touched = tuple[tuple[Key, Use, int], ...]
 """The key, the use and the size of each touch."""
+
+
+ROOM = 64 << 20
+"""Bytes that keep a link busy both ways: arrivals, tensors that wait for their use, write-behind."""
+SHARE_OF_TIER, SHARE_OF_MISSING = 8, 64
+"""That room is at most one in so many bytes of the tier, because so much less is kept; and one in so many of what does not fit,
+because where little has to move there is little to hide."""
+MOST = 4
+"""That room is at most one in so many bytes of a tier, however large one tensor is."""
+
+
+def room_for(capacity: int, missing: int, largest: int) -> int:
+    """Return the bytes of a tier that a plan should leave to read-ahead and write-behind, where ``missing`` bytes do not fit
+    and the largest tensor has ``largest``."""
+    return min(max(min(ROOM, capacity // SHARE_OF_TIER, missing // SHARE_OF_MISSING), largest), capacity // MOST)
 
 
 class Decision(NamedTuple):

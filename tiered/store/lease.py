@@ -14,8 +14,9 @@ from typing import Any, NoReturn
 import torch
 
 from tiered.engine.engine import Engine
-from tiered.engine.requests import Lease, Token
+from tiered.engine.requests import Lease
 from tiered.engine.residency import Copy
+from tiered.engine.state import Token
 from tiered.errors import ManifestError, MisuseError
 from tiered.interfaces import Memory
 from tiered.types import LARGEST, Access, Key, TensorSpec
@@ -199,7 +200,7 @@ class _Held:
 
     def _ask(self, engine: Engine) -> Lease:
         self.token = Token()
-        holder = engine.admission.claims.watch(self.token)
+        holder = engine.state.claims.watch(self.token)
         request = self._request = Lease(self._keys, self._tier, self._access, holder)
         return request
 
@@ -210,7 +211,7 @@ class _Held:
             stream = request.stream = engine.enter(copies, self._tier)
             for copy, spec, view in zip(copies, request.specs, views, strict=True):
                 if stream is not None:
-                    engine.admission.claims.used_on(view, stream)
+                    engine.state.claims.used_on(view, stream)
                 tensors.append(_view(engine, self._memory, copy, spec, view))
         except BaseException:
             self._undo()
@@ -241,7 +242,7 @@ class _Held:
             recorder.released(self._request.sequence)
         if kind is not GeneratorExit:  # the collector ends a generator or a coroutine, perhaps in a thread that has the lock
             engine.released()
-            if engine.admission.changing and kind is None:  # another call was struck: only a recount tells
+            if engine.state.changing and kind is None:  # another call was struck: only a recount tells
                 engine.look()
         if self._request.misused is not None and kind is None:
             raise MisuseError(

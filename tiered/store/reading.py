@@ -83,20 +83,20 @@ def open_to_read(wishes: Wishes) -> ReadingStore:
 
 def _restore(parts: Parts, engine: Engine, manifest: Manifest) -> None:
     """Fill the directory."""
-    nvme, admission = parts.nvme, engine.admission
+    nvme, state = parts.nvme, engine.state
     assert nvme is not None
     for number, record in enumerate(manifest.tensors):
         extent = record.extent
         slot = Slot(NOWHERE + number * nvme.alignment, nvme.alignment)
         if extent is not None:
             slot = nvme.slot(extent.file, extent.offset, extent.nbytes)
-        admission.places[-1].account(slot)
-        entry = admission.directory.restore(
+        state.pools[-1].account(slot)
+        entry = state.directory.restore(
             record.key, record.spec, record.tensor_id, slot, record.checksums, record.generation
         )
         copy = entry.copies[-1]
         assert copy is not None
-        admission.install(copy)
+        state.install(copy)
 
 
 class _DiskAtRest(NvmeTier):

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 
-from tiered.engine.background import room_for
 from tiered.engine.engine import Engine
 from tiered.engine.policy import LRU, NextUse, Plan, Record, Touch, touch_of
-from tiered.engine.requests import Delete, Install, Room, Token
-from tiered.engine.retention import Decision, affordable, decide
+from tiered.engine.requests import Delete, Install, Room
+from tiered.engine.retention import Decision, affordable, decide, room_for
+from tiered.engine.state import Token
 from tiered.errors import ForkedStore, MisuseError, StoreClosed
 from tiered.interfaces import EvictionPolicy, IOBackend
 from tiered.store.commit import Commits
@@ -184,7 +184,7 @@ class TieredStore:
         if spec.nbytes > self._parts.tiers[tier].capacity or spec.nbytes > self._parts.tiers[self._parts.dram].capacity:
             tier = self._parts.dram  # what that cannot hold could never leave the tiers above it: refused
         token = Token()
-        room = Room(tier, max(1, spec.nbytes), key, engine.admission.claims.watch(token))
+        room = Room(tier, max(1, spec.nbytes), key, engine.state.claims.watch(token))
         try:
             engine.wait(room)
             assert room.slot is not None
@@ -221,7 +221,7 @@ class TieredStore:
         refuse_keys([key])
         tier = self._parts.dram
         with engine.lock:
-            entry = engine.admission.directory.find(key)
+            entry = engine.state.directory.find(key)
             for index, copy in enumerate(entry.copies[:tier] if entry is not None else ()):
                 tier = index if copy is not None and copy.valid else tier
         return LeaseOfOne(self._running, self._parts.memories[tier], [key], Access.READ, tier)
@@ -287,11 +287,11 @@ class TieredStore:
         record = Record([], math.inf if most is None else most, weakref.ref(token))
         try:
             with engine.lock:
-                engine.admission.records.append(record)
+                engine.state.records.append(record)
             yield record.touches
         finally:
             del token  # nothing is written down any more, whatever strikes now
-            records = engine.admission.records
+            records = engine.state.records
             engine.later(lambda: records.__setitem__(slice(None), [other for other in records if other is not record]))
 
     def follow(
@@ -343,25 +343,25 @@ class TieredStore:
 
     def __contains__(self, key: object) -> bool:
         """Whether there is a tensor of that name."""
-        directory = self._running().admission.directory
+        directory = self._running().state.directory
         return isinstance(key, str) and key in directory
 
     def __iter__(self) -> Iterator[Key]:
         """The keys as of now, in no particular order."""
         engine = self._running()
         with engine.lock:
-            return iter(list(engine.admission.directory))
+            return iter(list(engine.state.directory))
 
     def __len__(self) -> int:
         """How many tensors there are."""
-        return len(self._running().admission.directory)
+        return len(self._running().state.directory)
 
     def spec(self, key: Key) -> TensorSpec:
         """Shape and element type of ``key``; moves nothing. Raises KeyNotFound."""
         engine = self._running()
         refuse_keys([key])
         with engine.lock:
-            return engine.admission.directory.entry(key).spec
+            return engine.state.directory.entry(key).spec
 
     # -- commits ----------------------------------------------------------------------------------------------------------
 
@@ -438,18 +438,18 @@ class TieredStore:
             return StoreStatistics(
                 backend=self._parts.backend.name if self._parts.backend else "none",
                 direct=self._parts.nvme is not None and self._parts.nvme.direct,
-                tensors=len(engine.admission.directory),
+                tensors=len(engine.state.directory),
                 generation=self.generation,
                 leases=engine.leases,
                 hits=engine.hits,
                 misses=engine.misses,
                 stalled_for_reads=engine.stalled_for_reads,
                 stalled_for_room=engine.stalled_for_room,
-                prefetched=engine.admission.prefetched,
-                prefetched_unused=engine.admission.prefetched_unused,
+                prefetched=engine.state.prefetched,
+                prefetched_unused=engine.state.prefetched_unused,
                 wakes=engine.wakes,
-                evictions=engine.admission.evictions,
-                tiers=engine.admission.tier_statistics(),
+                evictions=engine.state.evictions,
+                tiers=engine.state.tier_statistics(),
                 links=engine.link_statistics(),
             )
 
@@ -515,8 +515,8 @@ def policy_of(plan: Plan, decision: Decision) -> NextUse:
     """Who leaves first, by ``decision``, while a loop follows ``plan``."""
     kept = decision.kept
 
-    def given_up(key: Key) -> bool:
+    def dropped(key: Key) -> bool:
         touched = plan.last_use(key)
         return kept is not None and touched is not None and touched < len(kept) and not kept[touched]
 
-    return NextUse(plan.next_use, lambda: plan.cursor, price=decision.price, given_up=given_up if kept is not None else None)
+    return NextUse(plan.next_use, lambda: plan.cursor, price=decision.price, dropped=dropped if kept is not None else None)
