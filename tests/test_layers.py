@@ -29,7 +29,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("residency", "policy", "retention", "pool", "state", "workers", "scheduler", "background", "requests", "snapshot"),
         *("engine",),
     ),
-    "store": ("lease", "commit", "at_rest", "opening", "store", "reading", "verify", "importing"),
+    "store": ("lease", "commit", "at_rest", "opening", "store", "verify", "importing"),
     "zero": (
         *("intent", "leases", "collectives", "rank_stores", "paging", "build", "record", "resident_shard", "resident"),
         *("optimizer", "checkpoint", "page"),
@@ -69,7 +69,6 @@ SINNERS: set[str] = {
     "cli.train.report -> cli.train.command",
     "cli.train.resume -> cli.train.command",
     "cli.train.run -> cli.train.command",
-    "store.store -> store.reading",
     "zero.paging.micro_batch -> zero.paging.pager",
     "zero.paging.sharding -> zero.paging.reduction",
     "zero.paging.sharding -> zero.paging.unit",
@@ -83,6 +82,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "cli.info": "the options of `tiered info`; what they ask for imports torch, and --help must not",
     "engine.state": "what the engine's lock guards, kept consistent; no decisions",
     "io.probe": "whether libaio works here, asked without importing it",
+    "store.commit": "generations of an open store: commit, rollback, recovery",
     "zero.paging.pager": "a paged model's hooks, frames and backward pass",
 }
 LONG, SHORT = 600, 60

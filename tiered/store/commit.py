@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,8 @@ from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Key, Slot, Urgency
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["Commits", "Encoding"]
+__all__ = ["Commits", "Encoding", "Generations", "OneGeneration"]
+
 
 class Encoding:
     """Fills ``record`` of copies at the bottom; a copy there never changes. All calls are made under the engine's lock."""
@@ -79,13 +81,76 @@ class _Generation:
         return cls(manifest.generation, manifests.encode_meta(manifest.meta), manifests.encode_again(manifest))
 
 
-class Commits:
+class Generations:
+    """What a store knows of its commits. This one is of a store that can make none: without a disk, or with durability "none".
+
+    ``refused`` is why nobody may commit, where that is so.
+    """
+
+    def __init__(self) -> None:
+        self.refused: str | None = None
+
+    @property
+    def generation(self) -> int:
+        """Number of the newest commit, or of the one opened; 0 where there is none."""
+        return 0
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What that commit was given."""
+        return {}
+
+    @property
+    def commits_at_exit(self) -> bool:
+        """Whether leaving a ``with`` block commits."""
+        return False
+
+    def committing(self, store: object) -> Commits:
+        """Return the part that commits. Raises MisuseError where nothing can be committed."""
+        raise MisuseError("nothing can be made durable without a disk, or with durability='none'")
+
+    def refuse_change(self, store: object) -> None:
+        """Raise MisuseError where no tensor may be changed."""
+
+    def settle(self) -> None:
+        """Wait until no commit is open."""
+
+
+class OneGeneration(Generations):
+    """The one generation at which a store is open to be read. Nothing may be changed."""
+
+    def __init__(self, manifest: manifests.Manifest) -> None:
+        super().__init__()
+        self._manifest = manifest
+
+    @property
+    def generation(self) -> int:
+        return self._manifest.generation
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        return deepcopy(dict(self._manifest.meta))
+
+    def committing(self, store: object) -> Commits:
+        raise self._why(store)
+
+    def refuse_change(self, store: object) -> None:
+        raise self._why(store)
+
+    def _why(self, store: object) -> MisuseError:
+        return MisuseError(
+            f"{store} is open to be read, at generation {self.generation}, and cannot be changed: open it without access='read'"
+        )
+
+
+class Commits(Generations):
     """``newest`` is the generation that the store began from or made last; ``keep`` of them stay on disk.
 
     ``duplicate(copy, slot, nbytes)`` copies bytes within a tier; see ``Flush``.
     """
 
     def __init__(self, engine: Engine, nvme: NvmeTier, keep: int, duplicate: Callable[[Copy, Slot, int], None]) -> None:
+        super().__init__()
         self.newest: _Generation | None = None
         self._engine, self._nvme, self._keep, self._duplicate = engine, nvme, keep, duplicate
         self._encoding = Encoding(nvme)
@@ -94,13 +159,18 @@ class Commits:
         self.unreadable: dict[int, str] = {}
         """Generations that are there and cannot be opened, with the reason."""
         self._condemned: str | None = None
-        self.refused: str | None = None
-        """Why nobody may commit."""
         self._went_back = False  # to an older generation: what is newest on the disk is not what there is
 
     @property
     def generation(self) -> int:
         return self.newest.number if self.newest else 0
+
+    @property
+    def commits_at_exit(self) -> bool:
+        return self.refused is None
+
+    def committing(self, store: object) -> Commits:
+        return self
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -228,7 +298,7 @@ class Commits:
                 for key in needs:
                     if key not in chosen.tensors:
                         raise MisuseError(f"generation {chosen.number} has no {key!r}: nothing was rolled back")
-                self._engine.wait(_Return(chosen, self, lambda: behind.given_up))
+                self._engine.wait(_Rollback(chosen, self, lambda: behind.given_up))
                 return chosen.number
 
         behind = Behind("tiered-rollback", work)
@@ -486,7 +556,7 @@ class _Draft:
         self._generation = 0
 
 
-class _Return(Request):
+class _Rollback(Request):
     """Makes the store what ``chosen`` says: forgets what is not the same, and has it restored."""
 
     deferred = True

@@ -19,7 +19,7 @@ from tiered.engine.retention import Decision, affordable, decide, room_for
 from tiered.engine.state import Token
 from tiered.errors import ForkedStore, MisuseError, StoreClosed
 from tiered.interfaces import EvictionPolicy, IOBackend
-from tiered.store.commit import Commits
+from tiered.store.commit import Commits, Generations
 from tiered.store.lease import (
     LeaseOfMany,
     LeaseOfOne,
@@ -34,7 +34,7 @@ from tiered.store.lease import (
     refuse_unstorable,
     spec_of,
 )
-from tiered.store.opening import Newer, Parts, Wishes, access_of, assemble
+from tiered.store.opening import Newer, OpenOptions, Parts, access_of, assemble
 from tiered.telemetry import NO_SPAN, Span, StoreStatistics, Timeline
 from tiered.types import Access, BackendName, Key, TensorSpec
 
@@ -55,8 +55,8 @@ class TieredStore:
     the next open.
     """
 
-    def __init__(self, parts: Parts, engine: Engine, commits: Commits | None, *, scratch: bool) -> None:
-        self._parts, self._engine, self._commits = parts, engine, commits
+    def __init__(self, parts: Parts, engine: Engine, known: Generations, *, scratch: bool) -> None:
+        self._parts, self._engine, self._generations = parts, engine, known
         engine.end_struck = end_struck
         self._pid = os.getpid()
         self._closed = False
@@ -111,13 +111,12 @@ class TieredStore:
         CapacityError (a budget too small, or more than there is), ManifestError (damaged, no such generation, a drive that is
         missing or another store's).
         """
-        wishes = Wishes(path, dram, hbm, device, nvme, generation, durability, backend, eviction, keep, deadline, paths, newer)
-        if access_of(access) is Access.READ:
-            from tiered.store.reading import open_to_read
-
-            return open_to_read(wishes)
-        parts, engine, commits = assemble(wishes)
-        store = cls(parts, engine, commits, scratch=wishes.scratch)
+        options = OpenOptions(
+            *(path, dram, hbm, device, nvme, generation, durability, backend, eviction, keep, deadline, paths, newer),
+            access=access_of(access),
+        )
+        parts, engine, known = assemble(options)
+        store = cls(parts, engine, known, scratch=options.scratch)
         try:
             engine.start()
         except BaseException:
@@ -134,9 +133,9 @@ class TieredStore:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            if kind is None and not self._closed and self._commits is not None and self._commits.refused is None:
+            if kind is None and not self._closed and self._generations.commits_at_exit:
                 self._running()
-                self._commits.commit(None, self, always=False)
+                self._generations.committing(self).commit(None, self, always=False)
         finally:
             self.close()
 
@@ -147,8 +146,8 @@ class TieredStore:
         """
         self._engine.refuse_nested()
         self._closed = True
-        if self._commits is not None and self._shutdown.alive and os.getpid() == self._pid:
-            self._commits.settle()
+        if self._shutdown.alive and os.getpid() == self._pid:
+            self._generations.settle()
         if self._shutdown.alive:
             _shut_down(*self._rest)
             self._shutdown.detach()  # not before: what Ctrl-C interrupts is done by the next call, or by the collector
@@ -180,7 +179,7 @@ class TieredStore:
 
     def _put(self, key: Key, spec: TensorSpec, tier: int, fill: Callable[[torch.Tensor], None] | None) -> None:
         engine = self._running()
-        self._refuse_to_read_only()
+        self._generations.refuse_change(self)
         if spec.nbytes > self._parts.tiers[tier].capacity or spec.nbytes > self._parts.tiers[self._parts.dram].capacity:
             tier = self._parts.dram  # what that cannot hold could never leave the tiers above it: refused
         token = Token()
@@ -244,7 +243,7 @@ class TieredStore:
         """
         wanted = access_of(access)
         if wanted is Access.WRITE:
-            self._refuse_to_read_only()
+            self._generations.refuse_change(self)
         index = self._tier_index(tier)
         memory = self._parts.memories[index]
         if isinstance(key, str):
@@ -338,7 +337,7 @@ class TieredStore:
     def delete(self, key: Key) -> None:
         """Forget ``key``; its room is free once nothing refers to it. Raises KeyNotFound, LeaseConflict while it is leased."""
         refuse_keys([key])
-        self._refuse_to_read_only()
+        self._generations.refuse_change(self)
         self._running().wait(Delete(key))
 
     def __contains__(self, key: object) -> bool:
@@ -368,12 +367,12 @@ class TieredStore:
     @property
     def generation(self) -> int:
         """Number of the newest commit, or of the one opened; 0 before the first, and where nothing can be committed."""
-        return self._commits.generation if self._commits else 0
+        return self._generations.generation
 
     @property
     def meta(self) -> dict[str, Any]:
         """What the commit numbered ``generation`` was given, as JSON gives it back; empty before the first."""
-        return self._commits.meta if self._commits else {}
+        return self._generations.meta
 
     @property
     def device(self) -> torch.device:
@@ -398,8 +397,7 @@ class TieredStore:
 
     def refuse_commits(self, why: str | None) -> None:
         """From here on commits raise MisuseError, and leaving a ``with`` block makes none. None: no longer."""
-        if self._commits is not None:
-            self._commits.refused = why
+        self._generations.refused = why
 
     def commit_async(self, meta: Mapping[str, object] | None = None) -> Future[int]:
         """``commit`` all as it is now, and go on meanwhile; the future gives the generation, or raises, when it is durable.
@@ -421,12 +419,10 @@ class TieredStore:
 
     def _committing(self, meta: object) -> Commits:
         self._running()
-        self._refuse_to_read_only()
-        if self._commits is None:
-            raise MisuseError("nothing can be made durable without a disk, or with durability='none'")
+        commits = self._generations.committing(self)
         if meta is not None and not isinstance(meta, Mapping):
             raise MisuseError(f"meta is a dict of JSON values, not {meta!r}")
-        return self._commits
+        return commits
 
     # -- looking in -------------------------------------------------------------------------------------------------------
 
@@ -495,9 +491,6 @@ class TieredStore:
         if self._closed:
             raise StoreClosed(f"{self._name} is closed")
         return self._engine
-
-    def _refuse_to_read_only(self) -> None:
-        """Raise MisuseError where nothing may be changed."""
 
 
 def _shut_down(engine: Engine, parts: Parts, pid: int, scratch: bool) -> None:
