@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from bench.optimum import budget_of, lower_bound
 from bench.rehearsal import MovablePlaces, Rehearsal
 from bench.traces import TRACES, Access, Key, Trace
-from tiered.engine.retention import Decision, decide
+from tiered.engine.retention import RetentionPlan, decide
 
 __all__ = ["Run", "decision_for", "main"]
 
@@ -33,14 +33,14 @@ class Run:
     """``trace`` in ``budget`` bytes; for a request ``most`` times its own may be moved. ``linked`` went over the link, what is
     dirty at the end included."""
 
-    def __init__(self, trace: Trace, budget: int, most: float, decision: Decision) -> None:
+    def __init__(self, trace: Trace, budget: int, most: float, decision: RetentionPlan) -> None:
         keys, uses, sizes = _touches(trace)
         rehearsal = Rehearsal(keys, uses, sizes, MovablePlaces(budget), decision, trace.then, most)
         self.linked = rehearsal.round() + rehearsal.rest()
         self.moved = rehearsal.place.moved
 
 
-def decision_for(trace: Trace, budget: int) -> Decision:
+def decision_for(trace: Trace, budget: int) -> RetentionPlan:
     """As ``store.follow`` makes it."""
     return decide(*_touches(trace), budget, then=trace.then)
 

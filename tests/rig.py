@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tests.fakes import FakeTier, ManualLink, fake_checksums
 from tiered.engine.engine import Engine, EngineConfig
-from tiered.engine.policy import LRU, Touch
+from tiered.engine.policy import LRU, NextUse, Touch
 from tiered.engine.requests import Delete, Install, Lease, Prefetch, Request, Room
 from tiered.engine.residency import Copy, Entry, State
 from tiered.engine.retention import decide, room_for
@@ -16,7 +16,6 @@ from tiered.engine.scheduler import Scheduler
 from tiered.engine.snapshot import Flush
 from tiered.engine.state import EngineState, Token
 from tiered.errors import ReadError, TieredError, TransferError, WriteError
-from tiered.store.store import policy_of
 from tiered.types import Access, Direction, Slot, TensorSpec, Transfer, Urgency
 
 READ, WRITE = Access.READ, Access.WRITE
@@ -250,7 +249,7 @@ class Rig:
             decide(keys, uses, sizes, tier.capacity, spare=room)
             for tier, room in zip(self.tiers[: self.bottom], rooms, strict=True)
         ]
-        self.engine.follow(order, lambda plan: [policy_of(plan, decision) for decision in decisions], rooms)
+        self.engine.follow(order, lambda plan: [NextUse.along(plan, one.price, one.keep) for one in decisions], rooms)
 
     def write(self, lease: Lease, data: Callable[[int], bytes]) -> None:
         assert lease.access is WRITE

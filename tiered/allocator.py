@@ -36,7 +36,7 @@ class FreeSpace:
         if capacity < 0 or alignment < 1:
             raise AssertionError(f"no space of {capacity} bytes aligned to {alignment}")
         self.alignment = alignment
-        self._capacity = 0
+        self.capacity = 0
         self._free_bytes = 0
         self._starts: list[int] = []  # free ranges by address
         self._sizes: dict[int, int] = {}  # their sizes
@@ -45,17 +45,13 @@ class FreeSpace:
         self.grow(capacity)
 
     @property
-    def capacity(self) -> int:
-        return self._capacity
-
-    @property
     def free_bytes(self) -> int:
         """Sum of the free ranges; a single request of this size may still not fit."""
         return self._free_bytes
 
     @property
     def used_bytes(self) -> int:
-        return self._capacity - self._free_bytes
+        return self.capacity - self._free_bytes
 
     @property
     def largest(self) -> int:
@@ -66,7 +62,7 @@ class FreeSpace:
     def free_at_end(self) -> int:
         """Size of the free range that ends at ``capacity``: growing by the rest of a request is enough to grant it."""
         last = self._starts[-1] if self._starts else None
-        return self._sizes[last] if last is not None and last + self._sizes[last] == self._capacity else 0
+        return self._sizes[last] if last is not None and last + self._sizes[last] == self.capacity else 0
 
     def round_up(self, nbytes: int) -> int:
         return -(-nbytes // self.alignment) * self.alignment
@@ -113,7 +109,7 @@ class FreeSpace:
 
     def restore(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Exactly these ranges, each an offset and a size, are in use from here on; whatever was kept before does not count."""
-        capacity, self._capacity = self._capacity, 0
+        capacity, self.capacity = self.capacity, 0
         self._starts, self._sizes, self._by_size, self._used, self._free_bytes = [], {}, [], {}, 0
         self.grow(capacity)
         for offset, size in sorted(ranges):
@@ -137,9 +133,9 @@ class FreeSpace:
     def grow(self, capacity: int) -> None:
         """Extend the space (never shrinks it); the new end is free."""
         capacity -= capacity % self.alignment
-        if capacity < self._capacity:
-            raise AssertionError(f"a space of {self._capacity} bytes cannot become {capacity}")
-        old, self._capacity = self._capacity, capacity
+        if capacity < self.capacity:
+            raise AssertionError(f"a space of {self.capacity} bytes cannot become {capacity}")
+        old, self.capacity = self.capacity, capacity
         if capacity > old:
             self._insert(old, capacity - old)
 

@@ -29,6 +29,7 @@ from tiered.engine.snapshot import Flush
 from tiered.engine.state import EngineState
 from tiered.errors import CapacityError, InterruptedStore, KeyNotFound, LeaseConflict
 from tiered.links.stand_in import MemoryLink
+from tiered.store.commit import Generations
 from tiered.store.lease import LeaseOfMany
 from tiered.store.opening import Parts, _duplicator
 from tiered.store.store import TieredStore
@@ -105,7 +106,7 @@ class World:
         config = EngineConfig(60.0, source.choice((0.0, 0.5)), lambda: self.now, LRU)
         self.engine = Engine(tiers, links, self.parts.policies, config)
         self.engine._changed = NoHurry(self)  # type: ignore[assignment]
-        self.store = TieredStore(self.parts, self.engine, None, scratch=False)
+        self.store = TieredStore(self.parts, self.engine, Generations(), scratch=False)
         self.numbers = iter(range(1, HEAP // max(SIZES)))
         self.value: dict[str, int | None] = {}
         self.bytes: dict[str, int] = {}
@@ -349,7 +350,7 @@ class World:
         """In a coroutine, where it need not wait."""
         key = self.source.choice(KEYS)
         entry = self.engine.state.directory.find(key)
-        if entry is None or entry.written or not any(copy and copy.valid for copy in entry.copies[:2]):
+        if entry is None or entry.writers or not any(copy and copy.valid for copy in entry.copies[:2]):
             return
         with self.device.use(self.source.choice(STREAMS)):
             found = asyncio.run(self.store.fetch(key))

@@ -15,10 +15,9 @@ from tiered.engine.engine import Engine, EngineConfig
 from tiered.engine.policy import LRU, NEVER, NextUse, Plan, Touch
 from tiered.engine.requests import Install, Lease, Room
 from tiered.engine.residency import State
-from tiered.engine.retention import Decision, affordable, bytes_moved, decide, room_for
+from tiered.engine.retention import RetentionPlan, affordable, bytes_moved, decide, room_for
 from tiered.engine.snapshot import Flush
 from tiered.engine.state import Token
-from tiered.store.store import policy_of
 from tiered.types import Access, Direction, TensorSpec, Then, Transfer, Urgency, Use
 
 
@@ -221,13 +220,13 @@ def test_a_dirty_one_counts_as_needed_sooner_by_its_price() -> None:
 def test_a_decision_is_no_worse_than_belady(order: list[tuple[str, Use]], sizes: list[int], budget: int, then: Then) -> None:
     size = dict(zip("abcdef", sizes, strict=True))
     keys, uses, nbytes = [k for k, _ in order], [u for _, u in order], [size[k] for k, _ in order]
-    belady = bytes_moved(keys, uses, nbytes, budget, Decision(), then)
+    belady = bytes_moved(keys, uses, nbytes, budget, RetentionPlan(), then)
     decision = decide(keys, uses, nbytes, budget, then=then)
     assert bytes_moved(keys, uses, nbytes, budget, decision, then) <= belady
 
 
 def test_with_room_to_spare_a_decision_says_of_each_touch_whether_to_keep() -> None:
-    kept = decide("abcd", [Use.READ] * 4, [1] * 4, 3, spare=1).kept
+    kept = decide("abcd", [Use.READ] * 4, [1] * 4, 3, spare=1).keep
     assert kept is not None
     assert len(kept) == 4
     assert sum(kept) == 1, "beside the one that is touched there is room for one"
@@ -310,7 +309,7 @@ class Simulation:
             room = room_for(capacity, len(set(keys)) * self.nbytes - capacity, self.nbytes)
         sizes = [self.nbytes] * len(order)
         decision = decide(keys, [use] * len(order), sizes, capacity, then=then, spare=room)
-        self.engine.follow(order, lambda plan: [policy_of(plan, decision)], [room], then)
+        self.engine.follow(order, lambda plan: [NextUse.along(plan, decision.price, decision.keep)], [room], then)
         self.turn()
 
     def touch(self, key: str, access: Access = Access.READ) -> None:
@@ -451,7 +450,7 @@ def test_nothing_is_fetched_beyond_the_end_of_an_order() -> None:
     assert simulation.engine.read_ahead is not None
     simulation.round(first[-1:])
     state = simulation.engine.state
-    assert state.ahead is None
+    assert state.order is None
     assert all(isinstance(place.policy, LRU) for place in state.pools), "all is as before"
     ups = [transfer.key for transfer in simulation.link.started if transfer.direction is Direction.UP]
     assert sorted(ups) == first, "each once"

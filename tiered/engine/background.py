@@ -39,6 +39,7 @@ class WriteBehind:
 
     def __init__(self, scheduler: Scheduler, reserve: float) -> None:
         self._scheduler, self._state, self._reserve = scheduler, scheduler.state, reserve
+        self._ticket: Ticket | None = None
 
     @property
     def due(self) -> bool:
@@ -56,23 +57,25 @@ class WriteBehind:
         if not state.writeback_due:
             return
         state.writeback_due = False
-        ticket = Ticket(Urgency.WRITEBACK)
-        state.number(ticket)
+        self._ticket = None
         dropped, state.dropped_dirty = state.dropped_dirty, {}
         for found, copy in dropped.items():
-            if state.writes_behind(copy) and not self._admit(copy, ticket):
+            if state.writes_behind(copy) and not self._admit(copy):
                 state.dropped_dirty[found] = copy  # no room below yet
         for pool in state.pools[: state.bottom]:
             shortage = self._shortage(pool)
             if shortage <= 0 or not pool.bytes_of[Evictability.DIRTY]:
                 continue
             for copy in self._next(pool, shortage):
-                if not self._admit(copy, ticket):
+                if not self._admit(copy):
                     break
 
-    def _admit(self, copy: Copy, ticket: Ticket) -> bool:
+    def _admit(self, copy: Copy) -> bool:
+        if self._ticket is None:  # one for all of a round
+            self._ticket = Ticket(Urgency.WRITEBACK)
+            self._state.number(self._ticket)
         try:
-            return self._scheduler.admit_writeback(self._state.directory.entry(copy.key), copy.tier, ticket)
+            return self._scheduler.admit_writeback(self._state.directory.entry(copy.key), copy.tier, self._ticket)
         except TieredError as error:  # a request that needs the room will meet the error
             copy.failure = error
             return True
@@ -181,7 +184,7 @@ class ReadAhead(Ticket):
         for copy in entry.copies[: tier + 1]:
             if copy is not None:
                 return None
-        return None if touch.use is Use.PUT or tier < self._index[touch.tier] or entry.written else entry
+        return None if touch.use is Use.PUT or tier < self._index[touch.tier] or entry.writers else entry
 
     def _has_room(self, tier: int, pool: Pool, nbytes: int) -> bool:
         """Whether one more fetch helps: more than keeps the link busy does not, and takes room from what is kept."""

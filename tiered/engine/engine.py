@@ -31,7 +31,7 @@ from tiered.engine.requests import Lease, Prefetch, Request, RequestQueue, Work,
 from tiered.engine.residency import Copy
 from tiered.engine.scheduler import Scheduler
 from tiered.engine.snapshot import Flush
-from tiered.engine.state import EngineState, FollowedOrder, LinkCounters, Token
+from tiered.engine.state import EngineState, FollowedOrder, Token
 from tiered.engine.workers import Behind
 from tiered.errors import CapacityError, InterruptedStore, LeaseConflict, MisuseError, StoreClosed, TieredError
 from tiered.interfaces import EvictionPolicy, Link, Streams, Tier
@@ -90,7 +90,7 @@ class Engine:
         self._owned: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
         self._changed = threading.Condition(self.lock)
         self._wake = OwnedWakeup()
-        self._counters = [{direction: LinkCounters() for direction in Direction} for _ in links]
+        self._counters = self.state.transfers.counters
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._stopping = False
@@ -219,7 +219,8 @@ class Engine:
         state, queue = self.state, self.requests
         if state.changing:
             self._wait_for_recount()
-        state.reap()
+        if state.claims.ended:
+            state.reap()
         state.number(request)
         done = queue.attempt_here(request)
         if not done and self._thread is None and not request.deferred:  # whoever has no thread for it decides here
@@ -237,7 +238,9 @@ class Engine:
     def _anything_to_do(self) -> bool:
         """Whether the engine's thread would find something to decide or to start."""
         state = self.state
-        return bool(self.requests.waiting) or state.transfers.waits or (state.writeback_due and self.write_behind.due)
+        if self.requests.waiting or state.transfers.waiting or any(state.transfers.promotions):
+            return True
+        return state.writeback_due and self.write_behind.due
 
     def _look_ahead(self) -> None:
         """Admit the fetches that are due; end following where the order has ended."""
@@ -392,7 +395,7 @@ class Engine:
         if os.getpid() != self._pid or self._owned():
             return
         with self.lock:
-            if not self.state.changing:
+            if self.state.claims.ended and not self.state.changing:
                 self.state.reap()
             if self.state.changing or self._anything_to_do():
                 self._poke()
@@ -501,10 +504,10 @@ class Engine:
         with self.lock:
             if self.state.changing:
                 self._recount()
-            self.state.reap()
+            if self.state.claims.ended:
+                self.state.reap()
             for index, completion in completions:
-                transfer = self.scheduler.complete(index, completion)
-                self._counters[index][transfer.direction].end(self.config.clock(), transfer.nbytes, completion.error)
+                transfer = self.scheduler.complete(index, completion, self.config.clock())
                 if self.recorder is not None:
                     link = self.links[index]
                     self.recorder.transferred(link.src, link.dst, transfer, completion.error)
@@ -532,18 +535,18 @@ class Engine:
                     self.state.transfers.promoted(tag, urgency)
             while True:
                 with self.lock:
-                    transfer = None if self._stopping else self.state.transfers.take(index)
+                    transfers, transfer = self.state.transfers, None
+                    if transfers.queues[index].length and not self._stopping:
+                        transfer = transfers.take(index, self.config.clock())
                     if transfer is None:
                         break
                     transfer.after = self._after(index, transfer)
-                    self._counters[index][transfer.direction].begin(self.config.clock())
                     if self.recorder is not None:
                         self.recorder.started(transfer.tag)
                 if link.start(transfer):
                     started = True
                     continue
                 with self.lock:  # a link may be full one way, and take what goes the other
-                    self._counters[index][transfer.direction].active -= 1
                     self.state.transfers.put_back(index, transfer)
         return started
 

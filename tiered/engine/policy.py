@@ -243,6 +243,16 @@ class NextUse:
         self._known: dict[Key, _Rank] = {}
         self._order: list[tuple[_Rank, Key]] = []  # who leaves last first
 
+    @classmethod
+    def along(cls, plan: Plan, price: float, kept: Sequence[bool] | None) -> NextUse:
+        """Return a policy for ``plan``; ``kept`` says of each of its touches whether the tensor stays until its next use."""
+
+        def dropped(key: Key) -> bool:
+            touched = plan.last_use(key)
+            return kept is not None and touched is not None and touched < len(kept) and not kept[touched]
+
+        return cls(plan.next_use, lambda: plan.cursor, price=price, dropped=None if kept is None else dropped)
+
     def touched(self, key: Key) -> None:
         self.forgotten(key)
         self._known[key] = self._dropped is not None and self._dropped(key), self._next_use(key)

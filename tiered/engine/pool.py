@@ -148,8 +148,8 @@ class Pool:
 
     # -- copies ----------------------------------------------------------------------------------------------------------
 
-    def note(self, copy: Copy) -> None:
-        """Something about ``copy`` changed; it may be new."""
+    def note(self, copy: Copy, evictability: Evictability) -> None:
+        """Learn that something about ``copy`` changed, which may be new, and what it means for eviction now."""
         self.changes += 1
         if copy.state is State.EMPTY:
             if self.copies.get(copy.key) is copy:
@@ -163,7 +163,7 @@ class Pool:
         else:
             self.copies[copy.key] = copy
             if not self.bottom:
-                self._reclassify(copy, copy.classify())
+                self._reclassify(copy, evictability)
 
     def reap_dead_alias(self, copy: Copy) -> None:
         """Free the slot of ``copy``, which is EMPTY: nobody looks at its memory any more."""
@@ -176,7 +176,7 @@ class Pool:
         self.policy.forgotten(copy.key)
         self._reclassify(copy, Evictability.USED)
         copy.key = key
-        self.note(copy)
+        self.note(copy, copy.classify())
         self.policy.touched(key)
 
     def _reclassify(self, copy: Copy, now: Evictability) -> None:
@@ -331,7 +331,7 @@ class Pool:
         for copy in (*self.copies.values(), *self.aliased_evicted):
             copy.evictability = Evictability.USED
         for copy in self.copies.values():
-            self.note(copy)
+            self.note(copy, copy.classify())
             policy.touched(copy.key)
 
     # -- looking in ------------------------------------------------------------------------------------------------------

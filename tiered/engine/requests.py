@@ -87,9 +87,7 @@ class Lease(Request, LeaseHold):
 
     def attempt_here(self, state: EngineState) -> bool:
         directory, write = state.directory, self.access is Access.WRITE
-        entries = [directory.entry(key) for key in self.keys]
-        for entry in entries:
-            directory.refuse_conflict(entry, self.access)
+        entries = [directory.to_lease(key, self.access) for key in self.keys]
         if not self._resident(state, entries):
             return False
         if write and (state.snapshot is not None or any(entry.in_flight for entry in entries)):
@@ -99,9 +97,7 @@ class Lease(Request, LeaseHold):
 
     def attempt(self, scheduler: Scheduler) -> bool:
         state = scheduler.state
-        entries = [state.directory.entry(key) for key in self.keys]
-        for entry in entries:
-            state.directory.refuse_conflict(entry, self.access)
+        entries = [state.directory.to_lease(key, self.access) for key in self.keys]
         if not self._resident(state, entries):
             self._refuse_impossible(state, [entry.nbytes for entry in entries])
             arrived = [scheduler.bring(entry, self.tier, self) for entry in entries]  # each starts, not only the first
@@ -330,7 +326,7 @@ class Prefetch(Request):
     def _goes_on(self, scheduler: Scheduler, key: Key) -> _There:
         state = scheduler.state
         entry = state.directory.find(key)
-        if entry is None or entry.written:
+        if entry is None or entry.writers:
             return _There.ARRIVED
         try:
             if scheduler.bring(entry, self.tier, self) or entry.copies[self.tier] is not None:

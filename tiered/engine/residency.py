@@ -91,7 +91,7 @@ class Copy:
     key: Key
     tier: int
     slot: Slot
-    state: State = State.EMPTY
+    _state: State = State.EMPTY
     readers: int = 0
     writers: int = 0
     reads_from: int = 0
@@ -109,10 +109,14 @@ class Copy:
     lent_clean: bool = False
     evictability: Evictability = Evictability.USED
 
+    @property
+    def state(self) -> State:
+        return self._state
+
     def become(self, state: State) -> None:
-        """Take an edge of the table. Nothing else assigns ``state``."""
-        assert (self.state, state) in EDGES, f"{self.key!r}: illegal edge {self.state.name} -> {state.name}"
-        self.state = state
+        """Take an edge of the table. Nothing else changes ``state``."""
+        assert (self._state, state) in EDGES, f"{self.key!r}: illegal edge {self._state.name} -> {state.name}"
+        self._state = state
 
     @property
     def nbytes(self) -> int:
@@ -122,17 +126,17 @@ class Copy:
     @property
     def dirty(self) -> bool:
         """No tier below has its bytes yet."""
-        return self.state is State.DIRTY or self.state is State.WRITEBACK
+        return self._state is State.DIRTY or self._state is State.WRITEBACK
 
     @property
     def valid(self) -> bool:
         """It holds the tensor's bytes."""
-        return self.state in _VALID
+        return self._state in _VALID
 
     @property
     def in_flight(self) -> bool:
         """A transfer uses its slot."""
-        return self.state in _IN_FLIGHT or self.reads_from > 0
+        return self._state in _IN_FLIGHT or self.reads_from > 0
 
     @property
     def leased(self) -> bool:
@@ -172,7 +176,7 @@ class Copy:
 
     def classify(self) -> Evictability:
         """Return what the copy means now to a search for room in its tier."""
-        state = self.state
+        state = self._state
         if self.readers or self.writers or self.aliases or self.reads_from:
             return Evictability.USED
         if state is State.CLEAN:
@@ -198,6 +202,8 @@ class Entry:
     empty: bool = field(init=False)
     """It has no bytes."""
     name: Key = field(init=False)
+    writers: int = 0
+    """Open WRITE leases: 0 or 1."""
 
     def __post_init__(self) -> None:
         nbytes = self.spec.nbytes
@@ -224,14 +230,6 @@ class Entry:
         return False
 
     @property
-    def written(self) -> bool:
-        """A WRITE lease is open."""
-        for copy in self.copies:  # noqa: SIM110 - likewise
-            if copy is not None and copy.writers:
-                return True
-        return False
-
-    @property
     def unsaved(self) -> Copy | None:
         """The copy that some tier below has not got yet (DIRTY or WRITEBACK), if there is one."""
         for copy in self.copies:
@@ -241,13 +239,16 @@ class Entry:
 
 
 class Directory:
-    """All tensors of a store. ``changed(copy)`` is called after each change of a copy: its state, its leases, who reads it."""
+    """All tensors of a store.
 
-    def __init__(self, depth: int, changed: Callable[[Copy], None]) -> None:
+    ``changed(copy, evictability)`` is called after each change of a copy: its state, its leases, who reads it.
+    """
+
+    def __init__(self, depth: int, changed: Callable[[Copy, Evictability], None]) -> None:
         assert depth >= 1
         self.depth = depth
         self.next_id = 1
-        self._changed = changed
+        self._tell = changed
         self._entries: dict[Key, Entry] = {}
         self._aside: dict[Key, Entry] = {}
 
@@ -390,6 +391,7 @@ class Directory:
                 copy.become(State.DIRTY)
             copy.checksums = copy.record = b""
             copy.writers += 1
+            entry.writers += 1
         else:
             if not copy.readers:
                 copy.sealed, copy.lent_clean = copy._witnessed(), copy.state is State.CLEAN
@@ -399,15 +401,26 @@ class Directory:
         self._changed(copy)
         return copy
 
+    def to_lease(self, key: Key, access: Access) -> Entry:
+        """Return the tensor ``key``. Raises KeyNotFound, and LeaseConflict where an open lease is in the way."""
+        entry = self.find(key)
+        if entry is None:
+            raise KeyNotFound(f"no tensor {key!r} in the store")
+        if entry.writers or access is Access.WRITE:
+            self.refuse_conflict(entry, access)
+        return entry
+
     def refuse_conflict(self, entry: Entry, access: Access) -> None:
-        if entry.written or (access is Access.WRITE and entry.leased):
-            held = "WRITE" if entry.written else "READ"
+        """Raise LeaseConflict where an open lease is in the way of another one."""
+        if entry.writers or (access is Access.WRITE and entry.leased):
+            held = "WRITE" if entry.writers else "READ"
             raise LeaseConflict(f"tensor {entry.key!r} has an open {held} lease; a {access.name} lease must wait for its end")
 
     def release(self, copy: Copy, access: Access) -> None:
         if access is Access.WRITE:
-            assert copy.writers == 1
-            copy.writers = 0
+            entry = self.entry(copy.key)
+            assert copy.writers == entry.writers == 1
+            copy.writers = entry.writers = 0
         else:
             assert copy.readers > 0
             copy.readers -= 1
@@ -418,7 +431,7 @@ class Directory:
     def begin_fill(self, entry: Entry, tier: int, slot: Slot) -> Copy:
         """A transfer up, from the tier below, is admitted into ``slot``."""
         source = entry.copies[tier + 1]
-        assert source is not None and source.valid and entry.copies[tier] is None and not entry.written
+        assert source is not None and source.valid and entry.copies[tier] is None and not entry.writers
         source.reads_from += 1
         source.prefetched = False  # it was of use
         copy = Copy(entry.key, tier, slot)
@@ -479,6 +492,9 @@ class Directory:
 
     # -- within ----------------------------------------------------------------------------------------------------------
 
+    def _changed(self, copy: Copy) -> None:
+        self._tell(copy, copy.classify())
+
     def _vacate_all(self, entry: Entry) -> None:
         for copy in entry.copies:
             if copy is not None:
@@ -498,6 +514,7 @@ class Directory:
         """
         leased = list(claims)
         for entry in self.all_entries():
+            entry.writers = 0
             for tier, copy in enumerate(entry.copies):
                 if copy is not None:
                     copy.readers = copy.writers = copy.reads_from = 0
@@ -507,7 +524,9 @@ class Directory:
             if access is Access.WRITE:
                 copy.writers += 1
                 copy.checksums = copy.record = b""
-                for other in (held := self.entry(copy.key)).copies:
+                held = self.entry(copy.key)
+                held.writers += 1
+                for other in held.copies:
                     if other is not None and other is not copy:
                         held.copies[other.tier] = None
             else:
@@ -525,6 +544,7 @@ class Directory:
         for entry in self.all_entries():
             unsaved = [copy for copy in entry.copies if copy is not None and copy.state in (State.DIRTY, State.WRITEBACK)]
             valid = [copy for copy in entry.copies if copy is not None and copy.valid]
+            assert entry.writers == sum(copy.writers for copy in entry.copies if copy is not None)
             assert len(unsaved) <= 1, f"{entry.key!r}: two copies claim to be the newest"
             assert valid, f"{entry.key!r}: no copy has its bytes"
             for tier, copy in enumerate(entry.copies):

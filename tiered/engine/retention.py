@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from tiered.types import Key, Then, Use
 
-__all__ = ["Decision", "affordable", "bytes_moved", "decide", "dying", "room_for"]
+__all__ = ["RetentionPlan", "affordable", "bytes_moved", "dead_after", "decide", "room_for"]
 
 PRICES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0)  # of a write-back, in mean interval lengths; the best one is kept
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of the room, for what stays for good
@@ -48,21 +48,21 @@ def room_for(capacity: int, missing: int, largest: int) -> int:
     return min(max(min(ROOM, capacity // SHARE_OF_TIER, missing // SHARE_OF_MISSING), largest), capacity // MOST)
 
 
-class Decision(NamedTuple):
-    """What leaves first: what is not ``kept`` after its last touch (None: all is), then what is needed last, where a copy that
+class RetentionPlan(NamedTuple):
+    """What leaves first: what is not ``keep`` after its last touch (None: all is), then what is needed last, where a copy that
     must be written back counts as needed sooner by ``price`` touches."""
 
     price: float = 0.0
-    kept: tuple[bool, ...] | None = None
+    keep: tuple[bool, ...] | None = None
 
     def rank(self, position: int, next_use: float, dirty: bool) -> tuple[bool, float]:
         """Of a copy that was touched at ``position`` of the cycle; the largest leaves first."""
-        return self.kept is not None and not self.kept[position], next_use - (self.price if dirty else 0.0)
+        return self.keep is not None and not self.keep[position], next_use - (self.price if dirty else 0.0)
 
 
 def decide(
     keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], capacity: int, *, then: Then = "again", spare: int = 0
-) -> Decision:
+) -> RetentionPlan:
     """What to keep in ``capacity`` bytes while they are touched in this order.
 
     ``spare`` bytes of it are left to what is fetched ahead and written behind. With some, the decision says of each touch
@@ -72,13 +72,13 @@ def decide(
 
 
 @lru_cache(maxsize=8)  # training and evaluation take turns
-def _decision(touches: _Touched, capacity: int, spare: int, then: Then) -> Decision:
+def _decision(touches: _Touched, capacity: int, spare: int, then: Then) -> RetentionPlan:
     if sum({key: nbytes for key, _, nbytes in touches}.values()) <= capacity:
-        return Decision()
+        return RetentionPlan()
     keys, uses, sizes = zip(*touches, strict=True)
     budget = max(capacity - spare, *sizes)
-    best = _cheapest(keys, uses, sizes, budget, then)[1] if len(keys) <= SIMULATED else Decision()
-    return _settled(keys, uses, sizes, budget, best, then) if spare and len(keys) <= SETTLED else best
+    best = _cheapest(keys, uses, sizes, budget, then)[1] if len(keys) <= SIMULATED else RetentionPlan()
+    return _materialise(keys, uses, sizes, budget, best, then) if spare and len(keys) <= SETTLED else best
 
 
 def affordable(
@@ -107,20 +107,20 @@ def _affordable(touches: _Touched, capacity: int, room: int, then: Then) -> int:
 
 def _cheapest(
     keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], budget: int, then: Then
-) -> tuple[int, Decision]:
+) -> tuple[int, RetentionPlan]:
     """The bytes that move by the best of the decisions that are tried, and that decision."""
-    tried = [Decision()]
+    tried = [RetentionPlan()]
     if any(use is not Use.READ for use in uses):
         lengths = [after - i for i, after in enumerate(_following(keys, then)) if after is not None]
         mean = sum(lengths) / max(1, len(lengths))
-        tried = [Decision(price * mean) for price in PRICES]
+        tried = [RetentionPlan(price * mean) for price in PRICES]
         if then == "again":
             tried += [_staying(keys, uses, sizes, int(budget * share)) for share in SHARES]
     counted = [(bytes_moved(keys, uses, sizes, budget, decision, then), decision) for decision in tried]
     return min(counted, key=lambda found: found[0])
 
 
-def _staying(keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], room: int) -> Decision:
+def _staying(keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], room: int) -> RetentionPlan:
     """In ``room`` bytes those stay for good that are touched most often, a write-back counting as a touch; none that is put."""
     size, touches = dict(zip(keys, sizes, strict=True)), Counter(keys)
     put = {key for key, use in zip(keys, uses, strict=True) if use is Use.PUT}
@@ -130,7 +130,7 @@ def _staying(keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], roo
         if key not in put and size[key] <= room:
             staying.add(key)
             room -= size[key]
-    return Decision(0.0, tuple(key in staying for key in keys))
+    return RetentionPlan(0.0, tuple(key in staying for key in keys))
 
 
 def bytes_moved(
@@ -138,7 +138,7 @@ def bytes_moved(
     uses: Sequence[Use],
     sizes: Sequence[int],
     budget: int,
-    decision: Decision,
+    decision: RetentionPlan,
     then: Then = "again",
 ) -> int:
     """Bytes read and written on demand, in ``budget`` bytes that never lie apart, in the second round of a cycle; where the
@@ -146,23 +146,23 @@ def bytes_moved(
     return _on_demand(keys, uses, sizes, budget, decision, then, rounds=2 if then == "again" else 1)[0]
 
 
-def _settled(
-    keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], budget: int, decision: Decision, then: Then
-) -> Decision:
+def _materialise(
+    keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], budget: int, decision: RetentionPlan, then: Then
+) -> RetentionPlan:
     """``decision``, with all that it keeps written out as it comes about on demand in ``budget`` bytes that never lie apart;
     and spread over time: a stretch of what is kept is one in which a disk has nothing to do."""
     rounds, begin = (3, len(keys)) if then == "again" else (1, 0)
 
-    def staying(decision: Decision) -> tuple[bool, ...]:
+    def staying(decision: RetentionPlan) -> tuple[bool, ...]:
         left = _on_demand(keys, uses, sizes, budget, decision, then, rounds)[1]
         return tuple(position + begin not in left for position in range(len(keys)))
 
     kept = staying(decision)
     if then == "again":
         kept = _spread(kept, uses, sizes, _following(keys, then))
-    fits = staying(Decision(decision.price, kept))  # a round is not quite like the next one
-    dead = dying(keys, uses, then)
-    return Decision(decision.price, tuple(a and b and not c for a, b, c in zip(kept, fits, dead, strict=True)))
+    fits = staying(RetentionPlan(decision.price, kept))  # a round is not quite like the next one
+    dead = dead_after(keys, uses, then)
+    return RetentionPlan(decision.price, tuple(a and b and not c for a, b, c in zip(kept, fits, dead, strict=True)))
 
 
 def _spread(
@@ -187,13 +187,13 @@ def _on_demand(
     uses: Sequence[Use],
     sizes: Sequence[int],
     budget: int,
-    decision: Decision,
+    decision: RetentionPlan,
     then: Then,
     rounds: int,
 ) -> tuple[int, set[int]]:
     """The bytes moved in the second round, or in the only one, and the positions after which a copy left before its next
     use."""
-    following, dead, end = _following(keys, then), dying(keys, uses, then), len(keys)
+    following, dead, end = _following(keys, then), dead_after(keys, uses, then), len(keys)
     resident: dict[Key, tuple[int, bool, int]] = {}  # bytes, dirty, position of the last touch
     order: list[tuple[bool, float, int, Key]] = []  # a heap, the next to leave first; what was touched since is stale
     free, moved, left = budget, 0, set[int]()
@@ -223,7 +223,7 @@ def _on_demand(
     return moved + (sum(nbytes for nbytes, dirty, _ in resident.values() if dirty) if then == "end" else 0), left
 
 
-def dying(keys: Sequence[Key], uses: Sequence[Use], then: Then) -> list[bool]:
+def dead_after(keys: Sequence[Key], uses: Sequence[Use], then: Then) -> list[bool]:
     """For each touch whether the bytes are dead after it: the next one, of the next round too, puts others. What is touched
     once a round is only replaced."""
     end = len(keys)

@@ -44,8 +44,9 @@ class Scheduler:
             if source is None:
                 continue
             if source.valid:
-                state.refuse_spoiled(source)
-                if not entry.written:
+                if source.unsealed:
+                    raise state.why_spoiled(source)
+                if not entry.writers:
                     self._admit_fill(entry, below - 1, ticket)
             else:
                 state.transfers.raise_urgency(entry.key, ticket.urgency)
@@ -72,18 +73,7 @@ class Scheduler:
         if ticket.urgency is Urgency.PREFETCH:
             copy.prefetched = True
             state.prefetched += 1
-        self._enqueue(entry, tier, Direction.UP, slot, source.slot, ticket.urgency, source)
-
-    def _enqueue(
-        self, entry: Entry, index: int, way: Direction, upper: Slot, lower: Slot, urgency: Urgency, source: Copy | None
-    ) -> int:
-        state = self.state
-        tag = state.next_tag()
-        generation = source.generation if source is not None else state.generation
-        checksums = source.checksums if source is not None else b""
-        transfer = Transfer(tag, entry.key, way, upper, lower, entry.nbytes, urgency, entry.tensor_id, generation, checksums)
-        state.transfers.add(index, entry, transfer)
-        return tag
+        state.enqueue(entry, tier, Direction.UP, slot, source.slot, ticket.urgency, source)
 
     # -- writing back ------------------------------------------------------------------------------------------------------
 
@@ -98,7 +88,8 @@ class Scheduler:
         source = entry.copies[tier]
         assert source is not None
         try:
-            state.refuse_spoiled(source)
+            if source.unsealed:
+                raise state.why_spoiled(source)
             lower = self.room(below, entry.nbytes, ticket)
             if lower is None and below == state.bottom:
                 under = state.pools[below].tier
@@ -110,7 +101,7 @@ class Scheduler:
         if lower is None:
             return False
         state.directory.begin_writeback(entry, tier, lower)
-        tag = self._enqueue(entry, tier, Direction.DOWN, snapshot or source.slot, lower, ticket.urgency, None)
+        tag = state.enqueue(entry, tier, Direction.DOWN, snapshot or source.slot, lower, ticket.urgency, None)
         if snapshot is not None:
             state.transfers.snapshots[tag] = (tier, snapshot)
         return True
@@ -210,7 +201,7 @@ class Scheduler:
         bytes_of = pool.bytes_of
         ready = pool.free + bytes_of[Evictability.CLEAN]
         if ticket.needed_at is None:
-            for key in state.wanted(tier, state.before(ticket)):
+            for key in state.wanted(tier, ticket, too=False):
                 copy = pool.evictable.get(key)
                 ready -= copy.slot.nbytes if copy is not None and copy.evictability is Evictability.CLEAN else 0
         else:  # along a known order dirty copies are written back for the prefetch
@@ -299,7 +290,7 @@ class Scheduler:
         """
         state = self.state
         order, needed_at = state.order, ticket.needed_at
-        wanted = state.wanted(tier, [ticket, *state.before(ticket)])
+        wanted = state.wanted(tier, ticket, too=True)
         hint = ticket.urgency is Urgency.PREFETCH and needed_at is None
 
         def acceptable(copy: Copy) -> bool:
@@ -315,7 +306,7 @@ class Scheduler:
         """Evict copies that the request itself has in ``tier``, where they lie in the middle; they come back afterwards."""
         state = self.state
         pool = state.pools[tier]
-        others = state.wanted(tier, state.before(ticket))
+        others = state.wanted(tier, ticket, too=False)
         own = [pool.copies[key] for key in ticket.wants() if key in pool.copies and key not in others]
         if not own or any(copy.evictability is Evictability.USED or copy.stuck for copy in own):
             return None
@@ -378,10 +369,10 @@ class Scheduler:
 
     # -- transfers end -----------------------------------------------------------------------------------------------------
 
-    def complete(self, index: int, completion: Completion) -> Transfer:
-        """Apply the end of a transfer, as link ``index`` reported it."""
+    def complete(self, index: int, completion: Completion, now: float) -> Transfer:
+        """Apply the end of a transfer, as link ``index`` reported it ``now``."""
         state = self.state
-        entry, transfer = state.transfers.end(index, completion.tag)
+        entry, transfer = state.transfers.end(index, completion.tag, now, completion.error)
         state.writeback_due = True
         if transfer.direction is Direction.UP:
             source = entry.copies[index + 1]

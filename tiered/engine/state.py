@@ -266,26 +266,20 @@ class TransferQueues:
     """Every transfer from its admission to its end.
 
     ``queues[i]`` wait for link i, between tier i and the tier below; ``inbound[i]`` counts the transfers up that have not
-    ended; ``promotions[i]`` are started ones, by tag, that became more urgent since.
+    ended; ``promotions[i]`` are started ones, by tag, that became more urgent since; ``counters[i]`` count what link i did.
     """
 
     def __init__(self, links: int) -> None:
         self.queues = [TransferQueue() for _ in range(links)]
         self.promotions: list[dict[int, Urgency]] = [{} for _ in range(links)]
         self.inbound = [Inbound() for _ in range(links)]
+        self.counters = [{way: LinkCounters() for way in _WAYS} for _ in range(links)]
+        self.waiting = 0  # in all queues
         self.snapshots: dict[int, tuple[int, Slot]] = {}  # tier and slot that a transfer down reads, to be freed after it
         self.recorder: Recorder | None = None
         self._transfers: dict[int, tuple[Entry, Transfer]] = {}  # all that have not ended
         self._refused: list[dict[Direction, Urgency]] = [{} for _ in range(links)]  # by each link, since something ended there
         self._moving: dict[Key, list[tuple[int, Transfer]]] = {}  # the same by tensor, each with its link
-
-    @property
-    def waits(self) -> bool:
-        """Whether a link could be given something."""
-        for queue, promotions in zip(self.queues, self.promotions, strict=True):  # noqa: SIM110 - on the path of every lease
-            if queue.length or promotions:
-                return True
-        return False
 
     def read(self) -> Iterator[Copy]:
         """Yield the copies that transfers up read, one time for each transfer."""
@@ -309,13 +303,20 @@ class TransferQueues:
             self.inbound[index].transfers += 1
             self.inbound[index].nbytes += transfer.nbytes
         self.queues[index].add(transfer)
+        self.waiting += 1
 
-    def take(self, index: int) -> Transfer | None:
-        """Return the next transfer for link ``index``, which may have room for it; the transfer counts as started."""
-        return self.queues[index].take(self._refused[index])
+    def take(self, index: int, now: float) -> Transfer | None:
+        """Return the next transfer for link ``index``, which may have room for it; the transfer counts as started ``now``."""
+        transfer = self.queues[index].take(self._refused[index])
+        if transfer is not None:
+            self.waiting -= 1
+            self.counters[index][transfer.direction].begin(now)
+        return transfer
 
     def put_back(self, index: int, transfer: Transfer) -> None:
         """Undo ``take``: the link had no room for the transfer, and so for nothing less urgent, until something ends there."""
+        self.waiting += 1
+        self.counters[index][transfer.direction].active -= 1
         self._refused[index][transfer.direction] = transfer.urgency
         transfer.urgency = self.promotions[index].pop(transfer.tag, transfer.urgency)
         self.queues[index].put_back(transfer)
@@ -324,9 +325,10 @@ class TransferQueues:
         """Learn that nothing is under way on link ``index`` whose end would be a sign to ask again what it refused."""
         self._refused[index].clear()
 
-    def end(self, index: int, tag: int) -> tuple[Entry, Transfer]:
-        """Remove the transfer that link ``index`` reported as ended."""
+    def end(self, index: int, tag: int, now: float, error: TieredError | None) -> tuple[Entry, Transfer]:
+        """Remove and count the transfer that link ``index`` reported as ended, with ``error`` or without."""
         entry, transfer = self._transfers.pop(tag)
+        self.counters[index][transfer.direction].end(now, transfer.nbytes, error)
         self._refused[index].clear()
         self.promotions[index].pop(tag, None)
         moving = self._moving[entry.key]
@@ -486,17 +488,28 @@ class EngineState:
         self._sequence += 1
         ticket.sequence = self._sequence
 
-    def next_tag(self) -> int:
-        """Return a number that no request and no transfer has had."""
+    def enqueue(
+        self, entry: Entry, index: int, way: Direction, upper: Slot, lower: Slot, urgency: Urgency, source: Copy | None
+    ) -> int:
+        """Put a transfer of ``entry`` into the queue of link ``index``; return its tag. ``source`` is the copy to fill from."""
         self._sequence += 1
-        return self._sequence
+        generation = source.generation if source is not None else self.generation
+        checksums = source.checksums if source is not None else b""
+        transfer = Transfer(
+            self._sequence, entry.key, way, upper, lower, entry.nbytes, urgency, entry.tensor_id, generation, checksums
+        )
+        self.transfers.add(index, entry, transfer)
+        return transfer.tag
 
     # -- changes -----------------------------------------------------------------------------------------------------------
 
-    def changed(self, copy: Copy) -> None:
+    def changed(self, copy: Copy, evictability: Evictability) -> None:
         """Bring everything that is kept beside the directory up to date with a change of ``copy``. Called by the directory."""
-        self.pools[copy.tier].note(copy)
-        state = copy.state
+        pool, state = self.pools[copy.tier], copy.state
+        if copy.evictability is evictability and state is not State.EMPTY and pool.copies.get(copy.key) is copy:
+            pool.changes += 1  # nothing else that a pool knows of it
+        else:
+            pool.note(copy, evictability)
         if state is State.DIRTY or state is State.WRITEBACK:
             self.unsaved[copy.key] = copy
             self.writeback_due = True
@@ -589,14 +602,14 @@ class EngineState:
 
     # -- questions ---------------------------------------------------------------------------------------------------------
 
-    def before(self, ticket: Ticket) -> list[Ticket]:
-        """Return the requests that go before ``ticket``: the more urgent ones, and its equals that came earlier."""
+    def wanted(self, tier: int, ticket: Ticket, *, too: bool) -> set[Key]:
+        """Return the tensors whose copy in ``tier`` is needed by the requests that go before ``ticket``: the more urgent ones,
+        and its equals that came earlier. ``too``: also by ``ticket`` itself."""
         mine = (ticket.urgency, ticket.sequence)
-        return [other for other in self.waiting if (other.urgency, other.sequence) < mine]
-
-    def wanted(self, tier: int, tickets: Sequence[Ticket]) -> set[Key]:
-        """Return the tensors whose copy in ``tier`` some of ``tickets`` need."""
-        return {key for ticket in tickets for key in ticket.wants() if self._on_its_way(key, tier, ticket.tier)}
+        tickets = [other for other in self.waiting if (other.urgency, other.sequence) < mine]
+        if too:
+            tickets.append(ticket)
+        return {key for other in tickets for key in other.wants() if self._on_its_way(key, tier, other.tier)}
 
     def _on_its_way(self, key: Key, tier: int, target: int) -> bool:
         """Whether a copy in ``tier`` has still to serve a request for ``target``: no tier between has the bytes yet."""
@@ -652,7 +665,7 @@ class EngineState:
             self._fenced(copy, stream)
         copy.aliases -= 1
         if copy.state is not State.EMPTY:
-            self.changed(copy)
+            self.changed(copy, copy.classify())
         elif copy.aliases == 0:
             self.pools[copy.tier].reap_dead_alias(copy)
 

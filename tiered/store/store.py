@@ -15,7 +15,7 @@ import torch
 from tiered.engine.engine import Engine
 from tiered.engine.policy import LRU, NextUse, Plan, Record, Touch, touch_of
 from tiered.engine.requests import Delete, Install, Room
-from tiered.engine.retention import Decision, affordable, decide, room_for
+from tiered.engine.retention import affordable, decide, room_for
 from tiered.engine.state import Token
 from tiered.errors import ForkedStore, MisuseError, StoreClosed
 from tiered.interfaces import EvictionPolicy, IOBackend
@@ -41,7 +41,7 @@ from tiered.types import Access, BackendName, Key, TensorSpec
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["TieredStore", "policy_of"]
+__all__ = ["TieredStore"]
 
 AT_ONCE = 4 << 20
 """Bytes that a coroutine copies itself; more is copied in a thread, so that the event loop goes on."""
@@ -332,7 +332,11 @@ class TieredStore:
                 spare = affordable(keys, uses, needed, memory.capacity, spare, then)
                 rooms.append(spare)
             decisions.append(decide(keys, uses, needed, memory.capacity, then=then, spare=spare))
-        return engine.follow(touches, lambda plan: [policy_of(plan, decision) for decision in decisions], rooms, then)
+
+        def policies(plan: Plan) -> list[NextUse]:
+            return [NextUse.along(plan, decision.price, decision.keep) for decision in decisions]
+
+        return engine.follow(touches, policies, rooms, then)
 
     def delete(self, key: Key) -> None:
         """Forget ``key``; its room is free once nothing refers to it. Raises KeyNotFound, LeaseConflict while it is leased."""
@@ -502,14 +506,3 @@ def _shut_down(engine: Engine, parts: Parts, pid: int, scratch: bool) -> None:
     if scratch and parts.nvme is not None and not parts.nvme.closed:
         parts.nvme.remove()
     parts.close()
-
-
-def policy_of(plan: Plan, decision: Decision) -> NextUse:
-    """Who leaves first, by ``decision``, while a loop follows ``plan``."""
-    kept = decision.kept
-
-    def dropped(key: Key) -> bool:
-        touched = plan.last_use(key)
-        return kept is not None and touched is not None and touched < len(kept) and not kept[touched]
-
-    return NextUse(plan.next_use, lambda: plan.cursor, price=decision.price, dropped=dropped if kept is not None else None)

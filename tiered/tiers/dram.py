@@ -56,17 +56,10 @@ class DramTier:
                 f"a DRAM budget of {config.capacity} bytes holds nothing: the minimum is {config.alignment} bytes"
             )
         self._space = space
+        self.capacity, self.alignment = space.capacity, space.alignment
+        """Bytes; the capacity is a multiple of the alignment."""
         self._arena: ctypes.Array[ctypes.c_char] | None = _map(space.capacity)
         _arenas[self.address] = self._arena
-
-    @property
-    def capacity(self) -> int:
-        """Bytes; a multiple of the alignment."""
-        return self._space.capacity
-
-    @property
-    def alignment(self) -> int:
-        return self._space.alignment
 
     @property
     def used(self) -> int:

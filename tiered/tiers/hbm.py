@@ -69,7 +69,9 @@ class HbmTier:
     def __init__(self, config: HbmConfig, *, streams: Streams | None = None) -> None:
         self._device = _device(config.device)
         self._space = FreeSpace(max(0, config.capacity), ALIGNMENT)
-        if self._space.capacity == 0:
+        self.capacity, self.alignment = self._space.capacity, self._space.alignment
+        """Bytes; the capacity is a multiple of the alignment."""
+        if self.capacity == 0:
             raise CapacityError(f"an HBM budget of {config.capacity} bytes holds nothing: the minimum is {ALIGNMENT} bytes")
         self._arena: torch.Tensor | None = _allocate(self._space.capacity, self._device)
         self._view = _host_view if self._device.type == "cpu" else _device_view
@@ -83,15 +85,6 @@ class HbmTier:
     @property
     def streams(self) -> Streams | None:
         return self._streams
-
-    @property
-    def capacity(self) -> int:
-        """Bytes; a multiple of the alignment."""
-        return self._space.capacity
-
-    @property
-    def alignment(self) -> int:
-        return self._space.alignment
 
     @property
     def used(self) -> int:
