@@ -27,6 +27,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 WIDEST = 100
 """Characters of a name, or of another text from a file, that are printed."""
@@ -52,6 +54,23 @@ __all__ = [
     "TransferError",
     "WriteError",
 ]  # the errors alone: the package exports all of these
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def from_here(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Have ``method``, which callers use, raise a TieredError without the frames below it: they say nothing to a caller."""
+
+    @wraps(method)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return method(*args, **kwargs)
+        except TieredError as error:
+            raise error.with_traceback(None) from error.__cause__
+
+    return called
 
 
 def shortened(text: str, most: int = WIDEST) -> str:
