@@ -75,10 +75,6 @@ SINNERS: set[str] = {
     "engine.scheduler -> engine.snapshot",
     "engine.snapshot -> engine.requests",
     "store.store -> store.reading",
-    "zero.paging.micro_batch -> zero.paging.pager",
-    "zero.paging.sharding -> zero.paging.reduction",
-    "zero.paging.sharding -> zero.paging.unit",
-    "zero.paging.unit -> zero.paging.pager",
 }
 
 LARGEST_PACKAGE = 12  # files and subpackages

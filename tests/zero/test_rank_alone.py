@@ -13,7 +13,7 @@ from torch import nn
 from tests.zero.ranks import on_ranks
 from tiered import CapacityError, RankError, zero
 from tiered.zero.collectives import TAG, Ranks
-from tiered.zero.paging.unit import placement_of
+from tiered.zero.paging.pager import placement_of
 
 TIMEOUT = 20.0
 

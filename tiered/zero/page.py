@@ -26,11 +26,10 @@ from tiered.zero.checkpoint.reshard import Source, opened, reshard
 from tiered.zero.checkpoint.safetensors import Pretrained
 from tiered.zero.collectives import Ranks
 from tiered.zero.paging.micro_batch import KEPT_SHARE, refuse_batch_dependent, split_modules
-from tiered.zero.paging.pager import Pager
+from tiered.zero.paging.pager import Pager, placement_of
 from tiered.zero.paging.sharding import Alone, Partition, Shared, Stage, Stage3
 from tiered.zero.paging.step_trace import Prefetch
 from tiered.zero.paging.storage import UpdateTier, updates_of
-from tiered.zero.paging.unit import placement_of
 from tiered.zero.paging.units import Limits, Placement, Plan, Policy, UnitPlan, divide
 from tiered.zero.rank_stores import newest_set, number_of
 

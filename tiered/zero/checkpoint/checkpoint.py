@@ -12,10 +12,10 @@ from tiered import ManifestError, MisuseError, TensorSpec, TieredStore
 from tiered.zero.checkpoint import loaders
 from tiered.zero.checkpoint.loaders import Loader, Stateful, random_states
 from tiered.zero.optimizer import AdamW
-from tiered.zero.paging.pager import Pager, pagers_of
+from tiered.zero.paging.pager import Pager, pagers_of, placement_of
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.storage import Validity
-from tiered.zero.paging.unit import Unit, placement_of
+from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import Limits, Placement, Plan, UnitPlan
 from tiered.zero.paging.update import AdamWRule, Pending, Update
 from tiered.zero.record import MOST, VERSION, checked, dumps, loads, refuse_other_tensors

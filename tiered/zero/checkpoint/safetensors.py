@@ -21,9 +21,8 @@ from tiered.format.safetensors_writer import Existing, Shards
 from tiered.system import refuse_little_room
 from tiered.zero.checkpoint.checkpoint import Readable, pending_of, persistent_buffers, read_record
 from tiered.zero.checkpoint.reshard import Copies, Source, opened
-from tiered.zero.paging.pager import Pager
+from tiered.zero.paging.pager import Pager, placement_of
 from tiered.zero.paging.sharding import Shared
-from tiered.zero.paging.unit import placement_of
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import States
 from tiered.zero.rank_stores import shared_json

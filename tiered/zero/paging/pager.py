@@ -33,6 +33,7 @@ from tiered.types import Access
 from tiered.zero.intent import Intent
 from tiered.zero.leases import Leases
 from tiered.zero.paging.micro_batch import Splitter
+from tiered.zero.paging.reduction import gradient_exchange
 from tiered.zero.paging.saved_tensors import (
     Kept,
     drop_queued,
@@ -48,10 +49,10 @@ from tiered.zero.paging.saved_tensors import (
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.step_trace import Prefetch, Rehearsal
 from tiered.zero.paging.storage import UpdateTier, Validity, updates_of
-from tiered.zero.paging.unit import BackwardUpdates, Home, Unit, no_copy, told
+from tiered.zero.paging.unit import BackwardUpdates, Unit
 from tiered.zero.paging.units import Placement, Plan, is_called
 
-__all__ = ["Frame", "Listing", "Pager", "Pass", "Reference", "pagers_of"]
+__all__ = ["Frame", "Home", "Listing", "Pager", "Pass", "Reference", "no_copy", "pagers_of", "placement_of", "told"]
 
 class Reference:
     """A saved tensor that was a paged parameter, or a view of one."""
@@ -134,7 +135,7 @@ class Pager:
         updates, self._update_tier = updates_of(store, update_tier), update_tier
         self.units = [Unit(store, updates, name, u, chunk, self.validity, partition, self.intent) for u in plan.units]
         partition.joins(store)
-        self.partition, self.exchange = partition, partition.exchange(self.units, pool)
+        self.partition, self.exchange = partition, gradient_exchange(partition, self.units, pool)
         self.placements = sorted((p for u in plan.units for p in u.placements), key=lambda p: p.index)
         self._home = {p.parameter: (u, p) for u in self.units for p in u.plan.placements}
         self._held = {module: [self.units[i] for i in indices] for module, indices in plan.held.items()}
@@ -152,7 +153,7 @@ class Pager:
         self.rehearsal.prefetch = self._prefetch = prefetch
         self._trimmer = Trimmer(pool, max((placement.nbytes for placement in self.placements), default=0))
         self._watch()
-        self.splitter = Splitter(self, plan, pool, micro_batch) if micro_batch > 1 else None
+        self.splitter = Splitter(model, store, name, plan, pool, micro_batch, self) if micro_batch > 1 else None
         for module in self.model.modules():
             if self._is_hooked(module):
                 module.forward = self._guarded(module, module.forward)  # of this one object
@@ -607,6 +608,53 @@ class Pager:
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         for unit in self._loading(module):
             unit.drop()
+
+
+class Home:
+    """Whose a parameter is. Weakly: the collector does not see through autograd's node, which keeps the parameter, so a model
+    that its parameters referred to would never be collected."""
+
+    def __init__(self, pager: Pager, unit: Unit, placement: Placement) -> None:
+        self._pager, self._unit, self._placement = weakref.ref(pager), weakref.ref(unit), weakref.ref(placement)
+
+    def found(self) -> tuple[Pager, Unit, Placement] | None:
+        """None: the model is gone."""
+        pager, unit, placement = self._pager(), self._unit(), self._placement()
+        return None if pager is None or unit is None or placement is None else (pager, unit, placement)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Called by copy and pickle."""
+        raise no_copy()
+
+
+def no_copy() -> MisuseError:
+    return MisuseError("a paged model cannot be copied or pickled: copy or save model.state_dict() instead")
+
+
+def placement_of(parameter: torch.Tensor) -> tuple[Pager, Unit, Placement]:
+    """Raises MisuseError for a parameter that was not paged, or whose model is gone."""
+    home = getattr(parameter, "_tiered", None)
+    if home is None:
+        raise MisuseError(
+            "this parameter is not paged: call tiered.zero.page(model, store) before making the optimizer, or make it with "
+            "store= to keep only the states there"
+        )
+    found: tuple[Pager, Unit, Placement] | None = home.found()
+    if found is None:
+        raise MisuseError("the model of this parameter is gone: keep it as long as its parameters are used")
+    return found
+
+
+def told(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement], None]) -> Callable[[Any], None]:
+    """A hook. It must not keep the model: neither does it refer to the parameter."""
+    home: Home = parameter._tiered  # type: ignore[attr-defined]
+
+    def hook(_: Any) -> None:
+        found = home.found()
+        assert found is not None, "what computes a gradient still has the model"
+        what(*found)
+
+    return hook
 
 
 def _names(units: Iterable[Unit]) -> str:

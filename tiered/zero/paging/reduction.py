@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from tiered import Access, MisuseError, TensorSpec
 from tiered.zero.collectives import Ranks, Under
 from tiered.zero.paging.gradients import LocalGradients, SpentGradient
+from tiered.zero.paging.sharding import Partition, Shared
 from tiered.zero.paging.storage import dram_of, host
+from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import Placement
 
-if TYPE_CHECKING:
-    from tiered.zero.paging.unit import Unit
+__all__ = ["Exchange", "NoExchange", "Reductions", "gradient_exchange"]
 
-__all__ = ["Exchange", "NoExchange", "Reductions"]
+ROOMY = 12
+"""Times the largest unit that a pool has to be so that the next unit is gathered, and another one's gradients are on their way,
+while one computes: that is six tensors in use of at most this size, and wherever they lie, a seventh has room."""
+
 
 class Exchange(Protocol):
     """With other processes. All of them call the same, with one exception: which gradients arrive, and when, may differ."""
@@ -304,6 +308,15 @@ class Reductions:
         if not flags:
             return []
         return self._ranks.shared(torch.tensor(flags, dtype=torch.uint8, device="cpu"), what).amin(0).bool().tolist()
+
+
+def gradient_exchange(partition: Partition, units: Sequence[Unit], pool: int) -> Exchange:
+    """Make what reduces the gradients of ``units``, which ``partition`` divides; ``pool``: bytes of memory in the store."""
+    if not isinstance(partition, Shared):
+        return NoExchange()
+    roomy = pool >= ROOMY * max((unit.plan.nbytes for unit in units), default=0)
+    stage = partition.stage
+    return Reductions(partition.ranks, units, early=stage.early, replicated=stage.replicated, overlapped=roomy)
 
 
 class _Flight:

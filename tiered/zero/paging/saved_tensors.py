@@ -10,7 +10,8 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ __all__ = [
     "SMALL",
     "Keeper",
     "Kept",
+    "ParameterReferences",
     "drop_queued",
     "graph_task",
     "hooks_active",
@@ -136,6 +138,27 @@ def is_called_within(modules: set[nn.Module]) -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+class ParameterReferences(Protocol):
+    """What a recomputation needs of a paged model, so that its inputs do not keep parameters in memory."""
+
+    def reference(self, tensor: torch.Tensor) -> object | None:
+        """Return what to remember instead of a tensor that shows memory of a held unit; None for any other."""
+        ...
+
+    def versions(self, module: nn.Module) -> tuple[int, ...]:
+        """Return the versions of the units that ``module`` holds."""
+        ...
+
+    def recomputing(
+        self, module: nn.Module, versions: tuple[int, ...]
+    ) -> AbstractContextManager[Callable[[Any], torch.Tensor]]:
+        """Hold the units of ``module`` for a recomputation; give what turns a reference or a kept tensor into a tensor.
+
+        Raises MisuseError where a unit was updated since it had ``versions``.
+        """
+        ...
 
 
 SMALL = 4 << 10

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 from uuid import uuid4
 
 import torch
@@ -20,20 +20,11 @@ from torch import nn
 from tiered import Access, CommitError, MisuseError, RankError, TensorSpec, TieredError, TieredStore
 from tiered.zero.collectives import Ranks
 from tiered.zero.paging.gradients import Arriving, LocalGradients, UnitGradients
-from tiered.zero.paging.reduction import Exchange, NoExchange, Reductions
 from tiered.zero.paging.storage import Gathered, Replicated, Stored, Tensors, Validity, Whole, dram_of
 from tiered.zero.paging.units import Placement, UnitPlan
 from tiered.zero.rank_stores import BEGUN, META, number_of, said_in, shared_json
 
-if TYPE_CHECKING:
-    from tiered.zero.paging.unit import Unit
-
 __all__ = ["Alone", "Partition", "Shared", "Stage", "Stage1", "Stage2", "Stage3"]
-
-ROOMY = 12
-"""Times the largest unit that a pool has to be so that the next unit is gathered, and another one's gradients are on their way,
-while one computes: that is six tensors in use of at most this size, and wherever they lie, a seventh has room."""
-
 
 class Stage(Protocol):
     """What is divided beside the optimizer's states."""
@@ -142,10 +133,6 @@ class Partition(Protocol):
         """Where backward's gradients go."""
         ...
 
-    def exchange(self, units: Sequence[Unit], pool: int) -> Exchange:
-        """``pool``: bytes of memory in the store."""
-        ...
-
     def filling(self, store: TieredStore, key: str, plan: UnitPlan) -> AbstractContextManager[torch.Tensor]:
         """Host memory for all of a unit as it is in the store (uint8), where its first values are put; ``key`` has them
         then."""
@@ -208,9 +195,6 @@ class Alone:
     def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
         return gradients
 
-    def exchange(self, units: Sequence[Unit], pool: int) -> Exchange:
-        return NoExchange()
-
     @contextmanager
     def filling(self, store: TieredStore, key: str, plan: UnitPlan) -> Iterator[torch.Tensor]:
         host = dram_of(store)
@@ -272,11 +256,6 @@ class Shared:
 
     def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
         return LocalGradients(dram_of(store), f"{key}/local", plan, gradients)
-
-    def exchange(self, units: Sequence[Unit], pool: int) -> Exchange:
-        roomy = pool >= ROOMY * max((unit.plan.nbytes for unit in units), default=0)
-        early, replicated = self.stage.early, self.stage.replicated
-        return Reductions(self.ranks, units, early=early, replicated=replicated, overlapped=roomy)
 
     @contextmanager
     def filling(self, store: TieredStore, key: str, plan: UnitPlan) -> Iterator[torch.Tensor]:

@@ -11,8 +11,6 @@ is updated there.
 
 Reentrant checkpointing runs backward passes inside of backward, each of which accumulates by itself. Units that take part in it
 wait for the end.
-
-Whose a paged parameter is.
 """
 
 from __future__ import annotations
@@ -22,10 +20,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiered import Access, MisuseError, TieredStore
@@ -37,10 +33,7 @@ from tiered.zero.paging.storage import Converted, Stored, Tensors, Validity, hos
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import Pending, States, Update
 
-if TYPE_CHECKING:
-    from tiered.zero.paging.pager import Pager
-
-__all__ = ["BackwardUpdates", "DevicePlaceholder", "Home", "Placeholder", "Stepper", "Unit", "no_copy", "placement_of", "told"]
+__all__ = ["BackwardUpdates", "DevicePlaceholder", "Placeholder", "Stepper", "Unit"]
 
 class Placeholder:
     """A tensor of a given shape that takes the memory of one element: NaN (a stale read is loud), or 0.
@@ -415,50 +408,3 @@ class BackwardUpdates:
     def _apply(self, unit: Unit) -> None:
         waiting = self._waiting.pop(unit)
         unit.update([placement for placement in unit.gradients.states if placement in waiting])
-
-
-class Home:
-    """Whose a parameter is. Weakly: the collector does not see through autograd's node, which keeps the parameter, so a model
-    that its parameters referred to would never be collected."""
-
-    def __init__(self, pager: Pager, unit: Unit, placement: Placement) -> None:
-        self._pager, self._unit, self._placement = weakref.ref(pager), weakref.ref(unit), weakref.ref(placement)
-
-    def found(self) -> tuple[Pager, Unit, Placement] | None:
-        """None: the model is gone."""
-        pager, unit, placement = self._pager(), self._unit(), self._placement()
-        return None if pager is None or unit is None or placement is None else (pager, unit, placement)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Called by copy and pickle."""
-        raise no_copy()
-
-
-def no_copy() -> MisuseError:
-    return MisuseError("a paged model cannot be copied or pickled: copy or save model.state_dict() instead")
-
-
-def placement_of(parameter: torch.Tensor) -> tuple[Pager, Unit, Placement]:
-    """Raises MisuseError for a parameter that was not paged, or whose model is gone."""
-    home = getattr(parameter, "_tiered", None)
-    if home is None:
-        raise MisuseError(
-            "this parameter is not paged: call tiered.zero.page(model, store) before making the optimizer, or make it with "
-            "store= to keep only the states there"
-        )
-    found: tuple[Pager, Unit, Placement] | None = home.found()
-    if found is None:
-        raise MisuseError("the model of this parameter is gone: keep it as long as its parameters are used")
-    return found
-
-
-def told(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement], None]) -> Callable[[Any], None]:
-    """A hook. It must not keep the model: neither does it refer to the parameter."""
-    home: Home = parameter._tiered  # type: ignore[attr-defined]
-
-    def hook(_: Any) -> None:
-        found = home.found()
-        assert found is not None, "what computes a gradient still has the model"
-        what(*found)
-
-    return hook
