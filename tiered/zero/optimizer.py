@@ -191,9 +191,8 @@ class AdamW(Optimizer):
                 if unit.gradients.has(placement):
                     unit.gradients.refuse_infinite(placement)
                     unit.gradients.close()
-                    state = unit.gradients.states[placement]
                     step = steps[placement] = self.steps.get(placement, 0) + 1
-                    update = Update(rule, step, tuple(state.scales), tuple(state.wide_scales))
+                    update = Update(rule, step, *unit.gradients.factors(placement))
                     updates.setdefault(unit, {})[placement] = update
         error: TieredError | None = None
         try:

@@ -214,23 +214,8 @@ def write_record(store: TieredStore, name: str, record: Mapping[str, Any]) -> No
 
 
 def _of_unit(unit: Unit) -> dict[str, Any]:
-    gradients = {}
-    for placement, state in unit.gradients.states.items():
-        unit.gradients.refuse_interrupted(placement)
-        if unit.gradients.has(placement):
-            unit.gradients.collect(placement)  # what somebody assigned to ``parameter.grad``
-        gradients[placement.name] = {
-            "there": unit.gradients.has(placement),
-            "scales": list(state.scales),
-            "wide_scales": list(state.wide_scales),
-            "expected": state.expected,
-            "norms": state.norms,
-            "orders": sorted(state.orders),
-            "finite": state.finite,
-        }
-    unit.gradients.close()
     return {
-        "gradients": gradients,
+        "gradients": unit.gradients.record(),
         "stale_masters": sorted(placement.name for placement in unit.states.stale_masters),
         "pending": None if unit.pending is None else _of_pending(unit.pending),
     }
@@ -305,14 +290,8 @@ def recall(pager: Pager) -> None:
         unit.pending = None if found["pending"] is None else pending_of(found["pending"], named)
         unit.version += 1
         unit.stored.restored()
-        unit.arriving.restored()
-        for placement, state in unit.gradients.states.items():
-            kept = found["gradients"][placement.name]
-            state.scales, state.wide_scales = list(kept["scales"]), list(kept["wide_scales"])
-            state.expected, state.norms, state.orders = kept["expected"], dict(kept["norms"]), set(kept["orders"])
-            state.finite, state.spent, state.accumulate = kept["finite"], False, kept["there"]
-            state.adding = False
-            placement.parameter.grad = state.marker if kept["there"] else None
+        unit.arriving.close()
+        unit.gradients.recall(found["gradients"])
     modules = dict(pager.model.named_modules())
     for name, value in record["buffers"].items():
         where, _, last = name.rpartition(".")

@@ -20,6 +20,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial, wraps
 from typing import Any
 
@@ -33,7 +35,7 @@ from tiered.types import Access
 from tiered.zero.intent import Intent
 from tiered.zero.leases import Leases
 from tiered.zero.paging.micro_batch import Splitter
-from tiered.zero.paging.reduction import gradient_exchange
+from tiered.zero.paging.reduction import Reductions, gradient_exchange
 from tiered.zero.paging.saved_tensors import (
     Kept,
     drop_queued,
@@ -52,7 +54,21 @@ from tiered.zero.paging.storage import UpdateTier, Validity, updates_of
 from tiered.zero.paging.unit import BackwardUpdates, Unit
 from tiered.zero.paging.units import Placement, Plan, is_called
 
-__all__ = ["Frame", "Home", "Listing", "Pager", "Pass", "Reference", "no_copy", "pagers_of", "placement_of", "told"]
+__all__ = [
+    "Backward",
+    "Frame",
+    "Home",
+    "Listing",
+    "Pager",
+    "PagerConfig",
+    "Pass",
+    "Phase",
+    "Reference",
+    "no_copy",
+    "pagers_of",
+    "placement_of",
+    "told",
+]
 
 class Reference:
     """A saved tensor that was a paged parameter, or a view of one."""
@@ -84,8 +100,8 @@ class Frame:
 
 
 class Pass:
-    """A backward pass, from its first hook on. Autograd alone keeps it, and calls it at the end: it is gone when the pass has
-    ended in any way, and a weak reference tells."""
+    """The end of a backward pass. Autograd alone keeps it, and calls it: it is gone when the pass has ended in any way, and a
+    weak reference tells."""
 
     __slots__ = ("__weakref__", "finish")
 
@@ -94,6 +110,36 @@ class Pass:
 
     def __call__(self) -> None:
         self.finish()
+
+
+class Phase(Enum):
+    """What a paged model is doing."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+    INTERRUPTED = auto()
+    """A backward pass began, and ended before its end was called."""
+
+
+class Backward:
+    """A running backward pass, from its first hook on: its graph task, and the spans of it and of one visit in a timeline.
+
+    ``units`` are held for what is computed now, ``graded`` is the unit whose gradients are leased.
+    """
+
+    __slots__ = ("end", "graded", "span", "task", "units", "visit")
+
+    def __init__(self, end: Pass, task: int) -> None:
+        self.end, self.task = weakref.ref(end), task
+        self.span: Span | None = None
+        self.visit: Span | None = None
+        self.units: tuple[Unit, ...] = ()
+        self.graded: Unit | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        return self.end() is not None
 
 
 class Listing(OrderedDict[str, Any]):
@@ -112,48 +158,46 @@ class _Watched(dict[str, Any]):
         return parameter if parameter is None else self.pager.read(parameter)
 
 
+@dataclass(frozen=True)
+class PagerConfig:
+    """How a model is paged: the arguments of ``zero.page``, and ``pool``, the bytes of memory that its units have."""
+
+    name: str
+    pool: int
+    partition: Partition
+    prefetch: Prefetch = "on"
+    micro_batch: int = 1
+    update_tier: UpdateTier = "dram"
+
+
 class Pager:
     """A model whose parameters live in a store. Used by one thread at a time, as a module is."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        store: TieredStore,
-        name: str,
-        plan: Plan,
-        pool: int,
-        *,
-        prefetch: Prefetch,
-        micro_batch: int,
-        update_tier: UpdateTier,
-        partition: Partition,
-    ) -> None:
+    def __init__(self, model: nn.Module, store: TieredStore, plan: Plan, config: PagerConfig) -> None:
+        name, pool, partition = config.name, config.pool, config.partition
         self.model, self.store, self.name = model, store, name
         self.limits = plan.limits
         self.validity, chunk = Validity(store, name), plan.limits.chunk
         self.intent, self._leases = Intent(), Leases.of(store)
-        updates, self._update_tier = updates_of(store, update_tier), update_tier
+        updates, self._update_tier = updates_of(store, config.update_tier), config.update_tier
         self.units = [Unit(store, updates, name, u, chunk, self.validity, partition, self.intent) for u in plan.units]
         partition.joins(store)
         self.partition, self.exchange = partition, gradient_exchange(partition, self.units, pool)
+        self._reductions = self.exchange if isinstance(self.exchange, Reductions) else None
         self.placements = sorted((p for u in plan.units for p in u.placements), key=lambda p: p.index)
         self._home = {p.parameter: (u, p) for u in self.units for p in u.plan.placements}
         self._held = {module: [self.units[i] for i in indices] for module, indices in plan.held.items()}
         self._frames: list[Frame] = []
         self._bases: dict[int, Unit] = {}
-        self._backward_units: tuple[Unit, ...] = ()
-        self._gradient_unit: Unit | None = None
-        self._running: weakref.ref[Pass] | None = None  # the backward pass, from its first hook to its end
-        self._backward_task = -1
-        self._passing: Span | None = None  # the whole backward pass, and what one visit computes, for a timeline
-        self._visiting: Span | None = None
+        self._backward: Backward | None = None
         self._updates = BackwardUpdates()
-        self._accumulators: dict[Placement, tuple[Any, object]] = {}  # nodes, and what their hooks know themselves by
         self.rehearsal = Rehearsal.of(store)
-        self.rehearsal.prefetch = self._prefetch = prefetch
+        self.rehearsal.prefetch = self._prefetch = config.prefetch
         self._trimmer = Trimmer(pool, max((placement.nbytes for placement in self.placements), default=0))
         self._watch()
-        self.splitter = Splitter(model, store, name, plan, pool, micro_batch, self) if micro_batch > 1 else None
+        self.splitter = (
+            Splitter(model, store, name, plan, pool, config.micro_batch, self) if config.micro_batch > 1 else None
+        )
         for module in self.model.modules():
             if self._is_hooked(module):
                 module.forward = self._guarded(module, module.forward)  # of this one object
@@ -210,7 +254,8 @@ class Pager:
         elif module is self.model or not self._frames:
             self.reset()
             self.intent.refuse_half_updated()
-            self.exchange.pass_begins()
+            if self._reductions is not None:
+                self._reductions.pass_begins()
             if module is self.model:
                 self.rehearsal.forward_begins("training" if torch.is_grad_enabled() else "inference")
         frame = Frame(module)
@@ -235,22 +280,17 @@ class Pager:
 
     def take(self, unit: Unit, access: Access = Access.READ) -> None:
         """``Unit.hold``, with what other processes have to do with it."""
-        if unit.held:
+        if unit.held or self._reductions is None:
             unit.hold(access)
             return
-        self.exchange.before_hold(unit)
+        self._reductions.before_hold(unit)
         unit.hold(access)
-        self.exchange.after_hold(unit)
+        self._reductions.after_hold(unit)
 
     def _defer_hidden(self, unit: Unit) -> None:
         """Where a forward that records runs something without: reentrant checkpointing, whose gradients come apart."""
         if self._frames[0].recording and not torch.is_grad_enabled():
-            self._defer(unit)
-
-    def _defer(self, unit: Unit) -> None:
-        """More gradients of it may come until backward ends."""
-        self._updates.defer(unit)
-        self.exchange.defer(unit)
+            unit.gradients.deferred = True
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._frames and self._frames[-1].module is module:
@@ -313,6 +353,13 @@ class Pager:
         return parameter.detach() if recomputed and not parameter.requires_grad else parameter
 
     @property
+    def phase(self) -> Phase:
+        """What the model is doing, as far as hooks have told."""
+        if self._backward is not None:
+            return Phase.BACKWARD if self._backward.goes_on else Phase.INTERRUPTED
+        return Phase.FORWARD if self._frames else Phase.IDLE
+
+    @property
     def computing(self) -> bool:
         """Whether this is called from within forward or backward.
 
@@ -322,7 +369,7 @@ class Pager:
 
     def start(self) -> None:
         """Somebody uses the model otherwise: see that an interruption left nothing in the way. Raises as ``reset``."""
-        if (self._frames or self._running is not None) and not self.computing:
+        if self.phase is not Phase.IDLE and not self.computing:
             self.reset()
         self.intent.ready()
 
@@ -339,26 +386,27 @@ class Pager:
         while it could only be read.
         """
         self.intent.finish()
+        if self._backward is not None and not in_backward():
+            drop_queued()
         self._let_go(Unit.let_go)
         self.intent.refuse()
 
     def give_up(self) -> None:
         """The same before all is rolled back: nothing of it is looked at, and nothing raises."""
-        self._running = None
         if not in_backward():
             drop_queued()
         self._let_go(Unit.give_up)
 
     def _let_go(self, how: Callable[[Unit], None]) -> None:
-        if self._running is not None and not in_backward():
-            drop_queued()
         frames, self._frames = self._frames, []
         for frame in frames:
             frame.end_span()
-        self._backward_units = ()
+        if self._backward is not None:
+            self._backward.units = ()
         self._end_backward()
         self._withdraw_hooks()
-        self.exchange.abandon()  # not as an exception passes: another rank may have none, and this one would wait for it
+        if self._reductions is not None:
+            self._reductions.abandon()  # not as an exception passes: another rank may have none, and this one would wait for it
         error: TieredError | None = None
         for unit in self.units:
             unit.arriving.close()
@@ -420,24 +468,26 @@ class Pager:
 
     def _visit_backward(self, units: Iterable[Unit]) -> None:
         """Hold these from here on, and those that were held for backward before no longer."""
-        self._begin_backward()
-        wanted = tuple(units)
-        if all(unit in self._backward_units for unit in wanted):
+        backward, wanted = self._begin_backward(), tuple(units)
+        if all(unit in backward.units for unit in wanted):
             return
-        if self._backward_units:
+        if backward.units:
             self._leave_backward()
             self._updates.apply_ready()
         for unit in wanted:
             self.take(unit)
-            self._backward_units += (unit,)
+            backward.units += (unit,)
             assert unit.base is not None
             self._bases[unit.base.untyped_storage().data_ptr()] = unit
-        self._visiting = self.store.span("backward", _names(wanted))
+        backward.visit = self.store.span("backward", _names(wanted))
 
     def _leave_backward(self) -> None:
-        if self._visiting is not None:
-            self._visiting.end()
-        units, self._backward_units = self._backward_units, ()
+        backward = self._backward
+        if backward is None:
+            return
+        if backward.visit is not None:
+            backward.visit.end()
+        units, backward.units = backward.units, ()
         for unit in units:
             self._drop(unit)
 
@@ -465,33 +515,33 @@ class Pager:
             while frame in self._frames:
                 self._leave(self._frames.pop())
 
-    @property
-    def _in_backward(self) -> bool:
-        """Whether the backward pass that began last goes on."""
-        return self._running is not None and self._running() is not None
-
-    def _begin_backward(self) -> None:
-        if self._in_backward:
-            return
-        if self._running is not None or (self._frames and not is_called_within({f.module for f in self._frames})):
+    def _begin_backward(self) -> Backward:
+        """Return the running backward pass, which begins with the first call."""
+        backward = self._backward
+        if backward is not None and backward.goes_on:
+            return backward
+        if backward is not None or (self._frames and not is_called_within({f.module for f in self._frames})):
             self.reset()  # what was before was interrupted
         self.intent.ready()
-        self.exchange.pass_begins(backward=True)
-        self._backward_task = graph_task()
-        torch.autograd.Variable._execution_engine.queue_callback(self._begun())
-        self._passing = self.store.span("backward", type(self.model).__name__)
+        if self._reductions is not None:
+            self._reductions.pass_begins(backward=True)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_of_pass())
+        backward = self._backward
+        assert backward is not None
+        backward.span = self.store.span("backward", type(self.model).__name__)
+        return backward
 
-    def _begun(self) -> Pass:
-        """A pass that nobody keeps but autograd."""
-        begun = Pass(self._finish_backward)
-        self._running = weakref.ref(begun)
-        return begun
+    def _end_of_pass(self) -> Pass:
+        """Make the end of a new pass, which nobody keeps but autograd."""
+        end = Pass(self._finish_backward)
+        self._backward = Backward(end, graph_task())
+        return end
 
     def _finish_backward(self) -> None:
         self._leave_backward()
         try:
             self._close_gradients()
-            for unit, placement in self.exchange.backward_ended():
+            for unit, placement in () if self._reductions is None else self._reductions.backward_ended():
                 self._updates.arrived(unit, placement)
             self._updates.finish()
             self.intent.updated = False
@@ -499,20 +549,23 @@ class Pager:
             self._end_backward()
 
     def _close_gradients(self) -> None:
-        if self._gradient_unit is not None:
-            self._gradient_unit.arriving.close()
-            self._gradient_unit = None
+        backward = self._backward
+        if backward is not None and backward.graded is not None:
+            backward.graded.arriving.close()
+            backward.graded = None
 
     def _end_backward(self) -> None:
         """Also after an exception."""
         self._leave_backward()
-        if self._passing is not None:
-            self._passing.end()
+        if self._backward is not None and self._backward.span is not None:
+            self._backward.span.end()
         self._updates.abandon()
+        for unit in self.units:
+            unit.gradients.end_pass()
         self._close_gradients()
         if self.splitter is not None:
             self.splitter.keeper.sweep()
-        self._running = None
+        self._backward = None
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
@@ -521,8 +574,9 @@ class Pager:
         if not torch.is_grad_enabled():  # nothing is recorded, and in inference mode there is no node to hook
             return
         for placement in unit.plan.placements:
-            if placement.parameter.requires_grad and placement not in self._accumulators:
-                if placement not in unit.gradients.states:
+            state = unit.gradients.states.get(placement)
+            if placement.parameter.requires_grad and (state is None or state.hooks is None):
+                if state is None:
                     raise MisuseError(
                         f"parameter {placement.name!r} is {placement.dtype}: only real floating point can be trained"
                     )
@@ -532,42 +586,43 @@ class Pager:
                 node, pair = get_gradient_edge(parameter).node, object()
                 node.register_prehook(told(parameter, partial(Pager._gradient_arrives, pair=pair)))
                 parameter.register_post_accumulate_grad_hook(told(parameter, partial(Pager._gradient_arrived, pair=pair)))
-                self._accumulators[placement] = node, pair  # from here on they count: one of them alone would do harm
+                state.hooks = node, pair  # from here on they count: one of them alone would do harm
 
-    def _is_hook(self, placement: Placement, pair: object) -> bool:
+    def _is_hook(self, unit: Unit, placement: Placement, pair: object) -> bool:
         """Whether hooks of this ``pair`` are those that count, and there is something for them to do."""
-        found = self._accumulators.get(placement)
+        found = unit.gradients.states[placement].hooks
         # frozen since forward: torch does not accumulate, and calls the hooks
         return found is not None and found[1] is pair and placement.parameter.requires_grad
 
     def _gradient_arrives(self, unit: Unit, placement: Placement, *, pair: object) -> None:
-        if not self._is_hook(placement, pair):
+        if not self._is_hook(unit, placement, pair):
             return
         self._open_gradients(unit)
         unit.arriving.before(placement)
 
     def _gradient_arrived(self, unit: Unit, placement: Placement, *, pair: object) -> None:
-        if not self._is_hook(placement, pair):
+        if not self._is_hook(unit, placement, pair):
             return
         assert placement.parameter.grad is not None
         unit.arriving.add(placement, placement.parameter.grad)
         self._trimmer.passed(placement.nbytes)
-        self.exchange.arrived(unit, placement)
-        if self.partition.shares == 1:  # else once all ranks' are there
+        unit.gradients.arrived.add(placement)
+        if self._reductions is None:  # else once all ranks' are there
             self._updates.arrived(unit, placement)
-        if graph_task() != self._backward_task:  # a backward pass within: more may come
-            self._defer(unit)
+        if self._backward is None or graph_task() != self._backward.task:  # a backward pass within: more may come
+            unit.gradients.deferred = True
 
     def _open_gradients(self, unit: Unit) -> None:
         """One unit's gradients are leased at a time."""
-        self._begin_backward()
-        if self._gradient_unit is not unit:
-            if self._updates.waiting and not any(held.references for held in self._backward_units):
+        backward = self._begin_backward()
+        if backward.graded is not unit:
+            if self._updates.waiting and not any(held.references for held in backward.units):
                 self._leave_backward()
             self._updates.apply_ready()
             self._close_gradients()
-            self.exchange.moved_on()
-            self._gradient_unit = unit
+            if self._reductions is not None:
+                self._reductions.moved_on()
+            backward.graded = unit
 
     def _look_ahead(self, unit: Unit) -> None:
         """While no order is known yet: ask the store for all that this unit will need."""

@@ -10,7 +10,7 @@ import torch
 
 from tiered import Access, MisuseError, TensorSpec
 from tiered.zero.collectives import Ranks, Under
-from tiered.zero.paging.gradients import LocalGradients, SpentGradient
+from tiered.zero.paging.gradients import LocalGradients
 from tiered.zero.paging.sharding import Partition, Shared
 from tiered.zero.paging.storage import dram_of, host
 from tiered.zero.paging.unit import Unit
@@ -24,45 +24,13 @@ while one computes: that is six tensors in use of at most this size, and whereve
 
 
 class Exchange(Protocol):
-    """With other processes. All of them call the same, with one exception: which gradients arrive, and when, may differ."""
+    """What a model's gradients and parameters need of other processes between passes. All ranks call the same."""
 
     paused: bool
     """Gradients stay where they are: more backward passes come before they are used."""
 
-    def pass_begins(self, backward: bool = False) -> None:
-        """A forward or backward pass."""
-        ...
-
-    def before_hold(self, unit: Unit) -> None:
-        """A unit's parameters will be used now."""
-        ...
-
-    def after_hold(self, unit: Unit) -> None:
-        """They are."""
-        ...
-
     def refresh(self) -> None:
         """Have all parameters that other processes updated."""
-        ...
-
-    def arrived(self, unit: Unit, placement: Placement) -> None:
-        """A gradient was stored."""
-        ...
-
-    def defer(self, unit: Unit) -> None:
-        """More may come that add up with it, until the end of backward."""
-        ...
-
-    def moved_on(self) -> None:
-        """Backward goes on to another unit."""
-        ...
-
-    def backward_ended(self) -> Iterable[tuple[Unit, Placement]]:
-        """What got a gradient, here or elsewhere, in this pass."""
-        ...
-
-    def abandon(self) -> None:
-        """An exception struck, or all has ended: wait for what is under way, and forget it."""
         ...
 
     def synchronise(self) -> None:
@@ -79,28 +47,11 @@ class Exchange(Protocol):
 
 
 class NoExchange:
-    """There are no others."""
+    """What one process needs: nothing. Within passes it is not asked."""
 
     paused = False
 
-    def pass_begins(self, backward: bool = False) -> None: ...
-
-    def before_hold(self, unit: Unit) -> None: ...
-
-    def after_hold(self, unit: Unit) -> None: ...
-
     def refresh(self) -> None: ...
-
-    def arrived(self, unit: Unit, placement: Placement) -> None: ...
-
-    def defer(self, unit: Unit) -> None: ...
-
-    def moved_on(self) -> None: ...
-
-    def backward_ended(self) -> Iterable[tuple[Unit, Placement]]:
-        return ()
-
-    def abandon(self) -> None: ...
 
     def synchronise(self) -> None: ...
 
@@ -112,7 +63,9 @@ class NoExchange:
 
 
 class Reductions:
-    """Reductions are begun in one order on all ranks, the last unit of the model first, whenever backward moves on and the next
+    """Reduces gradients over ranks. All ranks call the same; only which gradients arrive, and when, may differ.
+
+    Reductions are begun in one order on all ranks, the last unit of the model first, whenever backward moves on and the next
     in that order is complete; the end of backward begins and ends what is left. Nothing waits for another rank before that: a
     rank whose data leave a unit out is behind with its reductions, and never in the way of a gather. One is under way at a
     time; what is complete before waits in the store.
@@ -131,8 +84,6 @@ class Reductions:
         self._order: list[Unit] = []
         self._begun = 0  # of these, in this pass
         self._reducing = False  # a backward pass runs, or was interrupted, whose gradients are reduced as they arrive
-        self._arrived: dict[Unit, set[Placement]] = {}
-        self._deferred: set[Unit] = set()
         self._flight: _Flight | None = None
         self._backward = False
         self._after: dict[tuple[bool, Unit | None, Unit], Unit] = {}  # what was held after these two, in forward or backward
@@ -142,17 +93,20 @@ class Reductions:
     # -- parameters --------------------------------------------------------------------------------------------------------
 
     def pass_begins(self, backward: bool = False) -> None:
+        """Begin a forward or backward pass: what an interrupted one left is forgotten."""
         self._give_up_ahead(None)
         self._last, self._backward = (None, None), backward
         self._forget_pass()
         self._reducing = backward and self._early and not self.paused
 
     def before_hold(self, unit: Unit) -> None:
+        """Have what other processes updated of a unit that will be held now."""
         self._give_up_ahead(unit)
         if self._replicas:
             self._refresh(self._replicas[: self._replicas.index(unit) + 1])
 
     def after_hold(self, unit: Unit) -> None:
+        """Begin to gather the unit that followed this one, which is held now, in the pass before."""
         before, last = self._last
         if last is not None:
             self._after[self._backward, before, last] = unit
@@ -183,18 +137,14 @@ class Reductions:
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
-    def arrived(self, unit: Unit, placement: Placement) -> None:
-        self._arrived.setdefault(unit, set()).add(placement)
-
-    def defer(self, unit: Unit) -> None:
-        self._deferred.add(unit)
-
     def moved_on(self) -> None:
+        """Begin the reductions that are complete, as backward goes on to another unit."""
         if self._reducing and self._overlapped:
-            while self._landed() and self._begun < len(self._order) and self._is_complete(self._order[self._begun]):
+            while self._landed() and self._begun < len(self._order) and self._order[self._begun].gradients.has_all:
                 self._begin(self._order[self._begun])
 
     def backward_ended(self) -> Iterable[tuple[Unit, Placement]]:
+        """Reduce what is left; return what got a gradient in this pass, on any rank."""
         found: list[tuple[Unit, Placement]] = []
         if self._reducing:
             self._refresh(self._replicas)  # another rank may have used what this one did not
@@ -206,6 +156,7 @@ class Reductions:
         return found
 
     def abandon(self) -> None:
+        """Wait for what is under way, and forget it: an exception struck, or all has ended."""
         try:
             self._give_up_ahead(None)
             if self._reducing and not self._ranks.failed:
@@ -226,8 +177,6 @@ class Reductions:
     def _forget_pass(self) -> None:
         self._begun, self._reducing = 0, False
         self._order = [unit for unit in reversed(self._units) if any(map(_is_trained, unit.gradients.states))]
-        self._arrived.clear()
-        self._deferred.clear()
 
     def synchronise(self) -> None:
         self.abandon()
@@ -235,7 +184,7 @@ class Reductions:
         for unit in self._units:
             _local(unit).collect()  # what somebody assigned is looked at here, too
         places = [(unit, placement) for unit in reversed(self._units) for placement in unit.gradients.states]
-        some = [_local(unit).has(placement) for unit, placement in places]
+        some = [unit.gradients.states[placement].unreduced for unit, placement in places]
         anywhere = self._ranks.shared(torch.tensor(some, dtype=torch.uint8, device="cpu"), "which gradients there are").amax(0)
         wanted: dict[Unit, list[Placement]] = {}
         for (unit, placement), there in zip(places, anywhere.tolist(), strict=True):
@@ -245,11 +194,6 @@ class Reductions:
             self._begin(unit, placements)
         self._land()
         self._agree()
-
-    def _is_complete(self, unit: Unit) -> bool:
-        if unit in self._deferred:
-            return False
-        return set(filter(_is_trained, unit.gradients.states)) <= self._arrived.get(unit, set())
 
     def _begin(self, unit: Unit, placements: Sequence[Placement] | None = None) -> None:
         """``placements``: of which some rank has a gradient (None: of all that need one)."""
@@ -274,23 +218,15 @@ class Reductions:
         flags, owners = [], []
         for unit in reversed(self._units):
             for placement, state in unit.gradients.states.items():
-                waits = 4 * _local(unit).has(placement)  # was frozen between no_sync and this pass
+                waits = 4 * state.unreduced  # was frozen between no_sync and this pass
                 flags.append(int(placement.parameter.grad is not None) + (0 if state.finite else 2) + waits)
                 owners.append((unit, placement))
         everybody = self._ranks.shared(torch.tensor(flags, dtype=torch.uint8, device="cpu"), "which parameters have a gradient")
         there, infinite, waiting = ((everybody & bit).amax(0).tolist() for bit in (1, 2, 4))
         found = []
         for (unit, placement), present, wrong, waits in zip(owners, there, infinite, waiting, strict=True):
-            state = unit.gradients.states[placement]
-            state.finite = not wrong
-            if waits:
-                continue
-            state.accumulate = bool(present)
-            if present:
-                if placement.parameter.grad is None:
-                    placement.parameter.grad = state.marker
-                if not isinstance(placement.parameter.grad, SpentGradient):
-                    found.append((unit, placement))
+            if unit.gradients.agree(placement, present=bool(present), finite=not wrong, more=bool(waits)):
+                found.append((unit, placement))
         return found
 
     # -- agreeing ----------------------------------------------------------------------------------------------------------

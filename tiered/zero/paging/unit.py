@@ -357,25 +357,21 @@ class BackwardUpdates:
     """Units whose optimizer was made with ``update="in_backward"`` and that got gradients in the running backward pass."""
 
     def __init__(self) -> None:
-        self._arrived: dict[Unit, set[Placement]] = {}
-        self._waiting: dict[Unit, set[Placement]] = {}  # of these, what was not used yet
-        self._last_time: dict[Unit, set[Placement]] = {}
-        self._deferred: set[Unit] = set()
+        self._waiting: dict[Unit, None] = {}  # a set with an order: units that are to be updated in this pass yet
+        self._arrived: set[Unit] = set()
 
     def arrived(self, unit: Unit, placement: Placement) -> None:
-        """A gradient was stored."""
+        """Note that a gradient is final, and that its unit is to be updated with it if the optimizer updates in backward."""
         if unit.stepper(placement) is not None:
-            self._arrived.setdefault(unit, set()).add(placement)
-            self._waiting.setdefault(unit, set()).add(placement)
+            self._arrived.add(unit)
+            unit.gradients.final.add(placement)
+            unit.gradients.due.add(placement)
+            self._waiting[unit] = None
 
     @property
     def waiting(self) -> bool:
         """Whether a unit is to be updated in this backward pass yet."""
         return bool(self._waiting)
-
-    def defer(self, unit: Unit) -> None:
-        """More gradients may come that add up with those that have arrived, at any time until the end of backward."""
-        self._deferred.add(unit)
 
     def apply_ready(self) -> None:
         """Backward moves on: update the units that it is done with. Raises what ``Unit.update`` raises."""
@@ -388,23 +384,24 @@ class BackwardUpdates:
         for unit in list(self._waiting):
             if not unit.held:
                 self._apply(unit)
-        self._last_time.update(self._arrived)
+        for unit in self._arrived:
+            unit.gradients.final_last_time = unit.gradients.final
         self.abandon()
 
     def abandon(self) -> None:
-        """Backward ended by an exception: gradients stay as they are."""
+        """Forget which units are to be updated: gradients stay as they are."""
         self._arrived.clear()
         self._waiting.clear()
-        self._deferred.clear()
 
     def _ready(self, unit: Unit) -> bool:
-        if unit.held or unit in self._deferred or unit.in_use():
+        if unit.held or unit.gradients.deferred or unit.in_use():
             return False
-        expected = self._last_time.get(unit)
+        expected = unit.gradients.final_last_time
         if expected is None:
             expected = {p for p in unit.gradients.states if p.parameter.requires_grad and unit.stepper(p) is not None}
-        return expected <= self._arrived[unit]
+        return expected <= unit.gradients.final
 
     def _apply(self, unit: Unit) -> None:
-        waiting = self._waiting.pop(unit)
-        unit.update([placement for placement in unit.gradients.states if placement in waiting])
+        del self._waiting[unit]
+        due, unit.gradients.due = unit.gradients.due, set()
+        unit.update([placement for placement in unit.gradients.states if placement in due])
