@@ -112,7 +112,7 @@ class Ranks:
         said = f"{what}, {own.numel():,} bytes"
         return self._begin(self._gathers, said, lambda: _gather(whole, own, self._gathers), ahead)
 
-    def exchange(self, received: torch.Tensor, whole: torch.Tensor, what: str) -> Under:
+    def all_to_all(self, received: torch.Tensor, whole: torch.Tensor, what: str) -> Under:
         """Begin to send each rank its part of ``whole``; ``received`` will have what each had of this rank's part, in order.
         Both uint8 of one size. ``add_up`` makes their sum of it.
 
@@ -127,7 +127,7 @@ class Ranks:
         )
 
     def add_up(self, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The mean over the ranks of what ``exchange`` received, in its memory. bf16 and fp16 are added up as fp32."""
+        """The mean over the ranks of what ``all_to_all`` received, in its memory. bf16 and fp16 are added up as fp32."""
         parts = received.view(dtype).view(self.size, -1)
         total = parts[0]
         for start in range(0, total.numel(), PIECE):

@@ -172,8 +172,8 @@ class AdamW(Optimizer):
             return loss
         for pager in self._pagers():
             pager.reset()
-            pager.exchange.synchronise()
-            pager.exchange.refresh()
+            pager.gradient_sync.synchronise()
+            pager.gradient_sync.refresh()
         with without_grad():
             self._step()
         return loss
@@ -202,7 +202,7 @@ class AdamW(Optimizer):
         except TieredError as problem:
             error = problem
         for pager in self._pagers():  # of several ranks all make the step, or none
-            fine = pager.exchange.everywhere([error is None], "whether all can make this step")
+            fine = pager.gradient_sync.everywhere([error is None], "whether all can make this step")
             if error is None and not all(fine):
                 error = TieredError("another rank could not make this step, and says why; no rank has made it")
         if error is not None:
@@ -228,7 +228,7 @@ class AdamW(Optimizer):
             if not pager.computing:
                 pager.reset()  # what an exception left held
                 if not set_to_none:
-                    pager.exchange.synchronise()  # zeros take the place of all that is on its way
+                    pager.gradient_sync.synchronise()  # zeros take the place of all that is on its way
         units: dict[Unit, list[Placement]] = {}
         deeds: list[Callable[[], object]] = []
         for parameter in self._parameters():
@@ -264,7 +264,7 @@ class AdamW(Optimizer):
         order = float(norm_type)
         for pager in self._pagers():
             pager.reset()
-            pager.exchange.synchronise()
+            pager.gradient_sync.synchronise()
         graded = self._graded()
         if not graded:
             return torch.tensor(0.0, device="cpu")
@@ -293,7 +293,7 @@ class AdamW(Optimizer):
             here = [unit.gradients.norm(placement, order) for unit, placement in mine]
             if pager.partition.shares > 1:
                 partial = torch.stack(here)
-                here = list(pager.exchange.norms(partial.double(), order).to(partial.dtype))
+                here = list(pager.gradient_sync.norms(partial.double(), order).to(partial.dtype))
             norms.update(zip((placement for _, placement in mine), here, strict=True))
         return [norms[placement] for _, _, placement in graded]
 
@@ -305,7 +305,7 @@ class AdamW(Optimizer):
         pager, unit, placement = placement_of(parameter)
         pager.start()
         if not pager.computing:
-            pager.exchange.synchronise()
+            pager.gradient_sync.synchronise()
         return unit.gradient(placement)
 
     def flush(self) -> None:
@@ -439,7 +439,7 @@ class AdamW(Optimizer):
         self._refuse_in_backward("GradScaler")
         for pager in self._pagers():
             pager.reset()
-            pager.exchange.synchronise()
+            pager.gradient_sync.synchronise()
         found = [unit.gradients.unscaled(placement, factor) for _, unit, placement in self._graded()]
         self._decide([unscale for _, unscale in found])
         return [finite for finite, _ in found]

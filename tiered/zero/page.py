@@ -71,15 +71,15 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     ``optimizer.step()``, reduces the sums: once, as in ``DistributedDataParallel.no_sync``. Raises MisuseError for a model
     that is not paged. With one process, and with ``zero.Stage1``, that is how it is anyway."""
     for parameter in model.parameters():
-        exchange = placement_of(parameter)[0].exchange
+        sync = placement_of(parameter)[0].gradient_sync
         break
     else:
         raise MisuseError("this model has no parameters")
-    before, exchange.paused = exchange.paused, True
+    before, sync.paused = sync.paused, True
     try:
         yield
     finally:
-        exchange.paused = before
+        sync.paused = before
 
 
 AS_IT_IS = Policy()

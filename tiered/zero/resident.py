@@ -150,7 +150,7 @@ class Round:
     # -- what the ranks tell each other --------------------------------------------------------------------------------------
 
     def gather(self, ranks: Ranks, updates: Mapping[Local, Update]) -> tuple[Under, torch.Tensor]:
-        """Begin to exchange the values that each rank has updated."""
+        """Begin to gather the values that each rank has updated."""
         size = self.share * self.dtype.itemsize
         whole = torch.empty(ranks.size * size, dtype=torch.uint8, device="cpu")
         own = whole[self.rank * size : (self.rank + 1) * size]

@@ -137,7 +137,7 @@ def rollback(
         raise
     if pager.splitter is not None:
         pager.splitter.keeper.forget()
-    pager.exchange.paused = False
+    pager.gradient_sync.paused = False
     recall(pager)
     extra = _load(pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
     getattr(scaler, "_per_optimizer_states", {}).clear()  # what torch does after each step, and load_state_dict does not
@@ -172,8 +172,8 @@ def _prepare(
     pager.intent.refuse_half_updated()
     if not pager.computing:
         pager.reset()  # what an exception left held
-        pager.exchange.synchronise()
-        pager.exchange.refresh()
+        pager.gradient_sync.synchronise()
+        pager.gradient_sync.refresh()
     for unit in pager.units:
         if unit.held:
             raise MisuseError(f"the parameters of {unit.plan.name!r} are in use: commit outside forward and backward")

@@ -35,7 +35,7 @@ from tiered.types import Access
 from tiered.zero.intent import Intent
 from tiered.zero.leases import Leases
 from tiered.zero.paging.micro_batch import Splitter
-from tiered.zero.paging.reduction import Reductions, gradient_exchange
+from tiered.zero.paging.reduction import ReduceScatter, gradient_sync
 from tiered.zero.paging.saved_tensors import (
     Kept,
     drop_queued,
@@ -182,8 +182,8 @@ class Pager:
         updates, self._update_tier = updates_of(store, config.update_tier), config.update_tier
         self.units = [Unit(store, updates, name, u, chunk, self.validity, partition, self.intent) for u in plan.units]
         partition.joins(store)
-        self.partition, self.exchange = partition, gradient_exchange(partition, self.units, pool)
-        self._reductions = self.exchange if isinstance(self.exchange, Reductions) else None
+        self.partition, self.gradient_sync = partition, gradient_sync(partition, self.units, pool)
+        self._reduce_scatter = self.gradient_sync if isinstance(self.gradient_sync, ReduceScatter) else None
         self.placements = sorted((p for u in plan.units for p in u.placements), key=lambda p: p.index)
         self._home = {p.parameter: (u, p) for u in self.units for p in u.plan.placements}
         self._held = {module: [self.units[i] for i in indices] for module, indices in plan.held.items()}
@@ -254,8 +254,8 @@ class Pager:
         elif module is self.model or not self._frames:
             self.reset()
             self.intent.refuse_half_updated()
-            if self._reductions is not None:
-                self._reductions.pass_begins()
+            if self._reduce_scatter is not None:
+                self._reduce_scatter.pass_begins()
             if module is self.model:
                 self.rehearsal.forward_begins("training" if torch.is_grad_enabled() else "inference")
         frame = Frame(module)
@@ -280,12 +280,12 @@ class Pager:
 
     def take(self, unit: Unit, access: Access = Access.READ) -> None:
         """``Unit.hold``, with what other processes have to do with it."""
-        if unit.held or self._reductions is None:
+        if unit.held or self._reduce_scatter is None:
             unit.hold(access)
             return
-        self._reductions.before_hold(unit)
+        self._reduce_scatter.before_hold(unit)
         unit.hold(access)
-        self._reductions.after_hold(unit)
+        self._reduce_scatter.after_hold(unit)
 
     def _defer_hidden(self, unit: Unit) -> None:
         """Where a forward that records runs something without: reentrant checkpointing, whose gradients come apart."""
@@ -405,8 +405,9 @@ class Pager:
             self._backward.units = ()
         self._end_backward()
         self._withdraw_hooks()
-        if self._reductions is not None:
-            self._reductions.abandon()  # not as an exception passes: another rank may have none, and this one would wait for it
+        if self._reduce_scatter is not None:
+            # Not as an exception passes: another rank may have none, and this one would wait for it.
+            self._reduce_scatter.abandon()
         error: TieredError | None = None
         for unit in self.units:
             unit.arriving.close()
@@ -523,8 +524,8 @@ class Pager:
         if backward is not None or (self._frames and not is_called_within({f.module for f in self._frames})):
             self.reset()  # what was before was interrupted
         self.intent.ready()
-        if self._reductions is not None:
-            self._reductions.pass_begins(backward=True)
+        if self._reduce_scatter is not None:
+            self._reduce_scatter.pass_begins(backward=True)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_of_pass())
         backward = self._backward
         assert backward is not None
@@ -541,7 +542,7 @@ class Pager:
         self._leave_backward()
         try:
             self._close_gradients()
-            for unit, placement in () if self._reductions is None else self._reductions.backward_ended():
+            for unit, placement in () if self._reduce_scatter is None else self._reduce_scatter.backward_ended():
                 self._updates.arrived(unit, placement)
             self._updates.finish()
             self.intent.updated = False
@@ -607,7 +608,7 @@ class Pager:
         unit.arriving.add(placement, placement.parameter.grad)
         self._trimmer.passed(placement.nbytes)
         unit.gradients.arrived.add(placement)
-        if self._reductions is None:  # else once all ranks' are there
+        if self._reduce_scatter is None:  # else once all ranks' are there
             self._updates.arrived(unit, placement)
         if self._backward is None or graph_task() != self._backward.task:  # a backward pass within: more may come
             unit.gradients.deferred = True
@@ -620,8 +621,8 @@ class Pager:
                 self._leave_backward()
             self._updates.apply_ready()
             self._close_gradients()
-            if self._reductions is not None:
-                self._reductions.moved_on()
+            if self._reduce_scatter is not None:
+                self._reduce_scatter.moved_on()
             backward.graded = unit
 
     def _look_ahead(self, unit: Unit) -> None:

@@ -16,14 +16,14 @@ from tiered.zero.paging.storage import dram_of, host
 from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import Placement
 
-__all__ = ["Exchange", "NoExchange", "Reductions", "gradient_exchange"]
+__all__ = ["GradientSync", "NoSync", "ReduceScatter", "gradient_sync"]
 
 ROOMY = 12
 """Times the largest unit that a pool has to be so that the next unit is gathered, and another one's gradients are on their way,
 while one computes: that is six tensors in use of at most this size, and wherever they lie, a seventh has room."""
 
 
-class Exchange(Protocol):
+class GradientSync(Protocol):
     """What a model's gradients and parameters need of other processes between passes. All ranks call the same."""
 
     paused: bool
@@ -46,7 +46,7 @@ class Exchange(Protocol):
         ...
 
 
-class NoExchange:
+class NoSync:
     """What one process needs: nothing. Within passes it is not asked."""
 
     paused = False
@@ -62,10 +62,10 @@ class NoExchange:
         return list(flags)
 
 
-class Reductions:
+class ReduceScatter:
     """Reduces gradients over ranks. All ranks call the same; only which gradients arrive, and when, may differ.
 
-    Reductions are begun in one order on all ranks, the last unit of the model first, whenever backward moves on and the next
+    ReduceScatter are begun in one order on all ranks, the last unit of the model first, whenever backward moves on and the next
     in that order is complete; the end of backward begins and ends what is left. Nothing waits for another rank before that: a
     rank whose data leave a unit out is behind with its reductions, and never in the way of a gather. One is under way at a
     time; what is complete before waits in the store.
@@ -246,13 +246,13 @@ class Reductions:
         return self._ranks.shared(torch.tensor(flags, dtype=torch.uint8, device="cpu"), what).amin(0).bool().tolist()
 
 
-def gradient_exchange(partition: Partition, units: Sequence[Unit], pool: int) -> Exchange:
+def gradient_sync(partition: Partition, units: Sequence[Unit], pool: int) -> GradientSync:
     """Make what reduces the gradients of ``units``, which ``partition`` divides; ``pool``: bytes of memory in the store."""
     if not isinstance(partition, Shared):
-        return NoExchange()
+        return NoSync()
     roomy = pool >= ROOMY * max((unit.plan.nbytes for unit in units), default=0)
     stage = partition.stage
-    return Reductions(partition.ranks, units, early=stage.early, replicated=stage.replicated, overlapped=roomy)
+    return ReduceScatter(partition.ranks, units, early=stage.early, replicated=stage.replicated, overlapped=roomy)
 
 
 class _Flight:
@@ -267,7 +267,7 @@ class _Flight:
         self._room.callback(store.delete, key)
         try:
             self._received = self._room.enter_context(store.lease(key, access=Access.WRITE))
-            self.under: Under = ranks.exchange(self._received, whole, f"gradients of {unit.key!r}")
+            self.under: Under = ranks.all_to_all(self._received, whole, f"gradients of {unit.key!r}")
         except BaseException:
             self._received = torch.empty(0, device="cpu")
             self._room.close()
