@@ -84,7 +84,7 @@ class ReduceScatter:
         self._order: list[Unit] = []
         self._begun = 0  # of these, in this pass
         self._reducing = False  # a backward pass runs, or was interrupted, whose gradients are reduced as they arrive
-        self._flight: _Flight | None = None
+        self._pending: PendingReduction | None = None
         self._backward = False
         self._after: dict[tuple[bool, Unit | None, Unit], Unit] = {}  # what was held after these two, in forward or backward
         self._last: tuple[Unit | None, Unit | None] = None, None
@@ -140,7 +140,7 @@ class ReduceScatter:
     def moved_on(self) -> None:
         """Begin the reductions that are complete, as backward goes on to another unit."""
         if self._reducing and self._overlapped:
-            while self._landed() and self._begun < len(self._order) and self._order[self._begun].gradients.has_all:
+            while self._is_idle() and self._begun < len(self._order) and self._order[self._begun].gradients.has_all:
                 self._begin(self._order[self._begun])
 
     def backward_ended(self) -> Iterable[tuple[Unit, Placement]]:
@@ -150,7 +150,7 @@ class ReduceScatter:
             self._refresh(self._replicas)  # another rank may have used what this one did not
             for unit in self._order[self._begun :]:
                 self._begin(unit)
-            self._land()
+            self._finish_pending()
             found = self._agree()
         self._forget_pass()
         return found
@@ -163,7 +163,7 @@ class ReduceScatter:
                 self._catch_up()
         finally:
             try:
-                self._land()
+                self._finish_pending()
             finally:
                 self._forget_pass()
 
@@ -192,26 +192,26 @@ class ReduceScatter:
                 wanted.setdefault(unit, []).append(placement)
         for unit, placements in wanted.items():
             self._begin(unit, placements)
-        self._land()
+        self._finish_pending()
         self._agree()
 
     def _begin(self, unit: Unit, placements: Sequence[Placement] | None = None) -> None:
         """``placements``: of which some rank has a gradient (None: of all that need one)."""
-        self._land()
+        self._finish_pending()
         self._begun += 1
         wanted = list(filter(_is_trained, unit.gradients.states)) if placements is None else placements
-        self._flight = _Flight(self._ranks, unit, wanted)
+        self._pending = PendingReduction(self._ranks, unit, wanted)
 
-    def _landed(self) -> bool:
+    def _is_idle(self) -> bool:
         """Whether nothing is under way any more."""
-        if self._flight is not None and self._flight.under.done:
-            self._land()
-        return self._flight is None
+        if self._pending is not None and self._pending.under.done:
+            self._finish_pending()
+        return self._pending is None
 
-    def _land(self) -> None:
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            flight.land()
+    def _finish_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.finish()
 
     def _agree(self) -> list[tuple[Unit, Placement]]:
         """On which parameters have a gradient, and whether it is finite; gives those that do."""
@@ -255,7 +255,7 @@ def gradient_sync(partition: Partition, units: Sequence[Unit], pool: int) -> Gra
     return ReduceScatter(partition.ranks, units, early=stage.early, replicated=stage.replicated, overlapped=roomy)
 
 
-class _Flight:
+class PendingReduction:
     """A reduction of one unit's gradients that is under way; ``wanted`` are those that some rank has."""
 
     def __init__(self, ranks: Ranks, unit: Unit, wanted: Sequence[Placement]) -> None:
@@ -274,7 +274,7 @@ class _Flight:
             raise
 
     @torch.no_grad()
-    def land(self) -> None:
+    def finish(self) -> None:
         """Wait for it, and add it to this rank's share."""
         try:
             self.under.wait()
