@@ -20,7 +20,7 @@ TIMEOUT = 20.0
 
 def told(rank: int, folder: Path, what: str, of: list[torch.Tensor]) -> str:
     with pytest.raises(RankError) as raised:
-        Ranks.of(None).shared(of[rank], what)
+        Ranks.of(None).all_gather(of[rank], what)
     return str(raised.value)
 
 

@@ -139,7 +139,7 @@ class Ranks:
             total[start : start + PIECE].copy_(mean)
         return total
 
-    def shared(self, own: torch.Tensor, what: str, *, apart: bool = False) -> torch.Tensor:
+    def all_gather(self, own: torch.Tensor, what: str, *, apart: bool = False) -> torch.Tensor:
         """Everybody's ``own``, which has as many elements everywhere: shape (ranks, elements). For little. ``apart``: not in
         the order of reductions."""
         group = self._gathers if apart else self._reductions
@@ -218,11 +218,11 @@ class _Calls:
             for other in self._heard:
                 with contextlib.suppress(RuntimeError):  # it is gone
                     self._sent.append(self._group.send([self._call], other, 0))
-            self._hang_up()
+            self.abort()
             self._found = self._listen(until)
         return self._found
 
-    def _hang_up(self) -> None:
+    def abort(self) -> None:
         """Ranks that wait for this one need not wait for their timeout: where anything times out, gloo ends all connections."""
         for group in self._failing:
             for other in self._heard:

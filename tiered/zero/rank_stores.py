@@ -281,13 +281,13 @@ def shared_json(ranks: Ranks, value: Any, kind: Any) -> list[Any]:
     data = json.dumps(value).encode()
     if len(data) > MOST_SAID:
         raise MisuseError(f"a rank would tell the others {len(data):,} bytes; the limit is {MOST_SAID:,}")
-    longest = int(ranks.shared(torch.tensor([len(data)], device="cpu"), "the length of what ranks say").amax())
+    longest = int(ranks.all_gather(torch.tensor([len(data)], device="cpu"), "the length of what ranks say").amax())
     if longest > MOST_SAID:
         raise RankError(f"a rank says that it will tell the others {longest:,} bytes; the limit is {MOST_SAID:,}")
     padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     found = []
-    for rank, row in enumerate(ranks.shared(padded, "what ranks say")):
+    for rank, row in enumerate(ranks.all_gather(padded, "what ranks say")):
         try:
             found.append(msgspec.convert(json.loads(row.numpy().tobytes().rstrip(b"\0")), kind, strict=True))
         except (ValueError, RecursionError, OverflowError) as error:  # msgspec's and Unicode's errors are ValueErrors

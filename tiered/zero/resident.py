@@ -178,7 +178,7 @@ class Round:
                 for name, value in found.items():
                     segment.take(own[name]).copy_(value)
         for name, row in own.items():
-            rows = row.view(1, -1) if ranks is None else ranks.shared(row, f"{name} of {self.states.key!r}")
+            rows = row.view(1, -1) if ranks is None else ranks.all_gather(row, f"{name} of {self.states.key!r}")
             for here, segments in zip(rows, self.segments, strict=True):
                 for segment in segments:
                     if segment.local in into:
@@ -205,7 +205,7 @@ class Resident:
         self._forward = True
         pool = store.statistics().tier("dram").capacity
         if ranks is not None:
-            pool = int(ranks.shared(torch.tensor([pool], device="cpu"), "the smallest pool").amin())
+            pool = int(ranks.all_gather(torch.tensor([pool], device="cpu"), "the smallest pool").amin())
         self._limit = min(Limits.of(pool).chunk, max(1, ROUND // self._size // STEP) * STEP)
         self._held = [key for key in store if key.startswith(f"{name}/")]
         if self._held and existing == "refuse":
@@ -375,7 +375,7 @@ class Resident:
         if self._ranks is None or not self.locals:
             return
         flags = torch.tensor([local.parameter.grad is not None for local in self.locals], dtype=torch.uint8, device="cpu")
-        everybody = self._ranks.shared(flags, "which parameters have a gradient")
+        everybody = self._ranks.all_gather(flags, "which parameters have a gradient")
         different = (everybody.amax(0) != everybody.amin(0)).nonzero().flatten().tolist()
         if different:
             raise MisuseError(

@@ -170,7 +170,7 @@ class ReduceScatter:
     def _catch_up(self) -> None:
         """An exception ended a backward pass, on all ranks where they go on after it: some had begun more reductions."""
         mine = torch.tensor([self._begun], device="cpu")
-        begun = int(self._ranks.shared(mine, "how far an interrupted backward pass was", apart=True).amax())
+        begun = int(self._ranks.all_gather(mine, "how far an interrupted backward pass was", apart=True).amax())
         for unit in self._order[self._begun : begun]:
             self._begin(unit)
 
@@ -185,7 +185,8 @@ class ReduceScatter:
             _local(unit).collect()  # what somebody assigned is looked at here, too
         places = [(unit, placement) for unit in reversed(self._units) for placement in unit.gradients.states]
         some = [unit.gradients.states[placement].unreduced for unit, placement in places]
-        anywhere = self._ranks.shared(torch.tensor(some, dtype=torch.uint8, device="cpu"), "which gradients there are").amax(0)
+        flags = torch.tensor(some, dtype=torch.uint8, device="cpu")
+        anywhere = self._ranks.all_gather(flags, "which gradients there are").amax(0)
         wanted: dict[Unit, list[Placement]] = {}
         for (unit, placement), there in zip(places, anywhere.tolist(), strict=True):
             if there:  # also of one that was frozen since
@@ -221,7 +222,8 @@ class ReduceScatter:
                 waits = 4 * state.unreduced  # was frozen between no_sync and this pass
                 flags.append(int(placement.parameter.grad is not None) + (0 if state.finite else 2) + waits)
                 owners.append((unit, placement))
-        everybody = self._ranks.shared(torch.tensor(flags, dtype=torch.uint8, device="cpu"), "which parameters have a gradient")
+        mine = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        everybody = self._ranks.all_gather(mine, "which parameters have a gradient")
         there, infinite, waiting = ((everybody & bit).amax(0).tolist() for bit in (1, 2, 4))
         found = []
         for (unit, placement), present, wrong, waits in zip(owners, there, infinite, waiting, strict=True):
@@ -232,7 +234,7 @@ class ReduceScatter:
     # -- agreeing ----------------------------------------------------------------------------------------------------------
 
     def norms(self, partial: torch.Tensor, order: float) -> torch.Tensor:
-        everybody = self._ranks.shared(host(partial), "norms of gradients")
+        everybody = self._ranks.all_gather(host(partial), "norms of gradients")
         if order == float("inf"):
             return everybody.amax(0)
         if order <= 0:
@@ -243,7 +245,7 @@ class ReduceScatter:
     def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
         if not flags:
             return []
-        return self._ranks.shared(torch.tensor(flags, dtype=torch.uint8, device="cpu"), what).amin(0).bool().tolist()
+        return self._ranks.all_gather(torch.tensor(flags, dtype=torch.uint8, device="cpu"), what).amin(0).bool().tolist()
 
 
 def gradient_sync(partition: Partition, units: Sequence[Unit], pool: int) -> GradientSync:

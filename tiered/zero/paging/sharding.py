@@ -269,10 +269,10 @@ class Shared:
             self.ranks.broadcast(buffer, f"the buffer {name!r}")
 
     def least(self, value: int) -> int:
-        return int(self.ranks.shared(torch.tensor([value], device="cpu"), "the smallest pool").amin())
+        return int(self.ranks.all_gather(torch.tensor([value], device="cpu"), "the smallest pool").amin())
 
     def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
-        return self.ranks.shared(torch.tensor(flags, dtype=torch.uint8, device="cpu"), what).amin(0).bool().tolist()
+        return self.ranks.all_gather(torch.tensor(flags, dtype=torch.uint8, device="cpu"), what).amin(0).bool().tolist()
 
     def refuse_apart(self, store: TieredStore) -> None:
         if store in _unfinished:
@@ -331,7 +331,7 @@ class Shared:
         self.ranks.broadcast(name, "the name of a commit")
         number = max(self._after, number_of(store.meta)) + 1
         mine = torch.tensor([number, error is None, BEGUN in store.meta], device="cpu")
-        told = self.ranks.shared(mine, "the begin of a commit")
+        told = self.ranks.all_gather(mine, "the begin of a commit")
         self._agreed(told[:, 1], error, "could not begin a commit; nothing was committed")
         self._after = int(told[:, 0].amax())
         first = META not in store.meta  # in these stores, whatever was taken over
@@ -348,7 +348,7 @@ class Shared:
             error = problem
         finally:
             self.joins(store)
-        done = self.ranks.shared(torch.tensor([error is None], device="cpu"), "the end of a commit").view(-1)
+        done = self.ranks.all_gather(torch.tensor([error is None], device="cpu"), "the end of a commit").view(-1)
         if not all(done):
             _unfinished[store] = f"the commit failed on {_lost(done)}"
         self._agreed(done, error, otherwise)
@@ -367,6 +367,6 @@ class Shared:
         sizes = [0 if share is None else share.numel for share in shares]
         padded = torch.zeros(max(sizes, default=0), dtype=part.dtype, device="cpu")
         padded[: part.numel()] = part.reshape(-1)
-        found = self.ranks.shared(padded, f"{what} of {placement.name!r}")
+        found = self.ranks.all_gather(padded, f"{what} of {placement.name!r}")
         flat = torch.cat([row[:size] for row, size in zip(found, sizes, strict=True)])
         return flat.as_strided(placement.shape, placement.stride)
