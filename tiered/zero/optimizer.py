@@ -202,7 +202,7 @@ class AdamW(Optimizer):
         except TieredError as problem:
             error = problem
         for pager in self._pagers():  # of several ranks all make the step, or none
-            fine = pager.gradient_sync.everywhere([error is None], "whether all can make this step")
+            fine = pager.partition.all_true([error is None], "whether all can make this step")
             if error is None and not all(fine):
                 error = TieredError("another rank could not make this step, and says why; no rank has made it")
         if error is not None:

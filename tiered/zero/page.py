@@ -222,7 +222,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     staged = _staged(model, window)
     strides = {parameter: found.stride for parameter, found in staged.items()}
     partition = _partition(options.stage, options.group, options.timeout)
-    pool = partition.least(min(tier.capacity for tier in store.statistics().tiers if tier.name != "nvme"))
+    pool = partition.all_min(min(tier.capacity for tier in store.statistics().tiers if tier.name != "nvme"))
     limits = Limits.of(pool, partition.shares)
     if options.existing == "resume":
         partition.refuse_apart(store)
@@ -299,7 +299,7 @@ def _refuse_newer(source: str | os.PathLike[str], store: TieredStore, partition:
             f"{store} has a checkpoint already, of commit {mine}, and {source} a newer one, {there}: open the store in another "
             "folder to take that over, or leave source= out to go on from here"
         )
-    if not all(partition.everywhere([there <= mine], "whether a checkpoint is the newest")):
+    if not all(partition.all_true([there <= mine], "whether a checkpoint is the newest")):
         raise MisuseError(error if there > mine else f"rank 0 finds a newer checkpoint in {source}, and says which")
 
 

@@ -197,7 +197,7 @@ def export(
             error = problem
     for _ in contents:  # what one rank gathers, all take part in
         pass
-    ended = pager.gradient_sync.everywhere([error is None], "the end of an export")
+    ended = pager.partition.all_true([error is None], "the end of an export")
     if error is not None:
         raise error
     if not all(ended):

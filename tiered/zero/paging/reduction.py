@@ -41,10 +41,6 @@ class GradientSync(Protocol):
         """Of whole gradients, given those of this process's parts, shape (parameters,)."""
         ...
 
-    def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
-        """Each as it is where all processes have it True."""
-        ...
-
 
 class NoSync:
     """What one process needs: nothing. Within passes it is not asked."""
@@ -57,9 +53,6 @@ class NoSync:
 
     def norms(self, partial: torch.Tensor, order: float) -> torch.Tensor:
         return partial
-
-    def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
-        return list(flags)
 
 
 class ReduceScatter:
@@ -241,11 +234,6 @@ class ReduceScatter:
             raise MisuseError(f"norms of order {order} are not computed over several ranks: use a positive one, or infinity")
         whole: torch.Tensor = torch.linalg.vector_norm(everybody, order, dim=0)
         return whole
-
-    def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
-        if not flags:
-            return []
-        return self._ranks.all_gather(torch.tensor(flags, dtype=torch.uint8, device="cpu"), what).amin(0).bool().tolist()
 
 
 def gradient_sync(partition: Partition, units: Sequence[Unit], pool: int) -> GradientSync:

@@ -142,11 +142,11 @@ class Partition(Protocol):
         """All have the values of rank 0's."""
         ...
 
-    def least(self, value: int) -> int:
+    def all_min(self, value: int) -> int:
         """Of what all processes give."""
         ...
 
-    def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
+    def all_true(self, flags: Sequence[bool], what: str) -> list[bool]:
         """Each as it is where all processes have it True."""
         ...
 
@@ -205,10 +205,10 @@ class Alone:
 
     def same_buffers(self, model: nn.Module) -> None: ...
 
-    def least(self, value: int) -> int:
+    def all_min(self, value: int) -> int:
         return value
 
-    def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
+    def all_true(self, flags: Sequence[bool], what: str) -> list[bool]:
         return list(flags)
 
     def refuse_apart(self, store: TieredStore) -> None: ...
@@ -268,10 +268,10 @@ class Shared:
         for name, buffer in model.named_buffers():
             self.ranks.broadcast(buffer, f"the buffer {name!r}")
 
-    def least(self, value: int) -> int:
+    def all_min(self, value: int) -> int:
         return int(self.ranks.all_gather(torch.tensor([value], device="cpu"), "the smallest pool").amin())
 
-    def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
+    def all_true(self, flags: Sequence[bool], what: str) -> list[bool]:
         return self.ranks.all_gather(torch.tensor(flags, dtype=torch.uint8, device="cpu"), what).amin(0).bool().tolist()
 
     def refuse_apart(self, store: TieredStore) -> None:
