@@ -26,7 +26,7 @@ from tiered.zero.checkpoint.safetensors import Pretrained
 from tiered.zero.collectives import Ranks
 from tiered.zero.paging.micro_batch import KEPT_SHARE, refuse_batch_dependent, split_modules
 from tiered.zero.paging.pager import Pager, PagerConfig, placement_of
-from tiered.zero.paging.sharding import Alone, Partition, Shared, Stage, Stage3
+from tiered.zero.paging.sharding import Partition, Sharded, Stage, Stage3, Unsharded
 from tiered.zero.paging.step_trace import Prefetch
 from tiered.zero.paging.storage import UpdateTier, updates_of
 from tiered.zero.paging.units import Limits, Placement, Plan, Policy, UnitPlan, divide
@@ -286,8 +286,8 @@ def _partition(stage: Stage | None, group: dist.ProcessGroup | None, timeout: fl
     if not several:
         if group is not None or timeout is not None:
             raise MisuseError("group= and timeout= are for several processes: call torch.distributed.init_process_group first")
-        return Alone()
-    return Shared(Ranks(group, timeout), stage if stage is not None else Stage3())
+        return Unsharded()
+    return Sharded(Ranks(group, timeout), stage if stage is not None else Stage3())
 
 
 def _refuse_newer(source: str | os.PathLike[str], store: TieredStore, partition: Partition) -> None:

@@ -22,7 +22,7 @@ from tiered.system import refuse_little_room
 from tiered.zero.checkpoint.checkpoint import Readable, pending_of, persistent_buffers, read_record
 from tiered.zero.checkpoint.reshard import Copies, Source, opened
 from tiered.zero.paging.pager import Pager, placement_of
-from tiered.zero.paging.sharding import Shared
+from tiered.zero.paging.sharding import Sharded
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import States
 from tiered.zero.rank_stores import shared_json
@@ -207,7 +207,7 @@ def export(
 
 def _of_first(pager: Pager, files: list[str] | None) -> list[str] | None:
     """Rank 0's."""
-    if not isinstance(pager.partition, Shared):
+    if not isinstance(pager.partition, Sharded):
         return files
     found: list[str] | None = shared_json(pager.partition.ranks, files, list[str] | None)[0]
     return found

@@ -11,7 +11,7 @@ import torch
 from tiered import Access, MisuseError, TensorSpec
 from tiered.zero.collectives import Ranks, Under
 from tiered.zero.paging.gradients import LocalGradients
-from tiered.zero.paging.sharding import Partition, Shared
+from tiered.zero.paging.sharding import Partition, Sharded
 from tiered.zero.paging.storage import dram_of, host
 from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import Placement
@@ -238,7 +238,7 @@ class ReduceScatter:
 
 def gradient_sync(partition: Partition, units: Sequence[Unit], pool: int) -> GradientSync:
     """Make what reduces the gradients of ``units``, which ``partition`` divides; ``pool``: bytes of memory in the store."""
-    if not isinstance(partition, Shared):
+    if not isinstance(partition, Sharded):
         return NoSync()
     roomy = pool >= ROOMY * max((unit.plan.nbytes for unit in units), default=0)
     stage = partition.stage

@@ -24,7 +24,7 @@ from tiered.zero.paging.storage import Gathered, Replicated, Stored, Tensors, Va
 from tiered.zero.paging.units import Placement, UnitPlan
 from tiered.zero.rank_stores import BEGUN, META, number_of, said_in, shared_json
 
-__all__ = ["Alone", "Partition", "Shared", "Stage", "Stage1", "Stage2", "Stage3"]
+__all__ = ["Partition", "Sharded", "Stage", "Stage1", "Stage2", "Stage3", "Unsharded"]
 
 class Stage(Protocol):
     """What is divided beside the optimizer's states."""
@@ -63,7 +63,7 @@ class Stage1:
         return Replicated(store, key, validity, updates, plan, ranks)
 
     def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
-        return Alone().filling(store, key, plan)
+        return Unsharded().filling(store, key, plan)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Stage2:
         return Replicated(store, key, validity, updates, plan, ranks)
 
     def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
-        return Alone().filling(store, key, plan)
+        return Unsharded().filling(store, key, plan)
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Partition(Protocol):
         ...
 
 
-class Alone:
+class Unsharded:
     """One process has everything."""
 
     shares, rank, replicated = 1, 0, True
@@ -236,7 +236,7 @@ class Alone:
         return part
 
 
-class Shared:
+class Sharded:
     """Several have a share each."""
 
     def __init__(self, ranks: Ranks, stage: Stage) -> None:
