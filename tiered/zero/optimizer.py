@@ -198,7 +198,7 @@ class AdamW(Optimizer):
         try:
             for unit in updates:  # the last that can fail, before anything is marked
                 unit.settle()  # an earlier update that nothing has asked for yet
-                unit.stored.give_up()
+                unit.storage.give_up()
         except TieredError as problem:
             error = problem
         for pager in self._pagers():  # of several ranks all make the step, or none

@@ -25,7 +25,7 @@ from tiered.zero.paging.units import Limits, Placement
 from tiered.zero.paging.update import Pending, States, Update, UpdateRule
 from tiered.zero.rank_stores import shared_json
 from tiered.zero.record import MOST, MOST_STEPS, refuse_other_states
-from tiered.zero.resident_shard import Local
+from tiered.zero.resident_shard import LocalShard
 
 __all__ = ["Resident"]
 
@@ -55,16 +55,16 @@ class _Layout(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(eq=False)
 class Segment(Placement):
-    """Elements ``begin`` to ``end`` of what a ``Local`` has, whose states are at ``element`` of a chunk."""
+    """Elements ``begin`` to ``end`` of what a ``LocalShard`` has, whose states are at ``element`` of a chunk."""
 
     begin: int = 0
     end: int = 0
-    local: Local = field(kw_only=True)
+    local: LocalShard = field(kw_only=True)
     _here: torch.Tensor | None = None  # its values in host memory, while they are updated there
     _gradient: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, local: Local, begin: int, end: int, element: int) -> Segment:
+    def of(cls, local: LocalShard, begin: int, end: int, element: int) -> Segment:
         return cls(
             local.parameter, local.name, 0, (1,), local.dtype, element=element, begin=begin, end=end, local=local
         )
@@ -111,14 +111,14 @@ class Round:
         self.states = States(store, key, self.own, share, {self.dtype})
         self.states.stale_masters.clear()  # a first step begins with the parameter anyway
 
-    def concerns(self, locals_: Mapping[Local, object]) -> bool:
+    def concerns(self, locals_: Mapping[LocalShard, object]) -> bool:
         return any(segment.local in locals_ for mine in self.segments for segment in mine)
 
-    def keys(self, locals_: Mapping[Local, object]) -> list[str]:
+    def keys(self, locals_: Mapping[LocalShard, object]) -> list[str]:
         """What of the store ``update`` will use."""
         return [key for _, keys in self.states.chunks(s for s in self.own if s.local in locals_) for key in keys]
 
-    def update(self, updates: Mapping[Local, Update]) -> None:
+    def update(self, updates: Mapping[LocalShard, Update]) -> None:
         mine: dict[Placement, Update] = {s: updates[s.local] for s in self.own if s.local in updates}
         if self.dtype is torch.float16:
             for segment in self.own:
@@ -149,7 +149,7 @@ class Round:
 
     # -- what the ranks tell each other --------------------------------------------------------------------------------------
 
-    def gather(self, ranks: Ranks, updates: Mapping[Local, Update]) -> tuple[Under, torch.Tensor]:
+    def gather(self, ranks: Ranks, updates: Mapping[LocalShard, Update]) -> tuple[Under, torch.Tensor]:
         """Begin to gather the values that each rank has updated."""
         size = self.share * self.dtype.itemsize
         whole = torch.empty(ranks.size * size, dtype=torch.uint8, device="cpu")
@@ -160,7 +160,7 @@ class Round:
                 segment.take(values).copy_(segment.all)
         return ranks.gather(whole, own, f"the updated parameters of {self.states.key!r}"), whole
 
-    def scatter(self, whole: torch.Tensor, updates: Mapping[Local, Update]) -> None:
+    def scatter(self, whole: torch.Tensor, updates: Mapping[LocalShard, Update]) -> None:
         """Take over those of the others."""
         rows = whole.view(self.dtype).view(len(self.segments), -1)
         for rank, segments in enumerate(self.segments):
@@ -168,7 +168,7 @@ class Round:
                 if segment.local in updates:
                     segment.all.copy_(segment.take(rows[rank]))
 
-    def copies(self, into: Mapping[Local, dict[str, torch.Tensor]], ranks: Ranks | None) -> None:
+    def copies(self, into: Mapping[LocalShard, dict[str, torch.Tensor]], ranks: Ranks | None) -> None:
         """All states of this round, those of other ranks too, into flat tensors of each parameter's size."""
         kinds = self.states.blank(self.segments[0][0])
         own = {name: torch.zeros(self.share, dtype=kind.dtype, device="cpu") for name, kind in kinds.items()}
@@ -198,7 +198,7 @@ class Resident:
         if existing not in ("refuse", "overwrite", "resume"):
             raise MisuseError(f"existing is 'refuse', 'overwrite' or 'resume', not {existing!r}")
         self.store, self.name, self._ranks, self._resume = store, name, ranks, existing == "resume"
-        self.locals: list[Local] = []
+        self.locals: list[LocalShard] = []
         self._rounds: list[Round] = []
         self._layouts: list[bytes] = []
         self._written = False
@@ -238,7 +238,7 @@ class Resident:
     def add(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
         """One more param group. Changes nothing in the store, and nothing here where it raises MisuseError."""
         group = len(self._layouts)
-        fresh = [Local(parameter, name, group) for parameter, name in zip(parameters, names, strict=True)]
+        fresh = [LocalShard(parameter, name, group) for parameter, name in zip(parameters, names, strict=True)]
         for local in fresh:
             if local.divided and self._ranks is not None:
                 raise MisuseError(f"{local.name} is a DTensor, whose states are divided as it is: leave stage= out")
@@ -264,7 +264,7 @@ class Resident:
         self._layouts.append(json.dumps(layout).encode())
         self.locals += fresh
 
-    def _divided(self, locals_: Sequence[Local], group: int, limit: int) -> list[Round]:
+    def _divided(self, locals_: Sequence[LocalShard], group: int, limit: int) -> list[Round]:
         rounds: list[Round] = []
         for dtype in dict.fromkeys(local.dtype for local in locals_):
             row = [local for local in locals_ if local.dtype is dtype]
@@ -383,7 +383,7 @@ class Resident:
                 "gradients that are the same everywhere, as those of DistributedDataParallel are"
             )
 
-    def _run(self, updates: Mapping[Local, Update]) -> None:
+    def _run(self, updates: Mapping[LocalShard, Update]) -> None:
         """There and back in turn: what a step used last, the next uses first, and it may still be in memory."""
         rounds = [found for found in self._rounds if found.concerns(updates)]
         if not self._forward:
@@ -404,7 +404,7 @@ class Resident:
     def copies(self) -> list[dict[str, torch.Tensor]]:
         """Of each parameter ``m``, ``v`` and, of bf16 and fp16 ones, ``master``, all like it; nothing of one without a step.
         All ranks call it."""
-        found: dict[Local, dict[str, torch.Tensor]] = {
+        found: dict[LocalShard, dict[str, torch.Tensor]] = {
             local: {} for local, step in zip(self.locals, self.steps(), strict=True) if step
         }
         try:
@@ -424,7 +424,7 @@ class Resident:
     def load(self, states: Mapping[int, Mapping[str, torch.Tensor]], steps: Mapping[int, int]) -> list[int]:
         """The opposite, by the parameters' numbers; those that are missing begin anew. Returns ``steps``."""
         given = {self.locals[index]: state for index, state in states.items()}
-        flat: dict[Local, dict[str, torch.Tensor]] = {}
+        flat: dict[LocalShard, dict[str, torch.Tensor]] = {}
         try:
             for local, state in given.items():
                 local.show()
@@ -445,7 +445,7 @@ class Resident:
         return counts
 
 
-def _finish(under: tuple[Round, Under, torch.Tensor] | None, updates: Mapping[Local, Update]) -> None:
+def _finish(under: tuple[Round, Under, torch.Tensor] | None, updates: Mapping[LocalShard, Update]) -> None:
     if under is not None:
         here, moving, whole = under
         moving.wait()

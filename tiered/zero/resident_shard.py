@@ -12,12 +12,12 @@ from tiered import MisuseError
 from tiered.zero.paging.units import is_dense
 from tiered.zero.paging.update import all_finite
 
-__all__ = ["Local"]
+__all__ = ["LocalShard"]
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-class Local:
+class LocalShard:
     """``shape`` and ``stride`` are those of the part that is here; *flat* is its elements in memory order.
 
     Raises MisuseError for a parameter that cannot have states: on the meta device, of another type, with gaps in memory.

@@ -109,13 +109,13 @@ class ReduceScatter:
         follows = None if self._replicas or not self._overlapped else self._after.get((self._backward, last, unit))
         if follows is not None and not follows.held:
             follows.settle()
-            follows.stored.begin()
+            follows.storage.begin()
             self._ahead = follows
 
     def _give_up_ahead(self, unit: Unit | None) -> None:
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead is not unit:
-            ahead.stored.give_up()
+            ahead.storage.give_up()
 
     def refresh(self) -> None:
         self._give_up_ahead(None)
@@ -126,7 +126,7 @@ class ReduceScatter:
         for unit in units:
             if not unit.held:
                 unit.settle()
-                unit.stored.refresh()
+                unit.storage.refresh()
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 

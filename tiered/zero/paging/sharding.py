@@ -20,7 +20,7 @@ from torch import nn
 from tiered import Access, CommitError, MisuseError, RankError, TensorSpec, TieredError, TieredStore
 from tiered.zero.collectives import Ranks
 from tiered.zero.paging.gradients import Arriving, LocalGradients, UnitGradients
-from tiered.zero.paging.storage import Gathered, Replicated, Stored, Tensors, Validity, Whole, dram_of
+from tiered.zero.paging.storage import AllGathered, Local, ParameterStorage, Replicated, Tensors, Validity, dram_of
 from tiered.zero.paging.units import Placement, UnitPlan
 from tiered.zero.rank_stores import BEGUN, META, number_of, said_in, shared_json
 
@@ -39,9 +39,9 @@ class Stage(Protocol):
         """Whether each rank has all parameters."""
         ...
 
-    def stored(
+    def storage(
         self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
-    ) -> Stored:
+    ) -> ParameterStorage:
         """Parameters of one unit. ``updates``: the store, where updates are computed."""
         ...
 
@@ -57,9 +57,9 @@ class Stage1:
 
     early, replicated = False, True
 
-    def stored(
+    def storage(
         self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
-    ) -> Stored:
+    ) -> ParameterStorage:
         return Replicated(store, key, validity, updates, plan, ranks)
 
     def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
@@ -73,9 +73,9 @@ class Stage2:
 
     early, replicated = True, True
 
-    def stored(
+    def storage(
         self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
-    ) -> Stored:
+    ) -> ParameterStorage:
         return Replicated(store, key, validity, updates, plan, ranks)
 
     def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
@@ -88,15 +88,15 @@ class Stage3:
 
     early, replicated = True, False
 
-    def stored(
+    def storage(
         self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
-    ) -> Stored:
-        return Gathered(store, key, validity, updates, plan, ranks)
+    ) -> ParameterStorage:
+        return AllGathered(store, key, validity, updates, plan, ranks)
 
     @contextmanager
     def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> Iterator[torch.Tensor]:
         share, host = plan.stored_nbytes // plan.shares, dram_of(store)
-        gathered = Gathered(store, key, Validity(store, key), host, plan, ranks)
+        gathered = AllGathered(store, key, Validity(store, key), host, plan, ranks)
         host.create(key, TensorSpec("uint8", (share,), 1))
         with gathered.room() as unit:
             yield unit
@@ -127,7 +127,9 @@ class Partition(Protocol):
         """What is written down of it in a checkpoint."""
         ...
 
-    def stored(self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity) -> Stored: ...
+    def storage(self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity) -> ParameterStorage:
+        """Make the storage of one unit's parameters. ``updates``: the store, where updates are computed."""
+        ...
 
     def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
         """Where backward's gradients go."""
@@ -189,8 +191,8 @@ class Unsharded:
     def share(self) -> dict[str, int | str]:
         return {"stage": "Alone", "rank": 0, "ranks": 1}
 
-    def stored(self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity) -> Stored:
-        return Whole(store, key, validity, updates)
+    def storage(self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity) -> ParameterStorage:
+        return Local(store, key, validity, updates)
 
     def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
         return gradients
@@ -251,8 +253,8 @@ class Sharded:
     def share(self) -> dict[str, int | str]:
         return {"stage": type(self.stage).__name__, "rank": self.rank, "ranks": self.shares}
 
-    def stored(self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity) -> Stored:
-        return self.stage.stored(store, updates, key, plan, validity, self.ranks)
+    def storage(self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity) -> ParameterStorage:
+        return self.stage.storage(store, updates, key, plan, validity, self.ranks)
 
     def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
         return LocalGradients(dram_of(store), f"{key}/local", plan, gradients)

@@ -23,15 +23,15 @@ from tiered.zero.leases import Leases, Opened
 from tiered.zero.paging.units import UnitPlan
 
 __all__ = [
+    "AllGathered",
     "AtTier",
-    "Converted",
-    "Gathered",
+    "Cast",
+    "Local",
+    "ParameterStorage",
     "Replicated",
-    "Stored",
     "Tensors",
     "UpdateTier",
     "Validity",
-    "Whole",
     "dram_of",
     "host",
     "top_of",
@@ -152,7 +152,7 @@ class Validity:
             self._store.delete(self.key)
 
 
-class Stored(Protocol):
+class ParameterStorage(Protocol):
     """One unit's parameters. ``open`` and ``close`` in turn."""
 
     def begin(self) -> None:
@@ -188,7 +188,7 @@ class Stored(Protocol):
         ...
 
 
-class Whole:
+class Local:
     """They are in the store as they are used: a lease, no copy. ``updates``: the store, where updates are computed."""
 
     def __init__(self, store: TieredStore, key: str, validity: Validity, updates: Tensors) -> None:
@@ -225,7 +225,7 @@ class Whole:
         return store.lease(self._key, access=access)
 
 
-class Replicated(Whole):
+class Replicated(Local):
     """Each rank has all of them in its store, and updates its share: the others are gathered, in host memory, before they are
     used again."""
 
@@ -262,7 +262,7 @@ class Replicated(Whole):
             del share
 
 
-class Gathered:
+class AllGathered:
     """Each rank has its share of them in its store; all come together in a tensor in host memory, which goes from there to the
     top tier and is deleted after use: where DRAM is the top, before it could be written to the disk."""
 
@@ -364,11 +364,11 @@ class Gathered:
             self._host.delete(self._gathered)
 
 
-class Converted:
+class Cast:
     """They are of other types in the store, where ``stored`` finds them: a tensor in the top tier, which is deleted after
     use."""
 
-    def __init__(self, stored: Stored, store: TieredStore, key: str, plan: UnitPlan) -> None:
+    def __init__(self, stored: ParameterStorage, store: TieredStore, key: str, plan: UnitPlan) -> None:
         self._stored, self._store, self._plan = stored, top_of(store), plan
         self._key = f"{key}/converted"
         self._lease = Opened()

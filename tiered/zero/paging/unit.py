@@ -29,7 +29,7 @@ from tiered.zero.intent import Intent, decide
 from tiered.zero.paging.gradients import UnitGradients
 from tiered.zero.paging.saved_tensors import refuse_tracing
 from tiered.zero.paging.sharding import Partition
-from tiered.zero.paging.storage import Converted, Stored, Tensors, Validity, host
+from tiered.zero.paging.storage import Cast, ParameterStorage, Tensors, Validity, host
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import Pending, States, Update
 
@@ -120,8 +120,8 @@ class Unit:
         self.pending: Pending | None = None
         self.base: torch.Tensor | None = None
         self.parts = plan.parts(partition.rank)
-        stored = partition.stored(store, updates, self.key, plan, validity)
-        self.stored: Stored = Converted(stored, store, self.key, plan) if plan.converted else stored
+        storage = partition.storage(store, updates, self.key, plan, validity)
+        self.storage: ParameterStorage = Cast(storage, store, self.key, plan) if plan.converted else storage
         self.gradients = UnitGradients(updates, f"{self.key}/grad", plan.placements, self.parts, validity, self.settle)
         self.arriving = partition.arriving(store, self.key, plan, self.gradients)
         self._holders = 0
@@ -170,7 +170,7 @@ class Unit:
             self.states.stale_masters.update(self.parts.values())
             self.version += 1
         self._access = access
-        self.base = self.stored.open(access)
+        self.base = self.storage.open(access)
         for placement in self.plan.placements:
             placement.parameter.data = placement.view(self.base)
         self._versions = [p.parameter._version for p in self.plan.placements]
@@ -192,7 +192,7 @@ class Unit:
             if self._steppers:
                 self._lent = [*_living(self._lent), StorageWeakRef(self.base.untyped_storage())]  # type: ignore[no-untyped-call]
             if self._access is Access.WRITE:
-                self.stored.write_back(self.base)
+                self.storage.write_back(self.base)
             elif self._holders:
                 written = self._written(_address(self.base))
         self.give_up()
@@ -215,7 +215,7 @@ class Unit:
         if self._in_use:
             self.release_parameters()
             self.base = None
-            self.stored.close()
+            self.storage.close()
             self._holders = 0
             self._in_use = False
 
@@ -272,7 +272,7 @@ class Unit:
             if stepper is not None:
                 updates[placement], count = stepper(placement)
                 deeds += [count, partial(self.gradients.spend, placement)]
-        self.stored.give_up()
+        self.storage.give_up()
         decide([self.intent], [*deeds, self.marking(updates), self.intent.half_updated])
         self.settle()
 
@@ -307,7 +307,7 @@ class Unit:
             gradient = self.gradients.opened  # from within backward: so it stays in memory until it is deleted
             if gradient is None:
                 gradient = leases.enter_context(self._updates.lease(self.gradients.key))
-            unit = leases.enter_context(self.stored.own(Access.WRITE))
+            unit = leases.enter_context(self.storage.own(Access.WRITE))
             self.states.apply(pending, unit, gradient)
             del unit, gradient
         self.pending = None
@@ -319,7 +319,7 @@ class Unit:
         self.settle()
         part, copies = self.parts.get(placement), self.states.blank(placement)
         if part is not None:
-            with self.stored.own(Access.READ) as unit:
+            with self.storage.own(Access.READ) as unit:
                 param = host(part.stored_flat(unit, 0, part.numel))
                 copies = self.states.copies(part, param)
                 del unit, param
@@ -339,7 +339,7 @@ class Unit:
         part = self.parts.get(placement)
         if part is None:
             return
-        with self.stored.own(Access.READ) as unit:
+        with self.storage.own(Access.READ) as unit:
             param = host(part.stored_flat(unit, 0, part.numel))
             self.states.load(part, param, {name: part.cut(value) for name, value in state.items()})
             del unit, param
