@@ -109,7 +109,7 @@ class ReduceScatter:
         follows = None if self._replicas or not self._overlapped else self._after.get((self._backward, last, unit))
         if follows is not None and not follows.held:
             follows.settle()
-            follows.storage.begin()
+            follows.storage.prefetch()
             self._ahead = follows
 
     def _give_up_ahead(self, unit: Unit | None) -> None:

@@ -153,10 +153,10 @@ class Validity:
 
 
 class ParameterStorage(Protocol):
-    """One unit's parameters. ``open`` and ``close`` in turn."""
+    """One unit's parameters. ``materialize`` and ``close`` in turn."""
 
-    def begin(self) -> None:
-        """``open`` for READ comes soon."""
+    def prefetch(self) -> None:
+        """``materialize`` for READ comes soon."""
         ...
 
     def give_up(self) -> None:
@@ -171,19 +171,19 @@ class ParameterStorage(Protocol):
         """Other processes updated their parts of the unit: have them here. All of them call it."""
         ...
 
-    def open(self, access: Access) -> torch.Tensor:
+    def materialize(self, access: Access) -> torch.Tensor:
         """All of the unit in the top tier, as uint8; what is written to it, with WRITE, is taken over by ``write_back``."""
         ...
 
     def write_back(self, unit: torch.Tensor) -> None:
-        """``unit`` is what ``open`` gave for WRITE."""
+        """``unit`` is what ``materialize`` gave for WRITE."""
         ...
 
     def close(self) -> None:
-        """Nothing of what ``open`` gave is used any more. Idempotent, also after an ``open`` that was interrupted."""
+        """Give back what ``materialize`` took. Idempotent, also where ``materialize`` was interrupted."""
         ...
 
-    def own(self, access: Access) -> AbstractContextManager[torch.Tensor]:
+    def shard(self, access: Access) -> AbstractContextManager[torch.Tensor]:
         """What this process updates of the unit, as it is in the store (uint8), where updates are computed."""
         ...
 
@@ -195,7 +195,7 @@ class Local:
         self._store, self._top, self._key, self._validity, self._updates = store, top_of(store), key, validity, updates
         self._lease = Opened()
 
-    def begin(self) -> None:
+    def prefetch(self) -> None:
         """Nothing takes long that the store does not know of."""
 
     def give_up(self) -> None:
@@ -207,7 +207,7 @@ class Local:
     def refresh(self) -> None:
         """There are no others."""
 
-    def open(self, access: Access) -> torch.Tensor:
+    def materialize(self, access: Access) -> torch.Tensor:
         return self._lease.open(self._leased(self._top, access))
 
     def write_back(self, unit: torch.Tensor) -> None:
@@ -216,7 +216,7 @@ class Local:
     def close(self) -> None:
         self._lease.close()
 
-    def own(self, access: Access) -> AbstractContextManager[torch.Tensor]:
+    def shard(self, access: Access) -> AbstractContextManager[torch.Tensor]:
         return self._leased(self._updates, access)
 
     def _leased(self, store: Tensors, access: Access) -> AbstractContextManager[torch.Tensor]:
@@ -248,13 +248,13 @@ class Replicated(Local):
                 del unit
             self._stale = False
 
-    def open(self, access: Access) -> torch.Tensor:
+    def materialize(self, access: Access) -> torch.Tensor:
         assert not self._stale
-        return super().open(access)
+        return super().materialize(access)
 
     @contextmanager
-    def own(self, access: Access) -> Iterator[torch.Tensor]:
-        with super().own(access) as unit:
+    def shard(self, access: Access) -> Iterator[torch.Tensor]:
+        with super().shard(access) as unit:
             self._stale |= access is Access.WRITE
             share = unit[self._share]
             del unit
@@ -281,10 +281,10 @@ class AllGathered:
         self._sources = ExitStack()
         self._begun: tuple[torch.Tensor, Under] | None = None
 
-    def begin(self) -> None:
-        self._begin(ahead=True)
+    def prefetch(self) -> None:
+        self._begin_gather(ahead=True)
 
-    def _begin(self, ahead: bool) -> None:
+    def _begin_gather(self, ahead: bool) -> None:
         if self._begun is not None:
             return
         with ExitStack() as room, ExitStack() as lease, ExitStack() as sources:
@@ -311,8 +311,8 @@ class AllGathered:
     def refresh(self) -> None:
         """They are gathered whenever they are used."""
 
-    def open(self, access: Access) -> torch.Tensor:
-        self._begin(ahead=False)
+    def materialize(self, access: Access) -> torch.Tensor:
+        self._begin_gather(ahead=False)
         assert self._begun is not None
         whole, under = self._begun
         try:
@@ -335,7 +335,7 @@ class AllGathered:
             raise
 
     def write_back(self, unit: torch.Tensor) -> None:
-        with self.own(Access.WRITE) as own:
+        with self.shard(Access.WRITE) as own:
             own.copy_(unit[self._share])
             del own
 
@@ -343,7 +343,7 @@ class AllGathered:
         self._lease.close()
         self._room.close()
 
-    def own(self, access: Access) -> AbstractContextManager[torch.Tensor]:
+    def shard(self, access: Access) -> AbstractContextManager[torch.Tensor]:
         if access is Access.WRITE:
             self._validity.end()
         return self._updates.lease(self._key, access=access)
@@ -365,67 +365,67 @@ class AllGathered:
 
 
 class Cast:
-    """They are of other types in the store, where ``stored`` finds them: a tensor in the top tier, which is deleted after
+    """They are of other types in the store, where ``source`` finds them: a tensor in the top tier, which is deleted after
     use."""
 
-    def __init__(self, stored: ParameterStorage, store: TieredStore, key: str, plan: UnitPlan) -> None:
-        self._stored, self._store, self._plan = stored, top_of(store), plan
+    def __init__(self, source: ParameterStorage, store: TieredStore, key: str, plan: UnitPlan) -> None:
+        self._source, self._store, self._plan = source, top_of(store), plan
         self._key = f"{key}/converted"
         self._lease = Opened()
-        self._reading = False  # ``stored`` is open, or was when an interruption came
+        self._reading = False  # ``source`` is materialized, or was when an interruption came
 
-    def begin(self) -> None:
-        self._stored.begin()
+    def prefetch(self) -> None:
+        self._source.prefetch()
 
     def give_up(self) -> None:
-        self._stored.give_up()
+        self._source.give_up()
 
     def restored(self) -> None:
-        self._stored.restored()
+        self._source.restored()
 
     def refresh(self) -> None:
-        self._stored.refresh()
+        self._source.refresh()
 
-    def open(self, access: Access) -> torch.Tensor:
+    def materialize(self, access: Access) -> torch.Tensor:
         self.close()
         try:
             self._store.create(self._key, TensorSpec("uint8", (self._plan.nbytes,), 1))
             converted = self._lease.open(self._store.lease(self._key, access=Access.WRITE))
-            stored = self._open_stored(Access.READ)
+            stored = self._open_source(Access.READ)
             for placement in self._plan.placements:
                 placement.view(converted).copy_(placement.stored_view(stored))
             del stored
-            self._close_stored()
+            self._close_source()
         except BaseException:
             self.close()
             raise
         return converted
 
     def write_back(self, unit: torch.Tensor) -> None:
-        stored = self._open_stored(Access.WRITE)
+        stored = self._open_source(Access.WRITE)
         try:
             for placement in self._plan.placements:
                 placement.stored_view(stored).copy_(placement.view(unit))
-            self._stored.write_back(stored)
+            self._source.write_back(stored)
         finally:
             del stored
-            self._close_stored()
+            self._close_source()
 
-    def _open_stored(self, access: Access) -> torch.Tensor:
-        self._close_stored()
+    def _open_source(self, access: Access) -> torch.Tensor:
+        self._close_source()
         self._reading = True
-        return self._stored.open(access)
+        return self._source.materialize(access)
 
-    def _close_stored(self) -> None:
+    def _close_source(self) -> None:
         if self._reading:
-            self._stored.close()
+            self._source.close()
             self._reading = False
 
     def close(self) -> None:
-        self._close_stored()
+        self._close_source()
         self._lease.close()
         if self._key in self._store:
             self._store.delete(self._key)
 
-    def own(self, access: Access) -> AbstractContextManager[torch.Tensor]:
-        return self._stored.own(access)
+    def shard(self, access: Access) -> AbstractContextManager[torch.Tensor]:
+        return self._source.shard(access)

@@ -170,7 +170,7 @@ class Unit:
             self.states.stale_masters.update(self.parts.values())
             self.version += 1
         self._access = access
-        self.base = self.storage.open(access)
+        self.base = self.storage.materialize(access)
         for placement in self.plan.placements:
             placement.parameter.data = placement.view(self.base)
         self._versions = [p.parameter._version for p in self.plan.placements]
@@ -307,7 +307,7 @@ class Unit:
             gradient = self.gradients.opened  # from within backward: so it stays in memory until it is deleted
             if gradient is None:
                 gradient = leases.enter_context(self._updates.lease(self.gradients.key))
-            unit = leases.enter_context(self.storage.own(Access.WRITE))
+            unit = leases.enter_context(self.storage.shard(Access.WRITE))
             self.states.apply(pending, unit, gradient)
             del unit, gradient
         self.pending = None
@@ -319,7 +319,7 @@ class Unit:
         self.settle()
         part, copies = self.parts.get(placement), self.states.blank(placement)
         if part is not None:
-            with self.storage.own(Access.READ) as unit:
+            with self.storage.shard(Access.READ) as unit:
                 param = host(part.stored_flat(unit, 0, part.numel))
                 copies = self.states.copies(part, param)
                 del unit, param
@@ -339,7 +339,7 @@ class Unit:
         part = self.parts.get(placement)
         if part is None:
             return
-        with self.storage.own(Access.READ) as unit:
+        with self.storage.shard(Access.READ) as unit:
             param = host(part.stored_flat(unit, 0, part.numel))
             self.states.load(part, param, {name: part.cut(value) for name, value in state.items()})
             del unit, param
