@@ -197,7 +197,7 @@ class AdamW(Optimizer):
         error: TieredError | None = None
         try:
             for unit in updates:  # the last that can fail, before anything is marked
-                unit.settle()  # an earlier update that nothing has asked for yet
+                unit.apply_update()  # an earlier update that nothing has asked for yet
                 unit.storage.give_up()
         except TieredError as problem:
             error = problem
@@ -208,7 +208,7 @@ class AdamW(Optimizer):
         if error is not None:
             raise error
         deeds.append(partial(self.steps.update, steps))
-        deeds += [unit.marking(changed) for unit, changed in updates.items()]
+        deeds += [unit.defer_update(changed) for unit, changed in updates.items()]
         deeds += [pager.intent.all_updated for pager in self._pagers()]
         self._decide(deeds)
         for rehearsal in dict.fromkeys(pager.rehearsal for pager in self._pagers()):
@@ -243,7 +243,7 @@ class AdamW(Optimizer):
                 unit.forget_gradients()
         else:
             for unit, placements in units.items():
-                unit.settle()
+                unit.apply_update()
                 for placement in placements:
                     zero = torch.zeros((), dtype=placement.dtype, device="cpu")
                     unit.gradients.zero(placement, zero.expand(placement.shape))
@@ -315,7 +315,7 @@ class AdamW(Optimizer):
         for pager in self._pagers():
             pager.start_anew()
         for unit in self._units():
-            unit.settle()
+            unit.apply_update()
 
     # -- state -------------------------------------------------------------------------------------------------------------
 

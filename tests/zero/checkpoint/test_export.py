@@ -138,7 +138,7 @@ def test_an_update_that_was_interrupted_is_finished(tmp_path: Path) -> None:
         original = pager_unit.pending.begin  # of a piece: between two of them
         pager_unit.pending.begin = failing
         with pytest.raises(KeyboardInterrupt):
-            pager_unit.settle()
+            pager_unit.apply_update()
         pager_unit.pending.begin = original
         assert pager_unit.pending.pieces_done == 2
         zero.commit(model, optimizer)

@@ -113,8 +113,8 @@ class GradientState:
 
 
 class UnitGradients:
-    """``states`` has what is known of each parameter's, ``parts`` what this process has of each. ``settle``, a method, applies
-    the unit's pending update before anything new is written: it needs what is there."""
+    """``states`` has what is known of each parameter's, ``parts`` what this process has of each. ``apply_update``, a method,
+    applies the unit's pending update before anything new is written: it needs what is there."""
 
     def __init__(
         self,
@@ -123,10 +123,10 @@ class UnitGradients:
         placements: Sequence[Placement],
         parts: Mapping[Placement, Placement],
         validity: Validity,
-        settle: Callable[[], None],
+        apply_update: Callable[[], None],
     ) -> None:
         self.store, self.key, self._validity = store, key, validity
-        self._settle = weakref.WeakMethod(settle)
+        self._apply_update = weakref.WeakMethod(apply_update)
         self.states = {
             p: GradientState(StoredGradient(p.parameter, p.name)) for p in placements if p.dtype.is_floating_point
         }
@@ -260,9 +260,9 @@ class UnitGradients:
     def prepare(self) -> None:
         """Something new will be written."""
         self._validity.end()
-        settle = self._settle()
-        assert settle is not None
-        settle()
+        apply_update = self._apply_update()
+        assert apply_update is not None
+        apply_update()
 
     def open(self, also: Collection[Placement] = ()) -> torch.Tensor:
         """The tensor, leased until ``close``, with room for the gradients of these, too; made where there is none."""

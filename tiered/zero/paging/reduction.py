@@ -108,7 +108,7 @@ class ReduceScatter:
             return
         follows = None if self._replicas or not self._overlapped else self._after.get((self._backward, last, unit))
         if follows is not None and not follows.held:
-            follows.settle()
+            follows.apply_update()
             follows.storage.prefetch()
             self._ahead = follows
 
@@ -125,7 +125,7 @@ class ReduceScatter:
         """In the order of the model, also what this rank skipped: ranks may use different ones of them."""
         for unit in units:
             if not unit.held:
-                unit.settle()
+                unit.apply_update()
                 unit.storage.refresh()
 
     # -- gradients ---------------------------------------------------------------------------------------------------------

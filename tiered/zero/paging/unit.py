@@ -122,7 +122,9 @@ class Unit:
         self.parts = plan.parts(partition.rank)
         storage = partition.storage(store, updates, self.key, plan, validity)
         self.storage: ParameterStorage = Cast(storage, store, self.key, plan) if plan.converted else storage
-        self.gradients = UnitGradients(updates, f"{self.key}/grad", plan.placements, self.parts, validity, self.settle)
+        self.gradients = UnitGradients(
+            updates, f"{self.key}/grad", plan.placements, self.parts, validity, self.apply_update
+        )
         self.arriving = partition.arriving(store, self.key, plan, self.gradients)
         self._holders = 0
         self._in_use = False  # from before the parameters are given memory until after it is taken away
@@ -154,7 +156,7 @@ class Unit:
                 self.let_go()
             for placement in self.plan.placements:
                 self.refuse_written(placement)
-            self.settle()
+            self.apply_update()
             self._in_use = True
             try:
                 self._open(access)
@@ -260,9 +262,9 @@ class Unit:
     def update(self, placements: Sequence[Placement]) -> None:
         """Update these with the gradients that have arrived, which are gone then; nobody holds the unit.
 
-        Raises MisuseError, with nothing changed, where a gradient is not finite; what ``settle`` raises.
+        Raises MisuseError, with nothing changed, where a gradient is not finite; what ``apply_update`` raises.
         """
-        self.settle()
+        self.apply_update()
         for placement in placements:
             self.gradients.refuse_infinite(placement)
         updates: dict[Placement, Update] = {}
@@ -273,12 +275,12 @@ class Unit:
                 updates[placement], count = stepper(placement)
                 deeds += [count, partial(self.gradients.spend, placement)]
         self.storage.give_up()
-        decide([self.intent], [*deeds, self.marking(updates), self.intent.half_updated])
-        self.settle()
+        decide([self.intent], [*deeds, self.defer_update(updates), self.intent.half_updated])
+        self.apply_update()
 
     # -- updates -----------------------------------------------------------------------------------------------------------
 
-    def marking(self, updates: dict[Placement, Update]) -> Callable[[], None]:
+    def defer_update(self, updates: dict[Placement, Update]) -> Callable[[], None]:
         """What makes these pending when it is called, once or twice."""
         pending = Pending({self.parts[p]: update for p, update in updates.items() if p in self.parts})
         version = self.version + 1
@@ -295,7 +297,7 @@ class Unit:
         chunks = self.states.chunks(self.pending.updates)[self.pending.chunks_done :]
         return [self.key, self.gradients.key, *(key for _, keys in chunks for key in keys)]
 
-    def settle(self) -> None:
+    def apply_update(self) -> None:
         """Apply the pending update, chunk by chunk. An error leaves what is not yet updated pending."""
         pending = self.pending
         if pending is None:
@@ -316,7 +318,7 @@ class Unit:
 
     def state_copies(self, placement: Placement) -> dict[str, torch.Tensor]:
         """``States.copies``, with the pending update applied."""
-        self.settle()
+        self.apply_update()
         part, copies = self.parts.get(placement), self.states.blank(placement)
         if part is not None:
             with self.storage.shard(Access.READ) as unit:
@@ -335,7 +337,7 @@ class Unit:
     def load_state(self, placement: Placement, state: dict[str, torch.Tensor]) -> None:
         """``States.load``, after the pending update."""
         self._validity.end()
-        self.settle()
+        self.apply_update()
         part = self.parts.get(placement)
         if part is None:
             return
