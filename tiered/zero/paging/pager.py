@@ -57,17 +57,17 @@ from tiered.zero.paging.units import Placement, Plan, is_called
 __all__ = [
     "Backward",
     "Frame",
-    "Home",
     "Listing",
     "Pager",
     "PagerConfig",
+    "ParameterHandle",
     "Pass",
     "Phase",
     "Reference",
     "no_copy",
     "pagers_of",
     "placement_of",
-    "told",
+    "weak_hook",
 ]
 
 class Reference:
@@ -209,7 +209,7 @@ class Pager:
         for unit in self.units:
             unit.release_parameters()
             for placement in unit.plan.placements:
-                placement.parameter._tiered = Home(self, unit, placement)  # type: ignore[attr-defined]
+                placement.parameter._tiered = ParameterHandle(self, unit, placement)  # type: ignore[attr-defined]
         for module in self.model.modules():
             if module._parameters:
                 module._parameters = _Watched(module._parameters, self)
@@ -354,7 +354,7 @@ class Pager:
 
     @property
     def phase(self) -> Phase:
-        """What the model is doing, as far as hooks have told."""
+        """What the model is doing, as far as hooks have weak_hook."""
         if self._backward is not None:
             return Phase.BACKWARD if self._backward.goes_on else Phase.INTERRUPTED
         return Phase.FORWARD if self._frames else Phase.IDLE
@@ -585,8 +585,8 @@ class Pager:
                 # On the node, which accumulates; a hook on the parameter would run for torch.autograd.grad, too. The parameter
                 # holds its node weakly.
                 node, pair = get_gradient_edge(parameter).node, object()
-                node.register_prehook(told(parameter, partial(Pager._gradient_arrives, pair=pair)))
-                parameter.register_post_accumulate_grad_hook(told(parameter, partial(Pager._gradient_arrived, pair=pair)))
+                node.register_prehook(weak_hook(parameter, partial(Pager._gradient_arrives, pair=pair)))
+                parameter.register_post_accumulate_grad_hook(weak_hook(parameter, partial(Pager._gradient_arrived, pair=pair)))
                 state.hooks = node, pair  # from here on they count: one of them alone would do harm
 
     def _is_hook(self, unit: Unit, placement: Placement, pair: object) -> bool:
@@ -666,14 +666,14 @@ class Pager:
             unit.drop()
 
 
-class Home:
+class ParameterHandle:
     """Whose a parameter is. Weakly: the collector does not see through autograd's node, which keeps the parameter, so a model
     that its parameters referred to would never be collected."""
 
     def __init__(self, pager: Pager, unit: Unit, placement: Placement) -> None:
         self._pager, self._unit, self._placement = weakref.ref(pager), weakref.ref(unit), weakref.ref(placement)
 
-    def found(self) -> tuple[Pager, Unit, Placement] | None:
+    def resolve(self) -> tuple[Pager, Unit, Placement] | None:
         """None: the model is gone."""
         pager, unit, placement = self._pager(), self._unit(), self._placement()
         return None if pager is None or unit is None or placement is None else (pager, unit, placement)
@@ -689,24 +689,24 @@ def no_copy() -> MisuseError:
 
 def placement_of(parameter: torch.Tensor) -> tuple[Pager, Unit, Placement]:
     """Raises MisuseError for a parameter that was not paged, or whose model is gone."""
-    home = getattr(parameter, "_tiered", None)
-    if home is None:
+    handle = getattr(parameter, "_tiered", None)
+    if handle is None:
         raise MisuseError(
             "this parameter is not paged: call tiered.zero.page(model, store) before making the optimizer, or make it with "
             "store= to keep only the states there"
         )
-    found: tuple[Pager, Unit, Placement] | None = home.found()
+    found: tuple[Pager, Unit, Placement] | None = handle.resolve()
     if found is None:
         raise MisuseError("the model of this parameter is gone: keep it as long as its parameters are used")
     return found
 
 
-def told(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement], None]) -> Callable[[Any], None]:
+def weak_hook(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement], None]) -> Callable[[Any], None]:
     """A hook. It must not keep the model: neither does it refer to the parameter."""
-    home: Home = parameter._tiered  # type: ignore[attr-defined]
+    handle: ParameterHandle = parameter._tiered  # type: ignore[attr-defined]
 
     def hook(_: Any) -> None:
-        found = home.found()
+        found = handle.resolve()
         assert found is not None, "what computes a gradient still has the model"
         what(*found)
 
