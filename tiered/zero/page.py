@@ -28,7 +28,7 @@ from tiered.zero.paging.micro_batch import KEPT_SHARE, refuse_batch_dependent, s
 from tiered.zero.paging.pager import Pager, PagerConfig, placement_of
 from tiered.zero.paging.sharding import Partition, Sharded, Stage, Stage3, Unsharded
 from tiered.zero.paging.step_trace import Prefetch
-from tiered.zero.paging.storage import UpdateTier, updates_of
+from tiered.zero.paging.storage import UpdateTier, in_update_tier
 from tiered.zero.paging.units import Limits, Placement, Plan, Policy, UnitPlan, divide
 from tiered.zero.rank_stores import newest_set, number_of
 
@@ -203,7 +203,7 @@ class _Options:
 
 
 def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
-    updates_of(store, options.update_tier)
+    in_update_tier(store, options.update_tier)
     window = Window.of(store)
     held = [key for key in store if key.startswith(f"{options.name}/")]
     if held and options.existing == "refuse":

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tiered import ManifestError, MisuseError, TieredStore
 from tiered.zero.collectives import Ranks, Under
-from tiered.zero.paging.storage import Tensors, dram_of, host
+from tiered.zero.paging.storage import TensorStore, host, in_dram
 from tiered.zero.paging.units import Limits, Placement
 from tiered.zero.paging.update import Pending, States, Update, UpdateRule
 from tiered.zero.rank_stores import shared_json
@@ -104,7 +104,7 @@ class Segment(Placement):
 class Round:
     """``segments[rank]``: in order. ``share``: elements of each rank's chunk."""
 
-    def __init__(self, store: Tensors, key: str, segments: list[list[Segment]], share: int, rank: int) -> None:
+    def __init__(self, store: TensorStore, key: str, segments: list[list[Segment]], share: int, rank: int) -> None:
         self.segments, self.share, self.rank = segments, share, rank
         self.own = segments[rank]
         self.dtype = segments[0][0].dtype
@@ -283,7 +283,7 @@ class Resident:
                     at, begin = at + _up(end - begin), end
             first = len(rounds)
             for number, segments in enumerate(cut, first):
-                rounds.append(Round(dram_of(self.store), f"{self.name}/{group}/{number}", segments, share, self._rank))
+                rounds.append(Round(in_dram(self.store), f"{self.name}/{group}/{number}", segments, share, self._rank))
         return rounds
 
     def write(self) -> list[int]:
@@ -411,7 +411,7 @@ class Resident:
             for local in found:
                 local.show()
                 if not local.numel:
-                    empty = States(dram_of(self.store), "", [], 1, {local.dtype}).blank(Segment.of(local, 0, 0, 0))
+                    empty = States(in_dram(self.store), "", [], 1, {local.dtype}).blank(Segment.of(local, 0, 0, 0))
                     found[local] = dict(empty)
             for here in self._rounds:
                 if here.concerns(found):

@@ -17,7 +17,7 @@ import torch
 
 from tiered import Access, InterruptedStep, MisuseError, TensorSpec
 from tiered.zero.leases import Opened
-from tiered.zero.paging.storage import Tensors, Validity, host
+from tiered.zero.paging.storage import TensorStore, Validity, host
 from tiered.zero.paging.units import Placement, UnitPlan
 from tiered.zero.paging.update import all_finite
 
@@ -118,7 +118,7 @@ class UnitGradients:
 
     def __init__(
         self,
-        store: Tensors,
+        store: TensorStore,
         key: str,
         placements: Sequence[Placement],
         parts: Mapping[Placement, Placement],
@@ -515,7 +515,7 @@ class LocalGradients:
     """Sums over this rank's backward passes, in a tensor of the unit's layout that exists until they are reduced; the mean over
     all ranks is then added to ``gradients``, which has this rank's share."""
 
-    def __init__(self, store: Tensors, key: str, plan: UnitPlan, gradients: UnitGradients) -> None:
+    def __init__(self, store: TensorStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> None:
         self.key, self._store, self._plan, self._gradients = key, store, plan, gradients
         self._states = gradients.states
         self._opened: torch.Tensor | None = None

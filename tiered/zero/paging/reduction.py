@@ -12,7 +12,7 @@ from tiered import Access, MisuseError, TensorSpec
 from tiered.zero.collectives import Ranks, Under
 from tiered.zero.paging.gradients import LocalGradients
 from tiered.zero.paging.sharding import Partition, Sharded
-from tiered.zero.paging.storage import dram_of, host
+from tiered.zero.paging.storage import host, in_dram
 from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import Placement
 
@@ -252,7 +252,7 @@ class PendingReduction:
         self._ranks, self._unit, self._local, self._wanted = ranks, unit, _local(unit), wanted
         self._room = ExitStack()
         whole = self._local.complete()
-        key, store = f"{self._local.key}/received", dram_of(unit.store)
+        key, store = f"{self._local.key}/received", in_dram(unit.store)
         store.create(key, TensorSpec("uint8", (whole.numel(),), 1))
         self._room.callback(store.delete, key)
         try:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tiered import MisuseError, TieredStore
-from tiered.zero.paging.storage import Tensors, top_of
+from tiered.zero.paging.storage import TensorStore, in_top_tier
 
 __all__ = [
     "SMALL",
@@ -173,7 +173,7 @@ class Kept:
     ``restore`` gives a copy: where the tensor was expanded (stride 0), of what it was expanded from.
     """
 
-    def __init__(self, store: Tensors, books: _Books, tensor: torch.Tensor, piece: int) -> None:
+    def __init__(self, store: TensorStore, books: _Books, tensor: torch.Tensor, piece: int) -> None:
         self._store, self._books, self._piece = store, books, max(1, piece // tensor.itemsize)
         self._expanded = tensor.size()
         tensor = unexpanded(tensor)
@@ -250,7 +250,7 @@ class Keeper:
     """
 
     def __init__(self, store: TieredStore, name: str, piece: int) -> None:
-        self._all, self._store, self._prefix, self._piece = store, top_of(store), f"{name}/input", piece
+        self._all, self._store, self._prefix, self._piece = store, in_top_tier(store), f"{name}/input", piece
         self._books = _Books()
 
     def keep(self, label: str, tensor: torch.Tensor, sizes: Sequence[int]) -> list[Kept] | None:

@@ -20,7 +20,7 @@ from torch import nn
 from tiered import Access, CommitError, MisuseError, RankError, TensorSpec, TieredError, TieredStore
 from tiered.zero.collectives import Ranks
 from tiered.zero.paging.gradients import Arriving, LocalGradients, UnitGradients
-from tiered.zero.paging.storage import AllGathered, Local, ParameterStorage, Replicated, Tensors, Validity, dram_of
+from tiered.zero.paging.storage import AllGathered, Local, ParameterStorage, Replicated, TensorStore, Validity, in_dram
 from tiered.zero.paging.units import Placement, UnitPlan
 from tiered.zero.rank_stores import BEGUN, META, number_of, said_in, shared_json
 
@@ -40,7 +40,7 @@ class Stage(Protocol):
         ...
 
     def storage(
-        self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
     ) -> ParameterStorage:
         """Parameters of one unit. ``updates``: the store, where updates are computed."""
         ...
@@ -58,7 +58,7 @@ class Stage1:
     early, replicated = False, True
 
     def storage(
-        self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
     ) -> ParameterStorage:
         return Replicated(store, key, validity, updates, plan, ranks)
 
@@ -74,7 +74,7 @@ class Stage2:
     early, replicated = True, True
 
     def storage(
-        self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
     ) -> ParameterStorage:
         return Replicated(store, key, validity, updates, plan, ranks)
 
@@ -89,13 +89,13 @@ class Stage3:
     early, replicated = True, False
 
     def storage(
-        self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
     ) -> ParameterStorage:
         return AllGathered(store, key, validity, updates, plan, ranks)
 
     @contextmanager
     def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> Iterator[torch.Tensor]:
-        share, host = plan.stored_nbytes // plan.shares, dram_of(store)
+        share, host = plan.stored_nbytes // plan.shares, in_dram(store)
         gathered = AllGathered(store, key, Validity(store, key), host, plan, ranks)
         host.create(key, TensorSpec("uint8", (share,), 1))
         with gathered.room() as unit:
@@ -127,7 +127,9 @@ class Partition(Protocol):
         """What is written down of it in a checkpoint."""
         ...
 
-    def storage(self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity) -> ParameterStorage:
+    def storage(
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, validity: Validity
+    ) -> ParameterStorage:
         """Make the storage of one unit's parameters. ``updates``: the store, where updates are computed."""
         ...
 
@@ -191,7 +193,9 @@ class Unsharded:
     def share(self) -> dict[str, int | str]:
         return {"stage": "Alone", "rank": 0, "ranks": 1}
 
-    def storage(self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity) -> ParameterStorage:
+    def storage(
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, validity: Validity
+    ) -> ParameterStorage:
         return Local(store, key, validity, updates)
 
     def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
@@ -199,7 +203,7 @@ class Unsharded:
 
     @contextmanager
     def filling(self, store: TieredStore, key: str, plan: UnitPlan) -> Iterator[torch.Tensor]:
-        host = dram_of(store)
+        host = in_dram(store)
         host.create(key, TensorSpec("uint8", (plan.stored_nbytes,), 1))
         with host.lease(key, access=Access.WRITE) as unit:
             yield unit
@@ -253,11 +257,13 @@ class Sharded:
     def share(self) -> dict[str, int | str]:
         return {"stage": type(self.stage).__name__, "rank": self.rank, "ranks": self.shares}
 
-    def storage(self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity) -> ParameterStorage:
+    def storage(
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, validity: Validity
+    ) -> ParameterStorage:
         return self.stage.storage(store, updates, key, plan, validity, self.ranks)
 
     def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
-        return LocalGradients(dram_of(store), f"{key}/local", plan, gradients)
+        return LocalGradients(in_dram(store), f"{key}/local", plan, gradients)
 
     @contextmanager
     def filling(self, store: TieredStore, key: str, plan: UnitPlan) -> Iterator[torch.Tensor]:

@@ -24,24 +24,24 @@ from tiered.zero.paging.units import UnitPlan
 
 __all__ = [
     "AllGathered",
-    "AtTier",
     "Cast",
     "Local",
     "ParameterStorage",
     "Replicated",
-    "Tensors",
+    "TensorStore",
+    "TierView",
     "UpdateTier",
     "Validity",
-    "dram_of",
     "host",
-    "top_of",
-    "updates_of",
+    "in_dram",
+    "in_top_tier",
+    "in_update_tier",
 ]
 
 UpdateTier = Literal["dram", "hbm"]
 
 
-class Tensors(Protocol):
+class TensorStore(Protocol):
     """What gradients and states use of a store. See there."""
 
     def __contains__(self, key: object, /) -> bool: ...
@@ -64,7 +64,7 @@ class Tensors(Protocol):
     def span(self, kind: str, name: str) -> AbstractContextManager[Any]: ...
 
 
-class AtTier:
+class TierView:
     """A store whose tensors are made and leased in ``tier`` (None: the top one), and whose leases are in the books."""
 
     def __init__(self, store: TieredStore, tier: str | None) -> None:
@@ -96,24 +96,24 @@ class AtTier:
         return self._store.span(kind, name)
 
 
-def top_of(store: TieredStore) -> Tensors:
+def in_top_tier(store: TieredStore) -> TensorStore:
     """``store``, where parameters compute."""
-    return AtTier(store, None)
+    return TierView(store, None)
 
 
-def dram_of(store: TieredStore) -> Tensors:
+def in_dram(store: TieredStore) -> TensorStore:
     """``store``, in host memory."""
-    return AtTier(store, "dram")
+    return TierView(store, "dram")
 
 
-def updates_of(store: TieredStore, tier: UpdateTier) -> Tensors:
+def in_update_tier(store: TieredStore, tier: UpdateTier) -> TensorStore:
     """``store``, where updates are computed. Raises MisuseError for a tier that it has not."""
     names = [one.name for one in store.statistics().tiers]
     if tier not in ("dram", "hbm"):
         raise MisuseError(f"update_tier is 'dram' or 'hbm', not {tier!r}")
     if tier not in names:
         raise MisuseError(f"update_tier={tier!r}: this store has no such tier; open it with hbm=, or leave update_tier out")
-    return AtTier(store, tier)
+    return TierView(store, tier)
 
 
 def host(tensor: torch.Tensor) -> torch.Tensor:
@@ -191,8 +191,8 @@ class ParameterStorage(Protocol):
 class Local:
     """They are in the store as they are used: a lease, no copy. ``updates``: the store, where updates are computed."""
 
-    def __init__(self, store: TieredStore, key: str, validity: Validity, updates: Tensors) -> None:
-        self._store, self._top, self._key, self._validity, self._updates = store, top_of(store), key, validity, updates
+    def __init__(self, store: TieredStore, key: str, validity: Validity, updates: TensorStore) -> None:
+        self._store, self._top, self._key, self._validity, self._updates = store, in_top_tier(store), key, validity, updates
         self._lease = Opened()
 
     def prefetch(self) -> None:
@@ -219,7 +219,7 @@ class Local:
     def shard(self, access: Access) -> AbstractContextManager[torch.Tensor]:
         return self._leased(self._updates, access)
 
-    def _leased(self, store: Tensors, access: Access) -> AbstractContextManager[torch.Tensor]:
+    def _leased(self, store: TensorStore, access: Access) -> AbstractContextManager[torch.Tensor]:
         if access is Access.WRITE:
             self._validity.end()
         return store.lease(self._key, access=access)
@@ -230,7 +230,7 @@ class Replicated(Local):
     used again."""
 
     def __init__(
-        self, store: TieredStore, key: str, validity: Validity, updates: Tensors, plan: UnitPlan, ranks: Ranks
+        self, store: TieredStore, key: str, validity: Validity, updates: TensorStore, plan: UnitPlan, ranks: Ranks
     ) -> None:
         super().__init__(store, key, validity, updates)
         self._ranks = ranks
@@ -243,7 +243,7 @@ class Replicated(Local):
 
     def refresh(self) -> None:
         if self._stale:
-            with self._leased(dram_of(self._store), Access.WRITE) as unit:
+            with self._leased(in_dram(self._store), Access.WRITE) as unit:
                 self._ranks.gather(unit, unit[self._share], f"the updated parameters of {self._key!r}").wait()
                 del unit
             self._stale = False
@@ -267,10 +267,10 @@ class AllGathered:
     top tier and is deleted after use: where DRAM is the top, before it could be written to the disk."""
 
     def __init__(
-        self, store: TieredStore, key: str, validity: Validity, updates: Tensors, plan: UnitPlan, ranks: Ranks
+        self, store: TieredStore, key: str, validity: Validity, updates: TensorStore, plan: UnitPlan, ranks: Ranks
     ) -> None:
-        self._top, self._key, self._validity, self._ranks = top_of(store), key, validity, ranks
-        self._updates, self._host = updates, dram_of(store)
+        self._top, self._key, self._validity, self._ranks = in_top_tier(store), key, validity, ranks
+        self._updates, self._host = updates, in_dram(store)
         self._gathered = f"{key}/gathered"
         self._nbytes = plan.stored_nbytes
         share = plan.stored_nbytes // plan.shares
@@ -369,7 +369,7 @@ class Cast:
     use."""
 
     def __init__(self, source: ParameterStorage, store: TieredStore, key: str, plan: UnitPlan) -> None:
-        self._source, self._store, self._plan = source, top_of(store), plan
+        self._source, self._store, self._plan = source, in_top_tier(store), plan
         self._key = f"{key}/converted"
         self._lease = Opened()
         self._reading = False  # ``source`` is materialized, or was when an interruption came

@@ -29,7 +29,7 @@ from tiered.zero.intent import Intent, decide
 from tiered.zero.paging.gradients import UnitGradients
 from tiered.zero.paging.saved_tensors import refuse_tracing
 from tiered.zero.paging.sharding import Partition
-from tiered.zero.paging.storage import Cast, ParameterStorage, Tensors, Validity, host
+from tiered.zero.paging.storage import Cast, ParameterStorage, TensorStore, Validity, host
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import Pending, States, Update
 
@@ -103,7 +103,7 @@ class Unit:
     def __init__(
         self,
         store: TieredStore,
-        updates: Tensors,
+        updates: TensorStore,
         prefix: str,
         plan: UnitPlan,
         chunk: int,
