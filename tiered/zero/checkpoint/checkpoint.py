@@ -136,7 +136,7 @@ def rollback(
             other.intent.spoil(why)
         raise
     if pager.splitter is not None:
-        pager.splitter.keeper.forget()
+        pager.splitter.activations.forget()
     pager.gradient_sync.paused = False
     recall(pager)
     extra = _load(pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)

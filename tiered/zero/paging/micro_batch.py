@@ -25,7 +25,14 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.checkpoint import checkpoint
 
 from tiered import MisuseError, TieredStore
-from tiered.zero.paging.saved_tensors import SMALL, Keeper, Kept, ParameterReferences, in_backward, unexpanded
+from tiered.zero.paging.saved_tensors import (
+    SMALL,
+    ActivationStore,
+    ParameterReferences,
+    SavedActivation,
+    in_backward,
+    unexpanded,
+)
 from tiered.zero.paging.units import Plan, is_called
 
 __all__ = ["KEPT_SHARE", "Splitter", "Structure", "flatten", "paths", "rebuild", "refuse_batch_dependent", "split_modules"]
@@ -170,7 +177,7 @@ class Splitter:
         piece = min(LARGEST_PIECE, pool // KEPT_SHARE) // 4096 * 4096
         self.anywhere = torch.empty(0, device=store.device)
         """Of an argument like this checkpoint learns on which device random numbers are drawn, and draws the same again."""
-        self.keeper = Keeper(store, name, max(4096, piece))
+        self.activations = ActivationStore(store, name, max(4096, piece))
         self._batch: int | None = None  # of the forward of the model that is running
         self._before: int | None = None  # of the one before
         self._inside = False
@@ -285,7 +292,7 @@ class Splitter:
 
     # -- what autograd saves between split modules -------------------------------------------------------------------------
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Kept:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedActivation:
         """Keep in the store what is large and would be in memory for the sake of backward alone."""
         if (
             tensor.layout is not torch.strided
@@ -294,7 +301,7 @@ class Splitter:
             or self._is_buffer(tensor)
         ):
             return tensor
-        kept = self.keeper.keep("saved", tensor, [tensor.size(0) if tensor.dim() else 1])
+        kept = self.activations.keep("saved", tensor, [tensor.size(0) if tensor.dim() else 1])
         return tensor if kept is None else kept[0]
 
 
@@ -321,7 +328,7 @@ class _Call:
 
     def checkpointed(self, name: str) -> list[Any]:
         """Each part's output, with what each is given kept in the store; its inside will be computed again."""
-        kept = {i: self._splitter.keeper.keep(f"{name}.{i}", self._leaves[i], self._sizes) for i in self._pieces}
+        kept = {i: self._splitter.activations.keep(f"{name}.{i}", self._leaves[i], self._sizes) for i in self._pieces}
         outputs = []
         for part in range(len(self._sizes)):
             given = self._given(part)
@@ -371,7 +378,7 @@ class _Part:
         given, self._given = self._given, None
         if given is not None:
             return self._splitter.undivided(self._compute, given)
-        self._splitter.keeper.sweep()
+        self._splitter.activations.sweep()
         with self._splitter.references.recomputing(self._module, self._versions) as unpack:
             leaves = []
             for leaf in self._again:

@@ -37,7 +37,7 @@ from tiered.zero.leases import Leases
 from tiered.zero.paging.micro_batch import Splitter
 from tiered.zero.paging.reduction import ReduceScatter, gradient_sync
 from tiered.zero.paging.saved_tensors import (
-    Kept,
+    SavedActivation,
     drop_queued,
     graph_task,
     hooks_active,
@@ -454,7 +454,7 @@ class Pager:
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
-        if isinstance(packed, Kept):
+        if isinstance(packed, SavedActivation):
             return packed.restore()
         assert isinstance(packed, Reference)
         unit = packed.unit
@@ -565,7 +565,7 @@ class Pager:
             unit.gradients.end_pass()
         self._close_gradients()
         if self.splitter is not None:
-            self.splitter.keeper.sweep()
+            self.splitter.activations.sweep()
         self._backward = None
 
     # -- gradients ---------------------------------------------------------------------------------------------------------

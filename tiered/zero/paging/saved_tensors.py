@@ -22,9 +22,9 @@ from tiered.zero.paging.storage import TensorStore, in_top_tier
 
 __all__ = [
     "SMALL",
-    "Keeper",
-    "Kept",
+    "ActivationStore",
     "ParameterReferences",
+    "SavedActivation",
     "drop_queued",
     "graph_task",
     "hooks_active",
@@ -167,7 +167,7 @@ ALIGNMENT = 64
 """Bytes: a tensor comes back at the same distance from a multiple of this, so that kernels take the same path."""
 
 
-class Kept:
+class SavedActivation:
     """One tensor, with its strides. Its keys are deleted some time after the last reference to this object is gone.
 
     ``restore`` gives a copy: where the tensor was expanded (stride 0), of what it was expanded from.
@@ -220,9 +220,9 @@ class Kept:
         return memory.as_strided(self._size, self._stride, self._phase)
 
 
-class _Trace(weakref.ref[Kept]):
-    """What is left of a ``Kept`` that is gone: which keys to delete. Its callback is a method of C, which no signal handler
-    can interrupt."""
+class _Trace(weakref.ref[SavedActivation]):
+    """What is left of a ``SavedActivation`` that is gone: which keys to delete. Its callback is a method of C, which no signal
+    handler can interrupt."""
 
     __slots__ = ("keys", "label", "number")
     label: str
@@ -243,7 +243,7 @@ class _Books:
         """The store went back to a commit: the keys are gone, or others' by now."""
 
 
-class Keeper:
+class ActivationStore:
     """Keeps tensors under ``NAME/input/LABEL#NUMBER``, the smallest number that is free: each step uses the same keys.
 
     A tensor that is kept twice, unchanged, is stored once. Used by one thread; what is kept may be let go of in any.
@@ -253,7 +253,7 @@ class Keeper:
         self._all, self._store, self._prefix, self._piece = store, in_top_tier(store), f"{name}/input", piece
         self._books = _Books()
 
-    def keep(self, label: str, tensor: torch.Tensor, sizes: Sequence[int]) -> list[Kept] | None:
+    def keep(self, label: str, tensor: torch.Tensor, sizes: Sequence[int]) -> list[SavedActivation] | None:
         """One for each of the parts of ``sizes`` along the first dimension; a single size is the whole. None for what can only
         be kept as it is: not strided, conjugated, or with elements that share memory in other ways than by expansion.
 
@@ -274,9 +274,9 @@ class Keeper:
             self._books.known[tensor] = (state, [weakref.ref(one) for one in kept])
         return kept
 
-    def _keep(self, label: str, tensor: torch.Tensor) -> Kept:
+    def _keep(self, label: str, tensor: torch.Tensor) -> SavedActivation:
         books = self._books
-        kept = Kept(self._store, books, tensor, self._piece)
+        kept = SavedActivation(self._store, books, tensor, self._piece)
         free = books.free.setdefault(label, [])
         number = heapq.heappop(free) if free else books.used.get(label, 0)
         books.used[label] = max(books.used.get(label, 0), number + 1)
