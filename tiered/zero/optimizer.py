@@ -454,7 +454,7 @@ class AdamW(Optimizer):
 
     def _decide(self, deeds: Sequence[Callable[[], object]]) -> None:
         for pager in self._pagers():
-            pager.validity.note()
+            pager.checkpoint.note()
         decide([pager.intent for pager in self._pagers()], deeds)
 
     def _parameters(self) -> Iterable[torch.nn.Parameter]:

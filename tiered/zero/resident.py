@@ -359,13 +359,13 @@ class Resident:
             return steps
         try:
             for local in updates:
-                local.show()
+                local.bind()
                 local.refuse_infinite()
             self.store.delete(self._key)
             self._run(updates)
         finally:
             for local in updates:
-                local.hide()
+                local.unbind()
         steps = [step + (local in updates) for local, step in zip(self.locals, steps, strict=True)]
         self.store.put(self._key, torch.tensor(steps, dtype=torch.int64, device="cpu"))
         return steps
@@ -409,7 +409,7 @@ class Resident:
         }
         try:
             for local in found:
-                local.show()
+                local.bind()
                 if not local.numel:
                     empty = States(in_dram(self.store), "", [], 1, {local.dtype}).blank(Segment.of(local, 0, 0, 0))
                     found[local] = dict(empty)
@@ -418,7 +418,7 @@ class Resident:
                     here.copies(found, self._ranks)
         finally:
             for local in found:
-                local.hide()
+                local.unbind()
         return [{name: local.like(value) for name, value in found.get(local, {}).items()} for local in self.locals]
 
     def load(self, states: Mapping[int, Mapping[str, torch.Tensor]], steps: Mapping[int, int]) -> list[int]:
@@ -427,7 +427,7 @@ class Resident:
         flat: dict[LocalShard, dict[str, torch.Tensor]] = {}
         try:
             for local, state in given.items():
-                local.show()
+                local.bind()
                 wide = torch.float64 if local.dtype is torch.float64 else torch.float32
                 flat[local] = {name: local.flat(value, wide) for name, value in state.items()}
             if self._key in self.store:
@@ -439,7 +439,7 @@ class Resident:
                         here.load(segment, parts)
         finally:
             for local in given:
-                local.hide()
+                local.unbind()
         counts = [steps.get(index, 0) for index in range(len(self.locals))]
         self.store.put(self._key, torch.tensor(counts, dtype=torch.int64, device="cpu"))
         return counts

@@ -14,7 +14,7 @@ from tiered.zero.checkpoint.loaders import Loader, Stateful, random_states
 from tiered.zero.optimizer import AdamW
 from tiered.zero.paging.pager import Pager, pagers_of, placement_of
 from tiered.zero.paging.sharding import Partition
-from tiered.zero.paging.storage import Validity
+from tiered.zero.paging.storage import CheckpointRecord
 from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import Limits, Placement, Plan, UnitPlan
 from tiered.zero.paging.update import AdamWRule, Pending, Update
@@ -62,7 +62,7 @@ def commit(
     def prepare() -> None:
         _prepare(model, optimizer, scheduler, scaler, data, extra)
 
-    return pager.partition.commit(pager.store, meta, prepare, pager.validity.end)
+    return pager.partition.commit(pager.store, meta, prepare, pager.checkpoint.invalidate)
 
 
 def commit_async(
@@ -122,7 +122,7 @@ def rollback(
     for other in others:
         other.give_up()
     pager.partition.refuse_apart(pager.store)
-    others = [other for other in others if other is pager or other.validity.changed]
+    others = [other for other in others if other is pager or other.checkpoint.changed]
     before = [other.intent.spoiled for other in others]
     for other in others:
         other.intent.spoil(
@@ -130,7 +130,7 @@ def rollback(
             "for it (again, with all that zero.commit was given)"
         )
     try:
-        pager.store.rollback(needs=[pager.validity.key])
+        pager.store.rollback(needs=[pager.checkpoint.key])
     except MisuseError:  # nothing was changed
         for other, why in zip(others, before, strict=True):
             other.intent.spoil(why)
@@ -141,7 +141,7 @@ def rollback(
     recall(pager)
     extra = _load(pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
     getattr(scaler, "_per_optimizer_states", {}).clear()  # what torch does after each step, and load_state_dict does not
-    pager.validity.unchanged()
+    pager.checkpoint.unchanged()
     pager.intent.forget()
     return extra
 
@@ -204,7 +204,7 @@ def write_record(store: TieredStore, name: str, record: Mapping[str, Any]) -> No
         return f"{name}/checkpoint/{len(larger)}"
 
     written = dumps(record, "the checkpoint", keep)
-    Validity(store, name).end()  # what comes now is another record's
+    CheckpointRecord(store, name).invalidate()  # what comes now is another record's
     parts = {f"{name}/checkpoint/{number}": tensor for number, tensor in enumerate(larger, 1)}
     for key in [key for key in store if key.startswith(f"{name}/checkpoint/") and key not in parts]:
         store.delete(key)

@@ -17,7 +17,7 @@ import torch
 
 from tiered import Access, InterruptedStep, MisuseError, TensorSpec
 from tiered.zero.leases import Opened
-from tiered.zero.paging.storage import TensorStore, Validity, host
+from tiered.zero.paging.storage import CheckpointRecord, TensorStore, host
 from tiered.zero.paging.units import Placement, UnitPlan
 from tiered.zero.paging.update import all_finite
 
@@ -122,10 +122,10 @@ class UnitGradients:
         key: str,
         placements: Sequence[Placement],
         parts: Mapping[Placement, Placement],
-        validity: Validity,
+        checkpoint: CheckpointRecord,
         apply_update: Callable[[], None],
     ) -> None:
-        self.store, self.key, self._validity = store, key, validity
+        self.store, self.key, self._checkpoint = store, key, checkpoint
         self._apply_update = weakref.WeakMethod(apply_update)
         self.states = {
             p: GradientState(StoredGradient(p.parameter, p.name)) for p in placements if p.dtype.is_floating_point
@@ -259,7 +259,7 @@ class UnitGradients:
 
     def prepare(self) -> None:
         """Something new will be written."""
-        self._validity.end()
+        self._checkpoint.invalidate()
         apply_update = self._apply_update()
         assert apply_update is not None
         apply_update()
@@ -460,7 +460,7 @@ class UnitGradients:
         """Nothing refers to the stored gradients any more."""
         self.close()
         if self.key in self.store:
-            self._validity.end()
+            self._checkpoint.invalidate()
             self.store.delete(self.key)
         for state in self.states.values():
             state.scales.clear()

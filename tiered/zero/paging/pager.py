@@ -50,7 +50,7 @@ from tiered.zero.paging.saved_tensors import (
 )
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.step_trace import Prefetch, Rehearsal
-from tiered.zero.paging.storage import UpdateTier, Validity, in_update_tier
+from tiered.zero.paging.storage import CheckpointRecord, UpdateTier, in_update_tier
 from tiered.zero.paging.unit import BackwardUpdates, Unit
 from tiered.zero.paging.units import Placement, Plan, is_called
 
@@ -177,10 +177,10 @@ class Pager:
         name, pool, partition = config.name, config.pool, config.partition
         self.model, self.store, self.name = model, store, name
         self.limits = plan.limits
-        self.validity, chunk = Validity(store, name), plan.limits.chunk
+        self.checkpoint, chunk = CheckpointRecord(store, name), plan.limits.chunk
         self.intent, self._leases = Intent(), Leases.of(store)
         updates, self._update_tier = in_update_tier(store, config.update_tier), config.update_tier
-        self.units = [Unit(store, updates, name, u, chunk, self.validity, partition, self.intent) for u in plan.units]
+        self.units = [Unit(store, updates, name, u, chunk, self.checkpoint, partition, self.intent) for u in plan.units]
         partition.joins(store)
         self.partition, self.gradient_sync = partition, gradient_sync(partition, self.units, pool)
         self._reduce_scatter = self.gradient_sync if isinstance(self.gradient_sync, ReduceScatter) else None

@@ -20,7 +20,7 @@ from torch import nn
 from tiered import Access, CommitError, MisuseError, RankError, TensorSpec, TieredError, TieredStore
 from tiered.zero.collectives import Ranks
 from tiered.zero.paging.gradients import Arriving, LocalGradients, UnitGradients
-from tiered.zero.paging.storage import AllGathered, Local, ParameterStorage, Replicated, TensorStore, Validity, in_dram
+from tiered.zero.paging.storage import AllGathered, CheckpointRecord, Local, ParameterStorage, Replicated, TensorStore, in_dram
 from tiered.zero.paging.units import Placement, UnitPlan
 from tiered.zero.rank_stores import BEGUN, META, number_of, said_in, shared_json
 
@@ -40,7 +40,7 @@ class Stage(Protocol):
         ...
 
     def storage(
-        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord, ranks: Ranks
     ) -> ParameterStorage:
         """Parameters of one unit. ``updates``: the store, where updates are computed."""
         ...
@@ -58,9 +58,9 @@ class Stage1:
     early, replicated = False, True
 
     def storage(
-        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord, ranks: Ranks
     ) -> ParameterStorage:
-        return Replicated(store, key, validity, updates, plan, ranks)
+        return Replicated(store, key, checkpoint, updates, plan, ranks)
 
     def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
         return Unsharded().filling(store, key, plan)
@@ -74,9 +74,9 @@ class Stage2:
     early, replicated = True, True
 
     def storage(
-        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord, ranks: Ranks
     ) -> ParameterStorage:
-        return Replicated(store, key, validity, updates, plan, ranks)
+        return Replicated(store, key, checkpoint, updates, plan, ranks)
 
     def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
         return Unsharded().filling(store, key, plan)
@@ -89,14 +89,14 @@ class Stage3:
     early, replicated = True, False
 
     def storage(
-        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord, ranks: Ranks
     ) -> ParameterStorage:
-        return AllGathered(store, key, validity, updates, plan, ranks)
+        return AllGathered(store, key, checkpoint, updates, plan, ranks)
 
     @contextmanager
     def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> Iterator[torch.Tensor]:
         share, host = plan.stored_nbytes // plan.shares, in_dram(store)
-        gathered = AllGathered(store, key, Validity(store, key), host, plan, ranks)
+        gathered = AllGathered(store, key, CheckpointRecord(store, key), host, plan, ranks)
         host.create(key, TensorSpec("uint8", (share,), 1))
         with gathered.room() as unit:
             yield unit
@@ -128,7 +128,7 @@ class Partition(Protocol):
         ...
 
     def storage(
-        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, validity: Validity
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord
     ) -> ParameterStorage:
         """Make the storage of one unit's parameters. ``updates``: the store, where updates are computed."""
         ...
@@ -194,9 +194,9 @@ class Unsharded:
         return {"stage": "Alone", "rank": 0, "ranks": 1}
 
     def storage(
-        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, validity: Validity
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord
     ) -> ParameterStorage:
-        return Local(store, key, validity, updates)
+        return Local(store, key, checkpoint, updates)
 
     def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
         return gradients
@@ -258,9 +258,9 @@ class Sharded:
         return {"stage": type(self.stage).__name__, "rank": self.rank, "ranks": self.shares}
 
     def storage(
-        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, validity: Validity
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord
     ) -> ParameterStorage:
-        return self.stage.storage(store, updates, key, plan, validity, self.ranks)
+        return self.stage.storage(store, updates, key, plan, checkpoint, self.ranks)
 
     def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
         return LocalGradients(in_dram(store), f"{key}/local", plan, gradients)

@@ -25,13 +25,13 @@ from tiered.zero.paging.units import UnitPlan
 __all__ = [
     "AllGathered",
     "Cast",
+    "CheckpointRecord",
     "Local",
     "ParameterStorage",
     "Replicated",
     "TensorStore",
     "TierView",
     "UpdateTier",
-    "Validity",
     "host",
     "in_dram",
     "in_top_tier",
@@ -121,7 +121,7 @@ def host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("cpu")
 
 
-class Validity:
+class CheckpointRecord:
     """The record of a model's last commit is deleted before any of its tensors changes.
 
     So a commit of the store that knows nothing of the model never pairs an old record with newer tensors.
@@ -145,7 +145,7 @@ class Validity:
         """All is as in the last commit."""
         self._changed_in = None
 
-    def end(self) -> None:
+    def invalidate(self) -> None:
         """Something is about to change."""
         self.note()
         if self.key in self._store:
@@ -191,8 +191,8 @@ class ParameterStorage(Protocol):
 class Local:
     """They are in the store as they are used: a lease, no copy. ``updates``: the store, where updates are computed."""
 
-    def __init__(self, store: TieredStore, key: str, validity: Validity, updates: TensorStore) -> None:
-        self._store, self._top, self._key, self._validity, self._updates = store, in_top_tier(store), key, validity, updates
+    def __init__(self, store: TieredStore, key: str, checkpoint: CheckpointRecord, updates: TensorStore) -> None:
+        self._store, self._top, self._key, self._checkpoint, self._updates = store, in_top_tier(store), key, checkpoint, updates
         self._lease = Opened()
 
     def prefetch(self) -> None:
@@ -221,7 +221,7 @@ class Local:
 
     def _leased(self, store: TensorStore, access: Access) -> AbstractContextManager[torch.Tensor]:
         if access is Access.WRITE:
-            self._validity.end()
+            self._checkpoint.invalidate()
         return store.lease(self._key, access=access)
 
 
@@ -230,9 +230,9 @@ class Replicated(Local):
     used again."""
 
     def __init__(
-        self, store: TieredStore, key: str, validity: Validity, updates: TensorStore, plan: UnitPlan, ranks: Ranks
+        self, store: TieredStore, key: str, checkpoint: CheckpointRecord, updates: TensorStore, plan: UnitPlan, ranks: Ranks
     ) -> None:
-        super().__init__(store, key, validity, updates)
+        super().__init__(store, key, checkpoint, updates)
         self._ranks = ranks
         share = plan.stored_nbytes // plan.shares
         self._share = slice(ranks.rank * share, (ranks.rank + 1) * share)
@@ -267,9 +267,9 @@ class AllGathered:
     top tier and is deleted after use: where DRAM is the top, before it could be written to the disk."""
 
     def __init__(
-        self, store: TieredStore, key: str, validity: Validity, updates: TensorStore, plan: UnitPlan, ranks: Ranks
+        self, store: TieredStore, key: str, checkpoint: CheckpointRecord, updates: TensorStore, plan: UnitPlan, ranks: Ranks
     ) -> None:
-        self._top, self._key, self._validity, self._ranks = in_top_tier(store), key, validity, ranks
+        self._top, self._key, self._checkpoint, self._ranks = in_top_tier(store), key, checkpoint, ranks
         self._updates, self._host = updates, in_dram(store)
         self._gathered = f"{key}/gathered"
         self._nbytes = plan.stored_nbytes
@@ -345,7 +345,7 @@ class AllGathered:
 
     def shard(self, access: Access) -> AbstractContextManager[torch.Tensor]:
         if access is Access.WRITE:
-            self._validity.end()
+            self._checkpoint.invalidate()
         return self._updates.lease(self._key, access=access)
 
     @contextmanager

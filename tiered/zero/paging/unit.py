@@ -29,7 +29,7 @@ from tiered.zero.intent import Intent, decide
 from tiered.zero.paging.gradients import UnitGradients
 from tiered.zero.paging.saved_tensors import refuse_tracing
 from tiered.zero.paging.sharding import Partition
-from tiered.zero.paging.storage import Cast, ParameterStorage, TensorStore, Validity, host
+from tiered.zero.paging.storage import Cast, CheckpointRecord, ParameterStorage, TensorStore, host
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import Pending, States, Update
 
@@ -107,12 +107,12 @@ class Unit:
         prefix: str,
         plan: UnitPlan,
         chunk: int,
-        validity: Validity,
+        checkpoint: CheckpointRecord,
         partition: Partition,
         intent: Intent,
     ) -> None:
         self._updates = updates
-        self.store, self.plan, self._validity, self._partition = store, plan, validity, partition
+        self.store, self.plan, self._checkpoint, self._partition = store, plan, checkpoint, partition
         self.key = f"{prefix}/param/{plan.name}"
         self.version = 0
         self.updates = 0
@@ -120,10 +120,10 @@ class Unit:
         self.pending: Pending | None = None
         self.base: torch.Tensor | None = None
         self.parts = plan.parts(partition.rank)
-        storage = partition.storage(store, updates, self.key, plan, validity)
+        storage = partition.storage(store, updates, self.key, plan, checkpoint)
         self.storage: ParameterStorage = Cast(storage, store, self.key, plan) if plan.converted else storage
         self.gradients = UnitGradients(
-            updates, f"{self.key}/grad", plan.placements, self.parts, validity, self.apply_update
+            updates, f"{self.key}/grad", plan.placements, self.parts, checkpoint, self.apply_update
         )
         self.arriving = partition.arriving(store, self.key, plan, self.gradients)
         self._holders = 0
@@ -304,7 +304,7 @@ class Unit:
             return
         if self.held:
             raise MisuseError(f"the parameters of {self.plan.name!r} are in use: their update has to wait for the end of it")
-        self._validity.end()
+        self._checkpoint.invalidate()
         with ExitStack() as leases:
             gradient = self.gradients.opened  # from within backward: so it stays in memory until it is deleted
             if gradient is None:
@@ -336,7 +336,7 @@ class Unit:
 
     def load_state(self, placement: Placement, state: dict[str, torch.Tensor]) -> None:
         """``States.load``, after the pending update."""
-        self._validity.end()
+        self._checkpoint.invalidate()
         self.apply_update()
         part = self.parts.get(placement)
         if part is None:
