@@ -211,8 +211,8 @@ class AdamW(Optimizer):
         deeds += [unit.defer_update(changed) for unit, changed in updates.items()]
         deeds += [pager.intent.all_updated for pager in self._pagers()]
         self._decide(deeds)
-        for rehearsal in dict.fromkeys(pager.rehearsal for pager in self._pagers()):
-            rehearsal.step_ended()
+        for trace in dict.fromkeys(pager.step_trace for pager in self._pagers()):
+            trace.step_ended()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; with ``set_to_none=False`` they become zeros (hence an update follows), as in torch.

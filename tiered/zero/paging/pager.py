@@ -49,7 +49,7 @@ from tiered.zero.paging.saved_tensors import (
     restore_recording,
 )
 from tiered.zero.paging.sharding import Partition
-from tiered.zero.paging.step_trace import Prefetch, Rehearsal
+from tiered.zero.paging.step_trace import Prefetch, StepTrace
 from tiered.zero.paging.storage import CheckpointRecord, UpdateTier, in_update_tier
 from tiered.zero.paging.unit import BackwardUpdates, Unit
 from tiered.zero.paging.units import Placement, Plan, is_called
@@ -191,8 +191,8 @@ class Pager:
         self._bases: dict[int, Unit] = {}
         self._backward: Backward | None = None
         self._updates = BackwardUpdates()
-        self.rehearsal = Rehearsal.of(store)
-        self.rehearsal.prefetch = self._prefetch = config.prefetch
+        self.step_trace = StepTrace.of(store)
+        self.step_trace.prefetch = self._prefetch = config.prefetch
         self._trimmer = Trimmer(pool, max((placement.nbytes for placement in self.placements), default=0))
         self._watch()
         self.splitter = (
@@ -257,7 +257,7 @@ class Pager:
             if self._reduce_scatter is not None:
                 self._reduce_scatter.pass_begins()
             if module is self.model:
-                self.rehearsal.forward_begins("training" if torch.is_grad_enabled() else "inference")
+                self.step_trace.forward_begins("training" if torch.is_grad_enabled() else "inference")
         frame = Frame(module)
         self._frames.append(frame)
         if torch.is_grad_enabled() and not hooks_active():
@@ -627,7 +627,7 @@ class Pager:
 
     def _look_ahead(self, unit: Unit) -> None:
         """While no order is known yet: ask the store for all that this unit will need."""
-        if self._prefetch == "on" and not self.rehearsal.following:
+        if self._prefetch == "on" and not self.step_trace.following:
             self.store.prefetch(unit.upcoming_keys(), tier=self._update_tier)
 
     # -- state_dict --------------------------------------------------------------------------------------------------------
