@@ -69,10 +69,6 @@ SINNERS: set[str] = {
     "cli.train.report -> cli.train.command",
     "cli.train.resume -> cli.train.command",
     "cli.train.run -> cli.train.command",
-    "zero.paging.micro_batch -> zero.paging.pager",
-    "zero.paging.sharding -> zero.paging.reduction",
-    "zero.paging.sharding -> zero.paging.unit",
-    "zero.paging.unit -> zero.paging.pager",
 }
 
 LARGEST_PACKAGE = 12  # files and subpackages

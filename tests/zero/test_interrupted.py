@@ -19,7 +19,7 @@ from tests.zero.models import Tied
 from tests.zero.paging.test_identity import equal
 from tests.zero.striking import KINDS, Result, Struck, StruckError, Trainer, described, outcome, shuffled, struck_at
 from tiered import InterruptedStep, MisuseError, TieredStore, zero
-from tiered.zero.paging.unit import placement_of
+from tiered.zero.paging.pager import placement_of
 
 ERRORS = itertools.cycle([Struck, Struck, StruckError])
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # callbacks are struck, too

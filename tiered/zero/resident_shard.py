@@ -12,12 +12,12 @@ from tiered import MisuseError
 from tiered.zero.paging.units import is_dense
 from tiered.zero.paging.update import all_finite
 
-__all__ = ["Local"]
+__all__ = ["LocalShard"]
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-class Local:
+class LocalShard:
     """``shape`` and ``stride`` are those of the part that is here; *flat* is its elements in memory order.
 
     Raises MisuseError for a parameter that cannot have states: on the meta device, of another type, with gaps in memory.
@@ -36,7 +36,7 @@ class Local:
             raise MisuseError(f"{name} has gaps in memory: make it contiguous before making the optimizer")
 
     values: torch.Tensor
-    """Its own memory, flat, wherever it is; from ``show`` to ``hide``."""
+    """Its own memory, flat, wherever it is; from ``bind`` to ``unbind``."""
     gradient: torch.Tensor
     """The same of its gradient, or a copy in the parameter's order."""
 
@@ -66,7 +66,7 @@ class Local:
 
     # -- for a step --------------------------------------------------------------------------------------------------------
 
-    def show(self) -> None:
+    def bind(self) -> None:
         """Raises MisuseError where it is not what it was, or its gradient is sparse."""
         here = _part(self.parameter.detach())
         if (here.shape, here.stride(), here.dtype, here.device) != (self.shape, self.stride, self.dtype, self.device):
@@ -82,7 +82,7 @@ class Local:
             raise MisuseError(f"{self.name} has a sparse gradient, which AdamW does not have a step for")
         self.gradient = _flat(gradient) if gradient.stride() == self.stride else self.flat(gradient, gradient.dtype)
 
-    def hide(self) -> None:
+    def unbind(self) -> None:
         for what in ("values", "gradient"):
             self.__dict__.pop(what, None)
 

@@ -134,11 +134,11 @@ def test_an_update_that_was_interrupted_is_finished(tmp_path: Path) -> None:
                 raise KeyboardInterrupt
             original(*args)
 
-        pager_unit = max((unit for unit in model.norm.weight._tiered.found()[0].units), key=lambda u: len(u.plan.placements))  # type: ignore[union-attr]
+        pager_unit = max((unit for unit in model.norm.weight._tiered.resolve()[0].units), key=lambda u: len(u.plan.placements))  # type: ignore[union-attr]
         original = pager_unit.pending.begin  # of a piece: between two of them
         pager_unit.pending.begin = failing
         with pytest.raises(KeyboardInterrupt):
-            pager_unit.settle()
+            pager_unit.apply_update()
         pager_unit.pending.begin = original
         assert pager_unit.pending.pieces_done == 2
         zero.commit(model, optimizer)

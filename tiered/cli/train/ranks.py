@@ -161,7 +161,7 @@ class Several:
     def agree(self, loss: torch.Tensor) -> float:
         signum = self._stop.signum if self._stop is not None else 0
         mine = torch.tensor([loss.item(), signum, time.monotonic() - self._began], dtype=torch.float64)
-        said = self._ranks.shared(mine, "the loss")
+        said = self._ranks.all_gather(mine, "the loss")
         self._now = float(said[0, 2])
         self._leave_together(said[:, 1])
         return float(said[:, 0].mean())
@@ -183,7 +183,7 @@ class Several:
             _end_silently()
 
     def _everybody(self, how: _How) -> list[_How]:
-        said = self._ranks.shared(torch.tensor([how]), "whether all can begin (one that cannot says why)")
+        said = self._ranks.all_gather(torch.tensor([how]), "whether all can begin (one that cannot says why)")
         try:
             return [_How(one) for one in said.view(-1).tolist()]
         except ValueError as error:
@@ -202,7 +202,7 @@ class Several:
 
     def check_together(self) -> None:
         signum = self._stop.signum if self._stop is not None else 0
-        self._leave_together(self._ranks.shared(torch.tensor([signum]), "whether to stop"))
+        self._leave_together(self._ranks.all_gather(torch.tensor([signum]), "whether to stop"))
 
     def _leave_together(self, signums: torch.Tensor) -> None:
         signum = float(signums.amax())

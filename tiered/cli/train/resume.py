@@ -24,7 +24,7 @@ from tiered.errors import shown
 from tiered.format.generations import load
 from tiered.types import BackendName
 from tiered.zero.checkpoint.checkpoint import Readable, read_record
-from tiered.zero.rank_stores import Joint, folder_of, has_commit, in_all, joints, newest_set
+from tiered.zero.rank_stores import RankCommit, folder_of, has_commit, in_all, joints, newest_set
 
 __all__ = [
     "Earlier",
@@ -239,7 +239,7 @@ def find(folder: str, peers: Peers) -> Place | None:
         },
         _Seen,
     )
-    common = in_all([[Joint(*joint) for joint in said.mine] for said in everybody])
+    common = in_all([[RankCommit(*joint) for joint in said.mine] for said in everybody])
     newest = max(said.newest for said in everybody)
     if common is not None and common[0].number >= newest[0]:
         return Place(folder, own)

@@ -31,7 +31,7 @@ from tiered.zero.record import plans, refuse_other_tensors, type_named
 __all__ = ["Copies", "Source", "opened", "reshard"]
 
 class Copies:
-    """``Tensors`` over ``store``: what is leased are copies. ``kept``: as they leave them, for what is asked for next; else
+    """``TensorStore`` over ``store``: what is leased are copies. ``kept``: as they leave them, for what is asked for next; else
     they are gone with the lease."""
 
     def __init__(self, store: Readable, *, kept: bool) -> None:

@@ -21,9 +21,8 @@ from tiered.format.safetensors_writer import Existing, Shards
 from tiered.system import refuse_little_room
 from tiered.zero.checkpoint.checkpoint import Readable, pending_of, persistent_buffers, read_record
 from tiered.zero.checkpoint.reshard import Copies, Source, opened
-from tiered.zero.paging.pager import Pager
-from tiered.zero.paging.sharding import Shared
-from tiered.zero.paging.unit import placement_of
+from tiered.zero.paging.pager import Pager, placement_of
+from tiered.zero.paging.sharding import Sharded
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import States
 from tiered.zero.rank_stores import shared_json
@@ -198,7 +197,7 @@ def export(
             error = problem
     for _ in contents:  # what one rank gathers, all take part in
         pass
-    ended = pager.exchange.everywhere([error is None], "the end of an export")
+    ended = pager.partition.all_true([error is None], "the end of an export")
     if error is not None:
         raise error
     if not all(ended):
@@ -208,7 +207,7 @@ def export(
 
 def _of_first(pager: Pager, files: list[str] | None) -> list[str] | None:
     """Rank 0's."""
-    if not isinstance(pager.partition, Shared):
+    if not isinstance(pager.partition, Sharded):
         return files
     found: list[str] | None = shared_json(pager.partition.ranks, files, list[str] | None)[0]
     return found

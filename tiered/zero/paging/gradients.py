@@ -17,7 +17,7 @@ import torch
 
 from tiered import Access, InterruptedStep, MisuseError, TensorSpec
 from tiered.zero.leases import Opened
-from tiered.zero.paging.storage import Tensors, Validity, host
+from tiered.zero.paging.storage import CheckpointRecord, TensorStore, host
 from tiered.zero.paging.units import Placement, UnitPlan
 from tiered.zero.paging.update import all_finite
 
@@ -94,7 +94,9 @@ class GradientState:
     multiplied by ``expected``, if it is as last time. ``finite``: whether the stored gradient, as it is, has neither NaN nor
     infinity. ``accumulate``: the next one is added to it. ``spent``: it was used up by an update within backward, and
     ``optimizer.step()`` was not called since. ``adding``: what is stored is not in ``parameter.grad`` now, or only half added
-    to; an interruption leaves it so."""
+    to; an interruption leaves it so. ``unreduced``: this rank's sum of it is in ``LocalGradients``, and the ranks' mean is
+    not stored yet. ``hooks``: the autograd node that accumulates it, and what identifies the hooks on it that count
+    (None: there are none)."""
 
     marker: StoredGradient
     scales: list[torch.Tensor] = field(default_factory=list)
@@ -106,29 +108,49 @@ class GradientState:
     finite: bool = True
     spent: bool = False
     adding: bool = False
+    unreduced: bool = False
+    hooks: tuple[Any, object] | None = None
 
 
 class UnitGradients:
-    """``states`` has what is known of each parameter's, ``parts`` what this process has of each. ``settle``, a method, applies
-    the unit's pending update before anything new is written: it needs what is there."""
+    """``states`` has what is known of each parameter's, ``parts`` what this process has of each. ``apply_update``, a method,
+    applies the unit's pending update before anything new is written: it needs what is there."""
 
     def __init__(
         self,
-        store: Tensors,
+        store: TensorStore,
         key: str,
         placements: Sequence[Placement],
         parts: Mapping[Placement, Placement],
-        validity: Validity,
-        settle: Callable[[], None],
+        checkpoint: CheckpointRecord,
+        apply_update: Callable[[], None],
     ) -> None:
-        self.store, self.key, self._validity = store, key, validity
-        self._settle = weakref.WeakMethod(settle)
+        self.store, self.key, self._checkpoint = store, key, checkpoint
+        self._apply_update = weakref.WeakMethod(apply_update)
         self.states = {
             p: GradientState(StoredGradient(p.parameter, p.name)) for p in placements if p.dtype.is_floating_point
         }
         self.parts = {placement: part for placement, part in parts.items() if placement in self.states}
         self.opened: torch.Tensor | None = None  # while gradients arrive: leased
         self._lease = Opened()
+        self.arrived: set[Placement] = set()
+        """Parameters whose gradient this process accumulated in the running backward pass."""
+        self.final: set[Placement] = set()
+        """Parameters whose gradient is final in the running backward pass, which updates them."""
+        self.due: set[Placement] = set()
+        """Those of ``final`` that are not updated yet."""
+        self.final_last_time: set[Placement] | None = None
+        self.deferred = False
+        """More gradients may come, at any time until the backward pass ends, that add up with those that have arrived."""
+
+    def end_pass(self) -> None:
+        """Forget what arrived in the backward pass; the gradients stay as they are."""
+        self.arrived, self.final, self.due, self.deferred = set(), set(), set(), False
+
+    @property
+    def has_all(self) -> bool:
+        """Whether each parameter that needs a gradient has got one in this backward pass, and no more are expected."""
+        return not self.deferred and all(p in self.arrived for p in self.states if p.parameter.requires_grad)
 
     def nbytes(self, also: Collection[Placement] = ()) -> int:
         """Of the tensor: the unit as far as its last parameter that needs a gradient, or was given one."""
@@ -237,10 +259,10 @@ class UnitGradients:
 
     def prepare(self) -> None:
         """Something new will be written."""
-        self._validity.end()
-        settle = self._settle()
-        assert settle is not None
-        settle()
+        self._checkpoint.invalidate()
+        apply_update = self._apply_update()
+        assert apply_update is not None
+        apply_update()
 
     def open(self, also: Collection[Placement] = ()) -> torch.Tensor:
         """The tensor, leased until ``close``, with room for the gradients of these, too; made where there is none."""
@@ -382,14 +404,63 @@ class UnitGradients:
         if state is not None:
             state.adding = False
 
-    def restored(self) -> None:
-        """The store went back to a commit; what is known of gradients comes from its record."""
+    def factors(self, placement: Placement) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Return what an update multiplies the stored gradient by: first, and then in the type of the master."""
+        state = self.states[placement]
+        return tuple(state.scales), tuple(state.wide_scales)
+
+    def agree(self, placement: Placement, *, present: bool, finite: bool, more: bool) -> bool:
+        """Take over what all ranks together have of a gradient; return whether it is complete and not used up.
+
+        ``more``: some rank has a sum that is not reduced yet.
+        """
+        state = self.states[placement]
+        state.finite = finite
+        if more:
+            return False
+        state.accumulate = present
+        if not present:
+            return False
+        if placement.parameter.grad is None:
+            placement.parameter.grad = state.marker
+        return not isinstance(placement.parameter.grad, SpentGradient)
+
+    # -- in a checkpoint ---------------------------------------------------------------------------------------------------
+
+    def record(self) -> dict[str, dict[str, Any]]:
+        """Return what a checkpoint says of each gradient, by the parameter's name; assigned gradients are stored first."""
+        record = {}
+        for placement, state in self.states.items():
+            self.refuse_interrupted(placement)
+            if self.has(placement):
+                self.collect(placement)
+            record[placement.name] = {
+                "there": self.has(placement),
+                "scales": list(state.scales),
+                "wide_scales": list(state.wide_scales),
+                "expected": state.expected,
+                "norms": state.norms,
+                "orders": sorted(state.orders),
+                "finite": state.finite,
+            }
+        self.close()
+        return record
+
+    def recall(self, record: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take over what ``record`` returned; the stored gradients are those of that commit."""
+        for placement, state in self.states.items():
+            kept = record[placement.name]
+            state.scales, state.wide_scales = list(kept["scales"]), list(kept["wide_scales"])
+            state.expected, state.norms, state.orders = kept["expected"], dict(kept["norms"]), set(kept["orders"])
+            state.finite, state.spent, state.accumulate = kept["finite"], False, kept["there"]
+            state.adding = state.unreduced = False
+            placement.parameter.grad = state.marker if kept["there"] else None
 
     def delete(self) -> None:
         """Nothing refers to the stored gradients any more."""
         self.close()
         if self.key in self.store:
-            self._validity.end()
+            self._checkpoint.invalidate()
             self.store.delete(self.key)
         for state in self.states.values():
             state.scales.clear()
@@ -439,60 +510,54 @@ class Arriving(Protocol):
         """Nothing refers to the unit's stored gradients any more."""
         ...
 
-    def restored(self) -> None:
-        """The store went back to a commit."""
-        ...
-
 
 class LocalGradients:
     """Sums over this rank's backward passes, in a tensor of the unit's layout that exists until they are reduced; the mean over
     all ranks is then added to ``gradients``, which has this rank's share."""
 
-    def __init__(self, store: Tensors, key: str, plan: UnitPlan, gradients: UnitGradients) -> None:
+    def __init__(self, store: TensorStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> None:
         self.key, self._store, self._plan, self._gradients = key, store, plan, gradients
-        self._arrived: set[Placement] = set()
+        self._states = gradients.states
         self._opened: torch.Tensor | None = None
         self._lease = Opened()
-
-    def has(self, placement: Placement) -> bool:
-        return placement in self._arrived
 
     def before(self, placement: Placement) -> None:
         grad = placement.parameter.grad
         self._gradients.refuse_another(placement)
         if grad is None:
-            self._arrived.discard(placement)
-            self._gradients.states[placement].accumulate = False
+            self._states[placement].unreduced = False
+            self._states[placement].accumulate = False
         else:
             self._collect(placement, grad)
         placement.parameter.grad = None
 
     def collect(self) -> None:
         """Store what somebody assigned to ``parameter.grad``."""
-        for placement in self._gradients.states:
+        for placement, state in self._states.items():
             if placement.parameter.grad is not None:
                 self._collect(placement, placement.parameter.grad)
             else:
-                self._arrived.discard(placement)
+                state.unreduced = False
 
     def _collect(self, placement: Placement, grad: torch.Tensor) -> None:
         if not isinstance(grad, StoredGradient):  # it is taken for the mean, the same everywhere
-            self._arrived.discard(placement)
+            self._states[placement].unreduced = False
             self._gradients.take(placement, grad)
             self._gradients.close()
-            self._gradients.states[placement].accumulate = True
+            self._states[placement].accumulate = True
 
     @torch.no_grad()  # also where backward records itself (create_graph)
     def add(self, placement: Placement, grad: torch.Tensor) -> None:
         if grad.layout is not torch.strided:
             raise MisuseError(f"the gradient of {placement.name!r} is {grad.layout}: use sparse=False")
         target = placement.view(self._open())
-        if placement in self._arrived:
+        state = self._states[placement]
+        if state.unreduced:
             target.add_(grad.to(target.device))
         else:
             target.copy_(grad)
-            self._arrived.add(placement)
-        placement.parameter.grad = self._gradients.states[placement].marker
+            state.unreduced = True
+        placement.parameter.grad = state.marker
 
     def _open(self) -> torch.Tensor:
         if self._opened is None:
@@ -510,26 +575,22 @@ class LocalGradients:
         self.discard()
         self._gradients.delete()
 
-    def restored(self) -> None:
-        self.close()
-        self._arrived.clear()
-
     # -- reduced -----------------------------------------------------------------------------------------------------------
 
     def complete(self) -> torch.Tensor:
         """This rank's sums of all parameters of the unit, zeros where it has none; leased until ``discard``."""
         whole = self._open()
-        for placement, state in self._gradients.states.items():
+        for placement, state in self._states.items():
             if placement.parameter.grad is None:  # somebody took it away since
-                self._arrived.discard(placement)
-                state.accumulate = False
-            if placement not in self._arrived:
+                state.unreduced = state.accumulate = False
+            if not state.unreduced:
                 placement.view(whole).zero_()
         return whole
 
     def discard(self, reduced: Collection[Placement] | None = None) -> None:
         """The sums of these (None: of all): others stay until they are reduced, too."""
         self.close()
-        self._arrived = set() if reduced is None else self._arrived.difference(reduced)
-        if not self._arrived and self.key in self._store:
+        for placement in self._states if reduced is None else reduced:
+            self._states[placement].unreduced = False
+        if not any(state.unreduced for state in self._states.values()) and self.key in self._store:
             self._store.delete(self.key)

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,12 +24,16 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.checkpoint import checkpoint
 
-from tiered import MisuseError
-from tiered.zero.paging.saved_tensors import SMALL, Keeper, Kept, in_backward, unexpanded
+from tiered import MisuseError, TieredStore
+from tiered.zero.paging.saved_tensors import (
+    SMALL,
+    ActivationStore,
+    ParameterReferences,
+    SavedActivation,
+    in_backward,
+    unexpanded,
+)
 from tiered.zero.paging.units import Plan, is_called
-
-if TYPE_CHECKING:
-    from tiered.zero.paging.pager import Pager
 
 __all__ = ["KEPT_SHARE", "Splitter", "Structure", "flatten", "paths", "rebuild", "refuse_batch_dependent", "split_modules"]
 
@@ -157,20 +161,30 @@ def refuse_batch_dependent(module: nn.Module, name: str) -> None:
 class Splitter:
     """The split modules of one paged model. ``split`` are their names."""
 
-    def __init__(self, pager: Pager, plan: Plan, pool: int, parts: int) -> None:
-        modules = split_modules(pager.model, plan)
-        self.pager, self.parts, self.split = pager, parts, tuple(modules.values())
+    def __init__(
+        self,
+        model: nn.Module,
+        store: TieredStore,
+        name: str,
+        plan: Plan,
+        pool: int,
+        parts: int,
+        references: ParameterReferences,
+    ) -> None:
+        modules = split_modules(model, plan)
+        self.references, self.parts, self.split = references, parts, tuple(modules.values())
+        self._model = model
         piece = min(LARGEST_PIECE, pool // KEPT_SHARE) // 4096 * 4096
-        self.anywhere = torch.empty(0, device=pager.store.device)
+        self.anywhere = torch.empty(0, device=store.device)
         """Of an argument like this checkpoint learns on which device random numbers are drawn, and draws the same again."""
-        self.keeper = Keeper(pager.store, pager.name, max(4096, piece))
+        self.activations = ActivationStore(store, name, max(4096, piece))
         self._batch: int | None = None  # of the forward of the model that is running
         self._before: int | None = None  # of the one before
         self._inside = False
         for module, name in modules.items():
             self._wrap(module, functools.partial(self._run, module, name))
-        if is_called(pager.model):
-            self._wrap(pager.model, self._run_model)
+        if is_called(model):
+            self._wrap(model, self._run_model)
 
     def _wrap(self, module: nn.Module, run: Callable[[Forward, Any, Any], Any]) -> None:
         original = module.forward
@@ -191,7 +205,7 @@ class Splitter:
         batch = _leading(leaves)
         if batch is None:
             raise MisuseError(
-                f"micro_batch: {type(self.pager.model).__name__} was called without a tensor whose first dimension is the batch"
+                f"micro_batch: {type(self._model).__name__} was called without a tensor whose first dimension is the batch"
             )
         self._batch = self._before = batch
         try:
@@ -252,7 +266,7 @@ class Splitter:
             return False
         if leaf.layout is not torch.strided or leaf.stride(0) == 0:
             return leaf.layout is torch.strided
-        return not (isinstance(leaf, nn.Parameter) or self.pager.reference(leaf) is not None or self._is_buffer(leaf))
+        return not (isinstance(leaf, nn.Parameter) or self.references.reference(leaf) is not None or self._is_buffer(leaf))
 
     def _is_buffer(self, tensor: torch.Tensor) -> bool:
         if tensor.requires_grad:
@@ -260,7 +274,7 @@ class Splitter:
         address = tensor.untyped_storage().data_ptr()
         return any(
             address == buffer.untyped_storage().data_ptr()
-            for buffer in self.pager.model.buffers()
+            for buffer in self._model.buffers()
             if buffer.layout is torch.strided
         )
 
@@ -278,7 +292,7 @@ class Splitter:
 
     # -- what autograd saves between split modules -------------------------------------------------------------------------
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Kept:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedActivation:
         """Keep in the store what is large and would be in memory for the sake of backward alone."""
         if (
             tensor.layout is not torch.strided
@@ -287,7 +301,7 @@ class Splitter:
             or self._is_buffer(tensor)
         ):
             return tensor
-        kept = self.keeper.keep("saved", tensor, [tensor.size(0) if tensor.dim() else 1])
+        kept = self.activations.keep("saved", tensor, [tensor.size(0) if tensor.dim() else 1])
         return tensor if kept is None else kept[0]
 
 
@@ -314,7 +328,7 @@ class _Call:
 
     def checkpointed(self, name: str) -> list[Any]:
         """Each part's output, with what each is given kept in the store; its inside will be computed again."""
-        kept = {i: self._splitter.keeper.keep(f"{name}.{i}", self._leaves[i], self._sizes) for i in self._pieces}
+        kept = {i: self._splitter.activations.keep(f"{name}.{i}", self._leaves[i], self._sizes) for i in self._pieces}
         outputs = []
         for part in range(len(self._sizes)):
             given = self._given(part)
@@ -326,7 +340,7 @@ class _Call:
                 elif found is not None:
                     again.append(_Again(found[part], leaf.requires_grad))
                 else:
-                    reference = self._splitter.pager.reference(leaf)
+                    reference = self._splitter.references.reference(leaf)
                     again.append(_Again(leaf.detach() if reference is None else reference, leaf.requires_grad))
             run = _Part(self._splitter, self._module, self._compute, given, again)
             outputs.append(checkpoint(run, self._splitter.anywhere, use_reentrant=False))
@@ -358,14 +372,14 @@ class _Part:
     ) -> None:
         self._splitter, self._module, self._compute, self._again = splitter, module, compute, again
         self._given: list[Any] | None = given
-        self._versions = splitter.pager.versions(module)
+        self._versions = splitter.references.versions(module)
 
     def __call__(self, anywhere: torch.Tensor) -> Any:
         given, self._given = self._given, None
         if given is not None:
             return self._splitter.undivided(self._compute, given)
-        self._splitter.keeper.sweep()
-        with self._splitter.pager.recomputing(self._module, self._versions) as unpack:
+        self._splitter.activations.sweep()
+        with self._splitter.references.recomputing(self._module, self._versions) as unpack:
             leaves = []
             for leaf in self._again:
                 if isinstance(leaf, _Again):

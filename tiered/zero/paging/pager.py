@@ -20,6 +20,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial, wraps
 from typing import Any
 
@@ -33,8 +35,9 @@ from tiered.types import Access
 from tiered.zero.intent import Intent
 from tiered.zero.leases import Leases
 from tiered.zero.paging.micro_batch import Splitter
+from tiered.zero.paging.reduction import ReduceScatter, gradient_sync
 from tiered.zero.paging.saved_tensors import (
-    Kept,
+    SavedActivation,
     drop_queued,
     graph_task,
     hooks_active,
@@ -46,12 +49,26 @@ from tiered.zero.paging.saved_tensors import (
     restore_recording,
 )
 from tiered.zero.paging.sharding import Partition
-from tiered.zero.paging.step_trace import Prefetch, Rehearsal
-from tiered.zero.paging.storage import UpdateTier, Validity, updates_of
-from tiered.zero.paging.unit import BackwardUpdates, Home, Unit, no_copy, told
+from tiered.zero.paging.step_trace import Prefetch, StepTrace
+from tiered.zero.paging.storage import CheckpointRecord, UpdateTier, in_update_tier
+from tiered.zero.paging.unit import BackwardUpdates, Unit
 from tiered.zero.paging.units import Placement, Plan, is_called
 
-__all__ = ["Frame", "Listing", "Pager", "Pass", "Reference", "pagers_of"]
+__all__ = [
+    "Backward",
+    "Frame",
+    "Listing",
+    "Pager",
+    "PagerConfig",
+    "ParameterHandle",
+    "Pass",
+    "Phase",
+    "Reference",
+    "no_copy",
+    "pagers_of",
+    "placement_of",
+    "weak_hook",
+]
 
 class Reference:
     """A saved tensor that was a paged parameter, or a view of one."""
@@ -83,8 +100,8 @@ class Frame:
 
 
 class Pass:
-    """A backward pass, from its first hook on. Autograd alone keeps it, and calls it at the end: it is gone when the pass has
-    ended in any way, and a weak reference tells."""
+    """The end of a backward pass. Autograd alone keeps it, and calls it: it is gone when the pass has ended in any way, and a
+    weak reference tells."""
 
     __slots__ = ("__weakref__", "finish")
 
@@ -93,6 +110,36 @@ class Pass:
 
     def __call__(self) -> None:
         self.finish()
+
+
+class Phase(Enum):
+    """What a paged model is doing."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+    INTERRUPTED = auto()
+    """A backward pass began, and ended before its end was called."""
+
+
+class Backward:
+    """A running backward pass, from its first hook on: its graph task, and the spans of it and of one visit in a timeline.
+
+    ``units`` are held for what is computed now, ``graded`` is the unit whose gradients are leased.
+    """
+
+    __slots__ = ("end", "graded", "span", "task", "units", "visit")
+
+    def __init__(self, end: Pass, task: int) -> None:
+        self.end, self.task = weakref.ref(end), task
+        self.span: Span | None = None
+        self.visit: Span | None = None
+        self.units: tuple[Unit, ...] = ()
+        self.graded: Unit | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        return self.end() is not None
 
 
 class Listing(OrderedDict[str, Any]):
@@ -111,48 +158,46 @@ class _Watched(dict[str, Any]):
         return parameter if parameter is None else self.pager.read(parameter)
 
 
+@dataclass(frozen=True)
+class PagerConfig:
+    """How a model is paged: the arguments of ``zero.page``, and ``pool``, the bytes of memory that its units have."""
+
+    name: str
+    pool: int
+    partition: Partition
+    prefetch: Prefetch = "on"
+    micro_batch: int = 1
+    update_tier: UpdateTier = "dram"
+
+
 class Pager:
     """A model whose parameters live in a store. Used by one thread at a time, as a module is."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        store: TieredStore,
-        name: str,
-        plan: Plan,
-        pool: int,
-        *,
-        prefetch: Prefetch,
-        micro_batch: int,
-        update_tier: UpdateTier,
-        partition: Partition,
-    ) -> None:
+    def __init__(self, model: nn.Module, store: TieredStore, plan: Plan, config: PagerConfig) -> None:
+        name, pool, partition = config.name, config.pool, config.partition
         self.model, self.store, self.name = model, store, name
         self.limits = plan.limits
-        self.validity, chunk = Validity(store, name), plan.limits.chunk
+        self.checkpoint, chunk = CheckpointRecord(store, name), plan.limits.chunk
         self.intent, self._leases = Intent(), Leases.of(store)
-        updates, self._update_tier = updates_of(store, update_tier), update_tier
-        self.units = [Unit(store, updates, name, u, chunk, self.validity, partition, self.intent) for u in plan.units]
+        updates, self._update_tier = in_update_tier(store, config.update_tier), config.update_tier
+        self.units = [Unit(store, updates, name, u, chunk, self.checkpoint, partition, self.intent) for u in plan.units]
         partition.joins(store)
-        self.partition, self.exchange = partition, partition.exchange(self.units, pool)
+        self.partition, self.gradient_sync = partition, gradient_sync(partition, self.units, pool)
+        self._reduce_scatter = self.gradient_sync if isinstance(self.gradient_sync, ReduceScatter) else None
         self.placements = sorted((p for u in plan.units for p in u.placements), key=lambda p: p.index)
         self._home = {p.parameter: (u, p) for u in self.units for p in u.plan.placements}
         self._held = {module: [self.units[i] for i in indices] for module, indices in plan.held.items()}
         self._frames: list[Frame] = []
         self._bases: dict[int, Unit] = {}
-        self._backward_units: tuple[Unit, ...] = ()
-        self._gradient_unit: Unit | None = None
-        self._running: weakref.ref[Pass] | None = None  # the backward pass, from its first hook to its end
-        self._backward_task = -1
-        self._passing: Span | None = None  # the whole backward pass, and what one visit computes, for a timeline
-        self._visiting: Span | None = None
+        self._backward: Backward | None = None
         self._updates = BackwardUpdates()
-        self._accumulators: dict[Placement, tuple[Any, object]] = {}  # nodes, and what their hooks know themselves by
-        self.rehearsal = Rehearsal.of(store)
-        self.rehearsal.prefetch = self._prefetch = prefetch
+        self.step_trace = StepTrace.of(store)
+        self.step_trace.prefetch = self._prefetch = config.prefetch
         self._trimmer = Trimmer(pool, max((placement.nbytes for placement in self.placements), default=0))
         self._watch()
-        self.splitter = Splitter(self, plan, pool, micro_batch) if micro_batch > 1 else None
+        self.splitter = (
+            Splitter(model, store, name, plan, pool, config.micro_batch, self) if config.micro_batch > 1 else None
+        )
         for module in self.model.modules():
             if self._is_hooked(module):
                 module.forward = self._guarded(module, module.forward)  # of this one object
@@ -164,7 +209,7 @@ class Pager:
         for unit in self.units:
             unit.release_parameters()
             for placement in unit.plan.placements:
-                placement.parameter._tiered = Home(self, unit, placement)  # type: ignore[attr-defined]
+                placement.parameter._tiered = ParameterHandle(self, unit, placement)  # type: ignore[attr-defined]
         for module in self.model.modules():
             if module._parameters:
                 module._parameters = _Watched(module._parameters, self)
@@ -209,9 +254,10 @@ class Pager:
         elif module is self.model or not self._frames:
             self.reset()
             self.intent.refuse_half_updated()
-            self.exchange.pass_begins()
+            if self._reduce_scatter is not None:
+                self._reduce_scatter.pass_begins()
             if module is self.model:
-                self.rehearsal.forward_begins("training" if torch.is_grad_enabled() else "inference")
+                self.step_trace.forward_begins("training" if torch.is_grad_enabled() else "inference")
         frame = Frame(module)
         self._frames.append(frame)
         if torch.is_grad_enabled() and not hooks_active():
@@ -234,22 +280,17 @@ class Pager:
 
     def take(self, unit: Unit, access: Access = Access.READ) -> None:
         """``Unit.hold``, with what other processes have to do with it."""
-        if unit.held:
+        if unit.held or self._reduce_scatter is None:
             unit.hold(access)
             return
-        self.exchange.before_hold(unit)
+        self._reduce_scatter.before_hold(unit)
         unit.hold(access)
-        self.exchange.after_hold(unit)
+        self._reduce_scatter.after_hold(unit)
 
     def _defer_hidden(self, unit: Unit) -> None:
         """Where a forward that records runs something without: reentrant checkpointing, whose gradients come apart."""
         if self._frames[0].recording and not torch.is_grad_enabled():
-            self._defer(unit)
-
-    def _defer(self, unit: Unit) -> None:
-        """More gradients of it may come until backward ends."""
-        self._updates.defer(unit)
-        self.exchange.defer(unit)
+            unit.gradients.deferred = True
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._frames and self._frames[-1].module is module:
@@ -312,6 +353,13 @@ class Pager:
         return parameter.detach() if recomputed and not parameter.requires_grad else parameter
 
     @property
+    def phase(self) -> Phase:
+        """What the model is doing, as far as hooks have weak_hook."""
+        if self._backward is not None:
+            return Phase.BACKWARD if self._backward.goes_on else Phase.INTERRUPTED
+        return Phase.FORWARD if self._frames else Phase.IDLE
+
+    @property
     def computing(self) -> bool:
         """Whether this is called from within forward or backward.
 
@@ -321,7 +369,7 @@ class Pager:
 
     def start(self) -> None:
         """Somebody uses the model otherwise: see that an interruption left nothing in the way. Raises as ``reset``."""
-        if (self._frames or self._running is not None) and not self.computing:
+        if self.phase is not Phase.IDLE and not self.computing:
             self.reset()
         self.intent.ready()
 
@@ -338,26 +386,28 @@ class Pager:
         while it could only be read.
         """
         self.intent.finish()
+        if self._backward is not None and not in_backward():
+            drop_queued()
         self._let_go(Unit.let_go)
         self.intent.refuse()
 
     def give_up(self) -> None:
         """The same before all is rolled back: nothing of it is looked at, and nothing raises."""
-        self._running = None
         if not in_backward():
             drop_queued()
         self._let_go(Unit.give_up)
 
     def _let_go(self, how: Callable[[Unit], None]) -> None:
-        if self._running is not None and not in_backward():
-            drop_queued()
         frames, self._frames = self._frames, []
         for frame in frames:
             frame.end_span()
-        self._backward_units = ()
+        if self._backward is not None:
+            self._backward.units = ()
         self._end_backward()
         self._withdraw_hooks()
-        self.exchange.abandon()  # not as an exception passes: another rank may have none, and this one would wait for it
+        if self._reduce_scatter is not None:
+            # Not as an exception passes: another rank may have none, and this one would wait for it.
+            self._reduce_scatter.abandon()
         error: TieredError | None = None
         for unit in self.units:
             unit.arriving.close()
@@ -404,7 +454,7 @@ class Pager:
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
-        if isinstance(packed, Kept):
+        if isinstance(packed, SavedActivation):
             return packed.restore()
         assert isinstance(packed, Reference)
         unit = packed.unit
@@ -419,24 +469,26 @@ class Pager:
 
     def _visit_backward(self, units: Iterable[Unit]) -> None:
         """Hold these from here on, and those that were held for backward before no longer."""
-        self._begin_backward()
-        wanted = tuple(units)
-        if all(unit in self._backward_units for unit in wanted):
+        backward, wanted = self._begin_backward(), tuple(units)
+        if all(unit in backward.units for unit in wanted):
             return
-        if self._backward_units:
+        if backward.units:
             self._leave_backward()
             self._updates.apply_ready()
         for unit in wanted:
             self.take(unit)
-            self._backward_units += (unit,)
+            backward.units += (unit,)
             assert unit.base is not None
             self._bases[unit.base.untyped_storage().data_ptr()] = unit
-        self._visiting = self.store.span("backward", _names(wanted))
+        backward.visit = self.store.span("backward", _names(wanted))
 
     def _leave_backward(self) -> None:
-        if self._visiting is not None:
-            self._visiting.end()
-        units, self._backward_units = self._backward_units, ()
+        backward = self._backward
+        if backward is None:
+            return
+        if backward.visit is not None:
+            backward.visit.end()
+        units, backward.units = backward.units, ()
         for unit in units:
             self._drop(unit)
 
@@ -464,33 +516,33 @@ class Pager:
             while frame in self._frames:
                 self._leave(self._frames.pop())
 
-    @property
-    def _in_backward(self) -> bool:
-        """Whether the backward pass that began last goes on."""
-        return self._running is not None and self._running() is not None
-
-    def _begin_backward(self) -> None:
-        if self._in_backward:
-            return
-        if self._running is not None or (self._frames and not is_called_within({f.module for f in self._frames})):
+    def _begin_backward(self) -> Backward:
+        """Return the running backward pass, which begins with the first call."""
+        backward = self._backward
+        if backward is not None and backward.goes_on:
+            return backward
+        if backward is not None or (self._frames and not is_called_within({f.module for f in self._frames})):
             self.reset()  # what was before was interrupted
         self.intent.ready()
-        self.exchange.pass_begins(backward=True)
-        self._backward_task = graph_task()
-        torch.autograd.Variable._execution_engine.queue_callback(self._begun())
-        self._passing = self.store.span("backward", type(self.model).__name__)
+        if self._reduce_scatter is not None:
+            self._reduce_scatter.pass_begins(backward=True)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_of_pass())
+        backward = self._backward
+        assert backward is not None
+        backward.span = self.store.span("backward", type(self.model).__name__)
+        return backward
 
-    def _begun(self) -> Pass:
-        """A pass that nobody keeps but autograd."""
-        begun = Pass(self._finish_backward)
-        self._running = weakref.ref(begun)
-        return begun
+    def _end_of_pass(self) -> Pass:
+        """Make the end of a new pass, which nobody keeps but autograd."""
+        end = Pass(self._finish_backward)
+        self._backward = Backward(end, graph_task())
+        return end
 
     def _finish_backward(self) -> None:
         self._leave_backward()
         try:
             self._close_gradients()
-            for unit, placement in self.exchange.backward_ended():
+            for unit, placement in () if self._reduce_scatter is None else self._reduce_scatter.backward_ended():
                 self._updates.arrived(unit, placement)
             self._updates.finish()
             self.intent.updated = False
@@ -498,20 +550,23 @@ class Pager:
             self._end_backward()
 
     def _close_gradients(self) -> None:
-        if self._gradient_unit is not None:
-            self._gradient_unit.arriving.close()
-            self._gradient_unit = None
+        backward = self._backward
+        if backward is not None and backward.graded is not None:
+            backward.graded.arriving.close()
+            backward.graded = None
 
     def _end_backward(self) -> None:
         """Also after an exception."""
         self._leave_backward()
-        if self._passing is not None:
-            self._passing.end()
+        if self._backward is not None and self._backward.span is not None:
+            self._backward.span.end()
         self._updates.abandon()
+        for unit in self.units:
+            unit.gradients.end_pass()
         self._close_gradients()
         if self.splitter is not None:
-            self.splitter.keeper.sweep()
-        self._running = None
+            self.splitter.activations.sweep()
+        self._backward = None
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
@@ -520,8 +575,9 @@ class Pager:
         if not torch.is_grad_enabled():  # nothing is recorded, and in inference mode there is no node to hook
             return
         for placement in unit.plan.placements:
-            if placement.parameter.requires_grad and placement not in self._accumulators:
-                if placement not in unit.gradients.states:
+            state = unit.gradients.states.get(placement)
+            if placement.parameter.requires_grad and (state is None or state.hooks is None):
+                if state is None:
                     raise MisuseError(
                         f"parameter {placement.name!r} is {placement.dtype}: only real floating point can be trained"
                     )
@@ -529,48 +585,49 @@ class Pager:
                 # On the node, which accumulates; a hook on the parameter would run for torch.autograd.grad, too. The parameter
                 # holds its node weakly.
                 node, pair = get_gradient_edge(parameter).node, object()
-                node.register_prehook(told(parameter, partial(Pager._gradient_arrives, pair=pair)))
-                parameter.register_post_accumulate_grad_hook(told(parameter, partial(Pager._gradient_arrived, pair=pair)))
-                self._accumulators[placement] = node, pair  # from here on they count: one of them alone would do harm
+                node.register_prehook(weak_hook(parameter, partial(Pager._gradient_arrives, pair=pair)))
+                parameter.register_post_accumulate_grad_hook(weak_hook(parameter, partial(Pager._gradient_arrived, pair=pair)))
+                state.hooks = node, pair  # from here on they count: one of them alone would do harm
 
-    def _is_hook(self, placement: Placement, pair: object) -> bool:
+    def _is_hook(self, unit: Unit, placement: Placement, pair: object) -> bool:
         """Whether hooks of this ``pair`` are those that count, and there is something for them to do."""
-        found = self._accumulators.get(placement)
+        found = unit.gradients.states[placement].hooks
         # frozen since forward: torch does not accumulate, and calls the hooks
         return found is not None and found[1] is pair and placement.parameter.requires_grad
 
     def _gradient_arrives(self, unit: Unit, placement: Placement, *, pair: object) -> None:
-        if not self._is_hook(placement, pair):
+        if not self._is_hook(unit, placement, pair):
             return
         self._open_gradients(unit)
         unit.arriving.before(placement)
 
     def _gradient_arrived(self, unit: Unit, placement: Placement, *, pair: object) -> None:
-        if not self._is_hook(placement, pair):
+        if not self._is_hook(unit, placement, pair):
             return
         assert placement.parameter.grad is not None
         unit.arriving.add(placement, placement.parameter.grad)
         self._trimmer.passed(placement.nbytes)
-        self.exchange.arrived(unit, placement)
-        if self.partition.shares == 1:  # else once all ranks' are there
+        unit.gradients.arrived.add(placement)
+        if self._reduce_scatter is None:  # else once all ranks' are there
             self._updates.arrived(unit, placement)
-        if graph_task() != self._backward_task:  # a backward pass within: more may come
-            self._defer(unit)
+        if self._backward is None or graph_task() != self._backward.task:  # a backward pass within: more may come
+            unit.gradients.deferred = True
 
     def _open_gradients(self, unit: Unit) -> None:
         """One unit's gradients are leased at a time."""
-        self._begin_backward()
-        if self._gradient_unit is not unit:
-            if self._updates.waiting and not any(held.references for held in self._backward_units):
+        backward = self._begin_backward()
+        if backward.graded is not unit:
+            if self._updates.waiting and not any(held.references for held in backward.units):
                 self._leave_backward()
             self._updates.apply_ready()
             self._close_gradients()
-            self.exchange.moved_on()
-            self._gradient_unit = unit
+            if self._reduce_scatter is not None:
+                self._reduce_scatter.moved_on()
+            backward.graded = unit
 
     def _look_ahead(self, unit: Unit) -> None:
         """While no order is known yet: ask the store for all that this unit will need."""
-        if self._prefetch == "on" and not self.rehearsal.following:
+        if self._prefetch == "on" and not self.step_trace.following:
             self.store.prefetch(unit.upcoming_keys(), tier=self._update_tier)
 
     # -- state_dict --------------------------------------------------------------------------------------------------------
@@ -607,6 +664,53 @@ class Pager:
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         for unit in self._loading(module):
             unit.drop()
+
+
+class ParameterHandle:
+    """Whose a parameter is. Weakly: the collector does not see through autograd's node, which keeps the parameter, so a model
+    that its parameters referred to would never be collected."""
+
+    def __init__(self, pager: Pager, unit: Unit, placement: Placement) -> None:
+        self._pager, self._unit, self._placement = weakref.ref(pager), weakref.ref(unit), weakref.ref(placement)
+
+    def resolve(self) -> tuple[Pager, Unit, Placement] | None:
+        """None: the model is gone."""
+        pager, unit, placement = self._pager(), self._unit(), self._placement()
+        return None if pager is None or unit is None or placement is None else (pager, unit, placement)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Called by copy and pickle."""
+        raise no_copy()
+
+
+def no_copy() -> MisuseError:
+    return MisuseError("a paged model cannot be copied or pickled: copy or save model.state_dict() instead")
+
+
+def placement_of(parameter: torch.Tensor) -> tuple[Pager, Unit, Placement]:
+    """Raises MisuseError for a parameter that was not paged, or whose model is gone."""
+    handle = getattr(parameter, "_tiered", None)
+    if handle is None:
+        raise MisuseError(
+            "this parameter is not paged: call tiered.zero.page(model, store) before making the optimizer, or make it with "
+            "store= to keep only the states there"
+        )
+    found: tuple[Pager, Unit, Placement] | None = handle.resolve()
+    if found is None:
+        raise MisuseError("the model of this parameter is gone: keep it as long as its parameters are used")
+    return found
+
+
+def weak_hook(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement], None]) -> Callable[[Any], None]:
+    """A hook. It must not keep the model: neither does it refer to the parameter."""
+    handle: ParameterHandle = parameter._tiered  # type: ignore[attr-defined]
+
+    def hook(_: Any) -> None:
+        found = handle.resolve()
+        assert found is not None, "what computes a gradient still has the model"
+        what(*found)
+
+    return hook
 
 
 def _names(units: Iterable[Unit]) -> str:

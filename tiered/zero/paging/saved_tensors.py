@@ -10,19 +10,21 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tiered import MisuseError, TieredStore
-from tiered.zero.paging.storage import Tensors, top_of
+from tiered.zero.paging.storage import TensorStore, in_top_tier
 
 __all__ = [
     "SMALL",
-    "Keeper",
-    "Kept",
+    "ActivationStore",
+    "ParameterReferences",
+    "SavedActivation",
     "drop_queued",
     "graph_task",
     "hooks_active",
@@ -138,19 +140,40 @@ def is_called_within(modules: set[nn.Module]) -> bool:
     return False
 
 
+class ParameterReferences(Protocol):
+    """What a recomputation needs of a paged model, so that its inputs do not keep parameters in memory."""
+
+    def reference(self, tensor: torch.Tensor) -> object | None:
+        """Return what to remember instead of a tensor that shows memory of a held unit; None for any other."""
+        ...
+
+    def versions(self, module: nn.Module) -> tuple[int, ...]:
+        """Return the versions of the units that ``module`` holds."""
+        ...
+
+    def recomputing(
+        self, module: nn.Module, versions: tuple[int, ...]
+    ) -> AbstractContextManager[Callable[[Any], torch.Tensor]]:
+        """Hold the units of ``module`` for a recomputation; give what turns a reference or a kept tensor into a tensor.
+
+        Raises MisuseError where a unit was updated since it had ``versions``.
+        """
+        ...
+
+
 SMALL = 4 << 10
 """Bytes: smaller tensors stay in memory. In the store they would take a page, too."""
 ALIGNMENT = 64
 """Bytes: a tensor comes back at the same distance from a multiple of this, so that kernels take the same path."""
 
 
-class Kept:
+class SavedActivation:
     """One tensor, with its strides. Its keys are deleted some time after the last reference to this object is gone.
 
     ``restore`` gives a copy: where the tensor was expanded (stride 0), of what it was expanded from.
     """
 
-    def __init__(self, store: Tensors, books: _Books, tensor: torch.Tensor, piece: int) -> None:
+    def __init__(self, store: TensorStore, books: _Books, tensor: torch.Tensor, piece: int) -> None:
         self._store, self._books, self._piece = store, books, max(1, piece // tensor.itemsize)
         self._expanded = tensor.size()
         tensor = unexpanded(tensor)
@@ -197,9 +220,9 @@ class Kept:
         return memory.as_strided(self._size, self._stride, self._phase)
 
 
-class _Trace(weakref.ref[Kept]):
-    """What is left of a ``Kept`` that is gone: which keys to delete. Its callback is a method of C, which no signal handler
-    can interrupt."""
+class _Trace(weakref.ref[SavedActivation]):
+    """What is left of a ``SavedActivation`` that is gone: which keys to delete. Its callback is a method of C, which no signal
+    handler can interrupt."""
 
     __slots__ = ("keys", "label", "number")
     label: str
@@ -220,17 +243,17 @@ class _Books:
         """The store went back to a commit: the keys are gone, or others' by now."""
 
 
-class Keeper:
+class ActivationStore:
     """Keeps tensors under ``NAME/input/LABEL#NUMBER``, the smallest number that is free: each step uses the same keys.
 
     A tensor that is kept twice, unchanged, is stored once. Used by one thread; what is kept may be let go of in any.
     """
 
     def __init__(self, store: TieredStore, name: str, piece: int) -> None:
-        self._all, self._store, self._prefix, self._piece = store, top_of(store), f"{name}/input", piece
+        self._all, self._store, self._prefix, self._piece = store, in_top_tier(store), f"{name}/input", piece
         self._books = _Books()
 
-    def keep(self, label: str, tensor: torch.Tensor, sizes: Sequence[int]) -> list[Kept] | None:
+    def keep(self, label: str, tensor: torch.Tensor, sizes: Sequence[int]) -> list[SavedActivation] | None:
         """One for each of the parts of ``sizes`` along the first dimension; a single size is the whole. None for what can only
         be kept as it is: not strided, conjugated, or with elements that share memory in other ways than by expansion.
 
@@ -251,9 +274,9 @@ class Keeper:
             self._books.known[tensor] = (state, [weakref.ref(one) for one in kept])
         return kept
 
-    def _keep(self, label: str, tensor: torch.Tensor) -> Kept:
+    def _keep(self, label: str, tensor: torch.Tensor) -> SavedActivation:
         books = self._books
-        kept = Kept(self._store, books, tensor, self._piece)
+        kept = SavedActivation(self._store, books, tensor, self._piece)
         free = books.free.setdefault(label, [])
         number = heapq.heappop(free) if free else books.used.get(label, 0)
         books.used[label] = max(books.used.get(label, 0), number + 1)

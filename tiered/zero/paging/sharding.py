@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 from uuid import uuid4
 
 import torch
@@ -20,20 +20,11 @@ from torch import nn
 from tiered import Access, CommitError, MisuseError, RankError, TensorSpec, TieredError, TieredStore
 from tiered.zero.collectives import Ranks
 from tiered.zero.paging.gradients import Arriving, LocalGradients, UnitGradients
-from tiered.zero.paging.reduction import Exchange, NoExchange, Reductions
-from tiered.zero.paging.storage import Gathered, Replicated, Stored, Tensors, Validity, Whole, dram_of
+from tiered.zero.paging.storage import AllGathered, CheckpointRecord, Local, ParameterStorage, Replicated, TensorStore, in_dram
 from tiered.zero.paging.units import Placement, UnitPlan
 from tiered.zero.rank_stores import BEGUN, META, number_of, said_in, shared_json
 
-if TYPE_CHECKING:
-    from tiered.zero.paging.unit import Unit
-
-__all__ = ["Alone", "Partition", "Shared", "Stage", "Stage1", "Stage2", "Stage3"]
-
-ROOMY = 12
-"""Times the largest unit that a pool has to be so that the next unit is gathered, and another one's gradients are on their way,
-while one computes: that is six tensors in use of at most this size, and wherever they lie, a seventh has room."""
-
+__all__ = ["Partition", "Sharded", "Stage", "Stage1", "Stage2", "Stage3", "Unsharded"]
 
 class Stage(Protocol):
     """What is divided beside the optimizer's states."""
@@ -48,9 +39,9 @@ class Stage(Protocol):
         """Whether each rank has all parameters."""
         ...
 
-    def stored(
-        self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
-    ) -> Stored:
+    def storage(
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord, ranks: Ranks
+    ) -> ParameterStorage:
         """Parameters of one unit. ``updates``: the store, where updates are computed."""
         ...
 
@@ -66,13 +57,13 @@ class Stage1:
 
     early, replicated = False, True
 
-    def stored(
-        self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
-    ) -> Stored:
-        return Replicated(store, key, validity, updates, plan, ranks)
+    def storage(
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord, ranks: Ranks
+    ) -> ParameterStorage:
+        return Replicated(store, key, checkpoint, updates, plan, ranks)
 
     def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
-        return Alone().filling(store, key, plan)
+        return Unsharded().filling(store, key, plan)
 
 
 @dataclass(frozen=True)
@@ -82,13 +73,13 @@ class Stage2:
 
     early, replicated = True, True
 
-    def stored(
-        self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
-    ) -> Stored:
-        return Replicated(store, key, validity, updates, plan, ranks)
+    def storage(
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord, ranks: Ranks
+    ) -> ParameterStorage:
+        return Replicated(store, key, checkpoint, updates, plan, ranks)
 
     def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
-        return Alone().filling(store, key, plan)
+        return Unsharded().filling(store, key, plan)
 
 
 @dataclass(frozen=True)
@@ -97,15 +88,15 @@ class Stage3:
 
     early, replicated = True, False
 
-    def stored(
-        self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
-    ) -> Stored:
-        return Gathered(store, key, validity, updates, plan, ranks)
+    def storage(
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord, ranks: Ranks
+    ) -> ParameterStorage:
+        return AllGathered(store, key, checkpoint, updates, plan, ranks)
 
     @contextmanager
     def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> Iterator[torch.Tensor]:
-        share, host = plan.stored_nbytes // plan.shares, dram_of(store)
-        gathered = Gathered(store, key, Validity(store, key), host, plan, ranks)
+        share, host = plan.stored_nbytes // plan.shares, in_dram(store)
+        gathered = AllGathered(store, key, CheckpointRecord(store, key), host, plan, ranks)
         host.create(key, TensorSpec("uint8", (share,), 1))
         with gathered.room() as unit:
             yield unit
@@ -136,14 +127,14 @@ class Partition(Protocol):
         """What is written down of it in a checkpoint."""
         ...
 
-    def stored(self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity) -> Stored: ...
+    def storage(
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord
+    ) -> ParameterStorage:
+        """Make the storage of one unit's parameters. ``updates``: the store, where updates are computed."""
+        ...
 
     def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
         """Where backward's gradients go."""
-        ...
-
-    def exchange(self, units: Sequence[Unit], pool: int) -> Exchange:
-        """``pool``: bytes of memory in the store."""
         ...
 
     def filling(self, store: TieredStore, key: str, plan: UnitPlan) -> AbstractContextManager[torch.Tensor]:
@@ -155,11 +146,11 @@ class Partition(Protocol):
         """All have the values of rank 0's."""
         ...
 
-    def least(self, value: int) -> int:
+    def all_min(self, value: int) -> int:
         """Of what all processes give."""
         ...
 
-    def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
+    def all_true(self, flags: Sequence[bool], what: str) -> list[bool]:
         """Each as it is where all processes have it True."""
         ...
 
@@ -191,7 +182,7 @@ class Partition(Protocol):
         ...
 
 
-class Alone:
+class Unsharded:
     """One process has everything."""
 
     shares, rank, replicated = 1, 0, True
@@ -202,18 +193,17 @@ class Alone:
     def share(self) -> dict[str, int | str]:
         return {"stage": "Alone", "rank": 0, "ranks": 1}
 
-    def stored(self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity) -> Stored:
-        return Whole(store, key, validity, updates)
+    def storage(
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord
+    ) -> ParameterStorage:
+        return Local(store, key, checkpoint, updates)
 
     def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
         return gradients
 
-    def exchange(self, units: Sequence[Unit], pool: int) -> Exchange:
-        return NoExchange()
-
     @contextmanager
     def filling(self, store: TieredStore, key: str, plan: UnitPlan) -> Iterator[torch.Tensor]:
-        host = dram_of(store)
+        host = in_dram(store)
         host.create(key, TensorSpec("uint8", (plan.stored_nbytes,), 1))
         with host.lease(key, access=Access.WRITE) as unit:
             yield unit
@@ -221,10 +211,10 @@ class Alone:
 
     def same_buffers(self, model: nn.Module) -> None: ...
 
-    def least(self, value: int) -> int:
+    def all_min(self, value: int) -> int:
         return value
 
-    def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
+    def all_true(self, flags: Sequence[bool], what: str) -> list[bool]:
         return list(flags)
 
     def refuse_apart(self, store: TieredStore) -> None: ...
@@ -252,7 +242,7 @@ class Alone:
         return part
 
 
-class Shared:
+class Sharded:
     """Several have a share each."""
 
     def __init__(self, ranks: Ranks, stage: Stage) -> None:
@@ -267,16 +257,13 @@ class Shared:
     def share(self) -> dict[str, int | str]:
         return {"stage": type(self.stage).__name__, "rank": self.rank, "ranks": self.shares}
 
-    def stored(self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity) -> Stored:
-        return self.stage.stored(store, updates, key, plan, validity, self.ranks)
+    def storage(
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord
+    ) -> ParameterStorage:
+        return self.stage.storage(store, updates, key, plan, checkpoint, self.ranks)
 
     def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
-        return LocalGradients(dram_of(store), f"{key}/local", plan, gradients)
-
-    def exchange(self, units: Sequence[Unit], pool: int) -> Exchange:
-        roomy = pool >= ROOMY * max((unit.plan.nbytes for unit in units), default=0)
-        early, replicated = self.stage.early, self.stage.replicated
-        return Reductions(self.ranks, units, early=early, replicated=replicated, overlapped=roomy)
+        return LocalGradients(in_dram(store), f"{key}/local", plan, gradients)
 
     @contextmanager
     def filling(self, store: TieredStore, key: str, plan: UnitPlan) -> Iterator[torch.Tensor]:
@@ -289,11 +276,11 @@ class Shared:
         for name, buffer in model.named_buffers():
             self.ranks.broadcast(buffer, f"the buffer {name!r}")
 
-    def least(self, value: int) -> int:
-        return int(self.ranks.shared(torch.tensor([value], device="cpu"), "the smallest pool").amin())
+    def all_min(self, value: int) -> int:
+        return int(self.ranks.all_gather(torch.tensor([value], device="cpu"), "the smallest pool").amin())
 
-    def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
-        return self.ranks.shared(torch.tensor(flags, dtype=torch.uint8, device="cpu"), what).amin(0).bool().tolist()
+    def all_true(self, flags: Sequence[bool], what: str) -> list[bool]:
+        return self.ranks.all_gather(torch.tensor(flags, dtype=torch.uint8, device="cpu"), what).amin(0).bool().tolist()
 
     def refuse_apart(self, store: TieredStore) -> None:
         if store in _unfinished:
@@ -352,7 +339,7 @@ class Shared:
         self.ranks.broadcast(name, "the name of a commit")
         number = max(self._after, number_of(store.meta)) + 1
         mine = torch.tensor([number, error is None, BEGUN in store.meta], device="cpu")
-        told = self.ranks.shared(mine, "the begin of a commit")
+        told = self.ranks.all_gather(mine, "the begin of a commit")
         self._agreed(told[:, 1], error, "could not begin a commit; nothing was committed")
         self._after = int(told[:, 0].amax())
         first = META not in store.meta  # in these stores, whatever was taken over
@@ -369,7 +356,7 @@ class Shared:
             error = problem
         finally:
             self.joins(store)
-        done = self.ranks.shared(torch.tensor([error is None], device="cpu"), "the end of a commit").view(-1)
+        done = self.ranks.all_gather(torch.tensor([error is None], device="cpu"), "the end of a commit").view(-1)
         if not all(done):
             _unfinished[store] = f"the commit failed on {_lost(done)}"
         self._agreed(done, error, otherwise)
@@ -388,6 +375,6 @@ class Shared:
         sizes = [0 if share is None else share.numel for share in shares]
         padded = torch.zeros(max(sizes, default=0), dtype=part.dtype, device="cpu")
         padded[: part.numel()] = part.reshape(-1)
-        found = self.ranks.shared(padded, f"{what} of {placement.name!r}")
+        found = self.ranks.all_gather(padded, f"{what} of {placement.name!r}")
         flat = torch.cat([row[:size] for row, size in zip(found, sizes, strict=True)])
         return flat.as_strided(placement.shape, placement.stride)

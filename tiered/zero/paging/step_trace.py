@@ -14,7 +14,7 @@ from typing import Literal
 
 from tiered import TieredStore, Touch
 
-__all__ = ["Prefetch", "Rehearsal"]
+__all__ = ["Prefetch", "StepTrace"]
 
 Kind = Literal["training", "inference"]
 Prefetch = Literal["on", "off"]
@@ -61,7 +61,7 @@ class _Loop:
         return [touch for touches in turned for touch in touches]
 
 
-class Rehearsal:
+class StepTrace:
     """``of`` gives the store's one. Used by one thread at a time, as a model is."""
 
     def __init__(self, store: TieredStore) -> None:
@@ -74,10 +74,10 @@ class Rehearsal:
         self.prefetch: Prefetch = "on"
 
     @staticmethod
-    def of(store: TieredStore) -> Rehearsal:
-        found = _rehearsals.get(id(store))
+    def of(store: TieredStore) -> StepTrace:
+        found = _traces.get(id(store))
         if found is None:
-            found = _rehearsals[id(store)] = Rehearsal(store)
+            found = _traces[id(store)] = StepTrace(store)
         return found
 
     @property
@@ -105,5 +105,5 @@ class Rehearsal:
             self._followed = loop.expected
 
 
-_rehearsals: weakref.WeakValueDictionary[int, Rehearsal] = weakref.WeakValueDictionary()
-"""By the identity of the store, which a rehearsal keeps alive. Models that are paged into the store keep the rehearsal."""
+_traces: weakref.WeakValueDictionary[int, StepTrace] = weakref.WeakValueDictionary()
+"""By the identity of the store, which a trace keeps alive. Models that are paged into the store keep the trace."""

@@ -23,25 +23,25 @@ from tiered.zero.leases import Leases, Opened
 from tiered.zero.paging.units import UnitPlan
 
 __all__ = [
-    "AtTier",
-    "Converted",
-    "Gathered",
+    "AllGathered",
+    "Cast",
+    "CheckpointRecord",
+    "Local",
+    "ParameterStorage",
     "Replicated",
-    "Stored",
-    "Tensors",
+    "TensorStore",
+    "TierView",
     "UpdateTier",
-    "Validity",
-    "Whole",
-    "dram_of",
     "host",
-    "top_of",
-    "updates_of",
+    "in_dram",
+    "in_top_tier",
+    "in_update_tier",
 ]
 
 UpdateTier = Literal["dram", "hbm"]
 
 
-class Tensors(Protocol):
+class TensorStore(Protocol):
     """What gradients and states use of a store. See there."""
 
     def __contains__(self, key: object, /) -> bool: ...
@@ -64,7 +64,7 @@ class Tensors(Protocol):
     def span(self, kind: str, name: str) -> AbstractContextManager[Any]: ...
 
 
-class AtTier:
+class TierView:
     """A store whose tensors are made and leased in ``tier`` (None: the top one), and whose leases are in the books."""
 
     def __init__(self, store: TieredStore, tier: str | None) -> None:
@@ -96,24 +96,24 @@ class AtTier:
         return self._store.span(kind, name)
 
 
-def top_of(store: TieredStore) -> Tensors:
+def in_top_tier(store: TieredStore) -> TensorStore:
     """``store``, where parameters compute."""
-    return AtTier(store, None)
+    return TierView(store, None)
 
 
-def dram_of(store: TieredStore) -> Tensors:
+def in_dram(store: TieredStore) -> TensorStore:
     """``store``, in host memory."""
-    return AtTier(store, "dram")
+    return TierView(store, "dram")
 
 
-def updates_of(store: TieredStore, tier: UpdateTier) -> Tensors:
+def in_update_tier(store: TieredStore, tier: UpdateTier) -> TensorStore:
     """``store``, where updates are computed. Raises MisuseError for a tier that it has not."""
     names = [one.name for one in store.statistics().tiers]
     if tier not in ("dram", "hbm"):
         raise MisuseError(f"update_tier is 'dram' or 'hbm', not {tier!r}")
     if tier not in names:
         raise MisuseError(f"update_tier={tier!r}: this store has no such tier; open it with hbm=, or leave update_tier out")
-    return AtTier(store, tier)
+    return TierView(store, tier)
 
 
 def host(tensor: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ def host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("cpu")
 
 
-class Validity:
+class CheckpointRecord:
     """The record of a model's last commit is deleted before any of its tensors changes.
 
     So a commit of the store that knows nothing of the model never pairs an old record with newer tensors.
@@ -145,18 +145,18 @@ class Validity:
         """All is as in the last commit."""
         self._changed_in = None
 
-    def end(self) -> None:
+    def invalidate(self) -> None:
         """Something is about to change."""
         self.note()
         if self.key in self._store:
             self._store.delete(self.key)
 
 
-class Stored(Protocol):
-    """One unit's parameters. ``open`` and ``close`` in turn."""
+class ParameterStorage(Protocol):
+    """One unit's parameters. ``materialize`` and ``close`` in turn."""
 
-    def begin(self) -> None:
-        """``open`` for READ comes soon."""
+    def prefetch(self) -> None:
+        """``materialize`` for READ comes soon."""
         ...
 
     def give_up(self) -> None:
@@ -171,31 +171,31 @@ class Stored(Protocol):
         """Other processes updated their parts of the unit: have them here. All of them call it."""
         ...
 
-    def open(self, access: Access) -> torch.Tensor:
+    def materialize(self, access: Access) -> torch.Tensor:
         """All of the unit in the top tier, as uint8; what is written to it, with WRITE, is taken over by ``write_back``."""
         ...
 
     def write_back(self, unit: torch.Tensor) -> None:
-        """``unit`` is what ``open`` gave for WRITE."""
+        """``unit`` is what ``materialize`` gave for WRITE."""
         ...
 
     def close(self) -> None:
-        """Nothing of what ``open`` gave is used any more. Idempotent, also after an ``open`` that was interrupted."""
+        """Give back what ``materialize`` took. Idempotent, also where ``materialize`` was interrupted."""
         ...
 
-    def own(self, access: Access) -> AbstractContextManager[torch.Tensor]:
+    def shard(self, access: Access) -> AbstractContextManager[torch.Tensor]:
         """What this process updates of the unit, as it is in the store (uint8), where updates are computed."""
         ...
 
 
-class Whole:
+class Local:
     """They are in the store as they are used: a lease, no copy. ``updates``: the store, where updates are computed."""
 
-    def __init__(self, store: TieredStore, key: str, validity: Validity, updates: Tensors) -> None:
-        self._store, self._top, self._key, self._validity, self._updates = store, top_of(store), key, validity, updates
+    def __init__(self, store: TieredStore, key: str, checkpoint: CheckpointRecord, updates: TensorStore) -> None:
+        self._store, self._top, self._key, self._checkpoint, self._updates = store, in_top_tier(store), key, checkpoint, updates
         self._lease = Opened()
 
-    def begin(self) -> None:
+    def prefetch(self) -> None:
         """Nothing takes long that the store does not know of."""
 
     def give_up(self) -> None:
@@ -207,7 +207,7 @@ class Whole:
     def refresh(self) -> None:
         """There are no others."""
 
-    def open(self, access: Access) -> torch.Tensor:
+    def materialize(self, access: Access) -> torch.Tensor:
         return self._lease.open(self._leased(self._top, access))
 
     def write_back(self, unit: torch.Tensor) -> None:
@@ -216,23 +216,23 @@ class Whole:
     def close(self) -> None:
         self._lease.close()
 
-    def own(self, access: Access) -> AbstractContextManager[torch.Tensor]:
+    def shard(self, access: Access) -> AbstractContextManager[torch.Tensor]:
         return self._leased(self._updates, access)
 
-    def _leased(self, store: Tensors, access: Access) -> AbstractContextManager[torch.Tensor]:
+    def _leased(self, store: TensorStore, access: Access) -> AbstractContextManager[torch.Tensor]:
         if access is Access.WRITE:
-            self._validity.end()
+            self._checkpoint.invalidate()
         return store.lease(self._key, access=access)
 
 
-class Replicated(Whole):
+class Replicated(Local):
     """Each rank has all of them in its store, and updates its share: the others are gathered, in host memory, before they are
     used again."""
 
     def __init__(
-        self, store: TieredStore, key: str, validity: Validity, updates: Tensors, plan: UnitPlan, ranks: Ranks
+        self, store: TieredStore, key: str, checkpoint: CheckpointRecord, updates: TensorStore, plan: UnitPlan, ranks: Ranks
     ) -> None:
-        super().__init__(store, key, validity, updates)
+        super().__init__(store, key, checkpoint, updates)
         self._ranks = ranks
         share = plan.stored_nbytes // plan.shares
         self._share = slice(ranks.rank * share, (ranks.rank + 1) * share)
@@ -243,18 +243,18 @@ class Replicated(Whole):
 
     def refresh(self) -> None:
         if self._stale:
-            with self._leased(dram_of(self._store), Access.WRITE) as unit:
+            with self._leased(in_dram(self._store), Access.WRITE) as unit:
                 self._ranks.gather(unit, unit[self._share], f"the updated parameters of {self._key!r}").wait()
                 del unit
             self._stale = False
 
-    def open(self, access: Access) -> torch.Tensor:
+    def materialize(self, access: Access) -> torch.Tensor:
         assert not self._stale
-        return super().open(access)
+        return super().materialize(access)
 
     @contextmanager
-    def own(self, access: Access) -> Iterator[torch.Tensor]:
-        with super().own(access) as unit:
+    def shard(self, access: Access) -> Iterator[torch.Tensor]:
+        with super().shard(access) as unit:
             self._stale |= access is Access.WRITE
             share = unit[self._share]
             del unit
@@ -262,15 +262,15 @@ class Replicated(Whole):
             del share
 
 
-class Gathered:
+class AllGathered:
     """Each rank has its share of them in its store; all come together in a tensor in host memory, which goes from there to the
     top tier and is deleted after use: where DRAM is the top, before it could be written to the disk."""
 
     def __init__(
-        self, store: TieredStore, key: str, validity: Validity, updates: Tensors, plan: UnitPlan, ranks: Ranks
+        self, store: TieredStore, key: str, checkpoint: CheckpointRecord, updates: TensorStore, plan: UnitPlan, ranks: Ranks
     ) -> None:
-        self._top, self._key, self._validity, self._ranks = top_of(store), key, validity, ranks
-        self._updates, self._host = updates, dram_of(store)
+        self._top, self._key, self._checkpoint, self._ranks = in_top_tier(store), key, checkpoint, ranks
+        self._updates, self._host = updates, in_dram(store)
         self._gathered = f"{key}/gathered"
         self._nbytes = plan.stored_nbytes
         share = plan.stored_nbytes // plan.shares
@@ -281,10 +281,10 @@ class Gathered:
         self._sources = ExitStack()
         self._begun: tuple[torch.Tensor, Under] | None = None
 
-    def begin(self) -> None:
-        self._begin(ahead=True)
+    def prefetch(self) -> None:
+        self._begin_gather(ahead=True)
 
-    def _begin(self, ahead: bool) -> None:
+    def _begin_gather(self, ahead: bool) -> None:
         if self._begun is not None:
             return
         with ExitStack() as room, ExitStack() as lease, ExitStack() as sources:
@@ -311,8 +311,8 @@ class Gathered:
     def refresh(self) -> None:
         """They are gathered whenever they are used."""
 
-    def open(self, access: Access) -> torch.Tensor:
-        self._begin(ahead=False)
+    def materialize(self, access: Access) -> torch.Tensor:
+        self._begin_gather(ahead=False)
         assert self._begun is not None
         whole, under = self._begun
         try:
@@ -335,7 +335,7 @@ class Gathered:
             raise
 
     def write_back(self, unit: torch.Tensor) -> None:
-        with self.own(Access.WRITE) as own:
+        with self.shard(Access.WRITE) as own:
             own.copy_(unit[self._share])
             del own
 
@@ -343,9 +343,9 @@ class Gathered:
         self._lease.close()
         self._room.close()
 
-    def own(self, access: Access) -> AbstractContextManager[torch.Tensor]:
+    def shard(self, access: Access) -> AbstractContextManager[torch.Tensor]:
         if access is Access.WRITE:
-            self._validity.end()
+            self._checkpoint.invalidate()
         return self._updates.lease(self._key, access=access)
 
     @contextmanager
@@ -364,68 +364,68 @@ class Gathered:
             self._host.delete(self._gathered)
 
 
-class Converted:
-    """They are of other types in the store, where ``stored`` finds them: a tensor in the top tier, which is deleted after
+class Cast:
+    """They are of other types in the store, where ``source`` finds them: a tensor in the top tier, which is deleted after
     use."""
 
-    def __init__(self, stored: Stored, store: TieredStore, key: str, plan: UnitPlan) -> None:
-        self._stored, self._store, self._plan = stored, top_of(store), plan
+    def __init__(self, source: ParameterStorage, store: TieredStore, key: str, plan: UnitPlan) -> None:
+        self._source, self._store, self._plan = source, in_top_tier(store), plan
         self._key = f"{key}/converted"
         self._lease = Opened()
-        self._reading = False  # ``stored`` is open, or was when an interruption came
+        self._reading = False  # ``source`` is materialized, or was when an interruption came
 
-    def begin(self) -> None:
-        self._stored.begin()
+    def prefetch(self) -> None:
+        self._source.prefetch()
 
     def give_up(self) -> None:
-        self._stored.give_up()
+        self._source.give_up()
 
     def restored(self) -> None:
-        self._stored.restored()
+        self._source.restored()
 
     def refresh(self) -> None:
-        self._stored.refresh()
+        self._source.refresh()
 
-    def open(self, access: Access) -> torch.Tensor:
+    def materialize(self, access: Access) -> torch.Tensor:
         self.close()
         try:
             self._store.create(self._key, TensorSpec("uint8", (self._plan.nbytes,), 1))
             converted = self._lease.open(self._store.lease(self._key, access=Access.WRITE))
-            stored = self._open_stored(Access.READ)
+            stored = self._open_source(Access.READ)
             for placement in self._plan.placements:
                 placement.view(converted).copy_(placement.stored_view(stored))
             del stored
-            self._close_stored()
+            self._close_source()
         except BaseException:
             self.close()
             raise
         return converted
 
     def write_back(self, unit: torch.Tensor) -> None:
-        stored = self._open_stored(Access.WRITE)
+        stored = self._open_source(Access.WRITE)
         try:
             for placement in self._plan.placements:
                 placement.stored_view(stored).copy_(placement.view(unit))
-            self._stored.write_back(stored)
+            self._source.write_back(stored)
         finally:
             del stored
-            self._close_stored()
+            self._close_source()
 
-    def _open_stored(self, access: Access) -> torch.Tensor:
-        self._close_stored()
+    def _open_source(self, access: Access) -> torch.Tensor:
+        self._close_source()
         self._reading = True
-        return self._stored.open(access)
+        return self._source.materialize(access)
 
-    def _close_stored(self) -> None:
+    def _close_source(self) -> None:
         if self._reading:
-            self._stored.close()
+            self._source.close()
             self._reading = False
 
     def close(self) -> None:
-        self._close_stored()
+        self._close_source()
         self._lease.close()
         if self._key in self._store:
             self._store.delete(self._key)
 
-    def own(self, access: Access) -> AbstractContextManager[torch.Tensor]:
-        return self._stored.own(access)
+    def shard(self, access: Access) -> AbstractContextManager[torch.Tensor]:
+        return self._source.shard(access)

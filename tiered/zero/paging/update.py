@@ -22,7 +22,7 @@ from torch.optim.adamw import adamw
 
 from tiered import Access, InterruptedStep, MisuseError, TensorSpec
 from tiered.zero.paging.saved_tensors import without_grad
-from tiered.zero.paging.storage import Tensors
+from tiered.zero.paging.storage import TensorStore
 from tiered.zero.paging.units import Placement
 
 __all__ = ["AdamWRule", "Pending", "States", "Update", "UpdateRule", "all_finite", "join", "split"]
@@ -179,7 +179,7 @@ class States:
 
     def __init__(
         self,
-        store: Tensors,
+        store: TensorStore,
         key: str,
         placements: Sequence[Placement],
         chunk_elements: int,
