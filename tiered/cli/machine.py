@@ -25,7 +25,7 @@ import torch
 from tiered import MisuseError, TieredError
 from tiered.cli.arguments import BACKENDS
 from tiered.cli.measure import DATA_FILE, bytes_of, environment, measure, scratch_store
-from tiered.cli.output import bandwidth, refuse_unwritable, write_report
+from tiered.cli.output import counted, rate, refuse_unwritable, write_report
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.store.opening import SMALLEST_DRAM, default_dram
 from tiered.system import cgroup_room, direct_io_alignment
@@ -407,13 +407,10 @@ def describe_rates(rates: dict[str, Any]) -> str:
     if rates["why_no_disk"]:
         lines = [f"rates       disk not measured: {rates['why_no_disk']}"]
     else:
-        lines = [
-            f"rates       disk through a store: read {bandwidth(rates['disk_read'])}, "
-            f"write {bandwidth(rates['disk_write'])} GB/s"
-        ]
-    lines.append(f"            memory copy: {bandwidth(rates['memory_copy'])} GB/s on {rates['memory_threads']} threads")
+        lines = [f"rates       disk through a store: read {rate(rates['disk_read'])}, write {rate(rates['disk_write'])}"]
+    lines.append(f"            memory copy: {rate(rates['memory_copy'])} on {counted(rates['memory_threads'], 'thread')}")
     for link in rates["devices"]:
         ways = (("to it", link["to_device"]), ("from it", link["from_device"]))
-        told = ", ".join(f"{way} {'not measured' if rate is None else bandwidth(rate) + ' GB/s'}" for way, rate in ways)
+        told = ", ".join(f"{way} {'not measured' if found is None else rate(found)}" for way, found in ways)
         lines.append(f"            cuda:{link['index']}: {told}")
     return "\n".join(lines)

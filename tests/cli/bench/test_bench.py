@@ -85,7 +85,7 @@ class TestStore:
         shown = capsys.readouterr()
         lines = shown.out.splitlines()
         head = next(line for line in lines if line.startswith("size "))
-        assert head.split() == ["size", "operation", "tensor", "runs", "per", "s", "GB/s", "p50", "p90", "p99", "max"]
+        assert head.split() == ["size", "operation", "tensor", "runs", "per", "s", "rate", "p50", "p90", "p99", "max"]
         assert sum(line.startswith("64KiB ") for line in lines) == 9
         assert lines[-1].startswith("1MiB: skipped, ")
         assert shown.err.splitlines()[-1] == "done"
@@ -195,7 +195,7 @@ class TestFio:
             fio.huge_buffers(MIB) as buffers,
             StopRequest() as stop,
         ):
-            passes = walk.Walk(store, setup, stop)
+            passes = walk.Workload(store, setup, stop)
             passes.prepare()
             data = bench_io._descriptor(store.folder)
             assert data is not None
@@ -292,7 +292,6 @@ class TestUsage:
     @pytest.mark.parametrize(
         ("arguments", "names"),
         [
-            (["bench"], "what"),
             (["bench", "nonsense"], "nonsense"),
             (["bench", "store", "--sizes", "4KiB,,"], "--sizes"),
             (["bench", "store", "--sizes", "0"], "--sizes"),
@@ -406,7 +405,7 @@ class TestReports:
     @pytest.mark.parametrize("contents", [b"years of work", b"{}", b'{"a": 1}', b"\x89PNG of a cat", PACKAGE])
     def test_anything_else_stays(self, tmp_path: Path, contents: bytes) -> None:
         (tmp_path / "thesis").write_bytes(contents)
-        with pytest.raises(MisuseError, match=r"thesis is there already and is none of our reports, .* with --plot"):
+        with pytest.raises(MisuseError, match=r"thesis exists already and is none of our reports, .* with --plot"):
             refuse_unwritable(str(tmp_path / "thesis"), "--plot")
         assert (tmp_path / "thesis").read_bytes() == contents
 

@@ -19,14 +19,15 @@ from typing import Any, Literal
 
 from tiered import TieredError, TieredStore
 from tiered.cli.bench import fio
-from tiered.cli.bench.plot import plot_rounds, refuse_unplottable
-from tiered.cli.bench.series import Run, Series, Setup, Walk, in_rounds, ratios, refuse_full_disk, series_as_json
+from tiered.cli.bench.plot import plot_rounds
+from tiered.cli.bench.series import Run, Series, Setup, Workload, in_rounds, ratios, refuse_full_disk, series_as_json
 from tiered.cli.machine import store_facts
 from tiered.cli.measure import DATA_FILE, Noise, Spread, Usage, environment, quantiles, scratch_folder, scratch_store
 from tiered.cli.output import (
     Progress,
     duration,
     exact_size,
+    refuse_unplottable,
     refuse_unwritable,
     table,
     told_environment,
@@ -82,7 +83,7 @@ class Flood:
         errors: list[BaseException] = []
 
         def write() -> None:
-            walk = Walk(self.store, self.setup, StopRequest())
+            walk = Workload(self.store, self.setup, StopRequest())
             count = 0
             try:
                 while not over.is_set():
@@ -168,7 +169,7 @@ def bench(options: Options, setup: Setup, json: str | None) -> int:
             refuse_full_disk(options.folder, setup.disk_bytes + (setup.moved if options.beside == "fio" else 0))
             progress.working("writing what will be read", 0.0)
             store = stack.enter_context(scratch_store(options.folder, dram=setup.pool, backend=setup.backend))
-            walk = Walk(store, setup, stop)
+            walk = Workload(store, setup, stop)
             walk.prepare()
             ours: dict[fio.Mode, Run] = {"read": walk.read, "write": walk.write, "mixed": walk.mixed}
             runs = {mode: {"tiered": run} for mode, run in ours.items() if mode in options.modes}
@@ -216,7 +217,7 @@ class _Beside:
     """fio, where the store reads and writes: its own ``data`` file, for one part of a drive may be quicker than another.
 
     What is read are its first bytes; what is written takes turns between the two sets of extents behind them, as a store that
-    overwrites nothing does. Nobody reads the tensors there (``Walk``). Without ``data``, a file of its own in ``folder``.
+    overwrites nothing does. Nobody reads the tensors there (``Workload``). Without ``data``, a file of its own in ``folder``.
     """
 
     def __init__(self, folder: str, data: tuple[str, str] | None, nbytes: int, buffers: fio.Buffers) -> None:
@@ -288,7 +289,7 @@ def _describe(report: Mapping[str, Any], measured: Mapping[fio.Mode, Sequence[Se
         )
         told += [f"fio {engine} left out: {why}" for engine, why in report["fio"]["unavailable"].items()]
     if measured:
-        told += ["", table(rows, left=2), *_doubts(measured)]
+        told += ["", table(rows, "llr"), *_doubts(measured)]
     return "\n".join(told)
 
 

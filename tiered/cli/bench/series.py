@@ -26,7 +26,7 @@ __all__ = [
     "Run",
     "Series",
     "Setup",
-    "Walk",
+    "Workload",
     "in_rounds",
     "ratios",
     "refuse_full_disk",
@@ -202,7 +202,7 @@ def refuse_full_disk(folder: str, needed: int) -> None:
         )
 
 
-class Walk:
+class Workload:
     """Passes over a store's tensors: those of ``r/`` are only read, those of ``w/`` only written."""
 
     def __init__(self, store: TieredStore, setup: Setup, stop: StopRequest) -> None:

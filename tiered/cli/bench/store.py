@@ -16,9 +16,9 @@ from tiered.cli.machine import store_facts
 from tiered.cli.measure import Noise, bytes_of, environment, free_on, percentile, scratch_store
 from tiered.cli.output import (
     Progress,
-    bandwidth,
     duration,
     exact_size,
+    rate,
     refuse_unwritable,
     table,
     told_environment,
@@ -92,10 +92,10 @@ class Line:
         }
 
     def row(self) -> list[str]:
-        rate = bandwidth(self.per_second * self.nbytes) if self.moves else "-"
+        moved = rate(self.per_second * self.nbytes) if self.moves else "-"
         times = [duration(seconds) for seconds in self.latency().values()]
         count = f"{self.per_second:,.0f}" if self.per_second >= 10 else f"{self.per_second:.1f}"
-        return [exact_size(self.nbytes), self.operation, self.where, f"{len(self.latencies):,}", count, rate, *times]
+        return [exact_size(self.nbytes), self.operation, self.where, f"{len(self.latencies):,}", count, moved, *times]
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ class _Runs:
 
 
 def _describe(report: dict[str, Any], lines: Sequence[Line]) -> str:
-    head = ["size", "operation", "tensor", "runs", "per s", "GB/s", "p50", "p90", "p99", "max"]
+    head = ["size", "operation", "tensor", "runs", "per s", "rate", "p50", "p90", "p99", "max"]
     told = [
         told_environment(report),
         told_io(report),
@@ -296,6 +296,6 @@ def _describe(report: dict[str, Any], lines: Sequence[Line]) -> str:
         "",
     ]
     if lines:
-        told.append(table([head, *(line.row() for line in lines)], left=3))
+        told.append(table([head, *(line.row() for line in lines)], "lllr"))
     told += [f"{exact_size(found['size_bytes'])}: skipped, {found['why']}" for found in report["skipped"]]
     return "\n".join(told)

@@ -23,7 +23,7 @@ from tiered import MisuseError, TieredError
 from tiered.cli.bench import fio
 from tiered.cli.bench.fio import Mode
 from tiered.cli.bench.io import Beside
-from tiered.cli.bench.plot import plot_sweep, refuse_unplottable
+from tiered.cli.bench.plot import plot_sweep
 from tiered.cli.bench.series import Order, Run, Series, in_rounds, ratios, refuse_full_disk, series_as_json
 from tiered.cli.machine import IN_MEMORY, backends, filesystem
 from tiered.cli.measure import GIB, Meter, Noise, Spread, Usage, bytes_of, environment, scratch_folder
@@ -31,6 +31,7 @@ from tiered.cli.output import (
     Progress,
     duration,
     exact_size,
+    refuse_unplottable,
     refuse_unwritable,
     table,
     told_environment,
@@ -351,7 +352,7 @@ def _describe(report: Mapping[str, Any], options: Options, measured: Mapping[Poi
     if "fio" in report:
         told.append(f"{report['fio']['version']}: same file, blocks and depths, {report['fio']['buffers']}; end_fsync=1")
         told += [f"fio {engine} left out: {why}" for engine, why in report["fio"]["unavailable"].items()]
-    return "\n".join([*told, "", table(rows, left=2), "", *_best(measured)])
+    return "\n".join([*told, "", table(rows, "llr"), "", *_best(measured)])
 
 
 def _best(measured: Mapping[Point, Sequence[Series]]) -> list[str]:

@@ -18,7 +18,7 @@ from tiered.cli.machine import store_facts
 from tiered.cli.measure import Noise, Spread, environment, free_on, scratch_folder
 from tiered.cli.output import Progress, refuse_unwritable, table, told_environment, told_io, told_noise, write_report
 from tiered.cli.stop import Stopped, StopRequest
-from tiered.cli.train.run import GRADIENT_BYTES, STATE_BYTES
+from tiered.cli.train.model import GRADIENT_BYTES, STATE_BYTES
 from tiered.types import format_size
 
 __all__ = ["WARM_UP", "bench", "describe"]

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,9 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from tiered import TieredError, TieredStore, zero
-from tiered.cli.measure import Meter, scratch_store
-from tiered.cli.train.model import GPT, Shape, Text, build, in_parts, initialiser, open_text
-from tiered.cli.train.run import STATE_BYTES, decayed
+from tiered.cli.measure import Meter, peak_memory, scratch_store
+from tiered.cli.train.model import GPT, STATE_BYTES, Shape, Text, build, in_parts, initialiser, open_text
+from tiered.cli.train.run import decayed
 from tiered.store.opening import SMALLEST_DRAM
 from tiered.types import BackendName
 
@@ -168,15 +167,6 @@ def _initialiser(model: GPT, shape: Shape) -> Any:
             initialise(module)
 
     return seeded
-
-
-def peak_memory() -> int | None:
-    """Bytes that this process had in memory at most. Not ``getrusage``, which begins with what the parent had."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), None)
 
 
 def _answer(**found: Any) -> None:
