@@ -89,7 +89,7 @@ def run(
 
 
 def fork_from_here() -> None:
-    """For a program that the server forked and that starts others: forks them, too, from what it is now. Before its first thread."""
+    """For a program that the server forked and that starts others, before its first thread: forks those from what it is now."""
     ours, theirs = socket.socketpair()
     said = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = sys.path[1 + sum(map(bool, said)) :]

@@ -49,8 +49,8 @@ def on_ranks(ranks: int, *arguments: object, restarts: int = 0) -> subprocess.Co
 
 @contextmanager
 def started(pids: Path, *arguments: object, restarts: int = 0) -> Iterator[subprocess.Popen[str]]:
-    """Two ranks, whose processes' numbers are in files of ``pids``; torchrun and they are forked. Killed at the latest at the end
-    of the block."""
+    """Two ranks, whose processes' numbers are in files of ``pids``; torchrun and they are forked. Killed at the end of the
+    block at the latest."""
     pids.mkdir()
     given = ["tests.cli.train.launched" if word == TORCHRUN else word for word in launch(2, *arguments, restarts=restarts)]
     environment = ENVIRONMENT | {PIDS: str(pids)}
