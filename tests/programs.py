@@ -22,13 +22,13 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-__all__ = ["ONE_THREAD", "Popen", "run"]
+__all__ = ["ONE_THREAD", "Popen", "fork_from_here", "run"]
 
 ROOT = Path(__file__).resolve().parents[1]
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -88,6 +88,25 @@ def run(
     return done
 
 
+def fork_from_here() -> None:
+    """For a program that the server forked and that starts others, before its first thread: forks those from what it is now."""
+    ours, theirs = socket.socketpair()
+    said = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = sys.path[1 + sum(map(bool, said)) :]
+    _one_thread()
+    server = os.fork()
+    if server:
+        theirs.close()
+        _SERVERS[os.getpid(), ()] = _Server(ours, lambda: os.waitpid(server, 0))
+        return
+    ours.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with theirs:
+        program, streams = _serve(theirs)
+    _become(program, streams, path)
+    sys.exit()
+
+
 class _Program(NamedTuple):
     """``words``: ``-m name``, ``-c source`` or a script, and its arguments. ``options``: of the interpreter."""
 
@@ -133,23 +152,29 @@ def _server(options: tuple[str, ...]) -> _Server:
     with _STARTING:
         key = os.getpid(), options
         if key not in _SERVERS:
-            _SERVERS[key] = _Server(options)
+            _SERVERS[key] = _started(options)
         return _SERVERS[key]
 
 
+def _started(options: tuple[str, ...]) -> _Server:
+    channel, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, *options, "-m", "tests.programs", str(theirs.fileno())],
+            cwd=ROOT,
+            env={name: value for name, value in ONE_THREAD.items() if name != "PYTHONPATH"},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        )
+    _received(channel, 1)
+    return _Server(channel, process.wait)
+
+
 class _Server:
-    def __init__(self, options: tuple[str, ...]) -> None:
-        self._pid, self._turn = os.getpid(), threading.Lock()
-        self._channel, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, *options, "-m", "tests.programs", str(theirs.fileno())],
-                cwd=ROOT,
-                env={name: value for name, value in ONE_THREAD.items() if name != "PYTHONPATH"},
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
-        _received(self._channel, 1)
+    """``wait``: until it has ended, which it does when nobody can ask it any more."""
+
+    def __init__(self, channel: socket.socket, wait: Callable[[], object]) -> None:
+        self._pid, self._turn, self._channel, self._wait = os.getpid(), threading.Lock(), channel, wait
         atexit.register(self._end)
 
     def fork(self, program: _Program, streams: Sequence[int]) -> int:
@@ -167,7 +192,7 @@ class _Server:
     def _end(self) -> None:
         self._channel.close()
         if self._pid == os.getpid():
-            self._process.wait()
+            self._wait()
 
 
 def _adopt(wanted: bool) -> None:
@@ -264,6 +289,10 @@ def _become(program: _Program, streams: Sequence[int], path: Sequence[str]) -> N
         exec(compile(Path(how).read_bytes(), how, "exec"), vars(main))
 
 
+def _one_thread() -> None:
+    assert len(os.listdir("/proc/self/task")) == 1, "a thread is not forked"
+
+
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all of them, and tests end this one
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the console script does before it imports torch
@@ -275,7 +304,7 @@ def _main() -> None:
     import tiered.cli.train.run
     import tiered.zero  # noqa: F401
 
-    assert len(os.listdir("/proc/self/task")) == 1, "a thread is not forked"
+    _one_thread()
     path = sys.path[1:]
     gc.freeze()
     with socket.socket(fileno=int(sys.argv[1])) as channel:

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from tests import programs
+from tests.cli.train.launched import PIDS
 from tests.cli.train.trainings import ONE_THREAD, TINY, command, losses, same, tiered
 from tiered import MisuseError
 from tiered.cli.arguments import Launched
@@ -33,10 +34,11 @@ from tiered.zero.rank_stores import newest_set
 STEPS = 6
 TRAINING = [*TINY, "--lr", "3e-3", "--warmup", "2", "--steps", STEPS, "--accumulate", 2]
 ENVIRONMENT = ONE_THREAD | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+TORCHRUN = "torch.distributed.run"
 
 
 def launch(ranks: int, *arguments: object, restarts: int = 0) -> list[str]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "--max-restarts", restarts]
+    torchrun = ["-m", TORCHRUN, "--standalone", "--nproc-per-node", ranks, "--max-restarts", restarts]
     return [sys.executable, *map(str, [*torchrun, "-m", "tiered", "train", *arguments])]
 
 
@@ -46,10 +48,13 @@ def on_ranks(ranks: int, *arguments: object, restarts: int = 0) -> subprocess.Co
 
 
 @contextmanager
-def started(ranks: int, *arguments: object, restarts: int = 0) -> Iterator[subprocess.Popen[str]]:
-    """Killed with all its ranks at the latest at the end of the block."""
-    given = launch(ranks, *arguments, restarts=restarts)
-    with subprocess.Popen(given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as child:
+def started(pids: Path, *arguments: object, restarts: int = 0) -> Iterator[subprocess.Popen[str]]:
+    """Two ranks, whose processes' numbers are in files of ``pids``; torchrun and they are forked. Killed at the end of the
+    block at the latest."""
+    pids.mkdir()
+    given = ["tests.cli.train.launched" if word == TORCHRUN else word for word in launch(2, *arguments, restarts=restarts)]
+    environment = ENVIRONMENT | {PIDS: str(pids)}
+    with programs.Popen(given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as child:
         try:
             yield child
         finally:
@@ -154,14 +159,13 @@ def test_a_rank_is_killed_and_torchrun_starts_all_again(
     """With --resume from the first start on, which begins anew; what ends is bit for bit what was never killed."""
     folder, written = tmp_path / "many", tmp_path / "many.json"
     arguments = [*TRAINING, "--resume", "--dir", folder, "--json", written, "--commit-every", 1, "--timeout", 30]
-    with started(2, *arguments, restarts=3) as child:
+    with started(tmp_path / "pids", *arguments, restarts=3) as child:
         # The first generation is of each rank alone, the next one of all.
         stores = [folder / f"rank-{rank}-of-2" for rank in range(2)]
         while not all(path.is_dir() and max(generations(path), default=0) > 1 for path in stores):
             assert child.poll() is None
             time.sleep(0.01)
-        rank = next(one for one in psutil.Process(child.pid).children() if one.environ().get("RANK") == "1")
-        rank.kill()
+        os.kill(int((tmp_path / "pids" / "1").read_text()), signal.SIGKILL)
         out, err = child.communicate(timeout=200)
     assert child.returncode == 0, err
     found = re.findall(r"^resumed   after step (\d)", out, re.MULTILINE)
@@ -176,7 +180,7 @@ def test_ctrl_c_stops_all_after_one_step_and_resuming_goes_on(
     whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     folder, written = tmp_path / "many", tmp_path / "many.json"
-    with started(2, *TRAINING, "--dir", folder) as child:
+    with started(tmp_path / "pids", *TRAINING, "--dir", folder) as child:
         assert child.stdout is not None
         assert any(line.startswith("step 1/") for line in child.stdout)
         child.send_signal(signal.SIGINT)
