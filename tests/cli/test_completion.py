@@ -30,7 +30,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
         (["bench", "io", "--dir", "my"], {"my-store"}),
         (["train", "--text", "my"], {"my-store", "my.txt"}),
     ],
-    ids=str,
+    ids=lambda value: " ".join(sorted(value)) if isinstance(value, set) else " ".join(value),
 )
 def test_bash(words: list[str], completed: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "my-store").mkdir()
