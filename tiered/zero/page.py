@@ -25,7 +25,7 @@ from tiered.zero.checkpoint.reshard import Source, opened, reshard
 from tiered.zero.checkpoint.safetensors import Pretrained
 from tiered.zero.collectives import Ranks
 from tiered.zero.paging.micro_batch import KEPT_SHARE, refuse_batch_dependent, split_modules
-from tiered.zero.paging.pager import Pager, PagerConfig, placement_of
+from tiered.zero.paging.pager import Pager, PagerConfig, pager_of
 from tiered.zero.paging.sharding import Partition, Sharded, Stage, Stage3, Unsharded
 from tiered.zero.paging.step_trace import Prefetch
 from tiered.zero.paging.storage import UpdateTier, in_update_tier
@@ -52,17 +52,15 @@ class PagingStatistics:
 
 def statistics(model: nn.Module) -> PagingStatistics:
     """What paging ``model`` took so far. Raises MisuseError for a model that is not paged."""
-    for parameter in model.parameters():
-        pager = placement_of(parameter)[0]
-        units = pager.units
-        return PagingStatistics(
-            units=len(units),
-            largest_unit=max(unit.plan.nbytes for unit in units),
-            updates=sum(unit.updates for unit in units),
-            update_seconds=sum(unit.states.update_seconds for unit in units),
-            split=pager.splitter.split if pager.splitter is not None else (),
-        )
-    raise MisuseError("this model has no parameters")
+    pager = pager_of(model)
+    units = pager.units
+    return PagingStatistics(
+        units=len(units),
+        largest_unit=max(unit.plan.nbytes for unit in units),
+        updates=sum(unit.updates for unit in units),
+        update_seconds=sum(unit.states.update_seconds for unit in units),
+        split=pager.splitter.split if pager.splitter is not None else (),
+    )
 
 
 @contextmanager
@@ -70,11 +68,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Backward passes in this block only add up their gradients in this rank's store; the next one outside of it, or
     ``optimizer.step()``, reduces the sums: once, as in ``DistributedDataParallel.no_sync``. Raises MisuseError for a model
     that is not paged. With one process, and with ``zero.Stage1``, that is how it is anyway."""
-    for parameter in model.parameters():
-        sync = placement_of(parameter)[0].gradient_sync
-        break
-    else:
-        raise MisuseError("this model has no parameters")
+    sync = pager_of(model).gradient_sync
     before, sync.paused = sync.paused, True
     try:
         yield

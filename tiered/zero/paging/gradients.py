@@ -40,7 +40,7 @@ class StoredGradient(torch.Tensor):
     parameter_name: str
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's stub misnames it
-        return f"StoredGradient(of={self.parameter_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"{type(self).__name__}(of={self.parameter_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks the classmethod
@@ -50,8 +50,13 @@ class StoredGradient(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        name = next((arg.parameter_name for arg in _flatten(args) if isinstance(arg, StoredGradient)), "?")
-        raise MisuseError(
+        name = next((arg.parameter_name for arg in _flatten(args) if isinstance(arg, cls)), "?")
+        raise MisuseError(cls._why(name, func))
+
+    @classmethod
+    def _why(cls, name: str, func: object) -> str:
+        """Say why ``func`` cannot compute with the gradient of parameter ``name``, and what to do instead."""
+        return (
             f"the gradient of {name!r} is in the store, so {func} cannot compute with it: use "
             "optimizer.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_, optimizer.zero_grad() instead of "
             "grad.zero_(), optimizer.grad(parameter) to look at it, tiered.zero.GradScaler instead of torch.amp.GradScaler"
@@ -61,19 +66,9 @@ class StoredGradient(torch.Tensor):
 class SpentGradient(StoredGradient):
     """There was a gradient; the parameter was updated with it during backward, and it is gone. Computing with it raises."""
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"SpentGradient(of={self.parameter_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        name = next((arg.parameter_name for arg in _flatten(args) if isinstance(arg, SpentGradient)), "?")
-        raise MisuseError(
+    def _why(cls, name: str, func: object) -> str:
+        return (
             f"{name!r} was updated during backward, and its gradient is gone, so {func} cannot compute with it: clipping, loss "
             'scaling and accumulation need update="on_fetch"'
         )

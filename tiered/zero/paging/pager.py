@@ -65,6 +65,7 @@ __all__ = [
     "Phase",
     "Reference",
     "no_copy",
+    "pager_of",
     "pagers_of",
     "placement_of",
     "weak_hook",
@@ -699,6 +700,13 @@ def placement_of(parameter: torch.Tensor) -> tuple[Pager, Unit, Placement]:
     if found is None:
         raise MisuseError("the model of this parameter is gone: keep it as long as its parameters are used")
     return found
+
+
+def pager_of(model: nn.Module) -> Pager:
+    """Return the pager of ``model``. Raises MisuseError for a model that is not paged, or has no parameters."""
+    for parameter in model.parameters():
+        return placement_of(parameter)[0]
+    raise MisuseError("this model has no parameters")
 
 
 def weak_hook(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement], None]) -> Callable[[Any], None]:

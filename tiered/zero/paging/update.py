@@ -25,7 +25,7 @@ from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.storage import TensorStore
 from tiered.zero.paging.units import Placement
 
-__all__ = ["AdamWRule", "Pending", "States", "Update", "UpdateRule", "all_finite", "join", "split"]
+__all__ = ["AdamWRule", "Pending", "States", "Update", "UpdateRule", "all_finite", "flat_view", "join", "split"]
 
 class UpdateRule(Protocol):
     """One parameter's update, elementwise, so that any slice of it may be updated by itself. A frozen value: its
@@ -378,7 +378,7 @@ class States:
         for name, value in state.items():
             dtype = torch.float32 if name == "master" else self._dtype
             arranged = torch.empty_strided(placement.shape, placement.stride, dtype=dtype, device="cpu")
-            flat[name] = _flat(arranged.copy_(value))
+            flat[name] = flat_view(arranged.copy_(value))
         self.stale_masters.add(placement)
         master = flat.pop("master", None)
         narrow = _NARROW.get(placement.stored)
@@ -414,6 +414,6 @@ class _Scratch:
         return buffer[:size]
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in memory order, without a copy; ``tensor`` is dense."""
+def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all elements of ``tensor``, which is dense, in memory order and without a copy."""
     return tensor.as_strided((tensor.numel(),), (1,))
