@@ -24,7 +24,7 @@ from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint.reshard import Source, opened, reshard
 from tiered.zero.checkpoint.safetensors import Pretrained
 from tiered.zero.collectives import Ranks
-from tiered.zero.paging.micro_batch import KEPT_SHARE, refuse_batch_dependent, split_modules
+from tiered.zero.paging.micro_batch import SAVED_SHARE, refuse_batch_dependent, split_modules
 from tiered.zero.paging.pager import Pager, PagerConfig, pager_of
 from tiered.zero.paging.sharding import Partition, Sharded, Stage, Stage3, Unsharded
 from tiered.zero.paging.step_trace import Prefetch
@@ -389,7 +389,7 @@ def _refuse_small_pool(
     together += (max(sizes, default=0) if shares == 1 else 4 * max(sizes, default=0)) + converted
     if micro_batch > 1:
         together += 2 * max(sizes, default=0)
-        together = -(-together * KEPT_SHARE // (KEPT_SHARE - 1) // 4096) * 4096
+        together = -(-together * SAVED_SHARE // (SAVED_SHARE - 1) // 4096) * 4096
     needed = -(-max(3 * max(sizes, default=0) + converted, together, 1 << 20) // 4096) * 4096
     if pool < needed:
         largest = max(plan.units, key=lambda unit: unit.nbytes)

@@ -35,7 +35,7 @@ from tiered.zero.paging.saved_tensors import (
 )
 from tiered.zero.paging.units import Plan, is_called
 
-__all__ = ["KEPT_SHARE", "Splitter", "Structure", "flatten", "paths", "rebuild", "refuse_batch_dependent", "split_modules"]
+__all__ = ["SAVED_SHARE", "Splitter", "Structure", "flatten", "paths", "rebuild", "refuse_batch_dependent", "split_modules"]
 
 @dataclass(frozen=True)
 class Structure:
@@ -98,9 +98,9 @@ def paths(structure: Structure | None, prefix: str = "") -> Iterator[str]:
         yield from paths(child, prefix + (f".{name}" if dotted else f"[{name!r}]"))
 
 
-KEPT_SHARE = 32
-"""What is kept goes into the store in pieces of at most this fraction of the pool, and at most ``LARGEST_PIECE`` bytes."""
-LARGEST_PIECE = 4 << 20
+SAVED_SHARE = 32
+"""What is kept goes into the store in pieces of at most this fraction of the pool, and at most ``LARGEST_PART`` bytes."""
+LARGEST_PART = 4 << 20
 
 Forward = Callable[..., Any]
 _ATTENDING = (
@@ -174,7 +174,7 @@ class Splitter:
         modules = split_modules(model, plan)
         self.references, self.parts, self.split = references, parts, tuple(modules.values())
         self._model = model
-        piece = min(LARGEST_PIECE, pool // KEPT_SHARE) // 4096 * 4096
+        piece = min(LARGEST_PART, pool // SAVED_SHARE) // 4096 * 4096
         self.anywhere = torch.empty(0, device=store.device)
         """Of an argument like this checkpoint learns on which device random numbers are drawn, and draws the same again."""
         self.activations = ActivationStore(store, name, max(4096, piece))

@@ -107,7 +107,7 @@ def all_finite(values: torch.Tensor) -> bool:
     return math.isfinite(smallest.item()) and math.isfinite(largest.item())
 
 
-PIECE = 1 << 18
+UPDATED_AT_ONCE = 1 << 18
 """Elements that are updated at a time: all buffers of one piece stay in the processor's cache."""
 
 
@@ -277,7 +277,7 @@ class States:
         pieces = []
         for placement in placements:
             start, stop, _ = self._within(placement, begin)
-            pieces += [(placement, first, min(stop, first + PIECE)) for first in range(start, stop, PIECE)]
+            pieces += [(placement, first, min(stop, first + UPDATED_AT_ONCE)) for first in range(start, stop, UPDATED_AT_ONCE)]
         return pieces
 
     def _update_piece(
