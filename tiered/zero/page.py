@@ -29,7 +29,7 @@ from tiered.zero.paging.pager import Pager, PagerConfig, pager_of
 from tiered.zero.paging.sharding import Partition, Sharded, Stage, Stage3, Unsharded
 from tiered.zero.paging.step_trace import Prefetch
 from tiered.zero.paging.storage import UpdateTier, in_update_tier
-from tiered.zero.paging.units import Limits, Placement, Plan, Policy, UnitPlan, divide
+from tiered.zero.paging.units import Limits, ModelPlan, Placement, Policy, UnitPlan, divide
 from tiered.zero.rank_stores import newest_set, number_of
 
 __all__ = ["PagingStatistics", "no_sync", "page", "statistics"]
@@ -323,7 +323,7 @@ def _unreadable(error: OSError, weights: object) -> TieredError:
     return TieredError(f"cannot read {error.filename or weights}: {error.strerror} (errno {error.errno})")
 
 
-def _release(plan: Plan, store: TieredStore) -> None:
+def _release(plan: ModelPlan, store: TieredStore) -> None:
     """Give up the values that parameters have."""
     for unit in plan.units:
         for placement in unit.placements:
@@ -373,7 +373,7 @@ def _staged(model: nn.Module, window: Window) -> dict[nn.Parameter, Staged]:
 
 
 def _refuse_small_pool(
-    plan: Plan, model: nn.Module, store: TieredStore, pool: int, micro_batch: int, shares: int
+    plan: ModelPlan, model: nn.Module, store: TieredStore, pool: int, micro_batch: int, shares: int
 ) -> None:
     """A unit, its gradient, and what the modules around it hold must fit at the same time, wherever they happen to lie. Where
     units divide the batch, a piece of what is kept for backward, too; and the largest unit twice more, for it may lie in the
@@ -456,7 +456,7 @@ class _Adoption:
     stored: dict[nn.Parameter, tuple[str, Placement, torch.device]] = field(default_factory=dict)
     created: list[str] = field(default_factory=list)
 
-    def move(self, plan: Plan, name: str, trimmer: Trimmer) -> None:
+    def move(self, plan: ModelPlan, name: str, trimmer: Trimmer) -> None:
         owner: dict[nn.Parameter, nn.Module] = {}
         for module in self.model.modules():
             for parameter in module._parameters.values():

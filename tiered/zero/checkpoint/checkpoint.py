@@ -16,7 +16,7 @@ from tiered.zero.paging.pager import Pager, pager_of, pagers_of, placement_of
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.storage import CheckpointRecord
 from tiered.zero.paging.unit import Unit
-from tiered.zero.paging.units import Limits, Placement, Plan, UnitPlan
+from tiered.zero.paging.units import Limits, ModelPlan, Placement, UnitPlan
 from tiered.zero.paging.update import AdamWRule, Pending, Update
 from tiered.zero.record import MOST, VERSION, checked, dumps, loads, refuse_other_tensors
 
@@ -383,7 +383,7 @@ def persistent_buffers(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_buffers() if name not in transient]
 
 
-def refuse_other(store: TieredStore, name: str, plan: Plan, partition: Partition, model: nn.Module) -> None:
+def refuse_other(store: TieredStore, name: str, plan: ModelPlan, partition: Partition, model: nn.Module) -> None:
     """Raises MisuseError where ``model``, divided by ``plan``, is not the one that was committed as ``name``, and ManifestError
     where its record is damaged, or not of the tensors that are there."""
     buffers = _fitting(store, name, plan.units, plan.limits, partition, model)["buffers"]

@@ -33,7 +33,7 @@ from tiered.zero.paging.saved_tensors import (
     in_backward,
     unexpanded,
 )
-from tiered.zero.paging.units import Plan, is_called
+from tiered.zero.paging.units import ModelPlan, is_called
 
 __all__ = ["SAVED_SHARE", "Splitter", "Structure", "flatten", "paths", "rebuild", "refuse_batch_dependent", "split_modules"]
 
@@ -110,7 +110,7 @@ _ATTENDING = (
 """Of torch's own, those that tell by ``batch_first`` where they have the batch."""
 
 
-def split_modules(model: nn.Module, plan: Plan) -> dict[nn.Module, str]:
+def split_modules(model: nn.Module, plan: ModelPlan) -> dict[nn.Module, str]:
     """The outermost modules that hold all parameters below them while they run, by name; ``model`` itself only when there is
     nothing else to split.
 
@@ -166,7 +166,7 @@ class Splitter:
         model: nn.Module,
         store: TieredStore,
         name: str,
-        plan: Plan,
+        plan: ModelPlan,
         pool: int,
         parts: int,
         references: ParameterReferences,

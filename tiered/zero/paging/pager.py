@@ -52,7 +52,7 @@ from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.step_trace import Prefetch, StepTrace
 from tiered.zero.paging.storage import CheckpointRecord, UpdateTier, in_update_tier
 from tiered.zero.paging.unit import BackwardUpdates, Unit
-from tiered.zero.paging.units import Placement, Plan, is_called
+from tiered.zero.paging.units import ModelPlan, Placement, is_called
 
 __all__ = [
     "Backward",
@@ -174,7 +174,7 @@ class PagerConfig:
 class Pager:
     """A model whose parameters live in a store. Used by one thread at a time, as a module is."""
 
-    def __init__(self, model: nn.Module, store: TieredStore, plan: Plan, config: PagerConfig) -> None:
+    def __init__(self, model: nn.Module, store: TieredStore, plan: ModelPlan, config: PagerConfig) -> None:
         name, pool, partition = config.name, config.pool, config.partition
         self.model, self.store, self.name = model, store, name
         self.limits = plan.limits

@@ -18,7 +18,18 @@ from torch import nn
 
 from tiered.errors import MisuseError
 
-__all__ = ["ALIGNMENT", "Limits", "Placement", "Plan", "Policy", "UnitPlan", "divide", "even_chunks", "is_called", "is_dense"]
+__all__ = [
+    "ALIGNMENT",
+    "Limits",
+    "ModelPlan",
+    "Placement",
+    "Policy",
+    "UnitPlan",
+    "divide",
+    "even_chunks",
+    "is_called",
+    "is_dense",
+]
 
 @dataclass(frozen=True)
 class Policy:
@@ -208,7 +219,7 @@ class UnitPlan:
 
 
 @dataclass(eq=False)
-class Plan:
+class ModelPlan:
     """``held[module]``: the units that must be there during that module's forward, by index in ``units``."""
 
     units: list[UnitPlan]
@@ -226,14 +237,14 @@ def divide(
     strides: Mapping[nn.Parameter, tuple[int, ...]],
     policy: Policy,
     shares: int = 1,
-) -> Plan:
+) -> ModelPlan:
     """Divide ``model``'s parameters into units of at most ``limits.unit`` bytes where a single parameter allows it.
 
     ``strides``: those of parameters that do not show their own, because they were released. ``shares``: by how many ranks each
     unit is divided in turn; then parameters of different types, and those that need no gradient, are in units of their own.
     """
     order = {parameter: index for index, parameter in enumerate(model.parameters())}
-    plan, limit = Plan([], {}, limits), limits.unit
+    plan, limit = ModelPlan([], {}, limits), limits.unit
     home: dict[nn.Parameter, int] = {}
 
     def make(name: str, named: list[tuple[str, nn.Parameter]]) -> None:
@@ -282,7 +293,7 @@ def is_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _hold(model: nn.Module, home: dict[nn.Parameter, int], limit: int, plan: Plan) -> None:
+def _hold(model: nn.Module, home: dict[nn.Parameter, int], limit: int, plan: ModelPlan) -> None:
     """A module holds the units of its own parameters; one whose parameters fit the limit together holds all below it."""
 
     def visit(module: nn.Module, seen: set[nn.Module]) -> list[nn.Parameter]:
