@@ -24,7 +24,7 @@ import msgspec
 from tiered.errors import MisuseError, SafetensorsError, shortened, shown
 from tiered.types import LARGEST, TensorSpec
 
-__all__ = ["CODES", "INDEX", "SINGLE", "Entry", "WeightFiles", "encode_header", "entry_of", "read_header"]
+__all__ = ["CODES", "INDEX", "SINGLE", "Entry", "WeightFiles", "encode_header", "entry_of", "first_of", "read_header"]
 
 INDEX = "model.safetensors.index.json"
 """Says which tensor is in which file."""
@@ -198,7 +198,7 @@ class WeightFiles:
         there = {entry.name for entry in entries}
         if names is not None and names != there:
             lacks, has = sorted(names - there), sorted(there - names)
-            what = f"lacks {_some(lacks)}, which its index names" if lacks else f"has {_some(has)}, which no index names"
+            what = f"lacks {first_of(lacks)}, which its index names" if lacks else f"has {first_of(has)}, which no index names"
             raise SafetensorsError(f"{told} {what}")
         for entry in entries:
             self.entries[entry.name] = entry
@@ -285,7 +285,8 @@ def _told(file: str) -> str:
     return file if file.isprintable() else repr(file)
 
 
-def _some(names: Sequence[str]) -> str:
+def first_of(names: Sequence[str]) -> str:
+    """List the first names of ``names``, shortened, and how many more there are, for an error."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(repr(shortened(name)) for name in names[:3]) + more
 

@@ -22,7 +22,7 @@ __all__ = ["Ranks", "Under"]
 
 TAG = 192
 """Bytes that say what a collective is for."""
-PIECE = 1 << 18
+ADDED_AT_ONCE = 1 << 18
 """Elements that are added up at a time."""
 GRACE = 5.0
 """Seconds in which the other ranks, which waited for as long, say that it failed there, too."""
@@ -130,13 +130,13 @@ class Ranks:
         """The mean over the ranks of what ``all_to_all`` received, in its memory. bf16 and fp16 are added up as fp32."""
         parts = received.view(dtype).view(self.size, -1)
         total = parts[0]
-        for start in range(0, total.numel(), PIECE):
-            pieces = parts[:, start : start + PIECE]
+        for start in range(0, total.numel(), ADDED_AT_ONCE):
+            pieces = parts[:, start : start + ADDED_AT_ONCE]
             mean = pieces[0].to(torch.float64 if dtype is torch.float64 else torch.float32)
             for piece in pieces[1:]:
                 mean.add_(piece)
             mean.div_(self.size)
-            total[start : start + PIECE].copy_(mean)
+            total[start : start + ADDED_AT_ONCE].copy_(mean)
         return total
 
     def all_gather(self, own: torch.Tensor, what: str, *, apart: bool = False) -> torch.Tensor:

@@ -24,12 +24,12 @@ from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint.reshard import Source, opened, reshard
 from tiered.zero.checkpoint.safetensors import Pretrained
 from tiered.zero.collectives import Ranks
-from tiered.zero.paging.micro_batch import KEPT_SHARE, refuse_batch_dependent, split_modules
-from tiered.zero.paging.pager import Pager, PagerConfig, placement_of
+from tiered.zero.paging.micro_batch import SAVED_SHARE, refuse_batch_dependent, split_modules
+from tiered.zero.paging.pager import Pager, PagerConfig, pager_of
 from tiered.zero.paging.sharding import Partition, Sharded, Stage, Stage3, Unsharded
 from tiered.zero.paging.step_trace import Prefetch
 from tiered.zero.paging.storage import UpdateTier, in_update_tier
-from tiered.zero.paging.units import Limits, Placement, Plan, Policy, UnitPlan, divide
+from tiered.zero.paging.units import Limits, ModelPlan, Placement, Policy, UnitPlan, divide
 from tiered.zero.rank_stores import newest_set, number_of
 
 __all__ = ["PagingStatistics", "no_sync", "page", "statistics"]
@@ -52,17 +52,15 @@ class PagingStatistics:
 
 def statistics(model: nn.Module) -> PagingStatistics:
     """What paging ``model`` took so far. Raises MisuseError for a model that is not paged."""
-    for parameter in model.parameters():
-        pager = placement_of(parameter)[0]
-        units = pager.units
-        return PagingStatistics(
-            units=len(units),
-            largest_unit=max(unit.plan.nbytes for unit in units),
-            updates=sum(unit.updates for unit in units),
-            update_seconds=sum(unit.states.update_seconds for unit in units),
-            split=pager.splitter.split if pager.splitter is not None else (),
-        )
-    raise MisuseError("this model has no parameters")
+    pager = pager_of(model)
+    units = pager.units
+    return PagingStatistics(
+        units=len(units),
+        largest_unit=max(unit.plan.nbytes for unit in units),
+        updates=sum(unit.updates for unit in units),
+        update_seconds=sum(unit.states.update_seconds for unit in units),
+        split=pager.splitter.split if pager.splitter is not None else (),
+    )
 
 
 @contextmanager
@@ -70,11 +68,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Backward passes in this block only add up their gradients in this rank's store; the next one outside of it, or
     ``optimizer.step()``, reduces the sums: once, as in ``DistributedDataParallel.no_sync``. Raises MisuseError for a model
     that is not paged. With one process, and with ``zero.Stage1``, that is how it is anyway."""
-    for parameter in model.parameters():
-        sync = placement_of(parameter)[0].gradient_sync
-        break
-    else:
-        raise MisuseError("this model has no parameters")
+    sync = pager_of(model).gradient_sync
     before, sync.paused = sync.paused, True
     try:
         yield
@@ -329,7 +323,7 @@ def _unreadable(error: OSError, weights: object) -> TieredError:
     return TieredError(f"cannot read {error.filename or weights}: {error.strerror} (errno {error.errno})")
 
 
-def _release(plan: Plan, store: TieredStore) -> None:
+def _release(plan: ModelPlan, store: TieredStore) -> None:
     """Give up the values that parameters have."""
     for unit in plan.units:
         for placement in unit.placements:
@@ -379,7 +373,7 @@ def _staged(model: nn.Module, window: Window) -> dict[nn.Parameter, Staged]:
 
 
 def _refuse_small_pool(
-    plan: Plan, model: nn.Module, store: TieredStore, pool: int, micro_batch: int, shares: int
+    plan: ModelPlan, model: nn.Module, store: TieredStore, pool: int, micro_batch: int, shares: int
 ) -> None:
     """A unit, its gradient, and what the modules around it hold must fit at the same time, wherever they happen to lie. Where
     units divide the batch, a piece of what is kept for backward, too; and the largest unit twice more, for it may lie in the
@@ -395,7 +389,7 @@ def _refuse_small_pool(
     together += (max(sizes, default=0) if shares == 1 else 4 * max(sizes, default=0)) + converted
     if micro_batch > 1:
         together += 2 * max(sizes, default=0)
-        together = -(-together * KEPT_SHARE // (KEPT_SHARE - 1) // 4096) * 4096
+        together = -(-together * SAVED_SHARE // (SAVED_SHARE - 1) // 4096) * 4096
     needed = -(-max(3 * max(sizes, default=0) + converted, together, 1 << 20) // 4096) * 4096
     if pool < needed:
         largest = max(plan.units, key=lambda unit: unit.nbytes)
@@ -462,7 +456,7 @@ class _Adoption:
     stored: dict[nn.Parameter, tuple[str, Placement, torch.device]] = field(default_factory=dict)
     created: list[str] = field(default_factory=list)
 
-    def move(self, plan: Plan, name: str, trimmer: Trimmer) -> None:
+    def move(self, plan: ModelPlan, name: str, trimmer: Trimmer) -> None:
         owner: dict[nn.Parameter, nn.Module] = {}
         for module in self.model.modules():
             for parameter in module._parameters.values():

@@ -10,7 +10,7 @@ from torch import nn
 
 from tiered import MisuseError
 from tiered.zero.paging.units import is_dense
-from tiered.zero.paging.update import all_finite
+from tiered.zero.paging.update import all_finite, flat_view
 
 __all__ = ["LocalShard"]
 
@@ -71,7 +71,7 @@ class LocalShard:
         here = _part(self.parameter.detach())
         if (here.shape, here.stride(), here.dtype, here.device) != (self.shape, self.stride, self.dtype, self.device):
             raise MisuseError(f"{self.name} has another shape, type or device than when the optimizer was made: make a new one")
-        self.values = _flat(here)
+        self.values = flat_view(here)
         gradient: Any = self.parameter.grad
         if gradient is None:
             return
@@ -80,7 +80,7 @@ class LocalShard:
         gradient = _part(gradient.detach())
         if gradient.layout is not torch.strided:
             raise MisuseError(f"{self.name} has a sparse gradient, which AdamW does not have a step for")
-        self.gradient = _flat(gradient) if gradient.stride() == self.stride else self.flat(gradient, gradient.dtype)
+        self.gradient = flat_view(gradient) if gradient.stride() == self.stride else self.flat(gradient, gradient.dtype)
 
     def unbind(self) -> None:
         for what in ("values", "gradient"):
@@ -98,7 +98,7 @@ class LocalShard:
 
     def flat(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A flat copy of ``value``, which has the shape of the parameter or of the part that is here."""
-        return _flat(torch.empty_strided(self.shape, self.stride, dtype=dtype, device="cpu").copy_(self._cut(value)))
+        return flat_view(torch.empty_strided(self.shape, self.stride, dtype=dtype, device="cpu").copy_(self._cut(value)))
 
     def like(self, flat: torch.Tensor) -> torch.Tensor:
         """The opposite: as the parameter is, a DTensor with its placements where it is one."""
@@ -132,8 +132,3 @@ def _part(tensor: Any) -> torch.Tensor:
     """What is here of a tensor, as an ordinary one."""
     found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found.detach()
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in memory order, without a copy; ``tensor`` is dense."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

@@ -12,11 +12,11 @@ from tiered import ManifestError, MisuseError, TensorSpec, TieredStore
 from tiered.zero.checkpoint import loaders
 from tiered.zero.checkpoint.loaders import Loader, Stateful, random_states
 from tiered.zero.optimizer import AdamW
-from tiered.zero.paging.pager import Pager, pagers_of, placement_of
+from tiered.zero.paging.pager import Pager, pager_of, pagers_of, placement_of
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.storage import CheckpointRecord
 from tiered.zero.paging.unit import Unit
-from tiered.zero.paging.units import Limits, Placement, Plan, UnitPlan
+from tiered.zero.paging.units import Limits, ModelPlan, Placement, UnitPlan
 from tiered.zero.paging.update import AdamWRule, Pending, Update
 from tiered.zero.record import MOST, VERSION, checked, dumps, loads, refuse_other_tensors
 
@@ -57,7 +57,7 @@ def commit(
     committed. ``meta`` is the store's, for people to read (default: as before). Raises MisuseError for what cannot be written
     down, and what ``TieredStore.commit`` raises.
     """
-    pager = _pager_of(model)
+    pager = pager_of(model)
 
     def prepare() -> None:
         _prepare(model, optimizer, scheduler, scaler, data, extra)
@@ -76,7 +76,7 @@ def commit_async(
     meta: Mapping[str, object] | None = None,
 ) -> Future[int]:
     """``commit`` all as it is now, while training goes on: see ``TieredStore.commit_async``."""
-    partition = _pager_of(model).partition
+    partition = pager_of(model).partition
     if partition.shares > 1:
         raise MisuseError("ranks acknowledge a commit together, which commit_async does not: call zero.commit")
     store = _prepare(model, optimizer, scheduler, scaler, data, extra)
@@ -97,7 +97,7 @@ def resume(
     step is bit for bit what it would have been. Raises MisuseError where they differ from what was committed, ManifestError
     for a record that is damaged.
     """
-    pager = _pager_of(model)
+    pager = pager_of(model)
     return _load(pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
 
 
@@ -117,7 +117,7 @@ def rollback(
     whole store that goes back: call it for each model that is in it; until then the others raise InterruptedStep. Raises as
     that, with nothing changed where the last commit has no record of the model, and as ``resume``.
     """
-    pager = _pager_of(model)
+    pager = pager_of(model)
     others = pagers_of(pager.store)
     for other in others:
         other.give_up()
@@ -163,7 +163,7 @@ def _prepare(
     extra: Mapping[str, Any] | None,
 ) -> TieredStore:
     """Put all that a commit of ``model`` has beside what the store has anyway into it."""
-    pager = _pager_of(model)
+    pager = pager_of(model)
     store, name = pager.store, pager.name
     stage = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {}).get("stage")
     if getattr(stage, "name", None) == "UNSCALED":  # which torch's state_dict does not tell
@@ -366,12 +366,6 @@ def _parameter(described: Any) -> str:
     return f"{name!r} of shape {tuple(shape)}, {dtype}{kept}"
 
 
-def _pager_of(model: nn.Module) -> Pager:
-    for parameter in model.parameters():
-        return placement_of(parameter)[0]
-    raise MisuseError("this model has no parameters")
-
-
 def layout(store: TieredStore, name: str) -> tuple[Limits, dict[str, tuple[int, ...]]]:
     """By what model ``name`` was divided when it was committed, and the strides of its parameters. Raises as ``resume``."""
     found = read_record(store, name)["layout"]
@@ -389,7 +383,7 @@ def persistent_buffers(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_buffers() if name not in transient]
 
 
-def refuse_other(store: TieredStore, name: str, plan: Plan, partition: Partition, model: nn.Module) -> None:
+def refuse_other(store: TieredStore, name: str, plan: ModelPlan, partition: Partition, model: nn.Module) -> None:
     """Raises MisuseError where ``model``, divided by ``plan``, is not the one that was committed as ``name``, and ManifestError
     where its record is damaged, or not of the tensors that are there."""
     buffers = _fitting(store, name, plan.units, plan.limits, partition, model)["buffers"]
