@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BACKENDS",
+    "Formatter",
     "Launched",
     "Parser",
     "add_backend",
@@ -115,13 +116,24 @@ class Parser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         known = list(map(str, action.choices))
-        wrong = f"{str(value)!r} is none of {', '.join(known)}{_meant(str(value), known)}"
-        raise argparse.ArgumentError(None if isinstance(action, argparse._SubParsersAction) else action, wrong)
+        if isinstance(action, argparse._SubParsersAction):
+            what = _meant(str(value), known) or f"; the commands are {', '.join(known)}"
+            raise argparse.ArgumentError(None, f"unknown command {str(value)!r}{what}")
+        raise argparse.ArgumentError(action, f"{str(value)!r} is none of {', '.join(known)}{_meant(str(value), known)}")
 
 
 def _meant(given: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(given, known, n=1)
     return f", did you mean {close[0]}?" if close else ""
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Formats help. argparse forgets the indentation of commands when it chooses the column of their descriptions."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        if isinstance(action, argparse._SubParsersAction):
+            self._action_max_length += self._indent_increment
 
 
 def command(commands: Commands, name: str, summary: str, description: str, examples: str) -> argparse.ArgumentParser:
@@ -131,7 +143,7 @@ def command(commands: Commands, name: str, summary: str, description: str, examp
         help=summary,
         description=description,
         epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Formatter,
     )
     parser.set_defaults(parser=parser)
     return parser

@@ -6,7 +6,6 @@ what is wrong and what to do about it.
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import signal
@@ -18,7 +17,7 @@ from typing import TextIO
 
 from tiered import __version__
 from tiered.cli import completion, info
-from tiered.cli.arguments import Parser, launched
+from tiered.cli.arguments import Formatter, Parser, launched
 from tiered.cli.bench import command as bench
 from tiered.cli.stores import export, import_, ls, verify
 from tiered.cli.train import command as train
@@ -85,10 +84,10 @@ def build_parser() -> Parser:
         prog="tiered",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Formatter,
     )
     parser.add_argument("--version", action="version", version=f"tiered {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", dest="command")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for module in info, bench, train, ls, verify, export, import_:
         module.add_parser(commands)
     completion.add_parser(commands, parser)

@@ -77,7 +77,7 @@ class TestStore:
                 if line["where"] == "on disk" and not line["operation"].startswith("prefetch"):
                     assert line["misses"] == line["operations"]
         assert [line["size_bytes"] for line in report["skipped"]] == [MIB]
-        assert "needs room for two of it, and --dram is 1.0 MiB" in report["skipped"][0]["why"]
+        assert "needs room for two tensors, and --dram is 1.0 MiB" in report["skipped"][0]["why"]
         assert not list(tmp_path.iterdir())
 
     def test_the_table(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,6 +140,14 @@ class TestIo:
         assert [line.split()[0] for line in lines[-3:]] == ["read", "write", "mixed"]
         assert any(line.startswith("posix on ") for line in lines)
         assert json.loads((tmp_path / "it.json").read_text())["backend"] == "posix"
+
+    def test_sizes_that_are_not_those_of_the_options_are_named(self) -> None:
+        setup = walk.Setup.of(size=64 * MIB + 1, dram=256 * MIB, backend="auto")
+        dram, tensors, size = setup.notes()
+        assert dram.startswith("not --dram 256MiB: the store has a quarter of --size 67,108,865B")
+        assert tensors.startswith("not tensors of 16MiB: ")
+        assert size.startswith("not --size 67,108,865B: ")
+        assert walk.Setup.of(size=1 << 30, dram=256 * MIB, backend="auto").notes() == []
 
     @root
     def test_without_o_direct_it_says_so(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

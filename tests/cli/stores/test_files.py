@@ -86,7 +86,7 @@ def test_ls_of_a_model_also_while_it_is_open(model: Path, capsys: pytest.Capture
     assert shown[0].split() == ["model", "parameters", "units", "states", "size", "step"]
     assert shown[1].split()[:3] == ["model", f"{count:,}", str(units)]
     assert shown[1].split()[-1] == "1"
-    assert "not listed: --all)" in shown[-1]
+    assert "of models, listed with --all)" in shown[-1]
     assert not any("model/param/" in line for line in shown)
     with TieredStore.open(model, dram="2MiB") as store:
         assert main(["ls", str(model)]) == 0
@@ -117,16 +117,17 @@ def test_ls_of_pieces(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["ls", str(model), "--all"]) == 0
     shown = capsys.readouterr().out
     assert all(f"{name} " in shown for name in names)
-    assert "not listed" not in shown
+    assert "listed with" not in shown
     assert main(["ls", str(model), "*/param/*", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [one["name"] for one in found["tensors"]] == [name for name in names if "/param/" in name]
     assert main(["ls", str(plain), "b/[c]"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-3] == "b/c     bfloat16  [3, 4]  24 bytes           1"
-    assert lines[-1].startswith(f"{plain}: 1 tensor in generation 2, 24 bytes; ")
+    assert lines[0] == "generation 2:"
+    assert lines[-1].startswith(f"{plain}: 1 tensor matching 'b/[c]' in generation 2, 24 bytes; ")
     assert main(["ls", str(plain), "none"]) == 0
-    assert f"{plain}: 0 tensors in generation 2" in capsys.readouterr().out
+    assert f"{plain}: 0 tensors matching 'none' in generation 2" in capsys.readouterr().out
 
 
 def test_ls_of_what_is_damaged(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,7 +114,7 @@ FIO = "measure fio beside it (Debian: apt-get install fio)"
 def add_parser(commands: Commands) -> None:
     """Add ``bench`` to the commands, with the commands below it."""
     group = command(commands, "bench", "measure how fast stores are on this drive", DESCRIPTION, EXAMPLES)
-    below = group.add_subparsers(metavar="COMMAND", dest="what")
+    below = group.add_subparsers(title="commands", metavar="COMMAND", dest="what")
     _add_io(below)
     _add_store(below)
     _add_step(below)

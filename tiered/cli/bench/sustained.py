@@ -73,7 +73,7 @@ def sustained(folder: str, setup: Setup, seconds: float, json: str | None, plot:
     report["noise"] = noise.seen()
     report["sustained"] = _as_json(windows)
     if json != "-":
-        print(_describe(report, windows))
+        print(_describe(report, setup, windows))
     write_report(json, report)
     if plot is not None:
         plot_sustained(plot, report)
@@ -120,7 +120,7 @@ def _as_json(windows: list[Window]) -> dict[str, Any]:
     }
 
 
-def _describe(report: dict[str, Any], windows: list[Window]) -> str:
+def _describe(report: dict[str, Any], setup: Setup, windows: list[Window]) -> str:
     found = report["sustained"]
     names = ("whole", "first", "last", "least")
     unit, factor = rate_unit(*(found[name]["bytes_per_second"] for name in names))
@@ -135,6 +135,7 @@ def _describe(report: dict[str, Any], windows: list[Window]) -> str:
             told_io(report),
             f"{counted(report['tensors'], 'tensor')} of {format_size(report['tensor_bytes'])} written over and over through "
             f"{format_size(report['pool_bytes'])} of memory, checksums on, a commit each time; {told_noise(report['noise'])}",
+            *setup.notes(),
             f"{format_size(found['whole']['bytes'])} written in {duration(found['whole']['ended_seconds'])}, "
             f"{counted(len(windows), 'window')}",
             "",

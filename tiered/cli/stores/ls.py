@@ -62,7 +62,7 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
         found = replace(found, tensors=tuple(one for one in found.tensors if fnmatchcase(one.key, parsed.pattern)))
         models, note = [], None
     if parsed.json != "-":
-        print(_described(found, models, note, pieces=parsed.all or parsed.pattern is not None))
+        print(_described(found, models, note, parsed.pattern, pieces=parsed.all))
     write_report(parsed.json, _as_json(found, models, note))
     return 1 if any(one.problem for one in found.generations) else 0
 
@@ -104,7 +104,9 @@ def _model(found: Listing, name: str) -> dict[str, Any]:
     }
 
 
-def _described(found: Listing, models: list[dict[str, Any]], note: str | None, *, pieces: bool) -> str:
+def _described(
+    found: Listing, models: list[dict[str, Any]], note: str | None, pattern: str | None, *, pieces: bool
+) -> str:
     from tiered.cli.output import counted, table
     from tiered.errors import shown
     from tiered.types import format_size
@@ -123,20 +125,22 @@ def _described(found: Listing, models: list[dict[str, Any]], note: str | None, *
         told = one.problem or (json.dumps(one.meta) if one.meta else "")
         numbers = ("?", "?") if one.problem else (f"{one.tensors:,}", format_size(one.nbytes))
         generations.append((str(one.number), *numbers, told))
-    lines.append(table(generations, "rrrl"))
+    if pattern is None:
+        lines += [table(generations, "rrrl"), ""]
     listed = [one for one in found.tensors if pieces or not any(one.key.startswith(f"{m['name']}/") for m in models)]
     if listed:
-        lines += ["", f"generation {found.number}:"]
+        lines.append(f"generation {found.number}:")
         tensors = [("tensor", "type", "shape", "size", "written in")]
         for each in listed:
             spec = each.spec
             tensors.append((each.key, spec.dtype, str(list(spec.shape)), format_size(spec.nbytes), str(each.written)))
-        lines.append(table(tensors, "lllr"))
+        lines += [table(tensors, "lllr"), ""]
     total, where = sum(one.spec.nbytes for one in found.tensors), shown(found.folder, LINE)
     hidden = len(found.tensors) - len(listed)
-    told = f" ({counted(hidden, 'tensor')} of models not listed: --all)" if hidden else ""
-    lines += ["", f"{where}: {counted(len(found.tensors), 'tensor')} in generation {found.number}{told}, {format_size(total)}; "
-              f"{format_size(found.nbytes)} in {_all(len(found.generations))}"]  # fmt: skip
+    told = f" ({hidden:,} of models, listed with --all)" if hidden else ""
+    matching = "" if pattern is None else f" matching {shown(pattern)!r}"
+    number = f"{counted(len(found.tensors), 'tensor')}{matching} in generation {found.number}{told}"
+    lines.append(f"{where}: {number}, {format_size(total)}; {format_size(found.nbytes)} in {_all(len(found.generations))}")
     return "\n".join(lines)
 
 

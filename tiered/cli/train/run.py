@@ -389,7 +389,7 @@ def _train(session: _Session, model: GPT, stop: StopRequest) -> Summary:
             raise stopped
         optimizer.flush()  # the update of the last step
         moved = whole.lap()
-    seen = store.statistics()
+    seen, peak = store.statistics(), peak_memory()  # before the measurement of the disk, which fills the pool
     generation = checkpointer.commit()
     try:
         peers.check_together()
@@ -405,7 +405,7 @@ def _train(session: _Session, model: GPT, stop: StopRequest) -> Summary:
         update_seconds=zero.statistics(model).update_seconds,
         rates=measure(store) if session.first else None,
         seen=seen,
-        peak_rss=peak_memory(),
+        peak_rss=peak,
         baseline_rss=session.baseline,
         generation=generation,
         folder=store.folder,
