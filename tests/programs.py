@@ -2,8 +2,9 @@
 
 A server forks each of them: a fresh interpreter that has imported torch and this package and has computed nothing. That takes
 milliseconds, where an interpreter of its own needs seconds to import the same. The process is a child of the one that asks, and
-has its own arguments, environment, working directory, standard streams, ``__main__`` and exit. What cannot be had so (another
-program, options of the interpreter, other values of variables that Python or torch reads when it begins) begins as always.
+has its own arguments, environment, working directory, standard streams, ``__main__`` and exit: threads, ``atexit``, what its
+main module holds, and not what torch's modules hold. What cannot be had so (another program, options of the interpreter, other
+values of variables that Python or torch reads when it begins) begins as always.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import importlib
 import inspect
 import json
 import os
@@ -31,11 +33,17 @@ from typing import Any, NamedTuple
 __all__ = ["ONE_THREAD", "Popen", "fork_from_here", "run"]
 
 ROOT = Path(__file__).resolve().parents[1]
+RANKS = (
+    *("pytest", "safetensors.torch", "torch.distributed.fsdp", "torch.distributed.tensor"),
+    *("torch.distributed.checkpoint.state_dict", "tests.zero.models"),
+)
+"""Modules that processes of tests/zero/ranks.py need besides."""
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 """Of the server and of what it forks: several at once on few cores are quicker so, and small models anyway."""
 
 _EARLY = ("PYTHON", "LC_", "LANG", "LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_", "TORCH_")
-"""How the names of variables begin that are read before a program begins, all but PYTHONPATH."""
+_FOLLOWED = ("PYTHONPATH", "PYTHONIOENCODING")
+"""How the names of variables begin that are read before a program begins; and those of them that are done here."""
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, linux/prctl.h
 _LENGTH = struct.Struct("=Q")
 
@@ -103,8 +111,7 @@ def fork_from_here() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with theirs:
         program, streams = _serve(theirs)
-    _become(program, streams, path)
-    sys.exit()
+    _live(program, streams, path)
 
 
 class _Program(NamedTuple):
@@ -138,7 +145,7 @@ def _program(asked: Mapping[str, Any]) -> _Program | None:
 
 
 def _early(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_EARLY) and name != "PYTHONPATH"}
+    return {name: value for name, value in environment.items() if name.startswith(_EARLY) and name not in _FOLLOWED}
 
 
 # The side of the tests
@@ -264,10 +271,12 @@ def _become(program: _Program, streams: Sequence[int], path: Sequence[str]) -> N
     for place, fd in enumerate(streams):
         os.dup2(fd, place)
         os.close(fd)
+    encoding, _, errors = os.environ.get("PYTHONIOENCODING", "").partition(":")
     for place, (name, before) in enumerate((("stdin", sys.stdin), ("stdout", sys.stdout), ("stderr", sys.stderr))):
         lines = name == "stderr" or os.isatty(place)
         mode, buffering = "w" if place else "r", 1 if lines else -1
-        ours = open(place, mode, buffering, encoding=before.encoding, errors=before.errors, closefd=False)  # noqa: SIM115
+        how = "backslashreplace" if name == "stderr" else errors or ("strict" if encoding else before.errors)
+        ours = open(place, mode, buffering, encoding=encoding or before.encoding, errors=how, closefd=False)  # noqa: SIM115
         setattr(sys, name, ours)
         setattr(sys, f"__{name}__", ours)
     how, *words = program.words
@@ -289,6 +298,28 @@ def _become(program: _Program, streams: Sequence[int], path: Sequence[str]) -> N
         exec(compile(Path(how).read_bytes(), how, "exec"), vars(main))
 
 
+def _live(program: _Program, streams: Sequence[int], path: Sequence[str]) -> None:
+    """Until it ends: as the interpreter would, without taking torch apart again, which takes as long as some programs do."""
+    try:
+        _become(program, streams, path)
+    except SystemExit as ended:
+        if not isinstance(ended.code, int | None):
+            raise
+        code = ended.code or 0
+    else:
+        code = 0
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    vars(sys.modules["__main__"]).clear()
+    gc.collect()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        sys.exit(code)
+    os._exit(code & 0xFF)
+
+
 def _one_thread() -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "a thread is not forked"
 
@@ -296,7 +327,8 @@ def _one_thread() -> None:
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all of them, and tests end this one
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the console script does before it imports torch
-    import torch._dynamo  # noqa: F401  torch imports it when a layer first gets initial values: as long again
+    for name in ("torch._dynamo", *RANKS):  # torch imports it when a layer first gets initial values: as long again
+        importlib.import_module(name)
 
     import tiered.cli.bench.command
     import tiered.cli.bench.train
@@ -310,7 +342,7 @@ def _main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         channel.sendall(b"!")
         program, streams = _serve(channel)
-    _become(program, streams, path)
+    _live(program, streams, path)
 
 
 if __name__ == "__main__":

@@ -48,17 +48,18 @@ def found(folder: Path, capsys: pytest.CaptureFixture[str], *more: object, alone
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("more", "alone"),
     [
-        [],
-        ["--accumulate", 2],
-        ["--micro-batch", 2],
-        ["--update", "in_backward"],
+        ([], False),
+        (["--accumulate", 2], False),
+        (["--micro-batch", 2], False),
+        (["--update", "in_backward"], False),
+        pytest.param([], True, marks=pytest.mark.soak),
     ],
-    ids=["plain", "accumulated", "split", "in_backward"],
+    ids=["plain", "accumulated", "split", "in_backward", "alone"],
 )
-def test_the_same_numbers(more: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = found(tmp_path, capsys, *more, alone=not more)
+def test_the_same_numbers(more: list[object], alone: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = found(tmp_path, capsys, *more, alone=alone)
     memory, dram, disk = (report["variants"][name] for name in ("memory", "dram", "disk"))
     for variant in memory, dram, disk:
         assert variant["differs"] is None
