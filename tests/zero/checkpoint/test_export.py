@@ -257,10 +257,10 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
         assert sorted(os.listdir(out)) == ["config.json", "model.safetensors", INDEX]
         assert same(loaded(out), expected(model))
         (out / "model-00001-of-00002.safetensors").write_text("of somebody else")
-        with pytest.raises(MisuseError, match=r"model-00001-of-00002\.safetensors is there already"):
+        with pytest.raises(MisuseError, match=r"model-00001-of-00002\.safetensors exists already"):
             zero.export(model, out, existing="overwrite")
         (out / INDEX).write_text("{}")
-        with pytest.raises(MisuseError, match="it stays"):
+        with pytest.raises(MisuseError, match="it is kept"):
             zero.export(model, out, existing="overwrite")
         store.close()
 
