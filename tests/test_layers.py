@@ -84,6 +84,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "cli.info": "the options of `tiered info`; what they ask for imports torch, and --help must not",
     "engine.scheduler": "the decisions over all tiers: bring, room, evict, complete; one recursion",
     "io.probe": "whether libaio works here, asked without importing it",
+    "zero.paging.gradients": "all that is known of one unit's gradients",
     "zero.paging.pager": "a paged model's hooks, frames and backward pass",
 }
 LONG, SHORT = 600, 60

@@ -1,8 +1,9 @@
-"""What ``parameter.grad`` shows while the gradient itself is in the store.
+"""Own the gradients of one unit's parameters: what is known of each, what is stored, and what ``parameter.grad`` shows
+meanwhile.
 
-The gradients of one unit's parameters, in one tensor of the store that exists while there are some.
-
-What one of several ranks has of a unit's gradients before they are reduced.
+``GradientState`` has all that is known of one gradient, ``UnitGradients`` the states of a unit, what arrived in the running
+backward pass, and one tensor in the store, which exists while there are gradients. ``LocalGradients`` has what one of several
+ranks accumulated and has not reduced yet. Other files keep sets of units only.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from tiered.zero.paging.update import all_finite
 __all__ = ["Arriving", "GradientState", "LocalGradients", "SpentGradient", "StoredGradient", "UnitGradients"]
 
 class StoredGradient(torch.Tensor):
-    """Has the gradient's shape and dtype and no memory. It says that there is a gradient; computing with it raises.
+    """Marker in ``parameter.grad`` for a gradient that is in the store. It has the gradient's shape and dtype and no memory;
+    computing with it raises MisuseError.
 
     ``optimizer.grad(parameter)`` gives the values, ``optimizer.clip_grad_norm_`` clips.
     """
@@ -64,7 +66,8 @@ class StoredGradient(torch.Tensor):
 
 
 class SpentGradient(StoredGradient):
-    """There was a gradient; the parameter was updated with it during backward, and it is gone. Computing with it raises."""
+    """Marker for a gradient that is gone, because its parameter was updated with it during backward. Computing with it raises
+    MisuseError."""
 
     @classmethod
     def _why(cls, name: str, func: object) -> str:
@@ -83,15 +86,18 @@ def _flatten(values: Sequence[Any]) -> list[Any]:
 
 @dataclass(eq=False)
 class GradientState:
-    """``scales``: factors that the stored gradient has yet to be multiplied by; and then, as fp32 where its type is narrower,
-    ``wide_scales``, of which there are some once a scaled loss was undone. ``norms``: those known of it, by order. ``orders``:
-    those that somebody asked for before, worth computing while a gradient is at hand; they will be asked for when it has been
+    """All that is known of one gradient.
+
+    ``scales``: factors that the stored gradient has yet to be multiplied by; then, as fp32 where its type is narrower, by
+    ``wide_scales``, which a scaled loss leaves once it was unscaled. ``norms``: its known norms, by order. ``orders``: those
+    that were asked for before, which are computed while a gradient is at hand; they will be asked for when it has been
     multiplied by ``expected``, if it is as last time. ``finite``: whether the stored gradient, as it is, has neither NaN nor
-    infinity. ``accumulate``: the next one is added to it. ``spent``: it was used up by an update within backward, and
-    ``optimizer.step()`` was not called since. ``adding``: what is stored is not in ``parameter.grad`` now, or only half added
-    to; an interruption leaves it so. ``unreduced``: this rank's sum of it is in ``LocalGradients``, and the ranks' mean is
-    not stored yet. ``hooks``: the autograd node that accumulates it, and what identifies the hooks on it that count
-    (None: there are none)."""
+    infinity. ``accumulate``: the next gradient is added to it. ``spent``: an update within backward used it up, and
+    ``optimizer.step()`` was not called since. ``adding``: the stored gradient is not in ``parameter.grad`` now, or only half
+    added to; an interruption leaves it so. ``unreduced``: this rank's sum of it is in ``LocalGradients``, and the mean over the
+    ranks is not stored yet. ``hooks``: the autograd node that accumulates it, and what identifies the hooks on it that count
+    (None: there are none).
+    """
 
     marker: StoredGradient
     scales: list[torch.Tensor] = field(default_factory=list)
@@ -108,8 +114,11 @@ class GradientState:
 
 
 class UnitGradients:
-    """``states`` has what is known of each parameter's, ``parts`` what this process has of each. ``apply_update``, a method,
-    applies the unit's pending update before anything new is written: it needs what is there."""
+    """Gradients of one unit's parameters.
+
+    ``states`` has what is known of each gradient, ``parts`` what this process stores of each. ``apply_update``, a method,
+    applies the unit's pending update, which needs the stored gradients, before a new gradient is written.
+    """
 
     def __init__(
         self,
@@ -144,11 +153,12 @@ class UnitGradients:
 
     @property
     def has_all(self) -> bool:
-        """Whether each parameter that needs a gradient has got one in this backward pass, and no more are expected."""
+        """Return whether each parameter that needs a gradient has got one in this backward pass, and no more are expected."""
         return not self.deferred and all(p in self.arrived for p in self.states if p.parameter.requires_grad)
 
     def nbytes(self, also: Collection[Placement] = ()) -> int:
-        """Of the tensor: the unit as far as its last parameter that needs a gradient, or was given one."""
+        """Return the bytes of the stored tensor: the unit as far as its last parameter that needs a gradient, or was given one.
+        """
         graded = (
             part
             for p, part in self.parts.items()
@@ -167,7 +177,7 @@ class UnitGradients:
     # -- arriving ----------------------------------------------------------------------------------------------------------
 
     def before(self, placement: Placement) -> None:
-        """Autograd is about to accumulate into ``parameter.grad``: clear what stands there, remembering what it meant."""
+        """Clear ``parameter.grad``, to which autograd is about to accumulate, and remember what it meant."""
         grad = placement.parameter.grad
         state = self.states[placement]
         self.refuse_another(placement)
@@ -213,7 +223,7 @@ class UnitGradients:
             self.take(placement, grad)
 
     def add(self, placement: Placement, grad: torch.Tensor) -> None:
-        """``grad`` is of the parameter's shape."""
+        """Add ``grad``, which has the parameter's shape and has been accumulated."""
         self._add(placement, grad)
         self.states[placement].adding = False
 
@@ -230,13 +240,13 @@ class UnitGradients:
         placement.parameter.grad = state.marker
 
     def clear(self, state: GradientState) -> None:
-        """This process has nothing of that gradient."""
+        """Forget the factors of a gradient of which this process stores nothing."""
         state.finite = True
         state.scales.clear()
         state.wide_scales.clear()
 
     def write(self, placement: Placement, grad: torch.Tensor) -> None:
-        """``grad`` is what this process has of it, or adds to what there is."""
+        """Write ``grad``, the part that this process stores, or add it to the stored gradient."""
         state = self.states[placement]
         target = self.parts[placement].view(self.open())
         if state.accumulate:
@@ -253,14 +263,15 @@ class UnitGradients:
         state.finite = _has_finite_norm(state) or all_finite(target)
 
     def prepare(self) -> None:
-        """Something new will be written."""
+        """Invalidate the checkpoint and apply the pending update, because something new will be written."""
         self._checkpoint.invalidate()
         apply_update = self._apply_update()
         assert apply_update is not None
         apply_update()
 
     def open(self, also: Collection[Placement] = ()) -> torch.Tensor:
-        """The tensor, leased until ``close``, with room for the gradients of these, too; made where there is none."""
+        """Return the stored tensor, leased until ``close``, with room for the gradients of ``also``, too; create it where there
+        is none."""
         if self.opened is None:
             self.prepare()
             needed = self.nbytes(also)
@@ -281,8 +292,8 @@ class UnitGradients:
     # -- asked for ---------------------------------------------------------------------------------------------------------
 
     def copy(self, placement: Placement) -> torch.Tensor | None:
-        """A copy, in host memory, of what this process has of the gradient as torch would have it in ``parameter.grad``;
-        or None."""
+        """Return a copy in host memory of the part of the gradient that this process stores, as torch would have it in
+        ``parameter.grad``; or None."""
         grad = placement.parameter.grad
         self.refuse_interrupted(placement)
         if isinstance(grad, SpentGradient):
@@ -303,7 +314,8 @@ class UnitGradients:
         return _scaled(copy, self.states[placement]).to(placement.dtype)
 
     def norm(self, placement: Placement, order: float) -> torch.Tensor:
-        """``vector_norm`` of what this process has of the gradient, from when it arrived where that is known already."""
+        """Return ``vector_norm`` of the part of the gradient that this process stores, from when it arrived where it is known.
+        """
         state = self.states[placement]
         state.orders.add(order)
         self.collect(placement)
@@ -322,7 +334,7 @@ class UnitGradients:
         return state.norms[order]
 
     def scaled(self, placement: Placement, factor: torch.Tensor) -> Callable[[], None]:
-        """Have the gradient multiplied by ``factor`` (0-d) when it is next used: what does so when called, once or twice."""
+        """Return what has the gradient multiplied by ``factor`` (0-d) at its next use, when it is called, once or twice."""
         state = self.states[placement]
         scales, wide_scales, norms = list(state.scales), list(state.wide_scales), dict(state.norms)
         if factor != 1:
@@ -335,8 +347,8 @@ class UnitGradients:
         return scale
 
     def unscaled(self, placement: Placement, factor: torch.Tensor) -> tuple[bool, Callable[[], None]]:
-        """Have the gradient multiplied by ``factor`` (0-d), as fp32 where its type is narrower, when it is next used. Whether
-        it was finite before; and what does so when called, once or twice."""
+        """Return whether the gradient is finite, and what has it multiplied by ``factor`` (0-d) at its next use, as fp32 where
+        its type is narrower, when it is called, once or twice."""
         self.collect(placement)
         self.close()
         factor, state = host(factor), self.states[placement]
@@ -362,7 +374,7 @@ class UnitGradients:
     # -- used up -----------------------------------------------------------------------------------------------------------
 
     def spend(self, placement: Placement) -> None:
-        """An update within backward uses the gradient up."""
+        """Mark the gradient as used up by an update within backward."""
         self.states[placement].spent = True
         placement.parameter.grad = SpentGradient(placement.parameter, placement.name)
 
@@ -376,7 +388,7 @@ class UnitGradients:
             )
 
     def close_step(self, placement: Placement) -> None:
-        """The gradient that an update within backward used up counts as none from now on."""
+        """Forget a gradient that an update within backward used up, because the step is over."""
         state = self.states.get(placement)
         if state is not None and state.spent:
             if isinstance(placement.parameter.grad, SpentGradient):
@@ -384,16 +396,16 @@ class UnitGradients:
             state.spent = False
 
     def was_added_to(self, placement: Placement) -> bool:
-        """When an exception struck; ``parameter.grad`` does not show it."""
+        """Return whether an exception struck while the gradient was added to, which ``parameter.grad`` does not show."""
         return placement in self.states and self.states[placement].adding
 
     def zero(self, placement: Placement, zeros: torch.Tensor) -> None:
-        """Whatever the gradient was, it is ``zeros``, of the parameter's shape."""
+        """Overwrite the gradient, whatever it was, with ``zeros``, which have the parameter's shape."""
         self.take(placement, zeros)
         self.states[placement].adding = False
 
     def forget(self, placement: Placement) -> None:
-        """The parameter has no gradient any more."""
+        """Forget the gradient: the parameter has none any more."""
         placement.parameter.grad = None
         state = self.states.get(placement)
         if state is not None:
@@ -452,7 +464,7 @@ class UnitGradients:
             placement.parameter.grad = state.marker if kept["there"] else None
 
     def delete(self) -> None:
-        """Nothing refers to the stored gradients any more."""
+        """Delete the stored gradients, because nothing refers to them any more."""
         self.close()
         if self.key in self.store:
             self._checkpoint.invalidate()
@@ -463,7 +475,8 @@ class UnitGradients:
 
 
 def _has_finite_norm(state: GradientState) -> bool:
-    """Then it is known of all elements. From order 1 on: one NaN or infinity makes these NaN or infinite."""
+    """Return whether a finite norm is known, which tells of all elements: from order 1 on, one NaN or infinity makes it NaN or
+    infinite."""
     return any(order >= 1 and math.isfinite(norm) for order, norm in state.norms.items())
 
 
@@ -476,7 +489,7 @@ def _widened(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(gradient: torch.Tensor, state: GradientState) -> torch.Tensor:
-    """``gradient`` times all its factors; the same tensor where there are none."""
+    """Return ``gradient`` times all its factors; the same tensor where there are none."""
     for scale in state.scales:
         gradient = gradient.mul(scale)
     if state.wide_scales:
@@ -487,28 +500,28 @@ def _scaled(gradient: torch.Tensor, state: GradientState) -> torch.Tensor:
 
 
 class Arriving(Protocol):
-    """Where backward's gradients go."""
+    """Where backward's gradients of one unit go."""
 
     def before(self, placement: Placement) -> None:
-        """Autograd is about to accumulate into ``parameter.grad``: clear what stands there, remembering what it meant."""
+        """Clear ``parameter.grad``, to which autograd is about to accumulate, and remember what it meant."""
         ...
 
     def add(self, placement: Placement, grad: torch.Tensor) -> None:
-        """It has; ``parameter.grad`` shows from now on that there is a gradient."""
+        """Take a gradient that was accumulated; ``parameter.grad`` shows from now on that there is one."""
         ...
 
     def close(self) -> None:
-        """None of this unit's comes next."""
+        """End the lease, because no gradient of this unit comes next."""
         ...
 
     def delete(self) -> None:
-        """Nothing refers to the unit's stored gradients any more."""
+        """Delete the unit's stored gradients, because nothing refers to them any more."""
         ...
 
 
 class LocalGradients:
-    """Sums over this rank's backward passes, in a tensor of the unit's layout that exists until they are reduced; the mean over
-    all ranks is then added to ``gradients``, which has this rank's share."""
+    """Sums over one rank's backward passes, in a tensor of the unit's layout that exists until they are reduced. The mean over
+    all ranks is then added to ``gradients``, which has this rank's shard."""
 
     def __init__(self, store: TensorStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> None:
         self.key, self._store, self._plan, self._gradients = key, store, plan, gradients
@@ -527,7 +540,7 @@ class LocalGradients:
         placement.parameter.grad = None
 
     def collect(self) -> None:
-        """Store what somebody assigned to ``parameter.grad``."""
+        """Store gradients that somebody assigned to ``parameter.grad``."""
         for placement, state in self._states.items():
             if placement.parameter.grad is not None:
                 self._collect(placement, placement.parameter.grad)
@@ -573,7 +586,7 @@ class LocalGradients:
     # -- reduced -----------------------------------------------------------------------------------------------------------
 
     def complete(self) -> torch.Tensor:
-        """This rank's sums of all parameters of the unit, zeros where it has none; leased until ``discard``."""
+        """Return this rank's sums of all parameters of the unit, zeros where it has none; leased until ``discard``."""
         whole = self._open()
         for placement, state in self._states.items():
             if placement.parameter.grad is None:  # somebody took it away since
@@ -583,7 +596,7 @@ class LocalGradients:
         return whole
 
     def discard(self, reduced: Collection[Placement] | None = None) -> None:
-        """The sums of these (None: of all): others stay until they are reduced, too."""
+        """Delete the sums of ``reduced`` (None: of all parameters); the others stay until they are reduced, too."""
         self.close()
         for placement in self._states if reduced is None else reduced:
             self._states[placement].unreduced = False

@@ -1,17 +1,17 @@
-"""What a running forward, or a backward pass, is known by. All of it is thrown away when an exception ends one of them.
-
-Brings each unit in before the module that needs it computes, and lets it go afterwards; forward and backward.
+"""Page a model: hold each unit before the module that needs it computes, and drop it afterwards, in forward and backward.
 
 Forward: a *frame* per running module holds its units from its pre-forward hook to its post-forward hook. A parameter that is
 read from a module whose own forward is not running (``x @ self.embedding.weight.t()``) is held by the innermost frame.
 
-Backward: what autograd saves of a paged parameter is packed as a reference (unit, version, place), so that it does not keep
-the unit in memory; unpacking it holds the unit until another one is unpacked. Gradients are moved into the store as they
-arrive. ``torch.utils.checkpoint`` works by the same hooks: only the innermost pair of saved-tensor hooks runs, so ours are
-pushed only where no others are active, and its recomputation is an ordinary forward with frames.
+Backward: what autograd saves of a paged parameter is packed as a reference (unit, version, place), so that it does not keep the
+unit in memory; unpacking it holds the unit until another one is unpacked. Gradients are moved into the store as they arrive.
+``torch.utils.checkpoint`` works by the same hooks: only the innermost pair of saved-tensor hooks runs, so a pager's are pushed
+only where no others are active, and the recomputation is an ordinary forward with frames.
 
-An exception of a signal handler may strike between any two lines of this. So nothing that is written down here is trusted when
-a model is used anew: ``reset`` throws it away, and takes from every unit what it may still have.
+An exception of a signal handler may strike between any two lines of this file. So nothing that frames or ``Backward`` say is
+trusted when a model is used anew: ``reset`` throws them away, and takes from every unit what it may still have.
+
+A parameter leads to its pager by a ``ParameterHandle``, which lies here because it names the pager.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ __all__ = [
 ]
 
 class Reference:
-    """A saved tensor that was a paged parameter, or a view of one."""
+    """Saved tensor that was a paged parameter, or a view of one."""
 
     __slots__ = ("__weakref__", "dtype", "offset", "size", "stride", "unit", "version")
 
@@ -84,7 +84,7 @@ class Reference:
 
 
 class Frame:
-    """What one running forward holds. ``below``: the saved-tensor hooks that were in force when it began."""
+    """Units that one running forward holds. ``below``: the saved-tensor hooks that were in force when it began."""
 
     __slots__ = ("below", "module", "recording", "span", "units")
 
@@ -101,8 +101,8 @@ class Frame:
 
 
 class Pass:
-    """The end of a backward pass. Autograd alone keeps it, and calls it: it is gone when the pass has ended in any way, and a
-    weak reference tells."""
+    """End of a backward pass. Autograd alone keeps this object, and calls it: it is gone when the pass has ended in any way,
+    and a weak reference tells."""
 
     __slots__ = ("__weakref__", "finish")
 
@@ -144,11 +144,11 @@ class Backward:
 
 
 class Listing(OrderedDict[str, Any]):
-    """What ``state_dict`` fills, where it is to have the parameters themselves."""
+    """Dict for ``state_dict`` to fill where it is to have the parameters themselves."""
 
 
 class _Watched(dict[str, Any]):
-    """A module's parameters; tells the pager when one is read by name."""
+    """Parameters of a module, in a dict that tells the pager when one is read by name."""
 
     def __init__(self, parameters: dict[str, Any], pager: Pager) -> None:
         super().__init__(parameters)
@@ -172,7 +172,7 @@ class PagerConfig:
 
 
 class Pager:
-    """A model whose parameters live in a store. Used by one thread at a time, as a module is."""
+    """Model whose parameters live in a store. Used by one thread at a time, as a module is."""
 
     def __init__(self, model: nn.Module, store: TieredStore, plan: ModelPlan, config: PagerConfig) -> None:
         name, pool, partition = config.name, config.pool, config.partition
@@ -226,7 +226,7 @@ class Pager:
         return module in self._held or (module is self.model and is_called(module))
 
     def _guarded(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward``, after which nothing of it is in force in this thread, whatever exception ends it."""
+        """Return ``forward`` wrapped so that, whatever exception ends it, nothing of it stays in force in this thread."""
 
         @wraps(forward)
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -280,7 +280,7 @@ class Pager:
         self._bases[unit.base.untyped_storage().data_ptr()] = unit
 
     def take(self, unit: Unit, access: Access = Access.READ) -> None:
-        """``Unit.hold``, with what other processes have to do with it."""
+        """Hold a unit, and do what the other ranks expect with it."""
         if unit.held or self._reduce_scatter is None:
             unit.hold(access)
             return
@@ -289,7 +289,8 @@ class Pager:
         self._reduce_scatter.after_hold(unit)
 
     def _defer_hidden(self, unit: Unit) -> None:
-        """Where a forward that records runs something without: reentrant checkpointing, whose gradients come apart."""
+        """Defer the update of a unit where a forward that records runs something that does not: reentrant checkpointing, whose
+        gradients come apart."""
         if self._frames[0].recording and not torch.is_grad_enabled():
             unit.gradients.deferred = True
 
@@ -305,7 +306,8 @@ class Pager:
             self._drop(unit)
 
     def _restore_thread(self, module: nn.Module) -> None:
-        """An exception ends the outermost forward: what was in force in it, whoever had it so, is as it was before."""
+        """Restore hooks and recording of this thread to what they were before the outermost forward, which an exception ends.
+        """
         while self._frames and self._frames[-1].module is not module and any(f.module is module for f in self._frames):
             self._leave(self._frames.pop())
         if len(self._frames) == 1 and self._frames[0].module is module:
@@ -324,8 +326,8 @@ class Pager:
                 self._bases.pop(address, None)
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
-        """``module.name`` was evaluated. Inside a forward, the innermost frame holds the parameter's unit from here on; so does
-        the running backward, where a function that is no module is computed again.
+        """Hold the unit of a parameter that was read as ``module.name``: in a forward, by the innermost frame; in backward,
+        where a function that is no module is computed again, by the running pass. Return what the reader gets.
 
         torch.utils.checkpoint keeps what its recomputation saves: aliases of parameters that need a gradient, which stay right
         when the unit is let go, but frozen ones as the very object, which would turn to NaN. So there these are aliases, too.
@@ -362,20 +364,21 @@ class Pager:
 
     @property
     def computing(self) -> bool:
-        """Whether this is called from within forward or backward.
+        """Return whether this is called from within forward or backward.
 
         A frame alone does not say so: after Ctrl-C torch calls no hook, not even with ``always_call``, which is for Exceptions.
         """
         return in_backward() or bool(self._frames and is_called_within({f.module for f in self._frames}))
 
     def start(self) -> None:
-        """Somebody uses the model otherwise: see that an interruption left nothing in the way. Raises as ``reset``."""
+        """Reset what an interruption left, because somebody uses the model outside of forward and backward. Raises as
+        ``reset``."""
         if self.phase is not Phase.IDLE and not self.computing:
             self.reset()
         self.intent.ready()
 
     def start_anew(self) -> None:
-        """The same where nobody may hold a unit, but within forward and backward."""
+        """Do as ``start``, and reset also where a unit is held, which nobody may do outside of forward and backward."""
         if any(unit.in_hand for unit in self.units) and not self.computing:
             self.reset()
         self.start()
@@ -393,7 +396,7 @@ class Pager:
         self.intent.refuse()
 
     def give_up(self) -> None:
-        """The same before all is rolled back: nothing of it is looked at, and nothing raises."""
+        """Let go of everything before all is rolled back. Raises nothing."""
         if not in_backward():
             drop_queued()
         self._let_go(Unit.give_up)
@@ -425,7 +428,8 @@ class Pager:
             raise error
 
     def _withdraw_hooks(self) -> None:
-        """Those of models whose forward an exception left where nobody could take them away, whatever models these are."""
+        """Pop saved-tensor hooks of models whose forward an exception left where nobody could pop them, whichever models these
+        are."""
         while True:
             owner = getattr((hooks_active() or (None,))[0], "__self__", None)
             if not isinstance(owner, Pager) or owner.computing:
@@ -437,7 +441,7 @@ class Pager:
     # -- saved for backward ------------------------------------------------------------------------------------------------
 
     def reference(self, tensor: torch.Tensor) -> object | None:
-        """What to remember instead of a tensor that shows memory of a unit that is held; None for any other."""
+        """Return what to remember instead of a tensor that shows memory of a held unit; None for any other."""
         if tensor.layout is torch.strided:
             unit = self._bases.get(tensor.untyped_storage().data_ptr())
             if unit is not None:
@@ -469,7 +473,7 @@ class Pager:
         return typed.as_strided(packed.size, packed.stride, packed.offset)
 
     def _visit_backward(self, units: Iterable[Unit]) -> None:
-        """Hold these from here on, and those that were held for backward before no longer."""
+        """Hold ``units`` from here on, and no longer those that were held for backward before."""
         backward, wanted = self._begin_backward(), tuple(units)
         if all(unit in backward.units for unit in wanted):
             return
@@ -494,13 +498,14 @@ class Pager:
             self._drop(unit)
 
     def versions(self, module: nn.Module) -> tuple[int, ...]:
-        """Of the units that a module holds."""
+        """Return the versions of the units that a module holds."""
         return tuple(unit.version for unit in self._held[module])
 
     @contextmanager
     def recomputing(self, module: nn.Module, versions: tuple[int, ...]) -> Iterator[Callable[[Any], torch.Tensor]]:
-        """Within backward, a part of a split module's forward is computed again. Its units stay until others are needed: all
-        parts follow one another. Gives what turns a ``reference``, or something kept, into a tensor again."""
+        """Hold a split module's units while a part of its forward is computed again within backward. The units stay until
+        others are needed, because all parts follow one another. Gives what turns a ``reference``, or a saved activation, into a
+        tensor."""
         for unit, version in zip(self._held[module], versions, strict=True):
             _refuse_updated(unit, version)
         frame = Frame(module)
@@ -557,7 +562,7 @@ class Pager:
             backward.graded = None
 
     def _end_backward(self) -> None:
-        """Also after an exception."""
+        """Forget the backward pass, also after an exception."""
         self._leave_backward()
         if self._backward is not None and self._backward.span is not None:
             self._backward.span.end()
@@ -572,7 +577,7 @@ class Pager:
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
     def _hook_gradients(self, unit: Unit) -> None:
-        """Also for a parameter that was unfrozen since."""
+        """Hook the gradients of a unit, also of a parameter that was unfrozen since."""
         if not torch.is_grad_enabled():  # nothing is recorded, and in inference mode there is no node to hook
             return
         for placement in unit.plan.placements:
@@ -591,7 +596,7 @@ class Pager:
                 state.hooks = node, pair  # from here on they count: one of them alone would do harm
 
     def _is_hook(self, unit: Unit, placement: Placement, pair: object) -> bool:
-        """Whether hooks of this ``pair`` are those that count, and there is something for them to do."""
+        """Return whether hooks of this ``pair`` are those that count, and there is something for them to do."""
         found = unit.gradients.states[placement].hooks
         # frozen since forward: torch does not accumulate, and calls the hooks
         return found is not None and found[1] is pair and placement.parameter.requires_grad
@@ -615,7 +620,7 @@ class Pager:
             unit.gradients.deferred = True
 
     def _open_gradients(self, unit: Unit) -> None:
-        """One unit's gradients are leased at a time."""
+        """Make ``unit`` the one whose gradients are leased: one unit's are at a time."""
         backward = self._begin_backward()
         if backward.graded is not unit:
             if self._updates.waiting and not any(held.references for held in backward.units):
@@ -627,7 +632,7 @@ class Pager:
             backward.graded = unit
 
     def _look_ahead(self, unit: Unit) -> None:
-        """While no order is known yet: ask the store for all that this unit will need."""
+        """Ask the store for all that this unit will need, while no order is known yet."""
         if self._prefetch == "on" and not self.step_trace.following:
             self.store.prefetch(unit.upcoming_keys(), tier=self._update_tier)
 
@@ -639,11 +644,11 @@ class Pager:
                 state[prefix + name] = self.value(parameter)
 
     def listed(self) -> dict[str, Any]:
-        """What ``state_dict`` has, with the parameters themselves in place of their values."""
+        """Return what ``state_dict`` has, with the parameters themselves in place of their values."""
         return self.model.state_dict(destination=Listing(), keep_vars=True)
 
     def value(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A copy of a parameter's value in host memory, with pending updates applied."""
+        """Return a copy of a parameter's value in host memory, after applying pending updates."""
         unit, placement = self._home[parameter]
         self.start()
         self.take(unit)
@@ -668,14 +673,14 @@ class Pager:
 
 
 class ParameterHandle:
-    """Whose a parameter is. Weakly: the collector does not see through autograd's node, which keeps the parameter, so a model
-    that its parameters referred to would never be collected."""
+    """What leads from a parameter to its pager, unit and placement. The references are weak: the collector does not see through
+    autograd's node, which keeps the parameter, so a model that its parameters referred to would never be collected."""
 
     def __init__(self, pager: Pager, unit: Unit, placement: Placement) -> None:
         self._pager, self._unit, self._placement = weakref.ref(pager), weakref.ref(unit), weakref.ref(placement)
 
     def resolve(self) -> tuple[Pager, Unit, Placement] | None:
-        """None: the model is gone."""
+        """Return pager, unit and placement, or None where the model is gone."""
         pager, unit, placement = self._pager(), self._unit(), self._placement()
         return None if pager is None or unit is None or placement is None else (pager, unit, placement)
 
@@ -689,7 +694,8 @@ def no_copy() -> MisuseError:
 
 
 def placement_of(parameter: torch.Tensor) -> tuple[Pager, Unit, Placement]:
-    """Raises MisuseError for a parameter that was not paged, or whose model is gone."""
+    """Return pager, unit and placement of a parameter. Raises MisuseError for one that was not paged, or whose model is gone.
+    """
     handle = getattr(parameter, "_tiered", None)
     if handle is None:
         raise MisuseError(
@@ -710,7 +716,7 @@ def pager_of(model: nn.Module) -> Pager:
 
 
 def weak_hook(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement], None]) -> Callable[[Any], None]:
-    """A hook. It must not keep the model: neither does it refer to the parameter."""
+    """Return a hook that calls ``what`` for a parameter and keeps neither the model nor the parameter."""
     handle: ParameterHandle = parameter._tiered  # type: ignore[attr-defined]
 
     def hook(_: Any) -> None:
@@ -733,7 +739,7 @@ def _refuse_updated(unit: Unit, version: int) -> None:
 
 
 def pagers_of(store: TieredStore) -> list[Pager]:
-    """Of all models in ``store``."""
+    """Return the pagers of all models in ``store``."""
     return [pager for pager in list(_pagers) if pager.store is store]
 
 

@@ -1,4 +1,7 @@
-"""When ranks reduce their gradients, gather what comes next, and agree on what all of them have."""
+"""Synchronise gradients and parameters over ranks: when gradients are reduced, and when the next unit is gathered.
+
+``gradient_sync`` decides from a model's partition: one process needs ``NoSync``, several ``ReduceScatter``.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +33,20 @@ class GradientSync(Protocol):
     """Gradients stay where they are: more backward passes come before they are used."""
 
     def refresh(self) -> None:
-        """Have all parameters that other processes updated."""
+        """Fetch all parameters that other processes updated."""
         ...
 
     def synchronise(self) -> None:
-        """Reduce all that was not yet, because somebody wants to use it."""
+        """Reduce all gradients that were not yet, because somebody wants to use them."""
         ...
 
     def norms(self, partial: torch.Tensor, order: float) -> torch.Tensor:
-        """Of whole gradients, given those of this process's parts, shape (parameters,)."""
+        """Return the norms of whole gradients, given those of this process's parts, shape (parameters,)."""
         ...
 
 
 class NoSync:
-    """What one process needs: nothing. Within passes it is not asked."""
+    """Synchronisation of one process, which does nothing. Within passes it is not called."""
 
     paused = False
 
@@ -56,7 +59,7 @@ class NoSync:
 
 
 class ReduceScatter:
-    """Reduces gradients over ranks. All ranks call the same; only which gradients arrive, and when, may differ.
+    """Reduce-scatter of gradients over ranks. All ranks call the same; only which gradients arrive, and when, may differ.
 
     ReduceScatter are begun in one order on all ranks, the last unit of the model first, whenever backward moves on and the next
     in that order is complete; the end of backward begins and ends what is left. Nothing waits for another rank before that: a
@@ -122,7 +125,8 @@ class ReduceScatter:
         self._refresh(self._replicas)
 
     def _refresh(self, units: Iterable[Unit]) -> None:
-        """In the order of the model, also what this rank skipped: ranks may use different ones of them."""
+        """Fetch what other processes updated, in the order of the model and also of units that this rank skipped: ranks may use
+        different ones."""
         for unit in units:
             if not unit.held:
                 unit.apply_update()
@@ -161,7 +165,8 @@ class ReduceScatter:
                 self._forget_pass()
 
     def _catch_up(self) -> None:
-        """An exception ended a backward pass, on all ranks where they go on after it: some had begun more reductions."""
+        """Begin the reductions that another rank had begun before an exception ended a backward pass, on all ranks that go on
+        after it."""
         mine = torch.tensor([self._begun], device="cpu")
         begun = int(self._ranks.all_gather(mine, "how far an interrupted backward pass was", apart=True).amax())
         for unit in self._order[self._begun : begun]:
@@ -190,14 +195,14 @@ class ReduceScatter:
         self._agree()
 
     def _begin(self, unit: Unit, placements: Sequence[Placement] | None = None) -> None:
-        """``placements``: of which some rank has a gradient (None: of all that need one)."""
+        """Begin to reduce the gradients ``placements`` of a unit, which some rank has (None: all that are trained)."""
         self._finish_pending()
         self._begun += 1
         wanted = list(filter(_is_trained, unit.gradients.states)) if placements is None else placements
         self._pending = PendingReduction(self._ranks, unit, wanted)
 
     def _is_idle(self) -> bool:
-        """Whether nothing is under way any more."""
+        """Finish a reduction that has completed; return whether nothing is under way any more."""
         if self._pending is not None and self._pending.under.done:
             self._finish_pending()
         return self._pending is None
@@ -208,7 +213,7 @@ class ReduceScatter:
             pending.finish()
 
     def _agree(self) -> list[tuple[Unit, Placement]]:
-        """On which parameters have a gradient, and whether it is finite; gives those that do."""
+        """Agree with all ranks on which parameters have a gradient, and whether it is finite; return those that have one."""
         flags, owners = [], []
         for unit in reversed(self._units):
             for placement, state in unit.gradients.states.items():
@@ -265,7 +270,7 @@ class PendingReduction:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for it, and add it to this rank's share."""
+        """Wait for the reduction, and add its result to this rank's shard."""
         try:
             self.under.wait()
             gradients = self._unit.gradients

@@ -1,8 +1,10 @@
-"""How the ranks of a training divide what a model takes: ZeRO's stages, as what each rank keeps only its share of.
+"""Divide parameters, gradients and optimizer states among ranks: ZeRO's stages as layouts.
 
 After Rajbhandari et al., 2020 (https://arxiv.org/abs/1910.02054). Per step and rank, of Φ parameters and N ranks, stages 1 and
 2 send 2Φ(N-1)/N elements (gradients scattered, updated parameters gathered), stage 3 sends 3Φ(N-1)/N (parameters gathered in
 forward and in backward, gradients scattered).
+
+A partition knows plans of units, never units: ``reduction.gradient_sync`` makes from it what reduces gradients.
 """
 
 from __future__ import annotations
@@ -27,26 +29,27 @@ from tiered.zero.rank_stores import BEGUN, META, number_of, said_in, shared_json
 __all__ = ["Partition", "Sharded", "Stage", "Stage1", "Stage2", "Stage3", "Unsharded"]
 
 class Stage(Protocol):
-    """What is divided beside the optimizer's states."""
+    """What ranks divide beside the optimizer's states."""
 
     @property
     def early(self) -> bool:
-        """Whether gradients are reduced as soon as backward is through with a unit, and else once a step."""
+        """Return whether gradients are reduced as soon as backward has completed a unit; otherwise they are reduced once a
+        step."""
         ...
 
     @property
     def replicated(self) -> bool:
-        """Whether each rank has all parameters."""
+        """Return whether each rank has all parameters."""
         ...
 
     def storage(
         self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord, ranks: Ranks
     ) -> ParameterStorage:
-        """Parameters of one unit. ``updates``: the store, where updates are computed."""
+        """Make the storage of one unit's parameters. ``updates``: the store, where updates are computed."""
         ...
 
     def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
-        """See ``Partition``."""
+        """Give memory for the first values of a unit, as ``Partition.filling`` does."""
         ...
 
 
@@ -113,18 +116,18 @@ def _lost(fine: torch.Tensor) -> str:
 
 
 class Partition(Protocol):
-    """Of one model."""
+    """How the processes of a training divide one model."""
 
     shares: int
     rank: int
 
     @property
     def replicated(self) -> bool:
-        """Whether each process has all parameters."""
+        """Return whether each process has all parameters."""
         ...
 
     def share(self) -> dict[str, int | str]:
-        """What is written down of it in a checkpoint."""
+        """Return what a checkpoint says of this process's share."""
         ...
 
     def storage(
@@ -134,24 +137,24 @@ class Partition(Protocol):
         ...
 
     def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
-        """Where backward's gradients go."""
+        """Return where backward's gradients of a unit go."""
         ...
 
     def filling(self, store: TieredStore, key: str, plan: UnitPlan) -> AbstractContextManager[torch.Tensor]:
-        """Host memory for all of a unit as it is in the store (uint8), where its first values are put; ``key`` has them
-        then."""
+        """Give host memory for all of a unit as it is in the store (uint8), to be filled with its first values; ``key`` has
+        them then."""
         ...
 
     def same_buffers(self, model: nn.Module) -> None:
-        """All have the values of rank 0's."""
+        """Overwrite the model's buffers with the values of rank 0."""
         ...
 
     def all_min(self, value: int) -> int:
-        """Of what all processes give."""
+        """Return the minimum of the values that all processes give."""
         ...
 
     def all_true(self, flags: Sequence[bool], what: str) -> list[bool]:
-        """Each as it is where all processes have it True."""
+        """Return for each flag whether it is True in all processes."""
         ...
 
     def refuse_apart(self, store: TieredStore) -> None:
@@ -159,31 +162,32 @@ class Partition(Protocol):
         ...
 
     def goes_on(self, number: int) -> None:
-        """From the commit of all ranks with this number (0: it had none), which is in other stores."""
+        """Count on from the rank commit with this number (0: there was none), which is in other stores."""
         ...
 
     def noted(self, store: TieredStore, meta: Mapping[str, object] | None) -> Mapping[str, object] | None:
-        """What a commit's meta is where one process commits."""
+        """Return the meta of a commit that one process makes by itself."""
         ...
 
     def joins(self, store: TieredStore) -> None:
-        """A model in ``store`` is divided so."""
+        """Note that a model in ``store`` is divided by this partition."""
         ...
 
     def commit(
         self, store: TieredStore, meta: Mapping[str, object] | None, prepare: Callable[[], None], undo: Callable[[], None]
     ) -> int:
-        """``prepare()`` and ``store.commit`` on all ranks, or on none of them that counts: then ``undo()`` what is prepared."""
+        """Call ``prepare()`` and ``store.commit`` on all ranks, so that the commit counts on all of them or on none; then
+        ``undo()`` what is prepared."""
         ...
 
     def whole(self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str) -> torch.Tensor:
-        """All of a parameter, or of what is like it, of which this rank has ``part``. In the parameter's shape and strides, in
-        host memory, as ``part``."""
+        """Return all of a parameter, or of a tensor like it, of which this rank has ``part``: in the parameter's shape and
+        strides, in host memory, as ``part``."""
         ...
 
 
 class Unsharded:
-    """One process has everything."""
+    """Partition of one process, which has everything."""
 
     shares, rank, replicated = 1, 0, True
 
@@ -223,7 +227,8 @@ class Unsharded:
         self._after = number
 
     def noted(self, store: TieredStore, meta: Mapping[str, object] | None) -> Mapping[str, object] | None:
-        """What ranks began is counted on, so that it stays known which of several sets of stores is the newest."""
+        """Return ``meta`` with the next number of a rank commit where ranks committed before, so that the newest of several
+        sets of stores stays known."""
         self._after = max(self._after, number_of(store.meta))
         if not self._after:
             return meta
@@ -243,7 +248,7 @@ class Unsharded:
 
 
 class Sharded:
-    """Several have a share each."""
+    """Partition of several processes, each of which has a share."""
 
     def __init__(self, ranks: Ranks, stage: Stage) -> None:
         self.ranks, self.stage = ranks, stage
@@ -308,8 +313,8 @@ class Sharded:
     def commit(
         self, store: TieredStore, meta: Mapping[str, object] | None, prepare: Callable[[], None], undo: Callable[[], None]
     ) -> int:
-        """Each rank commits to its own store; acknowledged once all have. Those that have the generation, and those that do
-        not, go back to the last one of all when the stores are opened again (``zero.open_store``)."""
+        """Commit on each rank to its own store, and acknowledge once all have. Ranks that have the generation, and those that
+        do not, go back to the last one of all when the stores are opened again (``zero.open_store``)."""
         if store in _unfinished:
             raise CommitError(
                 f"{_unfinished[store]}; so some ranks have a generation that others lack, and another one could drop the last "
@@ -327,7 +332,7 @@ class Sharded:
         return self._commit(store, {**before, BEGUN: True, META: said}, "could not commit; the last commit of all ranks holds")
 
     def _begin(self, store: TieredStore, prepare: Callable[[], None]) -> tuple[dict[str, object], bool]:
-        """What the meta of the commit says of it, and whether all ranks have committed before."""
+        """Return what the meta of the commit says of it, and whether all ranks have committed before."""
         error: Exception | None = None
         try:
             prepare()
@@ -364,7 +369,7 @@ class Sharded:
         return generation
 
     def _agreed(self, fine: torch.Tensor, error: Exception | None, what: str) -> None:
-        """Raise ``error``, or what is the error of others."""
+        """Raise ``error``, or CommitError where another rank has one."""
         if error is not None:
             raise error
         if not all(fine):

@@ -1,12 +1,11 @@
-"""In which tier parameters compute, and in which one they are updated.
+"""Bring a unit's parameters out of the store to be used, and write them back: ``ParameterStorage`` and its implementations.
 
 Parameters come to the top tier. Gradients and optimizer states go no further up than where updates are computed: with a device
-that is host memory (Ren et al., 2021, ZeRO-Offload, https://arxiv.org/abs/2101.06840), or the device. Where something lies
-meanwhile is the store's business.
+that is host memory (Ren et al., 2021, ZeRO-Offload, https://arxiv.org/abs/2101.06840), or the device (``in_update_tier``). The
+store decides where each tensor lies between two uses.
 
-Whether what was committed of a model beside its tensors still fits them.
-
-How a unit's parameters come out of the store to be used, and back when they were written.
+``CheckpointRecord`` is here because whoever writes to a tensor of a model has to invalidate the record of its last commit
+first.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ UpdateTier = Literal["dram", "hbm"]
 
 
 class TensorStore(Protocol):
-    """What gradients and states use of a store. See there."""
+    """The methods of a store that gradients, states and storages use, with the meaning that they have in ``TieredStore``."""
 
     def __contains__(self, key: object, /) -> bool: ...
 
@@ -65,7 +64,7 @@ class TensorStore(Protocol):
 
 
 class TierView:
-    """A store whose tensors are made and leased in ``tier`` (None: the top one), and whose leases are in the books."""
+    """View of a store whose tensors are created and leased in ``tier`` (None: the top one). ``Leases`` registers each lease."""
 
     def __init__(self, store: TieredStore, tier: str | None) -> None:
         self._store, self._tier = store, tier
@@ -97,17 +96,18 @@ class TierView:
 
 
 def in_top_tier(store: TieredStore) -> TensorStore:
-    """``store``, where parameters compute."""
+    """Return a view of ``store`` in the tier where parameters compute."""
     return TierView(store, None)
 
 
 def in_dram(store: TieredStore) -> TensorStore:
-    """``store``, in host memory."""
+    """Return a view of ``store`` in host memory."""
     return TierView(store, "dram")
 
 
 def in_update_tier(store: TieredStore, tier: UpdateTier) -> TensorStore:
-    """``store``, where updates are computed. Raises MisuseError for a tier that it has not."""
+    """Return a view of ``store`` in the tier where updates are computed. Raises MisuseError for a tier that the store does not
+    have."""
     names = [one.name for one in store.statistics().tiers]
     if tier not in ("dram", "hbm"):
         raise MisuseError(f"update_tier is 'dram' or 'hbm', not {tier!r}")
@@ -117,12 +117,12 @@ def in_update_tier(store: TieredStore, tier: UpdateTier) -> TensorStore:
 
 
 def host(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or a copy of it in host memory."""
+    """Return ``tensor``, or a copy of it in host memory."""
     return tensor.to("cpu")
 
 
 class CheckpointRecord:
-    """The record of a model's last commit is deleted before any of its tensors changes.
+    """Record of a model's last commit, which is deleted before any tensor of the model changes.
 
     So a commit of the store that knows nothing of the model never pairs an old record with newer tensors.
     """
@@ -134,49 +134,50 @@ class CheckpointRecord:
 
     @property
     def changed(self) -> bool:
-        """Whether anything changed since the last commit."""
+        """Return whether anything changed since the last commit."""
         return self._changed_in == self._store.generation
 
     def note(self) -> None:
-        """Something that is in no tensor is about to change."""
+        """Note that something outside of the tensors is about to change."""
         self._changed_in = self._store.generation
 
     def unchanged(self) -> None:
-        """All is as in the last commit."""
+        """Note that everything is as in the last commit."""
         self._changed_in = None
 
     def invalidate(self) -> None:
-        """Something is about to change."""
+        """Delete the record, because a tensor of the model is about to change."""
         self.note()
         if self.key in self._store:
             self._store.delete(self.key)
 
 
 class ParameterStorage(Protocol):
-    """One unit's parameters. ``materialize`` and ``close`` in turn."""
+    """Where one unit's parameters come from. ``materialize`` and ``close`` are called in turn."""
 
     def prefetch(self) -> None:
-        """``materialize`` for READ comes soon."""
+        """Begin what ``materialize(Access.READ)`` will need, because it is called soon."""
         ...
 
     def give_up(self) -> None:
-        """It does not, or what it would give is not right any more."""
+        """Undo ``prefetch``, because ``materialize`` will not be called, or would return values that are not right any more."""
         ...
 
     def restored(self) -> None:
-        """The store went back to a commit."""
+        """Forget what is known of the values, because the store went back to a commit."""
         ...
 
     def refresh(self) -> None:
-        """Other processes updated their parts of the unit: have them here. All of them call it."""
+        """Fetch the parts of the unit that other processes updated. All processes call it."""
         ...
 
     def materialize(self, access: Access) -> torch.Tensor:
-        """All of the unit in the top tier, as uint8; what is written to it, with WRITE, is taken over by ``write_back``."""
+        """Return all of the unit in the top tier, as uint8. What is written to it under WRITE is taken over by ``write_back``.
+        """
         ...
 
     def write_back(self, unit: torch.Tensor) -> None:
-        """``unit`` is what ``materialize`` gave for WRITE."""
+        """Take over ``unit``, which ``materialize`` returned for WRITE."""
         ...
 
     def close(self) -> None:
@@ -184,34 +185,35 @@ class ParameterStorage(Protocol):
         ...
 
     def shard(self, access: Access) -> AbstractContextManager[torch.Tensor]:
-        """What this process updates of the unit, as it is in the store (uint8), where updates are computed."""
+        """Lease what this process updates of the unit, as it is in the store (uint8), where updates are computed."""
         ...
 
 
 class Local:
-    """They are in the store as they are used: a lease, no copy. ``updates``: the store, where updates are computed."""
+    """Parameters that are in the store as they are used: materializing them is a lease without a copy. ``updates``: the store,
+    where updates are computed."""
 
     def __init__(self, store: TieredStore, key: str, checkpoint: CheckpointRecord, updates: TensorStore) -> None:
         self._store, self._top, self._key, self._checkpoint, self._updates = store, in_top_tier(store), key, checkpoint, updates
         self._lease = Opened()
 
     def prefetch(self) -> None:
-        """Nothing takes long that the store does not know of."""
+        """Do nothing: the store prefetches by itself."""
 
     def give_up(self) -> None:
-        """Nothing began."""
+        """Do nothing: ``prefetch`` began nothing."""
 
     def restored(self) -> None:
-        """All is in the store."""
+        """Do nothing: all is in the store."""
 
     def refresh(self) -> None:
-        """There are no others."""
+        """Do nothing: no other process updates the unit."""
 
     def materialize(self, access: Access) -> torch.Tensor:
         return self._lease.open(self._leased(self._top, access))
 
     def write_back(self, unit: torch.Tensor) -> None:
-        """It is the store's own memory."""
+        """Do nothing: ``unit`` is the store's own memory."""
 
     def close(self) -> None:
         self._lease.close()
@@ -226,8 +228,8 @@ class Local:
 
 
 class Replicated(Local):
-    """Each rank has all of them in its store, and updates its share: the others are gathered, in host memory, before they are
-    used again."""
+    """Parameters that each rank's store has all of, while each rank updates its share. The updated shares are gathered, in host
+    memory, before the parameters are used again."""
 
     def __init__(
         self, store: TieredStore, key: str, checkpoint: CheckpointRecord, updates: TensorStore, plan: UnitPlan, ranks: Ranks
@@ -263,8 +265,8 @@ class Replicated(Local):
 
 
 class AllGathered:
-    """Each rank has its share of them in its store; all come together in a tensor in host memory, which goes from there to the
-    top tier and is deleted after use: where DRAM is the top, before it could be written to the disk."""
+    """Parameters of which each rank's store has its share. All shares are gathered into a tensor in host memory, which goes to
+    the top tier and is deleted after use: where DRAM is the top tier, before it could be written to the disk."""
 
     def __init__(
         self, store: TieredStore, key: str, checkpoint: CheckpointRecord, updates: TensorStore, plan: UnitPlan, ranks: Ranks
@@ -306,10 +308,10 @@ class AllGathered:
                 self.close()
 
     def restored(self) -> None:
-        """Nothing is known that is not in the store."""
+        """Do nothing: nothing is known that is not in the store."""
 
     def refresh(self) -> None:
-        """They are gathered whenever they are used."""
+        """Do nothing: the shares are gathered at each use."""
 
     def materialize(self, access: Access) -> torch.Tensor:
         self._begin_gather(ahead=False)
@@ -350,7 +352,7 @@ class AllGathered:
 
     @contextmanager
     def room(self) -> Iterator[torch.Tensor]:
-        """For all of the unit, in host memory."""
+        """Give memory for all of the unit in host memory."""
         with self._made(), self._host.lease(self._gathered, access=Access.WRITE) as whole:
             yield whole
             del whole
@@ -365,8 +367,8 @@ class AllGathered:
 
 
 class Cast:
-    """They are of other types in the store, where ``source`` finds them: a tensor in the top tier, which is deleted after
-    use."""
+    """Parameters that have other types in the store, where ``source`` finds them. They are cast into a tensor in the top tier,
+    which is deleted after use."""
 
     def __init__(self, source: ParameterStorage, store: TieredStore, key: str, plan: UnitPlan) -> None:
         self._source, self._store, self._plan = source, in_top_tier(store), plan

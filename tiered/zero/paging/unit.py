@@ -1,16 +1,13 @@
-"""What a parameter shows while its values are in the store.
+"""Hold and drop one unit's parameters, apply its pending update, and update units within backward.
 
-One unit at run time: holding it, and its pending update.
+A unit that nobody holds shows placeholders, whose stale reads are loud. A held unit shows the store's own memory.
+``optimizer.step()`` defers an update, and the next ``hold`` applies it.
 
-Updates within backward: which units may be updated already, and which have to wait.
-
-A parameter's gradient is final when autograd accumulates it, once per backward pass. Its old value may still be needed: by what
-autograd saved (of this parameter, or of another one in its unit), and by aliases that ``torch.utils.checkpoint`` keeps. So a
-unit is updated when none of these is left and as many gradients have arrived as last time; what is left at the end of backward
-is updated there.
-
-Reentrant checkpointing runs backward passes inside of backward, each of which accumulates by itself. Units that take part in it
-wait for the end.
+Updates within backward (``BackwardUpdates``): a parameter's gradient is final when autograd accumulates it, once per backward
+pass. Its old value may still be needed: by what autograd saved (of this parameter, or of another one in its unit), and by
+aliases that ``torch.utils.checkpoint`` keeps. So a unit is updated when none of these is left and as many gradients have
+arrived as last time; what is left at the end of backward is updated there. Reentrant checkpointing runs backward passes inside
+of backward, each of which accumulates by itself; units that take part in it wait for the end.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from tiered.zero.paging.update import Pending, States, Update
 __all__ = ["BackwardUpdates", "DevicePlaceholder", "Placeholder", "Stepper", "Unit"]
 
 class Placeholder:
-    """A tensor of a given shape that takes the memory of one element: NaN (a stale read is loud), or 0.
+    """Tensor of a given shape that takes the memory of one element: NaN (a stale read is loud), or 0.
 
     Its memory is its own, so what is written to it spoils nothing else, and ``intact`` tells. ``address`` identifies it among
     all that live: every tensor on it, however it was made, has ``untyped_storage().data_ptr() == address``.
@@ -58,21 +55,22 @@ class Placeholder:
 
     @property
     def intact(self) -> bool:
-        """Whether nobody wrote to it."""
+        """Return whether nobody wrote to the placeholder."""
         return self._memory.raw == self.pattern
 
     def when_unused(self, call: Callable[..., object], *args: object) -> None:
-        """Call once this object and the last tensor on its memory are gone, perhaps in the garbage collector: never block."""
+        """Call ``call`` once this object and the last tensor on its memory are gone, perhaps in the garbage collector: it must
+        not block."""
         weakref.finalize(self._memory, call, *args).atexit = False
 
     def memory(self) -> weakref.ref[ctypes.Array[ctypes.c_char]]:
-        """Dead once nobody uses the memory any more."""
+        """Return a reference that is dead once nobody uses the memory any more."""
         return weakref.ref(self._memory)
 
 
 class DevicePlaceholder:
-    """The same in a device's memory. Whether it was written to is looked at where there is one element: that waits for the
-    device. torch itself refuses writes to a tensor whose elements share their memory."""
+    """Placeholder in a device's memory. Whether it was written to is checked only where it has one element, because that waits
+    for the device; torch itself refuses writes to a tensor whose elements share their memory."""
 
     def __init__(self, device: torch.device, shape: torch.Size, dtype: torch.dtype) -> None:
         with torch.inference_mode(False):
@@ -145,11 +143,11 @@ class Unit:
 
     @property
     def in_hand(self) -> bool:
-        """Whether it is held, or an interruption left it neither so nor otherwise."""
+        """Return whether the unit is held, or an interruption left it neither held nor dropped."""
         return self._in_use
 
     def hold(self, access: Access = Access.READ) -> None:
-        """Give the parameters their memory, with any pending update applied first. Nests."""
+        """Give the parameters their memory, after applying any pending update. Calls nest."""
         if self._holders == 0:
             refuse_tracing()
             if self._in_use:  # an interruption left it so
@@ -186,7 +184,7 @@ class Unit:
         self.let_go()
 
     def let_go(self) -> None:
-        """However often it is held, and whatever an interruption left of it: nobody holds it from here on."""
+        """Drop the unit, however often it is held and whatever an interruption left of it."""
         if not self._in_use:
             return
         written = None
@@ -205,7 +203,7 @@ class Unit:
             )
 
     def _written(self, here: int) -> str | None:
-        """The last parameter that was changed while it could only be read, which is memory at ``here``."""
+        """Return the name of the last parameter that was changed while it was memory at ``here`` and could only be read."""
         written = None
         for placement, version in zip(self.plan.placements, self._versions, strict=True):
             if placement.parameter._version != version or _address(placement.parameter) != here:
@@ -213,7 +211,7 @@ class Unit:
         return written
 
     def give_up(self) -> None:
-        """``let_go`` of what will not be used again, for all was rolled back or nothing came of it."""
+        """Drop the unit without writing it back, because all was rolled back or nothing came of it."""
         if self._in_use:
             self.release_parameters()
             self.base = None
@@ -245,8 +243,8 @@ class Unit:
     # -- updates within backward ---------------------------------------------------------------------------------------------
 
     def claim(self, placement: Placement, stepper: Stepper | None) -> None:
-        """``stepper`` updates the parameter within backward (None: nobody does). The last claim counts, while its object lives.
-        """
+        """Have ``stepper`` update the parameter within backward (None: nobody does). The last claim counts, while its object
+        lives."""
         self._steppers.pop(placement, None)
         if stepper is not None:
             self._steppers[placement] = weakref.WeakMethod(stepper)
@@ -256,11 +254,12 @@ class Unit:
         return None if found is None else found()
 
     def in_use(self) -> bool:
-        """Whether something will look at the parameters' present values that does not hold the unit: a graph, or an alias."""
+        """Return whether something that does not hold the unit will look at the parameters' present values: a graph, or an
+        alias."""
         return bool(self.references or _living(self._lent))
 
     def update(self, placements: Sequence[Placement]) -> None:
-        """Update these with the gradients that have arrived, which are gone then; nobody holds the unit.
+        """Update ``placements`` with the gradients that have arrived, and delete these; nobody holds the unit.
 
         Raises MisuseError, with nothing changed, where a gradient is not finite; what ``apply_update`` raises.
         """
@@ -281,7 +280,7 @@ class Unit:
     # -- updates -----------------------------------------------------------------------------------------------------------
 
     def defer_update(self, updates: dict[Placement, Update]) -> Callable[[], None]:
-        """What makes these pending when it is called, once or twice."""
+        """Return what makes ``updates`` pending when it is called, once or twice."""
         pending = Pending({self.parts[p]: update for p, update in updates.items() if p in self.parts})
         version = self.version + 1
 
@@ -291,7 +290,7 @@ class Unit:
         return mark
 
     def upcoming_keys(self) -> list[str]:
-        """What the next ``hold`` will lease, in order."""
+        """Return what the next ``hold`` will lease, in order."""
         if self.pending is None:
             return [self.key]
         chunks = self.states.chunks(self.pending.updates)[self.pending.chunks_done :]
@@ -317,7 +316,7 @@ class Unit:
         self.forget_gradients()
 
     def state_copies(self, placement: Placement) -> dict[str, torch.Tensor]:
-        """``States.copies``, with the pending update applied."""
+        """Return ``States.copies``, after applying the pending update."""
         self.apply_update()
         part, copies = self.parts.get(placement), self.states.blank(placement)
         if part is not None:
@@ -328,14 +327,14 @@ class Unit:
         return {name: self._partition.whole(self.plan, placement, copy, name) for name, copy in copies.items()}
 
     def gradient(self, placement: Placement) -> torch.Tensor | None:
-        """A copy of the gradient as torch would have it in ``parameter.grad``, or None."""
+        """Return a copy of the gradient as torch would have it in ``parameter.grad``, or None."""
         part = self.gradients.copy(placement)
         if part is None:
             return None
         return self._partition.whole(self.plan, placement, part, "the gradient").to(placement.parameter.device)
 
     def load_state(self, placement: Placement, state: dict[str, torch.Tensor]) -> None:
-        """``States.load``, after the pending update."""
+        """Load a state of ``States.copies``, after applying the pending update."""
         self._checkpoint.invalidate()
         self.apply_update()
         part = self.parts.get(placement)
@@ -356,7 +355,8 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 class BackwardUpdates:
-    """Units whose optimizer was made with ``update="in_backward"`` and that got gradients in the running backward pass."""
+    """Units to be updated in the running backward pass, because their optimizer has ``update="in_backward"`` and gradients
+    arrived."""
 
     def __init__(self) -> None:
         self._waiting: dict[Unit, None] = {}  # a set with an order: units that are to be updated in this pass yet
@@ -372,17 +372,17 @@ class BackwardUpdates:
 
     @property
     def waiting(self) -> bool:
-        """Whether a unit is to be updated in this backward pass yet."""
+        """Return whether a unit is still to be updated in this backward pass."""
         return bool(self._waiting)
 
     def apply_ready(self) -> None:
-        """Backward moves on: update the units that it is done with. Raises what ``Unit.update`` raises."""
+        """Update the units that backward has completed. Raises what ``Unit.update`` raises."""
         for unit in [unit for unit in self._waiting if self._ready(unit)]:
             self._apply(unit)
 
     def finish(self) -> None:
-        """Backward is over: update all that got a gradient. Raises what ``Unit.update`` raises; what is left then is left to
-        ``optimizer.step()``."""
+        """Update all units that got a gradient, because backward is over. Raises what ``Unit.update`` raises; what is left then
+        is left to ``optimizer.step()``."""
         for unit in list(self._waiting):
             if not unit.held:
                 self._apply(unit)
