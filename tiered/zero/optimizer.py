@@ -1,7 +1,7 @@
-"""AdamW for paged parameters: ``step()`` marks, each unit is updated when it is next needed. Or, for parameters that stay in
-memory, with states in a store (``resident.py``): ``step()`` updates.
+"""Optimizer and loss scaling for gradients that are in the store.
 
-Dynamic loss scaling for gradients that are in the store.
+``AdamW`` for paged parameters: ``step()`` defers, each unit is updated when it is next needed. For parameters that stay in
+memory, with states in a store (``resident.py``), ``step()`` updates. ``GradScaler`` scales losses dynamically for either.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class AdamW(Optimizer):
             self._show(self._resident.write())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; every parameter must be paged, or none where there is a store."""
+        """Add a param group, as in torch; every parameter must be paged, or none where there is a store."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -154,7 +154,8 @@ class AdamW(Optimizer):
     # -- stepping ----------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One AdamW step for every parameter that has a gradient. ``closure`` as in torch; returns what it returns, else None.
+        """Make one AdamW step for every parameter that has a gradient. ``closure`` as in torch; returns what it returns, else
+        None.
 
         Applies updates of an earlier step that nothing has asked for yet; so it may wait for the store, and raise what that
         raises. Raises MisuseError where a gradient has infinity or NaN. After either no parameter has had this step:
@@ -279,14 +280,14 @@ class AdamW(Optimizer):
         return total
 
     def _graded(self) -> list[tuple[Pager, Unit, Placement]]:
-        """Parameters that have a gradient. Raises InterruptedStep where one is not right."""
+        """Return the parameters that have a gradient. Raises InterruptedStep where one is not right."""
         found = [placement_of(parameter) for parameter in self._parameters()]
         for _, unit, placement in found:
             unit.gradients.refuse_interrupted(placement)
         return [one for one in found if one[2].parameter.grad is not None]
 
     def _norms(self, graded: Sequence[tuple[Pager, Unit, Placement]], order: float) -> list[torch.Tensor]:
-        """Of each whole gradient."""
+        """Return the norm of each whole gradient."""
         norms: dict[Placement, torch.Tensor] = {}
         for pager in dict.fromkeys(pager for pager, _, _ in graded):
             mine = [(unit, placement) for home, unit, placement in graded if home is pager]
@@ -298,8 +299,8 @@ class AdamW(Optimizer):
         return [norms[placement] for _, _, placement in graded]
 
     def grad(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """A copy of the gradient of ``parameter``, of its shape and dtype, or None when it has none. Raises MisuseError for a
-        parameter that is not paged, where there is no store."""
+        """Return a copy of the gradient of ``parameter``, of its shape and dtype, or None when it has none. Raises MisuseError
+        for a parameter that is not paged, where there is no store."""
         if self._resident is not None:
             return None if parameter.grad is None else parameter.grad.detach().clone()
         pager, unit, placement = placement_of(parameter)
@@ -320,7 +321,8 @@ class AdamW(Optimizer):
     # -- state -------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies, in the form of ``torch.optim.AdamW``'s: step, exp_avg and exp_avg_sq per parameter, and the param groups.
+        """Return copies in the form of ``torch.optim.AdamW``'s: step, exp_avg and exp_avg_sq per parameter, and the param
+        groups.
 
         bf16 and fp16 parameters also have their fp32 ``master``. Those of a DTensor are DTensors with its placements.
         """
@@ -388,11 +390,11 @@ class AdamW(Optimizer):
 
     @property
     def resident(self) -> bool:
-        """Whether the parameters stay in memory, and only their states are in a store."""
+        """Return whether the parameters stay in memory, and only their states are in a store."""
         return self._resident is not None
 
     def _kept(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Of each parameter in turn how many steps it has had, and copies of its states."""
+        """Yield for each parameter in turn how many steps it has had, and copies of its states."""
         if self._resident is not None:
             yield from zip(self._resident.steps(), self._resident.copies(), strict=True)
             return
@@ -402,8 +404,8 @@ class AdamW(Optimizer):
             yield self.steps.get(placement, 0), unit.state_copies(placement) if placement in self.steps else {}
 
     def _show(self, steps: Sequence[int]) -> None:
-        """In ``state``, as in torch: torch.distributed.checkpoint takes an optimizer without any for a fresh one, and makes a
-        step with it."""
+        """Set ``state`` as torch does, because torch.distributed.checkpoint takes an optimizer without any for a fresh one, and
+        makes a step with it."""
         for parameter, step in zip(self._parameters(), steps, strict=True):
             if step:
                 self.state[parameter] = {"step": torch.tensor(float(step), device="cpu")}
@@ -417,7 +419,7 @@ class AdamW(Optimizer):
             raise MisuseError(MIXED)
 
     def _names(self, group: dict[str, Any]) -> list[str]:
-        """For messages, by parameter of ``group``, the last one."""
+        """Return how errors name each parameter of ``group``, the last one."""
         first = sum(len(other["params"]) for other in self.param_groups) - len(group["params"])
         given = group.get("param_names")
         return [
@@ -426,7 +428,7 @@ class AdamW(Optimizer):
         ]
 
     def _update_now(self, placement: Placement) -> tuple[Update, Callable[[], None]]:
-        """Called within backward when a gradient is complete: the next step, and what counts it."""
+        """Return the next step of a parameter whose gradient is complete within backward, and what counts it."""
         step = self.steps.get(placement, 0) + 1
 
         def count() -> None:
@@ -435,7 +437,7 @@ class AdamW(Optimizer):
         return Update(_rule(self.param_groups[self._group_of[placement]]), step), count
 
     def _unscale(self, factor: torch.Tensor) -> list[bool]:
-        """Multiply all gradients by ``factor`` (0-d) when they are used; says of each whether it was finite before."""
+        """Multiply all gradients by ``factor`` (0-d) when they are used; return for each whether it was finite before."""
         self._refuse_in_backward("GradScaler")
         for pager in self._pagers():
             pager.reset()
@@ -500,7 +502,7 @@ def _refuse_little_room(params: Sequence[Any]) -> None:
 
 
 def _ranks(stage: Stage | None, group: dist.ProcessGroup | None, timeout: float | None) -> Ranks | None:
-    """Who has a share of the states of parameters that stay in memory."""
+    """Return who has a share of the states of parameters that stay in memory."""
     if stage is None:
         if group is not None or timeout is not None:
             raise MisuseError("group= and timeout= are for states that are divided: give stage=zero.Stage1()")
@@ -540,7 +542,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch; ``unscale_`` may come next, for gradients that were scaled before."""
+        """Load a state, as in torch; ``unscale_`` may come next, for gradients that were scaled before."""
         super().load_state_dict(state_dict)
         if self._enabled and self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
@@ -548,7 +550,8 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        """What torch calls from ``unscale_``. Sets ``found_inf`` (0-d) to 1 where a gradient is infinite or NaN."""
+        """Unscale the gradients, as torch asks from ``unscale_``. Sets ``found_inf`` (0-d) to 1 where one is infinite or NaN.
+        """
         if not isinstance(optimizer, AdamW) or optimizer.resident:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         finite = optimizer._unscale(inv_scale)

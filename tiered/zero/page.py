@@ -1,8 +1,7 @@
-"""What paging a model took.
+"""Page a model: move its parameters into the store, one module at a time, and have them paged from then on.
 
-Several backward passes for one step, over several ranks.
-
-Moves a model's parameters into the store, one module at a time, and has them paged from then on.
+``page`` checks its arguments, divides the model, fills the units, and makes the pager; where it raises, the model is as before.
+``statistics`` and ``no_sync`` ask the pager of a model that is paged.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ __all__ = ["PagingStatistics", "no_sync", "page", "statistics"]
 
 @dataclass(frozen=True, slots=True)
 class PagingStatistics:
-    """Of one paged model, since ``page``.
+    """Counters of one paged model, since ``page``.
 
     ``units``: how many there are. ``largest_unit``: bytes of the largest one's parameters. ``updates``: how many updates of a
     unit were applied, ``update_seconds``: what they took, without the time that they waited for the store. ``split``: names of
@@ -51,7 +50,7 @@ class PagingStatistics:
 
 
 def statistics(model: nn.Module) -> PagingStatistics:
-    """What paging ``model`` took so far. Raises MisuseError for a model that is not paged."""
+    """Return what paging ``model`` took so far. Raises MisuseError for a model that is not paged."""
     pager = pager_of(model)
     units = pager.units
     return PagingStatistics(
@@ -65,9 +64,9 @@ def statistics(model: nn.Module) -> PagingStatistics:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backward passes in this block only add up their gradients in this rank's store; the next one outside of it, or
-    ``optimizer.step()``, reduces the sums: once, as in ``DistributedDataParallel.no_sync``. Raises MisuseError for a model
-    that is not paged. With one process, and with ``zero.Stage1``, that is how it is anyway."""
+    """Have backward passes in this block only add up their gradients in this rank's store. The next pass outside of it, or
+    ``optimizer.step()``, reduces the sums: once, as in ``DistributedDataParallel.no_sync``. With one process, and with
+    ``zero.Stage1``, that is how it is anyway. Raises MisuseError for a model that is not paged."""
     sync = pager_of(model).gradient_sync
     before, sync.paused = sync.paused, True
     try:
@@ -285,7 +284,7 @@ def _partition(stage: Stage | None, group: dist.ProcessGroup | None, timeout: fl
 
 
 def _refuse_newer(source: str | os.PathLike[str], store: TieredStore, partition: Partition) -> None:
-    """Where another training went on since what is in ``store``. Of what rank 0 sees."""
+    """Raise MisuseError where another training went on, in ``source``, since the commit that ``store`` has. Rank 0 looks."""
     newest = newest_set(source) if partition.rank == 0 else None
     mine, there = number_of(store.meta), 0 if newest is None else newest.number
     if there > mine:
@@ -324,7 +323,7 @@ def _unreadable(error: OSError, weights: object) -> TieredError:
 
 
 def _release(plan: ModelPlan, store: TieredStore) -> None:
-    """Give up the values that parameters have."""
+    """Release the values that parameters have."""
     for unit in plan.units:
         for placement in unit.placements:
             placement.parameter.data = _nothing(placement.shape, placement.dtype, store.device)
@@ -338,7 +337,8 @@ Buffers = list[tuple[nn.Module, str, torch.Tensor]]
 
 
 def _buffers_for(model: nn.Module, store: TieredStore) -> Buffers:
-    """Those that modules need where they will compute, and have elsewhere. One that several modules have stays one."""
+    """Return the buffers that modules need where they will compute, and have elsewhere. A buffer that several modules have
+    stays one."""
     moved: dict[torch.Tensor, torch.Tensor] = {}
     found: Buffers = []
     for module in model.modules():
@@ -356,7 +356,8 @@ def _place(buffers: Buffers) -> None:
 
 
 def _staged(model: nn.Module, window: Window) -> dict[nn.Parameter, Staged]:
-    """Parameters whose values wait in the store. Raises MisuseError for those that wait in another, or have lost them."""
+    """Return the parameters whose values wait in the store. Raises MisuseError for those that wait in another, or have lost
+    them."""
     staged = {}
     for qualified, parameter in model.named_parameters():
         found = find(parameter)
@@ -375,9 +376,10 @@ def _staged(model: nn.Module, window: Window) -> dict[nn.Parameter, Staged]:
 def _refuse_small_pool(
     plan: ModelPlan, model: nn.Module, store: TieredStore, pool: int, micro_batch: int, shares: int
 ) -> None:
-    """A unit, its gradient, and what the modules around it hold must fit at the same time, wherever they happen to lie. Where
-    units divide the batch, a piece of what is kept for backward, too; and the largest unit twice more, for it may lie in the
-    middle. Of several ranks one has what it gathers or sends of a unit beside what it receives, and its share."""
+    """Raise CapacityError for a pool in which a unit, its gradient, and what the modules around it hold do not fit at the same
+    time, wherever they happen to lie. Where units divide the batch, a piece of the saved activations has to fit, too; and the
+    largest unit twice more, for it may lie in the middle. One of several ranks has what it gathers or sends of a unit beside
+    what it receives, and its share."""
     sizes = [-(-unit.nbytes // 4096) * 4096 for unit in plan.units]
 
     def deepest(module: nn.Module, above: frozenset[int]) -> int:
@@ -412,7 +414,7 @@ def _refuse_without_reset(model: nn.Module) -> None:
 
 
 def _largest_meta(model: nn.Module) -> int:
-    """Bytes of the parameters on the meta device that are given memory together: those directly on one module."""
+    """Return the bytes of the parameters on the meta device that are given memory together: those directly on one module."""
     return max(
         (
             sum(p.numel() * p.itemsize for p in module._parameters.values() if p is not None and p.is_meta)
@@ -423,7 +425,7 @@ def _largest_meta(model: nn.Module) -> int:
 
 
 def _replace_meta(model: nn.Module, store: TieredStore) -> dict[nn.Parameter, nn.Parameter]:
-    """Put parameters without memory in the place of meta ones, which cannot be given any; tied ones stay tied.
+    """Replace meta parameters, which cannot be given memory, by parameters without memory; tied ones stay tied.
 
     Returns the meta parameter of each new one.
     """
@@ -442,7 +444,7 @@ def _replace_meta(model: nn.Module, store: TieredStore) -> dict[nn.Parameter, nn
 
 @dataclass
 class _Adoption:
-    """One call of ``page`` as far as it moves values, and the way back."""
+    """One call of ``page`` as far as it moves values, and how to undo it."""
 
     model: nn.Module
     store: TieredStore

@@ -1,4 +1,4 @@
-"""Adam states in the store of parameters that stay in memory: of a model, of a DTensor's shard, or of a replica's share.
+"""Keep the Adam states of parameters that stay in memory in a store: of a model, of a DTensor's shard, or of a replica's share.
 
 The elements of a param group that are of one type are a row. It is cut into *rounds*, each of which has a chunk of states for
 every rank that has a share, and of which each is updated, and gathered, before the next but one begins. So what a step takes
@@ -55,7 +55,7 @@ class _Layout(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(eq=False)
 class Segment(Placement):
-    """Elements ``begin`` to ``end`` of what a ``LocalShard`` has, whose states are at ``element`` of a chunk."""
+    """Elements ``begin`` to ``end`` of a ``LocalShard``, whose states are at ``element`` of a chunk."""
 
     begin: int = 0
     end: int = 0
@@ -74,7 +74,7 @@ class Segment(Placement):
 
     @contextmanager
     def at_hand(self) -> Iterator[None]:
-        """Values and gradient are in host memory meanwhile, and where they are elsewhere, values go back."""
+        """Have values and gradient in host memory meanwhile; values that are elsewhere are written back."""
         self._here, self._gradient = host(self.all), host(self.local.gradient[self.begin : self.end])
         try:
             yield
@@ -93,16 +93,16 @@ class Segment(Placement):
 
     @property
     def all(self) -> torch.Tensor:
-        """Its values, in their own memory."""
+        """Return the values, in their own memory."""
         return self.local.values[self.begin : self.end]
 
     def take(self, row: torch.Tensor) -> torch.Tensor:
-        """This of a rank's chunk, or of what is as long."""
+        """Return this segment's elements of ``row``, a rank's chunk or what is as long."""
         return row[self.element : self.element + self.numel]
 
 
 class Round:
-    """``segments[rank]``: in order. ``share``: elements of each rank's chunk."""
+    """One round: ``segments[rank]`` in order; ``share``: elements of each rank's chunk."""
 
     def __init__(self, store: TensorStore, key: str, segments: list[list[Segment]], share: int, rank: int) -> None:
         self.segments, self.share, self.rank = segments, share, rank
@@ -115,7 +115,7 @@ class Round:
         return any(segment.local in locals_ for mine in self.segments for segment in mine)
 
     def keys(self, locals_: Mapping[LocalShard, object]) -> list[str]:
-        """What of the store ``update`` will use."""
+        """Return the keys of the store that ``update`` will use."""
         return [key for _, keys in self.states.chunks(s for s in self.own if s.local in locals_) for key in keys]
 
     def update(self, updates: Mapping[LocalShard, Update]) -> None:
@@ -131,8 +131,8 @@ class Round:
             self.states.apply(Pending(mine), NOTHING, NOTHING)
 
     def _follow(self, segment: Segment) -> None:
-        """Where a value was changed otherwise since the last step, its fp16 master begins with it. (The master of a bf16 one is
-        the value itself and more bits.)"""
+        """Restart the fp16 master of elements whose value was changed since the last step. (The master of a bf16 value is the
+        value itself and more bits.)"""
         value = host(segment.all)
         copies = self.states.copies(segment, value)
         kept = copies["master"].to(torch.float16) == value
@@ -140,7 +140,8 @@ class Round:
             self.load(segment, {**copies, "master": torch.where(kept, copies["master"], value.float())})
 
     def load(self, segment: Segment, state: dict[str, torch.Tensor]) -> None:
-        """``States.load``, with the master that belongs to the value where there is none, or another's."""
+        """Load a state as ``States.load`` does, with a master made from the value where there is none, or that of another
+        value."""
         value = host(segment.all)
         self.states.load(segment, value, state)
         if segment in self.states.stale_masters and segment.dtype in (torch.bfloat16, torch.float16):
@@ -161,7 +162,7 @@ class Round:
         return ranks.gather(whole, own, f"the updated parameters of {self.states.key!r}"), whole
 
     def scatter(self, whole: torch.Tensor, updates: Mapping[LocalShard, Update]) -> None:
-        """Take over those of the others."""
+        """Take over the updated values of the other ranks."""
         rows = whole.view(self.dtype).view(len(self.segments), -1)
         for rank, segments in enumerate(self.segments):
             for segment in segments if rank != self.rank else ():
@@ -169,7 +170,7 @@ class Round:
                     segment.all.copy_(segment.take(rows[rank]))
 
     def copies(self, into: Mapping[LocalShard, dict[str, torch.Tensor]], ranks: Ranks | None) -> None:
-        """All states of this round, those of other ranks too, into flat tensors of each parameter's size."""
+        """Copy all states of this round, those of other ranks too, into flat tensors of each parameter's size."""
         kinds = self.states.blank(self.segments[0][0])
         own = {name: torch.zeros(self.share, dtype=kind.dtype, device="cpu") for name, kind in kinds.items()}
         for segment in self.own:
@@ -188,7 +189,7 @@ class Round:
 
 
 class Resident:
-    """The states of one optimizer's parameters, under ``name``; ``ranks``: who has a share of each (None: this process all).
+    """States of one optimizer's parameters, under ``name``; ``ranks``: who has a share of each (None: this process has all).
 
     ``NAME/steps`` says how many steps each parameter has had. While a step is under way it is not there, so that neither a
     commit nor a step goes on from one that was interrupted. It is what counts: after ``store.rollback()`` it is the older one.
@@ -236,7 +237,7 @@ class Resident:
     # -- parameters --------------------------------------------------------------------------------------------------------
 
     def add(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
-        """One more param group. Changes nothing in the store, and nothing here where it raises MisuseError."""
+        """Add a param group. Changes nothing in the store, and nothing here where it raises MisuseError."""
         group = len(self._layouts)
         fresh = [LocalShard(parameter, name, group) for parameter, name in zip(parameters, names, strict=True)]
         for local in fresh:
@@ -287,7 +288,7 @@ class Resident:
         return rounds
 
     def write(self) -> list[int]:
-        """Have what was added in the store; returns ``steps``. Raises MisuseError where the ranks' stores differ in these."""
+        """Write what was added to the store; return ``steps``. Raises MisuseError where the ranks' stores differ in these."""
         fresh = not self._written and not self._resume
         counted = torch.zeros(0, dtype=torch.int64, device="cpu") if fresh else self._counted()
         more = max(0, len(self.locals) - len(counted))
@@ -311,7 +312,7 @@ class Resident:
         return mine[: len(self.locals)]
 
     def _everybody(self, steps: torch.Tensor) -> list[list[int]]:
-        """The step counts of all ranks that have a share of the same states, or of the same parameters."""
+        """Return the step counts of all ranks that have a share of the same states, or of the same parameters."""
         if self._ranks is not None:
             return shared_json(self._ranks, steps.tolist(), _Steps)  # of another length where a rank's store is another
         found: list[list[int]] = []
@@ -323,7 +324,7 @@ class Resident:
     # -- stepping ----------------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """How many each parameter has had. Raises MisuseError after a step that was interrupted."""
+        """Return how many steps each parameter has had. Raises MisuseError after a step that was interrupted."""
         found = [int(step) for step in self._counted()]
         if len(found) != len(self.locals):
             raise MisuseError(
@@ -384,7 +385,8 @@ class Resident:
             )
 
     def _run(self, updates: Mapping[LocalShard, Update]) -> None:
-        """There and back in turn: what a step used last, the next uses first, and it may still be in memory."""
+        """Update round after round, forward and backward in turn: what a step used last, the next uses first, and it may still
+        be in memory."""
         rounds = [found for found in self._rounds if found.concerns(updates)]
         if not self._forward:
             rounds.reverse()
@@ -402,8 +404,8 @@ class Resident:
     # -- state -------------------------------------------------------------------------------------------------------------
 
     def copies(self) -> list[dict[str, torch.Tensor]]:
-        """Of each parameter ``m``, ``v`` and, of bf16 and fp16 ones, ``master``, all like it; nothing of one without a step.
-        All ranks call it."""
+        """Return for each parameter ``m``, ``v`` and, for bf16 and fp16, ``master``, all like it; nothing for one without a
+        step. All ranks call it."""
         found: dict[LocalShard, dict[str, torch.Tensor]] = {
             local: {} for local, step in zip(self.locals, self.steps(), strict=True) if step
         }
@@ -422,7 +424,7 @@ class Resident:
         return [{name: local.like(value) for name, value in found.get(local, {}).items()} for local in self.locals]
 
     def load(self, states: Mapping[int, Mapping[str, torch.Tensor]], steps: Mapping[int, int]) -> list[int]:
-        """The opposite, by the parameters' numbers; those that are missing begin anew. Returns ``steps``."""
+        """Load what ``copies`` returned, by the parameters' numbers; those that are missing begin anew. Return ``steps``."""
         given = {self.locals[index]: state for index, state in states.items()}
         flat: dict[LocalShard, dict[str, torch.Tensor]] = {}
         try:
@@ -453,7 +455,7 @@ def _finish(under: tuple[Round, Under, torch.Tensor] | None, updates: Mapping[Lo
 
 
 def _even(elements: int, limit: int) -> int:
-    """Elements of each chunk where ``elements`` are cut into as few as ``limit`` allows, alike."""
+    """Return the elements of each chunk where ``elements`` are cut evenly into as few chunks as ``limit`` allows."""
     return max(STEP, min(limit, _up(math.ceil(elements / max(1, math.ceil(elements / limit))))))
 
 
@@ -466,7 +468,7 @@ def _in_words(steps: Sequence[int]) -> str:
 
 
 def _read(store: TieredStore, key: str) -> dict[str, Any]:
-    """The layout of a param group. Raises ManifestError."""
+    """Read the layout of a param group. Raises ManifestError."""
     try:
         spec = store.spec(key)
         if spec.dtype != "uint8" or len(spec.shape) != 1 or spec.nbytes > MOST:
@@ -482,7 +484,7 @@ def _read(store: TieredStore, key: str) -> dict[str, Any]:
 
 
 def _difference(committed: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """The first one, in words."""
+    """Describe the first difference of two layouts."""
     for what in ("ranks", "rank"):
         if committed.get(what) != here[what]:
             return f"it was {what} {committed.get(what)}, and is {what} {here[what]}"

@@ -1,4 +1,5 @@
-"""Every commit of a store is a checkpoint of the models in it: what training needs beside their tensors, and the way back."""
+"""Make every commit of a store a checkpoint of the models in it: write what training needs beside their tensors, and restore
+it."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["commit", "commit_async", "resume", "rollback"]
 
 class Readable(Protocol):
-    """A store, as far as a record is read from it."""
+    """The methods of a store that reading a record needs."""
 
     def __contains__(self, key: object) -> bool: ...
 
@@ -147,7 +148,7 @@ def rollback(
 
 
 def extra_of(store: TieredStore, name: str) -> Any:
-    """What ``resume`` will return, before there is a model: it may say how to make one. Raises as that."""
+    """Return what ``resume`` will return, before there is a model: it may say how to make one. Raises as ``resume``."""
     return read_record(store, name)["extra"]
 
 
@@ -162,7 +163,7 @@ def _prepare(
     data: Stateful | torch.Generator | None,
     extra: Mapping[str, Any] | None,
 ) -> TieredStore:
-    """Put all that a commit of ``model`` has beside what the store has anyway into it."""
+    """Put everything that a commit of ``model`` needs beside the model's tensors into the store."""
     pager = pager_of(model)
     store, name = pager.store, pager.name
     stage = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {}).get("stage")
@@ -196,7 +197,8 @@ def _prepare(
 
 
 def write_record(store: TieredStore, name: str, record: Mapping[str, Any]) -> None:
-    """As the checkpoint of model ``name``. Raises MisuseError, with nothing changed, for what cannot be written down."""
+    """Write ``record`` as the checkpoint of model ``name``. Raises MisuseError, with nothing changed, for what cannot be
+    written down."""
     larger: list[torch.Tensor] = []
 
     def keep(tensor: torch.Tensor) -> str:
@@ -258,7 +260,7 @@ def _names(parameters: list[nn.Parameter], pager: Pager) -> list[str]:
 
 
 def read_record(store: Readable, name: str) -> dict[str, Any]:
-    """The record of model ``name``, checked as a whole (``record_schema``). Raises MisuseError where there is none,
+    """Read the record of model ``name``, checked as a whole (``record.checked``). Raises MisuseError where there is none,
     ManifestError where it is damaged."""
     key = f"{name}/checkpoint"
     if key not in store:
@@ -280,7 +282,7 @@ def read_record(store: Readable, name: str) -> dict[str, Any]:
 
 
 def recall(pager: Pager) -> None:
-    """Have the units and buffers be as they were committed; their tensors are in the store. Raises as ``resume``, with nothing
+    """Restore units and buffers as they were committed; their tensors are in the store. Raises as ``resume``, with nothing
     changed."""
     plan = [unit.plan for unit in pager.units]
     record = _fitting(pager.store, pager.name, plan, pager.limits, pager.partition, pager.model)
@@ -304,7 +306,7 @@ def recall(pager: Pager) -> None:
 
 
 def pending_of(found: Mapping[str, Any], named: Mapping[str, Placement]) -> Pending:
-    """The update of a unit that a record has, for the placements of these names."""
+    """Return the pending update of a unit that a record has, for the placements of these names."""
     updates = {
         named[name]: Update(
             AdamWRule(*update["rule"]), update["step"], tuple(update["scales"]), tuple(update["wide_scales"])
@@ -322,7 +324,7 @@ def _load(
     scaler: Stateful | None,
     data: Stateful | torch.Generator | None,
 ) -> Any:
-    """All of it, or, where it raises, nothing."""
+    """Load optimizer, scheduler, scaler, data and random states from a record: all of them, or, where it raises, none."""
     for what, given in (("optimizer", optimizer), ("scheduler", scheduler), ("scaler", scaler), ("data", data)):
         if (record[what] is None) is not (given is None):
             has = "has none" if record[what] is None else "has one"
@@ -345,7 +347,7 @@ def _load(
 
 
 def _difference(committed: Any, here: Any) -> str:
-    """The first one, in words."""
+    """Describe the first difference of two layouts."""
     if committed.get("share") != here.get("share"):
         was, is_ = (f"as {found['share']}" if "share" in found else "not" for found in (committed, here))
         return f"it was divided {was}, and is {is_}"
@@ -367,14 +369,15 @@ def _parameter(described: Any) -> str:
 
 
 def layout(store: TieredStore, name: str) -> tuple[Limits, dict[str, tuple[int, ...]]]:
-    """By what model ``name`` was divided when it was committed, and the strides of its parameters. Raises as ``resume``."""
+    """Return the limits by which model ``name`` was divided when it was committed, and the strides of its parameters. Raises as
+    ``resume``."""
     found = read_record(store, name)["layout"]
     strides = {parameter[0]: tuple(parameter[4]) for _, parameters in found["units"] for parameter in parameters}
     return Limits(found["limit"], found["chunk"]), strides
 
 
 def persistent_buffers(model: nn.Module) -> list[str]:
-    """Names of the buffers that ``state_dict`` has, each once."""
+    """Return the names of the buffers that ``state_dict`` has, each once."""
     transient = {
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
@@ -384,7 +387,7 @@ def persistent_buffers(model: nn.Module) -> list[str]:
 
 
 def refuse_other(store: TieredStore, name: str, plan: ModelPlan, partition: Partition, model: nn.Module) -> None:
-    """Raises MisuseError where ``model``, divided by ``plan``, is not the one that was committed as ``name``, and ManifestError
+    """Raise MisuseError where ``model``, divided by ``plan``, is not the one that was committed as ``name``, and ManifestError
     where its record is damaged, or not of the tensors that are there."""
     buffers = _fitting(store, name, plan.units, plan.limits, partition, model)["buffers"]
     for fresh, _ in model.named_buffers():
@@ -395,7 +398,7 @@ def refuse_other(store: TieredStore, name: str, plan: ModelPlan, partition: Part
 def _fitting(
     store: TieredStore, name: str, units: Sequence[UnitPlan], limits: Limits, partition: Partition, model: nn.Module
 ) -> dict[str, Any]:
-    """The record of what is a model with these units. Raises as ``refuse_other``."""
+    """Return the record of a model with these units. Raises as ``refuse_other``."""
     record = read_record(store, name)
     committed, here = record["layout"], layout_of(units, limits, partition)
     if committed != here:
@@ -410,8 +413,8 @@ def _fitting(
 
 
 def layout_of(units: Sequence[UnitPlan], limits: Limits, partition: Partition) -> dict[str, Any]:
-    """Where everything lies: of each unit its name, and of each parameter its own, shape, types and strides; and, where several
-    ranks have a share each, which one this is."""
+    """Describe where everything lies: of each unit its name, and of each parameter its name, shape, types and strides; and,
+    where several ranks have a share each, which one this is."""
     described = [
         [
             unit.name,

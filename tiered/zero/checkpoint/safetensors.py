@@ -1,6 +1,7 @@
-"""A pretrained model's weights, from safetensors files into units while they are made.
+"""Read pretrained weights from safetensors files into units, and export models to such files.
 
-Models out of a store as safetensors files, a unit at a time: of a model that is paged, or of its checkpoint at rest.
+Weights are read while units are made, a piece at a time. An export writes a model that is paged, a unit at a time, or a
+checkpoint of a store that is not open, of one process or of all ranks.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Pretrained:
     """Files whose tensors are ``model``'s, by name; a context manager."""
 
     def __init__(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
-        """Raises MisuseError for names that are missing or unexpected, other shapes, and buffers that nothing gives values;
-        SafetensorsError and OSError for the files."""
+        """Open the files and check them. Raises MisuseError for names that are missing or unexpected, other shapes, and buffers
+        that nothing gives values; SafetensorsError and OSError for the files."""
         self.files = WeightFiles(path)
         try:
             self._parameters = _aliases(model)
@@ -84,11 +85,11 @@ class Pretrained:
                 )
 
     def _source(self, parameter: nn.Parameter) -> str:
-        """By which of its names a parameter is in the files."""
+        """Return by which of its names a parameter is in the files."""
         return next(name for name in self._parameters[parameter] if name in self.files.entries)
 
     def renamed(self, meta: dict[nn.Parameter, nn.Parameter]) -> None:
-        """Parameters on the meta device were replaced: ``meta`` has the old one of each new one."""
+        """Note that parameters on the meta device were replaced: ``meta`` has the old one of each new one."""
         for fresh, old in meta.items():
             self._parameters[fresh] = self._parameters.pop(old)
 
@@ -97,7 +98,7 @@ class Pretrained:
         self._read(self._source(placement.parameter), placement.stored_view(unit), placement.dtype)
 
     def fill_buffers(self, model: nn.Module) -> None:
-        """All that ``state_dict`` has."""
+        """Read all buffers that ``state_dict`` has."""
         modules = dict(model.named_modules())
         for name in self._buffers:
             where, _, last = name.rpartition(".")
@@ -109,7 +110,7 @@ class Pretrained:
 
     @torch.no_grad()
     def _read(self, name: str, target: torch.Tensor, between: torch.dtype) -> None:
-        """``between``: the type that values have on the way."""
+        """Read a tensor into ``target``. ``between``: the type that values have on the way."""
         spec = self.files.entries[name].spec
         dtype: torch.dtype = getattr(torch, spec.dtype)
         if not spec.nbytes:
@@ -131,7 +132,7 @@ class Pretrained:
 
 
 def _aliases(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Each parameter's names; the first is the one that paging gives it."""
+    """Return each parameter's names; the first is the one that paging gives it."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -205,7 +206,7 @@ def export(
 
 
 def _of_first(pager: Pager, files: list[str] | None) -> list[str] | None:
-    """Rank 0's."""
+    """Return rank 0's ``files``."""
     if not isinstance(pager.partition, Sharded):
         return files
     found: list[str] | None = shared_json(pager.partition.ranks, files, list[str] | None)[0]
@@ -213,7 +214,7 @@ def _of_first(pager: Pager, files: list[str] | None) -> list[str] | None:
 
 
 def _passed_on(contents: Iterator[memoryview], unread: list[Exception]) -> Iterator[memoryview]:
-    """``contents``, which stays open when this is closed. ``unread`` gets what it raises."""
+    """Yield ``contents``, which stays open when this generator is closed. ``unread`` gets what it raises."""
     try:
         for piece in contents:
             yield piece
@@ -224,7 +225,7 @@ def _passed_on(contents: Iterator[memoryview], unread: list[Exception]) -> Itera
 
 
 def _listed(pager: Pager) -> tuple[dict[nn.Parameter, str], dict[str, torch.Tensor]]:
-    """Of ``state_dict``: the first name of each parameter, and buffers by name, each once."""
+    """Return what ``state_dict`` has: the first name of each parameter, and buffers by name, each once."""
     parameters: dict[nn.Parameter, str] = {}
     buffers: dict[int, tuple[str, torch.Tensor]] = {}
     paged = {placement.parameter for placement in pager.placements}
@@ -274,12 +275,12 @@ class AtRest(Readable, Protocol):
 
 
 def models_in(keys: Iterable[str]) -> list[str]:
-    """Names of the models that have a checkpoint among these keys."""
+    """Return the names of the models that have a checkpoint among these keys."""
     return sorted(key.removesuffix("/checkpoint") for key in keys if key.endswith("/checkpoint"))
 
 
 def parameters_of(store: AtRest, name: str) -> int:
-    """How many numbers the parameters of model ``name`` are. Raises as ``export_at_rest``."""
+    """Return how many numbers the parameters of model ``name`` have together. Raises as ``export_at_rest``."""
     return sum(placement.numel for unit in plans(read_record(store, name))[0] for placement in unit.placements)
 
 
@@ -293,7 +294,7 @@ def export_at_rest(
     existing: Existing = "refuse",
     progress: Progress | None = None,
 ) -> list[str]:
-    """``export`` without the model: of the checkpoint of the one that is named ``model``, or of the only one in ``store``.
+    """Export, without the model, the checkpoint of the one that is named ``model``, or of the only one in ``store``.
 
     A store without a model gives its tensors, under their keys. Updates that are pending are applied to copies: of one unit and
     its gradient, and a chunk of its states at a time. Raises MisuseError (no or several such models, no checkpoint, one that is
@@ -331,8 +332,8 @@ def export_of_ranks(
     existing: Existing = "refuse",
     progress: Progress | None = None,
 ) -> list[str]:
-    """``export_at_rest`` of the last commit of all ranks whose stores are below ``path`` (``zero.open_store``), by one process.
-    In memory are what two ranks have of a unit, and one parameter. Raises as ``export_at_rest`` and ``reshard.opened``."""
+    """Export, by one process, the last commit of all ranks whose stores are below ``path`` (``zero.open_store``). In memory are
+    the shares of two ranks of a unit, and one parameter. Raises as ``export_at_rest`` and ``reshard.opened``."""
     with contextlib.ExitStack() as stack:
         stores = opened(path, stack)
         name = _chosen(stores[0], model)
@@ -361,7 +362,7 @@ def _of_source(
 
 
 def _chosen(store: AtRest, model: str | None) -> str | None:
-    """Whose checkpoint is wanted; None: there is no model."""
+    """Return the name of the model whose checkpoint is wanted; None: there is no model."""
     there = models_in(store)
     if model is not None:
         if model not in there:
@@ -381,7 +382,8 @@ def _chosen(store: AtRest, model: str | None) -> str | None:
 
 
 def _refuse_older(store: AtRest, name: str, units: Sequence[UnitPlan]) -> None:
-    """A checkpoint says which updates are pending, so it must be of the same moment as the parameters."""
+    """Raise MisuseError for a checkpoint that is older than the parameters, because it says which updates of these are pending.
+    """
     saved = store.written(f"{name}/checkpoint")
     if any(store.written(f"{name}/param/{unit.name}") > saved for unit in units):
         raise MisuseError(
@@ -428,7 +430,7 @@ def _of_checkpoint(
 
 
 def _updated(store: AtRest, key: str, unit: UnitPlan, chunk: int, found: dict[str, Any]) -> torch.Tensor:
-    """A copy of a unit, with the update that is pending."""
+    """Return a copy of a unit with its pending update applied."""
     named: dict[str, Placement] = {placement.name: placement for placement in unit.placements}
     states = States(Copies(store, kept=False), key, unit.placements, even_chunks(unit.elements, chunk))
     states.stale_masters = {named[name] for name in found["stale_masters"]}
@@ -450,7 +452,7 @@ def _entry(name: str, shape: Iterable[int], dtype: torch.dtype) -> Entry:
 
 @torch.no_grad()
 def _pieces(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """The bytes of ``tensor`` as ``dtype``, row-major, about CONVERTED_AT_ONCE of them at a time."""
+    """Yield the bytes of ``tensor`` as ``dtype``, row-major, about CONVERTED_AT_ONCE of them at a time."""
     if not tensor.numel():
         return
     rows = tensor.detach().resolve_conj().resolve_neg()

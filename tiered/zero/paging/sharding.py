@@ -42,7 +42,7 @@ class Stage(Protocol):
         """Return whether each rank has all parameters."""
         ...
 
-    def storage(
+    def stored(
         self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord, ranks: Ranks
     ) -> ParameterStorage:
         """Make the storage of one unit's parameters. ``updates``: the store, where updates are computed."""
@@ -60,7 +60,7 @@ class Stage1:
 
     early, replicated = False, True
 
-    def storage(
+    def stored(
         self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord, ranks: Ranks
     ) -> ParameterStorage:
         return Replicated(store, key, checkpoint, updates, plan, ranks)
@@ -76,7 +76,7 @@ class Stage2:
 
     early, replicated = True, True
 
-    def storage(
+    def stored(
         self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord, ranks: Ranks
     ) -> ParameterStorage:
         return Replicated(store, key, checkpoint, updates, plan, ranks)
@@ -91,7 +91,7 @@ class Stage3:
 
     early, replicated = True, False
 
-    def storage(
+    def stored(
         self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord, ranks: Ranks
     ) -> ParameterStorage:
         return AllGathered(store, key, checkpoint, updates, plan, ranks)
@@ -130,7 +130,7 @@ class Partition(Protocol):
         """Return what a checkpoint says of this process's share."""
         ...
 
-    def storage(
+    def stored(
         self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord
     ) -> ParameterStorage:
         """Make the storage of one unit's parameters. ``updates``: the store, where updates are computed."""
@@ -197,7 +197,7 @@ class Unsharded:
     def share(self) -> dict[str, int | str]:
         return {"stage": "Alone", "rank": 0, "ranks": 1}
 
-    def storage(
+    def stored(
         self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord
     ) -> ParameterStorage:
         return Local(store, key, checkpoint, updates)
@@ -262,10 +262,10 @@ class Sharded:
     def share(self) -> dict[str, int | str]:
         return {"stage": type(self.stage).__name__, "rank": self.rank, "ranks": self.shares}
 
-    def storage(
+    def stored(
         self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord
     ) -> ParameterStorage:
-        return self.stage.storage(store, updates, key, plan, checkpoint, self.ranks)
+        return self.stage.stored(store, updates, key, plan, checkpoint, self.ranks)
 
     def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
         return LocalGradients(in_dram(store), f"{key}/local", plan, gradients)

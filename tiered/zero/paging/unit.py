@@ -118,7 +118,7 @@ class Unit:
         self.pending: Pending | None = None
         self.base: torch.Tensor | None = None
         self.parts = plan.parts(partition.rank)
-        storage = partition.storage(store, updates, self.key, plan, checkpoint)
+        storage = partition.stored(store, updates, self.key, plan, checkpoint)
         self.storage: ParameterStorage = Cast(storage, store, self.key, plan) if plan.converted else storage
         self.gradients = UnitGradients(
             updates, f"{self.key}/grad", plan.placements, self.parts, checkpoint, self.apply_update
