@@ -98,7 +98,7 @@ def _check_writable(path: str) -> None:
 
 
 def _may_be_replaced(path: str) -> bool:
-    """Whether writing to ``path`` loses nothing: it does not exist, is not a regular file, is empty, or was written by tiered."""
+    """Whether writing to ``path`` loses nothing: no such file, not a regular file, empty, or written by tiered."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
