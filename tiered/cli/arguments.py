@@ -191,21 +191,25 @@ def add_scratch_folder(parser: argparse.ArgumentParser) -> None:
 
 
 def count(text: str) -> int:
+    """Convert a whole number from 1 on."""
     value: int = _parsed(int, text, "a whole number from 1 on", lambda v: 1 <= v <= LARGEST_COUNT)
     return value
 
 
 def positive(text: str) -> float:
+    """Convert a number above 0."""
     value: float = _parsed(float, text, "a number above 0", lambda v: 0 < v < float("inf"))
     return value
 
 
 def fraction(text: str) -> float:
+    """Convert a number from 0 on."""
     value: float = _parsed(float, text, "a number from 0 on", lambda v: 0 <= v < float("inf"))
     return value
 
 
 def seed(text: str) -> int:
+    """Convert a seed of random numbers."""
     value: int = _parsed(int, text, "a whole number from 0 to 2**63 - 1", lambda v: 0 <= v <= LARGEST_COUNT)
     return value
 

@@ -47,15 +47,15 @@ __all__ = [
 ]
 
 MADE_BY = "tiered"
-"""The first key of our reports, and the first word of the Software field of our pictures."""
-# The beginnings of our files:
+"""The first key of reports, and the first word of the Software field of pictures."""
+# The beginnings of files that tiered writes:
 _REPORT = re.compile(rf'\{{\s*"{MADE_BY}": "'.encode())
 _PICTURE = re.compile(rb"\x89PNG.*" + f"{MADE_BY} (bench|train)".encode(), re.DOTALL)
 _SEARCHED = 64 << 10
 
 
 def refuse_unwritable(path: str | None, option: str = "--json") -> None:
-    """Raise MisuseError where a report could not be written to ``path``, or would replace a file of somebody else."""
+    """Raise MisuseError where a report could not be written to ``path``, or would replace a foreign file."""
     if path is None or path == "-":
         return
     try:
@@ -64,7 +64,7 @@ def refuse_unwritable(path: str | None, option: str = "--json") -> None:
     except OSError as error:
         raise MisuseError(f"cannot write {path}: {error.strerror}; name another file with {option}") from error
     if not free:
-        raise MisuseError(f"{path} exists already and is none of our reports, so it stays: name another file with {option}")
+        raise MisuseError(f"{path} exists already and is not a report of tiered, so it stays: name another file with {option}")
 
 
 def refuse_unplottable(path: str | None) -> None:
@@ -98,7 +98,7 @@ def _check_writable(path: str) -> None:
 
 
 def _may_be_replaced(path: str) -> bool:
-    """Whether writing to ``path`` loses nothing: it does not exist, is not a regular file, is empty, or is a file of ours."""
+    """Whether writing to ``path`` loses nothing: no such file, not a regular file, empty, or written by tiered."""
     try:
         status = os.stat(path)
     except FileNotFoundError:

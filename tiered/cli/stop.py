@@ -33,8 +33,8 @@ class StopNoted(Exception):
 class StopRequest:
     """While this context is open, the first signal is noted and raised by the next ``check``, the second raises at once.
 
-    After ``interrupt_nothing(leave)`` no code is interrupted any more, so that what is there stays whole and can be committed:
-    the first signal waits for a ``check``, and the second calls ``leave(exit code)``, which ends the process.
+    After ``interrupt_nothing(leave)`` no code is interrupted any more, so that the training stays consistent and can be
+    committed: the first signal waits for a ``check``, and the second calls ``leave(exit code)``, which ends the process.
     """
 
     def __init__(self) -> None:

@@ -413,7 +413,7 @@ class TestReports:
     @pytest.mark.parametrize("contents", [b"years of work", b"{}", b'{"a": 1}', b"\x89PNG of a cat", PACKAGE])
     def test_anything_else_stays(self, tmp_path: Path, contents: bytes) -> None:
         (tmp_path / "thesis").write_bytes(contents)
-        with pytest.raises(MisuseError, match=r"thesis exists already and is none of our reports, .* with --plot"):
+        with pytest.raises(MisuseError, match=r"thesis exists already and is not a report of tiered, .* with --plot"):
             refuse_unwritable(str(tmp_path / "thesis"), "--plot")
         assert (tmp_path / "thesis").read_bytes() == contents
 

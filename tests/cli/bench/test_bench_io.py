@@ -317,7 +317,7 @@ class TestPlot:
             assert main([*words, "--dir", str(tmp_path), "--plot", str(picture)]) == 0
             assert picture.read_bytes().startswith(b"\x89PNG")
         picture.write_bytes(b"\x89PNG of a cat")
-        assert "none of our reports, so it stays" in failure(capsys, *words, "--dir", tmp_path, "--plot", picture)
+        assert "not a report of tiered, so it stays" in failure(capsys, *words, "--dir", tmp_path, "--plot", picture)
         assert picture.read_bytes() == b"\x89PNG of a cat"
 
 

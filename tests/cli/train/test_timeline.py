@@ -217,7 +217,7 @@ class TestUsage:
     def test_a_file_that_is_not_ours(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "thesis").write_text("years of work")
         shown = failure(capsys, "train", "--timeline", tmp_path / "thesis", "--dir", tmp_path / "store")
-        assert "none of our reports, so it stays: name another file with --timeline" in shown
+        assert "not a report of tiered, so it stays: name another file with --timeline" in shown
 
 
 @pytest.mark.parametrize("more", [["--micro-batch", "2"], ["--update", "in_backward"]])

@@ -293,7 +293,7 @@ def _describe(report: Mapping[str, Any], setup: Setup, measured: Mapping[fio.Mod
         told.append(
             f"{report['fio']['version']}: direct, {exact_size(report['fio']['block_bytes'])} blocks, depth "
             f"{report['fio']['depth']}, {report['fio']['buffers']}, in {report['fio']['place']}; its writes end with an "
-            "fsync (end_fsync=1), as ours with a commit"
+            "fsync (end_fsync=1), as those of the store end with a commit"
         )
         told += [f"fio {engine} left out: {why}" for engine, why in report["fio"]["unavailable"].items()]
     if measured:
