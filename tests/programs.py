@@ -24,6 +24,7 @@ import struct
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -63,7 +64,7 @@ class Popen(subprocess.Popen[Any]):
         theirs = [asked[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         streams = [place if stream == -1 else stream for place, stream in enumerate(theirs)]
         try:
-            self.pid = _server(program.options).fork(program, streams)
+            self.pid = _server().fork(program, streams)
             self._child_created = True
         finally:
             pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
@@ -105,7 +106,7 @@ def fork_from_here() -> None:
     server = os.fork()
     if server:
         theirs.close()
-        _SERVERS[os.getpid(), ()] = _Server(ours, lambda: os.waitpid(server, 0))
+        _SERVERS[os.getpid()] = _Server(ours, lambda: os.waitpid(server, 0))
         return
     ours.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -115,7 +116,8 @@ def fork_from_here() -> None:
 
 
 class _Program(NamedTuple):
-    """``words``: ``-m name``, ``-c source`` or a script, and its arguments. ``options``: of the interpreter."""
+    """``words``: ``-m name``, ``-c source`` or a script, and its arguments. ``options``: of the interpreter, ``-W error`` or
+    none; what is imported already was imported without."""
 
     words: list[str]
     options: tuple[str, ...]
@@ -150,24 +152,23 @@ def _early(environment: Mapping[str, str]) -> dict[str, str]:
 
 # The side of the tests
 
-_SERVERS: dict[tuple[int, tuple[str, ...]], _Server] = {}
+_SERVERS: dict[int, _Server] = {}
 _STARTING = threading.Lock()
 
 
-def _server(options: tuple[str, ...]) -> _Server:
+def _server() -> _Server:
     """Of this process: one that was forked from another has its own."""
     with _STARTING:
-        key = os.getpid(), options
-        if key not in _SERVERS:
-            _SERVERS[key] = _started(options)
-        return _SERVERS[key]
+        if os.getpid() not in _SERVERS:
+            _SERVERS[os.getpid()] = _started()
+        return _SERVERS[os.getpid()]
 
 
-def _started(options: tuple[str, ...]) -> _Server:
+def _started() -> _Server:
     channel, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, *options, "-m", "tests.programs", str(theirs.fileno())],
+            [sys.executable, "-m", "tests.programs", str(theirs.fileno())],
             cwd=ROOT,
             env={name: value for name, value in ONE_THREAD.items() if name != "PYTHONPATH"},
             stdin=subprocess.DEVNULL,
@@ -268,6 +269,9 @@ def _become(program: _Program, streams: Sequence[int], path: Sequence[str]) -> N
     os.chdir(program.folder)
     os.environ.clear()
     os.environ.update(program.environment)
+    if program.options:
+        sys.warnoptions[:] = ["error"]
+        warnings.simplefilter("error")
     for place, fd in enumerate(streams):
         os.dup2(fd, place)
         os.close(fd)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,6 +103,17 @@ def push_out(store: TieredStore) -> None:
     (capacity,) = [tier.capacity for tier in store.statistics().tiers if tier.name == "dram"]
     store.put("ballast", torch.zeros(capacity, dtype=torch.uint8))
     store.delete("ballast")
+
+
+@contextlib.contextmanager
+def hurried(store: TieredStore, seconds: float) -> Iterator[None]:
+    """Requests wait for so long within the block. Elsewhere the deadline is one that no machine reaches by being slow."""
+    engine = store._engine
+    before, engine.config = engine.config, dataclasses.replace(engine.config, deadline=seconds)
+    try:
+        yield
+    finally:
+        engine.config = before
 
 
 def nothing_is_held(store: TieredStore) -> None:

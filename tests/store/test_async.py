@@ -18,7 +18,7 @@ import torch
 
 import tiered.store.lease
 import tiered.store.store
-from tests.store.chains import CHAINS, MIB, Chain, GatedBackend, kib, nothing_is_held, numbers, push_out, same
+from tests.store.chains import CHAINS, MIB, Chain, GatedBackend, hurried, kib, nothing_is_held, numbers, push_out, same
 from tiered import CapacityError, CorruptionError, KeyNotFound, LeaseConflict, MisuseError, StoreClosed, TieredStore
 from tiered.format.generations import load
 
@@ -470,13 +470,13 @@ def test_cancelled_in_the_block(chained: TieredStore) -> None:
 
 @ASKS
 def test_the_deadline_names_who_holds_the_room(tmp_path: Path, ask: Ask) -> None:
-    with TieredStore.open(tmp_path / "state", dram=MIB, deadline=0.1) as store:
+    with TieredStore.open(tmp_path / "state", dram=MIB) as store:
         store.put("w", kib(200))
         push_out(store)
         held = fill_up(store)
 
         async def body() -> None:
-            with pytest.raises(CapacityError) as raised:
+            with pytest.raises(CapacityError) as raised, hurried(store, 0.1):
                 await ask(store, "w")
             assert "lease of 'w' waited 0.1 s for room in tier dram" in str(raised.value)
             assert "'held 0' (204,800 bytes, still referenced after its lease)" in str(raised.value)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.filesystems import mounted, root, small_ext4
+from tests.store.chains import hurried
 from tiered import CapacityError, CommitError, LeaseConflict, ManifestError, MisuseError, TieredError, TieredStore, WriteError
 from tiered.format.generations import generations
 from tiered.io.posix import PosixBackend, PosixConfig
@@ -454,7 +455,7 @@ def test_a_rollback_that_finds_no_room_changes_nothing(folder: Path) -> None:
     def page(value: float) -> torch.Tensor:
         return torch.full((1024,), float(value))
 
-    with opened(folder, nvme="32KiB", deadline=3) as store:
+    with opened(folder, nvme="32KiB") as store:
         for key in "abc":
             store.put(key, page(1))
         store.put("empty", torch.empty(0))
@@ -464,7 +465,7 @@ def test_a_rollback_that_finds_no_room_changes_nothing(folder: Path) -> None:
             store.put(key, page(2))
         store.commit({"g": 2})
         store.put("f", page(3))
-        with pytest.raises(CapacityError):
+        with pytest.raises(CapacityError), hurried(store, 3):
             store.rollback(1)
         assert sorted(store) == list("abcdef")
         assert all(store.get(key).eq(2).all() for key in "abcde")

@@ -23,6 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from tests import programs
 from tests.fakes import in_child
+from tests.store.chains import hurried
 from tiered import (
     Access,
     CapacityError,
@@ -656,11 +657,11 @@ def test_what_an_alias_writes_after_its_lease_is_not_stored(open_store: Open) ->
 
 
 def test_a_commit_without_room_for_a_copy_gives_up(open_store: Open) -> None:
-    store = open_store(deadline=0.3)
+    store = open_store()
     store.put("a", torch.zeros(600 << 10, dtype=torch.uint8))
     with store.lease("a", access="write") as a:
         a.fill_(1)
-    with pytest.raises(CapacityError, match=r"'a' .*still referenced after its lease"):
+    with pytest.raises(CapacityError, match=r"'a' .*still referenced after its lease"), hurried(store, 0.3):
         store.commit()
     del a
     assert store.commit() == 1
@@ -898,13 +899,13 @@ def test_autograd_is_right_whatever_happens_to_the_tensor(store: TieredStore, be
 
 
 def test_a_pool_full_of_aliases_says_who_holds_it(open_store: Open) -> None:
-    store = open_store(deadline=0.2)
+    store = open_store()
     kept = []
     for key in "abc":
         store.put(key, torch.zeros(300 << 10, dtype=torch.uint8))
         with store.lease(key) as t:
             kept.append(t)
-    with store.lease("a"), pytest.raises(CapacityError) as raised:
+    with store.lease("a"), pytest.raises(CapacityError) as raised, hurried(store, 0.2):
         store.put("d", torch.zeros(300 << 10, dtype=torch.uint8))
     assert "'a' (307,200 bytes, leased)" in str(raised.value)
     assert "'b' (307,200 bytes, still referenced after its lease)" in str(raised.value)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tests import programs
 
-__all__ = ["on_ranks"]
+__all__ = ["PATIENCE", "on_ranks"]
 
 PATIENCE = 240.0
 """Seconds until processes that do not end are killed, and the test fails."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +9,6 @@ import torch
 from torch import nn
 
 from tiered import MisuseError, TieredStore, zero
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TieredStore]:
-    opened = TieredStore.open(tmp_path / "state", dram="1MiB", deadline=20)
-    yield opened
-    opened.close()
 
 
 class Two(nn.Module):

@@ -21,6 +21,7 @@ from tests.zero.striking import KINDS, Result, Struck, StruckError, Trainer, des
 from tiered import InterruptedStep, MisuseError, TieredStore, zero
 from tiered.zero.paging.pager import placement_of
 
+DRAM = "1.25MiB"
 ERRORS = itertools.cycle([Struck, Struck, StruckError])
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # callbacks are struck, too
 
@@ -50,13 +51,6 @@ def trainer(trainers: dict[str, Trainer], tmp_path: Path, request: pytest.Fixtur
         trainers.pop(kind).close()
     else:
         trainers[kind].rollback()
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TieredStore]:
-    opened = TieredStore.open(tmp_path / "store", dram="1.25MiB", deadline=20)
-    yield opened
-    opened.close()
 
 
 def lines_of(trainer: Trainer, call: Callable[[], object], count: int) -> list[tuple[str, int, int]]:

@@ -359,7 +359,7 @@ def least(rank: int, folder: Path) -> list[int]:
                 assert found is not None
         pools.append(int(found[1].replace(",", "")))
         path = folder / f"least-{rank}-{type(stage).__name__}"
-        with TieredStore.open(path, dram=pools[-1], durability="none", deadline=10.0) as store:
+        with TieredStore.open(path, dram=pools[-1], durability="none") as store:
             zero.page(model, store, stage=stage)
             optimizer = zero.AdamW(model.parameters())
             for step in range(3):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,13 +16,6 @@ from tests.zero.paging.test_identity import equal
 from tiered import MisuseError, TieredStore, zero
 
 STEPS = 19
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TieredStore]:
-    opened = TieredStore.open(tmp_path / "store", dram="1MiB", deadline=20)
-    yield opened
-    opened.close()
 
 
 def train(

@@ -7,7 +7,7 @@ import gc
 import io
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,6 @@ from tiered.zero.build.staging import PREFIX
 
 TINY = 2048
 """Bytes: a window far smaller than every model here."""
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TieredStore]:
-    opened = TieredStore.open(tmp_path / "store", dram="1MiB", deadline=20)
-    yield opened
-    opened.close()
 
 
 def waiting(store: TieredStore) -> list[str]:

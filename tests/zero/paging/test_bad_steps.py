@@ -4,8 +4,6 @@ once, beside a twin in memory, are in ``tests/stress/test_bad_steps.py``."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +14,6 @@ from tests.zero.models import Tied
 from tests.zero.paging.test_identity import equal
 from tiered import MisuseError, TieredStore, zero
 from tiered.zero.paging.pager import placement_of
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TieredStore]:
-    opened = TieredStore.open(tmp_path / "store", dram="1MiB", deadline=20)
-    yield opened
-    opened.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])

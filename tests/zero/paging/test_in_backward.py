@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,13 +20,6 @@ from tiered import MisuseError, StoreStatistics, TieredStore, zero
 STEPS = 8
 """From the fourth on an order of units is followed."""
 PERIOD = 12
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TieredStore]:
-    opened = TieredStore.open(tmp_path / "store", dram="1MiB", deadline=20)
-    yield opened
-    opened.close()
 
 
 def train(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,14 +18,7 @@ from tiered import MisuseError, TieredStore, zero
 from tiered.zero.paging.pager import placement_of
 
 STEPS = 6
-SMALLEST = "1.25MiB"
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TieredStore]:
-    with TieredStore.open(tmp_path / "store", dram=SMALLEST, deadline=20) as opened:
-        yield opened
-        opened.close()
+DRAM = "1.25MiB"
 
 
 def kept(store: TieredStore) -> list[str]:

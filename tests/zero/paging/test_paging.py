@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.zero.models import Mixed, Tied, parameter_groups
 from tiered import CapacityError, MisuseError, TieredStore, zero
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TieredStore]:
-    opened = TieredStore.open(tmp_path / "store", dram="1MiB", deadline=20)
-    yield opened
-    opened.close()
 
 
 def held(store: TieredStore) -> int:

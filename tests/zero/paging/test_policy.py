@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,6 @@ from tests.zero.paging.test_in_backward import Stack, traffic
 from tiered import CapacityError, MisuseError, TieredStore, zero
 
 BF16 = zero.Policy(storage=torch.bfloat16, compute=torch.float32)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TieredStore]:
-    opened = TieredStore.open(tmp_path / "store", dram="1MiB", deadline=20)
-    yield opened
-    opened.close()
 
 
 def twins(

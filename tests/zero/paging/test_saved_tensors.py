@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +16,6 @@ from tiered.zero.paging.saved_tensors import SMALL, ActivationStore
 PIECE = 32 << 10
 MANY = torch.arange(40 * 30 * 20, dtype=torch.float32).view(40, 30, 20)
 LITTLE = torch.arange(5 * 4 * 3, dtype=torch.float32).view(5, 4, 3)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TieredStore]:
-    with TieredStore.open(tmp_path / "store", dram="1MiB", deadline=20) as opened:
-        yield opened
-        opened.close()
 
 
 @pytest.mark.parametrize("tensor", [MANY, LITTLE], ids=["large", "small"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,7 @@ from torch import nn
 
 from tiered import MisuseError, TieredStore, zero
 
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TieredStore]:
-    with TieredStore.open(tmp_path / "store", dram="16MiB", deadline=20) as opened:
-        yield opened
-        opened.close()
+DRAM = "16MiB"
 
 
 @dataclasses.dataclass
