@@ -1,15 +1,36 @@
-"""Sums up what tests of faults counted, wherever they ran (pytest -n runs them in processes of their own); and what is there
-before the first test, garbage collections leave out."""
+"""Sums up what tests of faults counted, wherever they ran (pytest -n runs them in processes of their own); begins with the
+files that take longest; and what is there before the first test, garbage collections leave out."""
 
 from __future__ import annotations
 
 import gc
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from tests.stress.tally import TALLY
+
+HERE = Path(__file__).parent
+SLOW = (
+    *("cli/train/test_train_ranks.py", "test_docs.py", "zero/test_device.py", "zero/test_ranks.py"),
+    *("stress/test_memory_limits.py", "stress/test_errors.py", "stress/test_struck.py", "stress/test_hostile.py"),
+    *("zero/test_rank_commits.py", "zero/test_interrupted.py", "stress/test_sanitizers.py", "stress/test_bad_steps.py"),
+    *("zero/test_wire.py", "stress/test_kill_ranks.py", "stress/test_ranks.py", "zero/checkpoint/test_checkpoint.py"),
+    *("zero/test_rank_trouble.py", "cli/train/test_resume.py", "cli/train/test_train.py", "stress/test_identity.py"),
+)
+"""Files that take ten seconds or more. A process that began one of them last would keep the others waiting."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # of pytest-xdist: files with many tests first, which are the quick ones
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {HERE / name: at for at, name in enumerate(SLOW)}
+    items.sort(key=lambda item: rank.get(item.path, len(SLOW)))
 
 
 def pytest_collection_finish() -> None:

@@ -2,8 +2,9 @@
 
 A server forks each of them: a fresh interpreter that has imported torch and this package and has computed nothing. That takes
 milliseconds, where an interpreter of its own needs seconds to import the same. The process is a child of the one that asks, and
-has its own arguments, environment, working directory, standard streams, ``__main__`` and exit. What cannot be had so (another
-program, options of the interpreter, other values of variables that Python or torch reads when it begins) begins as always.
+has its own arguments, environment, working directory, standard streams, ``__main__`` and exit: threads, ``atexit``, what its
+main module holds, and not what torch's modules hold. What cannot be had so (another program, options of the interpreter, other
+values of variables that Python or torch reads when it begins) begins as always.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import importlib
 import inspect
 import json
 import os
@@ -22,20 +24,26 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-__all__ = ["ONE_THREAD", "Popen", "run"]
+__all__ = ["ONE_THREAD", "Popen", "fork_from_here", "run"]
 
 ROOT = Path(__file__).resolve().parents[1]
+RANKS = (
+    *("pytest", "safetensors.torch", "torch.distributed.fsdp", "torch.distributed.tensor"),
+    *("torch.distributed.checkpoint.state_dict", "tests.zero.models"),
+)
+"""Modules that processes of tests/zero/ranks.py need besides."""
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 """Of the server and of what it forks: several at once on few cores are quicker so, and small models anyway."""
 
 _EARLY = ("PYTHON", "LC_", "LANG", "LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_", "TORCH_")
-"""How the names of variables begin that are read before a program begins, all but PYTHONPATH."""
+_FOLLOWED = ("PYTHONPATH", "PYTHONIOENCODING")
+"""How the names of variables begin that are read before a program begins; and those of them that are done here."""
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, linux/prctl.h
 _LENGTH = struct.Struct("=Q")
 
@@ -88,6 +96,24 @@ def run(
     return done
 
 
+def fork_from_here() -> None:
+    """For a program that the server forked and that starts others, before its first thread: forks those from what it is now."""
+    ours, theirs = socket.socketpair()
+    said = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = sys.path[1 + sum(map(bool, said)) :]
+    _one_thread()
+    server = os.fork()
+    if server:
+        theirs.close()
+        _SERVERS[os.getpid(), ()] = _Server(ours, lambda: os.waitpid(server, 0))
+        return
+    ours.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with theirs:
+        program, streams = _serve(theirs)
+    _live(program, streams, path)
+
+
 class _Program(NamedTuple):
     """``words``: ``-m name``, ``-c source`` or a script, and its arguments. ``options``: of the interpreter."""
 
@@ -119,7 +145,7 @@ def _program(asked: Mapping[str, Any]) -> _Program | None:
 
 
 def _early(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_EARLY) and name != "PYTHONPATH"}
+    return {name: value for name, value in environment.items() if name.startswith(_EARLY) and name not in _FOLLOWED}
 
 
 # The side of the tests
@@ -133,23 +159,29 @@ def _server(options: tuple[str, ...]) -> _Server:
     with _STARTING:
         key = os.getpid(), options
         if key not in _SERVERS:
-            _SERVERS[key] = _Server(options)
+            _SERVERS[key] = _started(options)
         return _SERVERS[key]
 
 
+def _started(options: tuple[str, ...]) -> _Server:
+    channel, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, *options, "-m", "tests.programs", str(theirs.fileno())],
+            cwd=ROOT,
+            env={name: value for name, value in ONE_THREAD.items() if name != "PYTHONPATH"},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        )
+    _received(channel, 1)
+    return _Server(channel, process.wait)
+
+
 class _Server:
-    def __init__(self, options: tuple[str, ...]) -> None:
-        self._pid, self._turn = os.getpid(), threading.Lock()
-        self._channel, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, *options, "-m", "tests.programs", str(theirs.fileno())],
-                cwd=ROOT,
-                env={name: value for name, value in ONE_THREAD.items() if name != "PYTHONPATH"},
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
-        _received(self._channel, 1)
+    """``wait``: until it has ended, which it does when nobody can ask it any more."""
+
+    def __init__(self, channel: socket.socket, wait: Callable[[], object]) -> None:
+        self._pid, self._turn, self._channel, self._wait = os.getpid(), threading.Lock(), channel, wait
         atexit.register(self._end)
 
     def fork(self, program: _Program, streams: Sequence[int]) -> int:
@@ -167,7 +199,7 @@ class _Server:
     def _end(self) -> None:
         self._channel.close()
         if self._pid == os.getpid():
-            self._process.wait()
+            self._wait()
 
 
 def _adopt(wanted: bool) -> None:
@@ -239,10 +271,12 @@ def _become(program: _Program, streams: Sequence[int], path: Sequence[str]) -> N
     for place, fd in enumerate(streams):
         os.dup2(fd, place)
         os.close(fd)
+    encoding, _, errors = os.environ.get("PYTHONIOENCODING", "").partition(":")
     for place, (name, before) in enumerate((("stdin", sys.stdin), ("stdout", sys.stdout), ("stderr", sys.stderr))):
         lines = name == "stderr" or os.isatty(place)
         mode, buffering = "w" if place else "r", 1 if lines else -1
-        ours = open(place, mode, buffering, encoding=before.encoding, errors=before.errors, closefd=False)  # noqa: SIM115
+        how = "backslashreplace" if name == "stderr" else errors or ("strict" if encoding else before.errors)
+        ours = open(place, mode, buffering, encoding=encoding or before.encoding, errors=how, closefd=False)  # noqa: SIM115
         setattr(sys, name, ours)
         setattr(sys, f"__{name}__", ours)
     how, *words = program.words
@@ -264,10 +298,37 @@ def _become(program: _Program, streams: Sequence[int], path: Sequence[str]) -> N
         exec(compile(Path(how).read_bytes(), how, "exec"), vars(main))
 
 
+def _live(program: _Program, streams: Sequence[int], path: Sequence[str]) -> None:
+    """Until it ends: as the interpreter would, without taking torch apart again, which takes as long as some programs do."""
+    try:
+        _become(program, streams, path)
+    except SystemExit as ended:
+        if not isinstance(ended.code, int | None):
+            raise
+        code = ended.code or 0
+    else:
+        code = 0
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    vars(sys.modules["__main__"]).clear()
+    gc.collect()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        sys.exit(code)
+    os._exit(code & 0xFF)
+
+
+def _one_thread() -> None:
+    assert len(os.listdir("/proc/self/task")) == 1, "a thread is not forked"
+
+
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all of them, and tests end this one
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the console script does before it imports torch
-    import torch._dynamo  # noqa: F401  torch imports it when a layer first gets initial values: as long again
+    for name in ("torch._dynamo", *RANKS):  # torch imports it when a layer first gets initial values: as long again
+        importlib.import_module(name)
 
     import tiered.cli.bench.command
     import tiered.cli.bench.train
@@ -275,13 +336,13 @@ def _main() -> None:
     import tiered.cli.train.run
     import tiered.zero  # noqa: F401
 
-    assert len(os.listdir("/proc/self/task")) == 1, "a thread is not forked"
+    _one_thread()
     path = sys.path[1:]
     gc.freeze()
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         channel.sendall(b"!")
         program, streams = _serve(channel)
-    _become(program, streams, path)
+    _live(program, streams, path)
 
 
 if __name__ == "__main__":

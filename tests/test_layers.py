@@ -40,9 +40,9 @@ TREE: dict[str, tuple[str, ...]] = {
     ),
     "zero.build": ("staging", "construct"),
     "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors"),
-    "cli": ("arguments", "output", "stop", "measure", "machine", "info", "stores", "train", "bench", "main"),
+    "cli": ("arguments", "stop", "measure", "output", "machine", "info", "stores", "train", "bench", "completion", "main"),
     "cli.stores": ("ls", "verify", "export", "import_"),
-    "cli.train": ("model", "timeline", "ranks", "loop", "resume", "report", "run", "check", "command"),
+    "cli.train": ("options", "model", "timeline", "ranks", "loop", "resume", "report", "run", "check", "command"),
     "cli.bench": ("fio", "series", "plot", "io", "sweep", "sustained", "store", "step", "trainer", "train", "command"),
 }
 
@@ -62,18 +62,7 @@ USES: dict[str, tuple[str, ...]] = {
 }
 
 # Imports that break the rules, "importer -> imported". The list may only shrink: an entry that is not needed fails.
-SINNERS: set[str] = {
-    "cli.train.check -> cli.train.command",
-    "cli.train.loop -> cli.train.command",
-    "cli.train.report -> cli.bench.plot",
-    "cli.train.report -> cli.train.command",
-    "cli.train.resume -> cli.train.command",
-    "cli.train.run -> cli.train.command",
-    "zero.paging.micro_batch -> zero.paging.pager",
-    "zero.paging.sharding -> zero.paging.reduction",
-    "zero.paging.sharding -> zero.paging.unit",
-    "zero.paging.unit -> zero.paging.pager",
-}
+SINNERS: set[str] = set()
 
 LARGEST_PACKAGE = 12  # files and subpackages
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import pickle
+import subprocess
+import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection
@@ -13,6 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests import programs
 
 __all__ = ["on_ranks"]
 
@@ -40,27 +45,29 @@ def on_ranks(
     ``lost``: ranks may fail or be killed; the result of one that was is None. ``hung`` are not waited for, but killed when all
     others have ended. ``meet``: as ``init_method`` of torch.distributed (None: a file). ``before``: called with the rank first.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.zero.preloaded"])
     folder.mkdir(parents=True, exist_ok=True)
-    more = (size, scenario, folder, arguments, timeout, meet, before)
-    processes = [context.Process(target=_run, args=(rank, *more)) for rank in range(size)]
-    for process in processes:
-        process.start()
+    jobs = [folder / f"job{rank}" for rank in range(size)]
+    for rank, job in enumerate(jobs):
+        job.write_bytes(pickle.dumps((rank, size, scenario, folder, arguments, timeout, meet, before)))
+    processes = [programs.Popen([sys.executable, "-m", __name__, job], cwd=programs.ROOT) for job in jobs]
     end = time.monotonic() + PATIENCE
-    awaited = [rank for rank in range(size) if rank not in hung]
-    for rank in awaited:
-        processes[rank].join(max(0.0, end - time.monotonic()))
-    late = [rank for rank in awaited if processes[rank].is_alive()]
+    late = []
+    for rank, process in enumerate(processes):
+        if rank not in hung:
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                late.append(rank)
     for process in processes:
         process.kill()
-        process.join()
+        process.wait()
     assert not late, f"ranks {late} did not end within {PATIENCE:g} s\n{_tracebacks(folder, size)}"
+    codes = [process.returncode for process in processes]
     if not lost:
         assert not _tracebacks(folder, size), _tracebacks(folder, size)
-        assert all(process.exitcode == 0 for process in processes), [process.exitcode for process in processes]
+        assert not any(codes), codes
     found = [folder / f"result{rank}" for rank in range(size)]
-    failed = {rank: process.exitcode for rank, process in enumerate(processes) if found[rank].exists() and process.exitcode}
+    failed = {rank: code for rank, code in enumerate(codes) if found[rank].exists() and code}
     assert not failed, f"ranks came to their end, and their processes failed then: {failed}"
     return [torch.load(path, weights_only=False) if path.exists() else None for path in found]
 
@@ -97,3 +104,9 @@ def _run(
         (folder / f"traceback{rank}").write_text(traceback.format_exc())
         raise SystemExit(1) from None
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _run(*pickle.loads(Path(sys.argv[1]).read_bytes()))
+    threading._shutdown()  # type: ignore[attr-defined]
+    os._exit(0)  # as multiprocessing ends: taking torch apart again would take as long as a small training

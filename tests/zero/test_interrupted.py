@@ -19,7 +19,7 @@ from tests.zero.models import Tied
 from tests.zero.paging.test_identity import equal
 from tests.zero.striking import KINDS, Result, Struck, StruckError, Trainer, described, outcome, shuffled, struck_at
 from tiered import InterruptedStep, MisuseError, TieredStore, zero
-from tiered.zero.paging.unit import placement_of
+from tiered.zero.paging.pager import placement_of
 
 ERRORS = itertools.cycle([Struck, Struck, StruckError])
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # callbacks are struck, too
@@ -30,11 +30,26 @@ def counts(quick: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("count", [quick, pytest.param(10_000, marks=pytest.mark.soak)])
 
 
-@pytest.fixture
-def trainer(tmp_path: Path, kind: str) -> Iterator[Trainer]:
-    made = Trainer(tmp_path / "store", kind)
+@pytest.fixture(scope="module")
+def trainers() -> Iterator[dict[str, Trainer]]:
+    """By kind. Making one takes as long as striking it twice."""
+    made: dict[str, Trainer] = {}
     yield made
-    made.close()
+    for trainer in made.values():
+        trainer.close()
+
+
+@pytest.fixture
+def trainer(trainers: dict[str, Trainer], tmp_path: Path, request: pytest.FixtureRequest, kind: str) -> Iterator[Trainer]:
+    """At its commit, where a test that passes leaves it, too."""
+    if kind not in trainers:
+        trainers[kind] = Trainer(tmp_path / "store", kind)
+    failed = request.session.testsfailed
+    yield trainers[kind]
+    if request.session.testsfailed > failed:
+        trainers.pop(kind).close()
+    else:
+        trainers[kind].rollback()
 
 
 @pytest.fixture

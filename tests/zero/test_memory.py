@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import resource
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import programs
 from tests.zero.models import Tied
 from tiered import TieredStore, zero
 
@@ -47,7 +47,7 @@ def child(folder: str, layers: int) -> None:
 
 def run(folder: Path, layers: int) -> dict[str, Any]:
     code = f"from tests.zero.test_memory import child; child({str(folder)!r}, {layers})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = programs.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     return result

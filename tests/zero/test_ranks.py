@@ -21,7 +21,6 @@ from tests.zero.models import Mixed, Tied
 from tests.zero.ranks import on_ranks
 from tiered import CapacityError, TieredStore, zero
 
-SIZES = [2, 3, pytest.param(4, marks=pytest.mark.soak)]
 STAGES = [zero.Stage1(), zero.Stage2(), zero.Stage3()]
 STEPS = 3
 LR = 1e-2
@@ -81,6 +80,29 @@ NOT_DDP = {"reentrant"}
 """DistributedDataParallel refuses parameters that several reentrant checkpoints share."""
 
 
+Kinds = list[tuple[str, zero.Stage]]
+ALL: Kinds = [(name, stage) for name in CASES for stage in STAGES] + [(name, stage) for name in BY_RANK for stage in STAGES[:2]]
+FEWER = {"tied": "1", "checkpointed": "2", "reentrant": "3", "mixed": "3", "clipped": "123", "synced": "23", "in_backward": "2"}
+FEWER |= {"uneven": "1", "uneven, synced": "2"}
+"""Each case and each stage: all with all are what two ranks train. Clipping, whose bits nothing in memory has, with all stages;
+and two stages that reduce each pass alike."""
+RUNS: dict[str, tuple[int, Kinds]] = {
+    "2": (2, ALL),
+    "3": (3, [(name, stage) for name, stage in ALL if type(stage).__name__[-1] in FEWER[name]]),
+    "3, all": (3, ALL),
+    "4": (4, ALL),
+}
+"""Ranks, and what they train."""
+
+
+def param(run: str, *values: object) -> Any:
+    return pytest.param(*values, run, marks=pytest.mark.soak if run in ("3, all", "4") else ())
+
+
+def stages_of(run: str, name: str) -> list[zero.Stage]:
+    return [stage for found, stage in RUNS[run][1] if found == name]
+
+
 def seed_of(rank: int, step: int, batch: int) -> int:
     return 100 * rank + 10 * step + batch + 1
 
@@ -108,29 +130,28 @@ def train(
     return {"losses": losses, "norms": norms, "gradients": gradients}
 
 
-def paged(rank: int, folder: Path, names: list[str], stages: list[zero.Stage]) -> dict[Any, Any]:
-    """All cases with each stage, on one rank."""
+def paged(rank: int, folder: Path, kinds: Kinds) -> dict[Any, Any]:
+    """All of these cases, on one rank."""
     results = {}
-    for name in names:
+    for name, stage in kinds:
         case = (CASES | BY_RANK)[name]
-        for stage in stages:
-            torch.manual_seed(5 if rank == 0 else 1000 + rank)  # all take over rank 0's values
-            model = case.make()
-            with TieredStore.open(folder / f"{name}-{type(stage).__name__}-{rank}", dram="2MiB") as store:
-                zero.page(model, store, stage=stage)
-                optimizer = zero.AdamW(model.parameters(), lr=LR, update=case.update)
-                no_sync = functools.partial(zero.no_sync, model)
-                clip, grad = optimizer.clip_grad_norm_, optimizer.grad
-                found = train(model.loss, model, optimizer, case, rank, no_sync, clip, grad)
-                if case.look:
-                    model.eval()
-                    with torch.no_grad():
-                        found["evaluated"] = model.loss(3)
-                    model.train()
-                found["model"] = {key: value.clone() for key, value in model.state_dict().items()}
-                found["optimizer"] = optimizer.state_dict()["state"]
-                found["bytes"] = {key: store.spec(key).nbytes for key in store}
-            results[name, type(stage).__name__] = found
+        torch.manual_seed(5 if rank == 0 else 1000 + rank)  # all take over rank 0's values
+        model = case.make()
+        with TieredStore.open(folder / f"{name}-{type(stage).__name__}-{rank}", dram="2MiB") as store:
+            zero.page(model, store, stage=stage)
+            optimizer = zero.AdamW(model.parameters(), lr=LR, update=case.update)
+            no_sync = functools.partial(zero.no_sync, model)
+            clip, grad = optimizer.clip_grad_norm_, optimizer.grad
+            found = train(model.loss, model, optimizer, case, rank, no_sync, clip, grad)
+            if case.look:
+                model.eval()
+                with torch.no_grad():
+                    found["evaluated"] = model.loss(3)
+                model.train()
+            found["model"] = {key: value.clone() for key, value in model.state_dict().items()}
+            found["optimizer"] = optimizer.state_dict()["state"]
+            found["bytes"] = {key: store.spec(key).nbytes for key in store}
+        results[name, type(stage).__name__] = found
     return results
 
 
@@ -165,8 +186,11 @@ class _Loss(nn.Module):
         return found
 
 
-def expected(case: Case, size: int, stage: str) -> dict[str, Any]:
-    """In one process, in memory: the ranks one after the other, and their gradients added up in order."""
+@functools.cache
+def expected(name: str, size: int, together: bool) -> dict[str, Any]:
+    """In one process, in memory: the ranks one after the other, and their gradients added up in order. ``together``: those of
+    all passes of a step."""
+    case = (CASES | BY_RANK)[name]
     torch.manual_seed(5)
     model = case.make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
@@ -174,7 +198,7 @@ def expected(case: Case, size: int, stage: str) -> dict[str, Any]:
     losses: list[list[float]] = [[] for _ in range(size)]
     for step in range(STEPS):
         batches_of_all = list(range(case.batches))
-        passes = [[batch] for batch in batches_of_all] if case.synced and stage != "Stage1" else [batches_of_all]
+        passes = [batches_of_all] if together else [[batch] for batch in batches_of_all]
         total: dict[nn.Parameter, torch.Tensor] = {}
         for batches in passes:
             gradients = []
@@ -207,32 +231,30 @@ def expected(case: Case, size: int, stage: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results() -> Iterator[Any]:
-    """``results(size)``: what all ranks found in all cases; run once."""
+    """``results(run)``: what all its ranks found in all its cases; made once."""
     with tempfile.TemporaryDirectory() as folder:
 
         @functools.cache
-        def run(size: int) -> list[dict[Any, Any]]:
-            return on_ranks(size, both, Path(folder) / str(size))
+        def made(run: str) -> list[dict[Any, Any]]:
+            size, kinds = RUNS[run]
+            return on_ranks(size, both, Path(folder) / run.replace(", ", "-"), kinds)
 
-        yield run
+        yield made
 
 
-def both(rank: int, folder: Path) -> dict[Any, Any]:
-    found = paged(rank, folder, list(CASES), STAGES) | paged(rank, folder, list(BY_RANK), STAGES[:2])
+def both(rank: int, folder: Path, kinds: Kinds) -> dict[Any, Any]:
+    found = paged(rank, folder, kinds)
     return {"ours": found, "ddp": distributed(rank, [name for name in (*CASES, *BY_RANK) if name not in NOT_DDP])}
 
 
-KINDS = [(name, type(stage).__name__) for name in CASES for stage in STAGES] + [
-    (name, type(stage).__name__) for name in BY_RANK for stage in STAGES[:2]
-]
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("name", "stage"), KINDS)
-def test_ranks_are_what_one_process_would_be(results: Any, size: int, name: str, stage: str) -> None:
-    case = (CASES | BY_RANK)[name]
-    ranks = [found["ours"][name, stage] for found in results(size)]
-    want = expected(case, size, stage)
+@pytest.mark.parametrize(
+    ("name", "stage", "run"),
+    [param(run, name, type(stage).__name__) for run, (_, kinds) in RUNS.items() for name, stage in kinds],
+)
+def test_ranks_are_what_one_process_would_be(results: Any, run: str, name: str, stage: str) -> None:
+    case, size = (CASES | BY_RANK)[name], RUNS[run][0]
+    ranks = [found["ours"][name, stage] for found in results(run)]
+    want = expected(name, size, not case.synced or stage == "Stage1")
     for rank, found in enumerate(ranks):
         for key, value in want["model"].items():
             if case.clip is None and "running" not in key and "num_batches" not in key:  # each rank's own
@@ -247,34 +269,37 @@ def test_ranks_are_what_one_process_would_be(results: Any, size: int, name: str,
             assert "evaluated" in found
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", [*CASES, *BY_RANK])
-def test_all_stages_are_the_same_bit_for_bit(results: Any, size: int, name: str) -> None:
-    stages = STAGES if name in CASES else STAGES[:2]
-    for found in results(size):
+@pytest.mark.parametrize(
+    ("name", "run"), [param(run, name) for run in RUNS for name in (*CASES, *BY_RANK) if len(stages_of(run, name)) > 1]
+)
+def test_all_stages_are_the_same_bit_for_bit(results: Any, run: str, name: str) -> None:
+    stages = stages_of(run, name)
+    if (CASES | BY_RANK)[name].synced:  # which stage 1 does once, and so in another order
+        stages = [stage for stage in stages if not isinstance(stage, zero.Stage1)]
+    for found in results(run):
         first, *others = (found["ours"][name, type(stage).__name__] for stage in stages)
-        if (CASES | BY_RANK)[name].synced:  # which stage 1 does once, and so in another order
-            first = others.pop(0)
         for other in others:
             for kind in ("losses", "norms", "gradients", "model", "optimizer"):
                 assert same(other[kind], first[kind]), kind
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", [name for name in (*CASES, *BY_RANK) if name not in NOT_DDP])
-def test_ranks_are_what_distributed_data_parallel_is(results: Any, size: int, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "run"), [param(run, name) for run in RUNS for name in (*CASES, *BY_RANK) if name not in NOT_DDP]
+)
+def test_ranks_are_what_distributed_data_parallel_is(results: Any, run: str, name: str) -> None:
     """Equal bit for bit with two ranks, where a sum has but one order and halves are exact, unless a norm is a sum, too. With
     more, each gradient is within 2(N + 1) roundings of the mean of its absolute values on the ranks: N - 1 additions and a
     division either way. Nothing bounds parameters after that: Adam makes a step of a gradient that is nothing but rounding, as
     that of a key's bias is. So losses are compared, which such parameters do not change."""
-    case = (CASES | BY_RANK)[name]
+    case, size = (CASES | BY_RANK)[name], RUNS[run][0]
+    stage = next((stage for stage in stages_of(run, name) if isinstance(stage, zero.Stage2)), stages_of(run, name)[0])
     exact = size == 2 and case.clip is None and not case.synced
-    for found in results(size):
-        ours, ddp = found["ours"][name, "Stage2"], found["ddp"][name]
+    for found in results(run):
+        ours, ddp = found["ours"][name, type(stage).__name__], found["ddp"][name]
         for key, value in ddp["model"].items():
             if exact and "running" not in key and "num_batches" not in key:
                 assert torch.equal(ours["model"][key], value), key
-        sizes = magnitudes(case, size)
+        sizes = magnitudes(name, size)
         for key, gradient in ddp["gradients"].items():
             assert (ours["gradients"][key] is None) == (gradient is None)
             if gradient is not None and not case.synced:
@@ -286,8 +311,10 @@ def test_ranks_are_what_distributed_data_parallel_is(results: Any, size: int, na
             assert abs(mine - other) <= 1e-5 * other
 
 
-def magnitudes(case: Case, size: int) -> dict[str, torch.Tensor]:
+@functools.cache
+def magnitudes(name: str, size: int) -> dict[str, torch.Tensor]:
     """The mean over the ranks of each gradient's absolute values, in the first step."""
+    case = (CASES | BY_RANK)[name]
     torch.manual_seed(5)
     model = case.make()
     total = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}

@@ -31,7 +31,6 @@ POOL = 8 * PHI
 ROUNDING = 3 * LAYERS * 4096
 """Of tensors in the pool, to pages."""
 STEPS = 2
-SIZES = [2, 3, pytest.param(4, marks=pytest.mark.soak)]
 STAGES = {type(stage).__name__: stage for stage in (zero.Stage1(), zero.Stage2(), zero.Stage3())}
 
 
@@ -49,8 +48,8 @@ class Way:
 WAYS = {
     "one": Way(),
     "clipped": Way(clip=True),
-    "accumulated": Way(batches=4),
-    "synced": Way(batches=4, synced=True),
+    "accumulated": Way(batches=3),
+    "synced": Way(batches=3, synced=True),
     "checkpointed": Way(checkpointed=True),
 }
 GATHERS = {"Stage1": lambda way: 1, "Stage2": lambda way: 1, "Stage3": lambda way: 2 * way.batches}
@@ -60,6 +59,25 @@ REDUCTIONS = {
     "Stage2": lambda way: way.batches if way.synced else 1,
     "Stage3": lambda way: way.batches if way.synced else 1,
 }
+
+
+Kinds = list[tuple[str, str]]
+ALL: Kinds = [(stage, way) for way in WAYS for stage in STAGES]
+FEWER = {"one": "123", "clipped": "1", "accumulated": "2", "synced": "3", "checkpointed": "3"}
+RUNS: dict[str, tuple[int, Kinds]] = {
+    "2": (2, ALL),
+    "3": (3, [(stage, way) for stage, way in ALL if stage[-1] in FEWER[way]]),
+    "3, all": (3, ALL),
+    "4": (4, ALL),
+}
+"""Ranks, and what they train: all ways with all stages where there are two."""
+
+
+def param(run: str, *values: object) -> Any:
+    return pytest.param(*values, run, marks=pytest.mark.soak if run in ("3, all", "4") else ())
+
+
+SIZES = [param(run) for run in RUNS]
 
 
 @dataclass
@@ -114,55 +132,59 @@ def train(rank: int, folder: Path, stage: zero.Stage | None, way: Way) -> Found:
         return Found(sent[1:], stored, pool.used, pool.peak)
 
 
-def all_ways(rank: int, folder: Path) -> dict[tuple[str, str], Found]:
+def all_of(rank: int, folder: Path, kinds: Kinds) -> dict[tuple[str, str], Found]:
     return {
-        (name, kind): train(rank, folder / f"{name}-{kind}-{rank}", stage, way)
-        for kind, way in WAYS.items()
-        for name, stage in STAGES.items()
+        (stage, way): train(rank, folder / f"{stage}-{way}-{rank}", STAGES[stage], WAYS[way]) for stage, way in kinds
     }
 
 
 @pytest.fixture(scope="module")
 def results() -> Iterator[Any]:
-    """``results(size)``: what each rank found; run once."""
+    """``results(run)``: what each of its ranks found; made once."""
     with tempfile.TemporaryDirectory() as folder:
-        yield functools.cache(lambda size: on_ranks(size, all_ways, Path(folder) / str(size)))
+
+        @functools.cache
+        def made(run: str) -> list[dict[tuple[str, str], Found]]:
+            size, kinds = RUNS[run]
+            return on_ranks(size, all_of, Path(folder) / run.replace(", ", "-"), kinds)
+
+        yield made
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("stage", STAGES)
-def test_each_rank_sends_its_volume_and_nothing_else(results: Any, stage: str, way: str, size: int) -> None:
+@pytest.mark.parametrize(("stage", "way", "run"), [param(run, *kind) for run, (_, kinds) in RUNS.items() for kind in kinds])
+def test_each_rank_sends_its_volume_and_nothing_else(results: Any, stage: str, way: str, run: str) -> None:
+    size = RUNS[run][0]
     passes = GATHERS[stage](WAYS[way]) + REDUCTIONS[stage](WAYS[way])
     volume = passes * PHI * (size - 1) // size
     # Beside these: which gradients there are, whether they are finite, norms, and whether all can make the step.
     collectives = passes * LAYERS + 2 * WAYS[way].batches + 3
-    for found in results(size):
+    for found in results(run):
         for sent in found[stage, way].sent:
             assert volume <= sent <= volume + HEADERS * (size - 1) * collectives, sent / volume
 
 
 @pytest.mark.parametrize("stage", ["Stage1", "Stage2"])
 def test_accumulating_sends_no_more_than_one_pass(results: Any, stage: str) -> None:
-    for found in results(2):
+    for found in results("2"):
         assert max(found[stage, "accumulated"].sent) <= max(found[stage, "one"].sent)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_what_each_rank_stores_is_its_share(results: Any, size: int) -> None:
-    for found in results(size):
+@pytest.mark.parametrize("run", SIZES)
+def test_what_each_rank_stores_is_its_share(results: Any, run: str) -> None:
+    size = RUNS[run][0]
+    for found in results(run):
         for stage in STAGES:
             stored = found[stage, "one"].stored
             assert stored["states"] == 2 * PHI // size
             assert stored["parameters"] == (PHI // size if stage == "Stage3" else PHI)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_pool_holds_a_share_and_what_is_under_way(results: Any, size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", SIZES)
+def test_pool_holds_a_share_and_what_is_under_way(results: Any, run: str, tmp_path: Path) -> None:
     """Under way are, whole: the unit that computes and the next one; a unit's gradients as they arrive, as they are sent and as
     they are received; and what waits to be sent. How much waits is a matter of speed: it may be all."""
-    alone = train(0, tmp_path, None, WAYS["one"])
-    for found in results(size):
+    alone, size = train(0, tmp_path, None, WAYS["one"]), RUNS[run][0]
+    for found in results(run):
         three, two = found["Stage3", "one"], found["Stage2", "one"]
         assert three.used <= alone.used // size + ROUNDING
         assert two.used <= PHI + (alone.used - PHI) // size + ROUNDING

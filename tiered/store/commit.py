@@ -180,7 +180,7 @@ class Commits(Generations):
         """Have each tensor encoded as it arrives on the disk: a commit then only puts together what there is; and the data
         files leave room for manifests."""
         self._engine.state.arrived = self._encoding.arrived
-        self._nvme.leave(self._for_manifests)
+        self._nvme.keep_free(self._for_manifests)
 
     def _for_manifests(self) -> int:
         """Bytes of those that may be there at once, the next one among them; rather too many."""

@@ -17,7 +17,7 @@ from tiered.engine.engine import Engine
 from tiered.engine.requests import Lease
 from tiered.engine.residency import Copy
 from tiered.engine.state import Token
-from tiered.errors import ManifestError, MisuseError
+from tiered.errors import ManifestError, MisuseError, TieredError
 from tiered.interfaces import Memory
 from tiered.types import LARGEST, Access, Key, TensorSpec
 
@@ -274,20 +274,32 @@ class LeaseOfOne(_Held):
     """``with store.lease(key) as tensor:``, or ``async with`` in a coroutine."""
 
     def __enter__(self) -> torch.Tensor:
-        return self._enter()[0]
+        try:
+            return self._enter()[0]
+        except TieredError as error:  # without the frames below: they say nothing to a caller
+            raise error.with_traceback(None) from error.__cause__
 
     async def __aenter__(self) -> torch.Tensor:
-        return (await self._arrive())[0]
+        try:
+            return (await self._arrive())[0]
+        except TieredError as error:
+            raise error.with_traceback(None) from error.__cause__
 
 
 class LeaseOfMany(_Held):
     """``with store.lease([key, ...]) as (tensor, ...):``, or ``async with`` in a coroutine."""
 
     def __enter__(self) -> tuple[torch.Tensor, ...]:
-        return tuple(self._enter())
+        try:
+            return tuple(self._enter())
+        except TieredError as error:  # without the frames below: they say nothing to a caller
+            raise error.with_traceback(None) from error.__cause__
 
     async def __aenter__(self) -> tuple[torch.Tensor, ...]:
-        return tuple(await self._arrive())
+        try:
+            return tuple(await self._arrive())
+        except TieredError as error:
+            raise error.with_traceback(None) from error.__cause__
 
 
 def end_struck() -> bool:

@@ -253,7 +253,7 @@ def assemble(options: OpenOptions) -> tuple[Parts, Engine, Generations]:
             if not options.scratch:
                 commits.encode_early()
             for number, why in commits.unreadable.items():
-                warnings.warn(f"generation {number} is damaged, and nobody can go back to it: {why}", stacklevel=3)
+                warnings.warn(f"generation {number} is damaged, and nobody can go back to it: {why}", stacklevel=4)
             if not parts.nvme.direct:
                 _warn_buffered(next(file.folder for file in parts.nvme.files if not file.direct))
     except BaseException:  # a warning may be made an error
@@ -284,7 +284,7 @@ def _assemble_to_read(options: OpenOptions) -> tuple[Parts, Engine, Generations]
     try:
         _restore_to_read(parts, engine, rest.manifest)
         if parts.nvme is not None and not parts.nvme.direct:
-            _warn_buffered(parts.nvme.folder, 5)
+            _warn_buffered(parts.nvme.folder, 6)
     except BaseException:  # a warning may be made an error
         engine.stop()
         parts.close()
@@ -329,7 +329,7 @@ def _begin(options: OpenOptions, config: StoreConfig) -> tuple[Parts, Engine]:
         raise
 
 
-def _warn_buffered(folder: str, stacklevel: int = 4) -> None:
+def _warn_buffered(folder: str, stacklevel: int = 5) -> None:
     warnings.warn(
         f"the filesystem of {folder} has no O_DIRECT: I/O goes through the page cache, "
         "slower and with memory that is not in the budget",

@@ -17,7 +17,7 @@ from tiered.engine.policy import LRU, NextUse, Plan, Record, Touch, touch_of
 from tiered.engine.requests import Delete, Install, Room
 from tiered.engine.retention import affordable, decide, room_for
 from tiered.engine.state import Token
-from tiered.errors import ForkedStore, MisuseError, StoreClosed
+from tiered.errors import ForkedStore, MisuseError, StoreClosed, from_here
 from tiered.interfaces import EvictionPolicy, IOBackend
 from tiered.store.commit import Commits, Generations
 from tiered.store.lease import (
@@ -71,6 +71,7 @@ class TieredStore:
     # -- opening and closing ----------------------------------------------------------------------------------------------
 
     @classmethod
+    @from_here
     def open(
         cls,
         path: str | os.PathLike[str] | None,
@@ -154,6 +155,7 @@ class TieredStore:
 
     # -- tensors by name --------------------------------------------------------------------------------------------------
 
+    @from_here
     def put(self, key: Key, tensor: torch.Tensor) -> None:
         """Store a copy of ``tensor`` (any strided dtype, shape, device) as ``key``, replacing what was there.
 
@@ -167,6 +169,7 @@ class TieredStore:
         tier = self._parts.dram if source.device.type == "cpu" else 0
         self._put(key, spec_of(source), tier, lambda target: copy_bytes(target, source))
 
+    @from_here
     def create(self, key: Key, spec: TensorSpec, *, tier: str | None = None) -> None:
         """A new tensor with undefined contents, to be filled under a WRITE lease; in ``tier`` (default: the top one), or in
         DRAM where that cannot hold it.
@@ -197,6 +200,7 @@ class TieredStore:
             self._running()  # closed by another thread meanwhile: then that is the error
             raise
 
+    @from_here
     def get(self, key: Key) -> torch.Tensor:
         """A contiguous copy of ``key``, of its dtype and shape, on the CPU, outside the budget. Waits as ``lease`` does.
 
@@ -264,6 +268,7 @@ class TieredStore:
             raise MisuseError(f"there are no leases in tier {tier!r}; this store has {', '.join(names)}")
         return names.index(tier)
 
+    @from_here
     def prefetch(self, keys: Sequence[Key], *, tier: str | None = None) -> None:
         """Bring ``keys`` up to ``tier`` (default: the top one), in this order, when there is room and time.
 
@@ -293,6 +298,7 @@ class TieredStore:
             records = engine.state.records
             engine.later(lambda: records.__setitem__(slice(None), [other for other in records if other is not record]))
 
+    @from_here
     def follow(
         self,
         order: Iterable[Touch | Key],
@@ -338,6 +344,7 @@ class TieredStore:
 
         return engine.follow(touches, policies, rooms, then)
 
+    @from_here
     def delete(self, key: Key) -> None:
         """Forget ``key``; its room is free once nothing refers to it. Raises KeyNotFound, LeaseConflict while it is leased."""
         refuse_keys([key])
@@ -359,6 +366,7 @@ class TieredStore:
         """How many tensors there are."""
         return len(self._running().state.directory)
 
+    @from_here
     def spec(self, key: Key) -> TensorSpec:
         """Shape and element type of ``key``; moves nothing. Raises KeyNotFound."""
         engine = self._running()
@@ -390,6 +398,7 @@ class TieredStore:
             raise MisuseError("this store has no disk")
         return self._parts.nvme.folder
 
+    @from_here
     def commit(self, meta: Mapping[str, object] | None = None) -> int:
         """Make everything durable, with ``meta`` (JSON values); returns the generation. Without ``meta`` the last one stays.
 
@@ -403,6 +412,7 @@ class TieredStore:
         """From here on commits raise MisuseError, and leaving a ``with`` block makes none. None: no longer."""
         self._generations.refused = why
 
+    @from_here
     def commit_async(self, meta: Mapping[str, object] | None = None) -> Future[int]:
         """``commit`` all as it is now, and go on meanwhile; the future gives the generation, or raises, when it is durable.
 
@@ -412,6 +422,7 @@ class TieredStore:
         """
         return self._committing(meta).commit_behind(meta, self)
 
+    @from_here
     def rollback(self, generation: int | None = None, *, needs: Sequence[Key] = ()) -> int:
         """All tensors as they were in the newest commit, or in ``generation``, if that is kept; returns its number.
 

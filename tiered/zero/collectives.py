@@ -22,7 +22,7 @@ __all__ = ["Ranks", "Under"]
 
 TAG = 192
 """Bytes that say what a collective is for."""
-PIECE = 1 << 18
+ADDED_AT_ONCE = 1 << 18
 """Elements that are added up at a time."""
 GRACE = 5.0
 """Seconds in which the other ranks, which waited for as long, say that it failed there, too."""
@@ -112,7 +112,7 @@ class Ranks:
         said = f"{what}, {own.numel():,} bytes"
         return self._begin(self._gathers, said, lambda: _gather(whole, own, self._gathers), ahead)
 
-    def exchange(self, received: torch.Tensor, whole: torch.Tensor, what: str) -> Under:
+    def all_to_all(self, received: torch.Tensor, whole: torch.Tensor, what: str) -> Under:
         """Begin to send each rank its part of ``whole``; ``received`` will have what each had of this rank's part, in order.
         Both uint8 of one size. ``add_up`` makes their sum of it.
 
@@ -127,19 +127,19 @@ class Ranks:
         )
 
     def add_up(self, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The mean over the ranks of what ``exchange`` received, in its memory. bf16 and fp16 are added up as fp32."""
+        """The mean over the ranks of what ``all_to_all`` received, in its memory. bf16 and fp16 are added up as fp32."""
         parts = received.view(dtype).view(self.size, -1)
         total = parts[0]
-        for start in range(0, total.numel(), PIECE):
-            pieces = parts[:, start : start + PIECE]
+        for start in range(0, total.numel(), ADDED_AT_ONCE):
+            pieces = parts[:, start : start + ADDED_AT_ONCE]
             mean = pieces[0].to(torch.float64 if dtype is torch.float64 else torch.float32)
             for piece in pieces[1:]:
                 mean.add_(piece)
             mean.div_(self.size)
-            total[start : start + PIECE].copy_(mean)
+            total[start : start + ADDED_AT_ONCE].copy_(mean)
         return total
 
-    def shared(self, own: torch.Tensor, what: str, *, apart: bool = False) -> torch.Tensor:
+    def all_gather(self, own: torch.Tensor, what: str, *, apart: bool = False) -> torch.Tensor:
         """Everybody's ``own``, which has as many elements everywhere: shape (ranks, elements). For little. ``apart``: not in
         the order of reductions."""
         group = self._gathers if apart else self._reductions
@@ -218,11 +218,11 @@ class _Calls:
             for other in self._heard:
                 with contextlib.suppress(RuntimeError):  # it is gone
                     self._sent.append(self._group.send([self._call], other, 0))
-            self._hang_up()
+            self.abort()
             self._found = self._listen(until)
         return self._found
 
-    def _hang_up(self) -> None:
+    def abort(self) -> None:
         """Ranks that wait for this one need not wait for their timeout: where anything times out, gloo ends all connections."""
         for group in self._failing:
             for other in self._heard:

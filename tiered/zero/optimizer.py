@@ -21,10 +21,10 @@ from tiered.system import compiler, refuse_little_room
 from tiered.zero.collectives import Ranks
 from tiered.zero.intent import decide
 from tiered.zero.paging.gradients import SpentGradient
-from tiered.zero.paging.pager import Pager
+from tiered.zero.paging.pager import Pager, placement_of
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.sharding import Stage, Stage1
-from tiered.zero.paging.unit import Unit, placement_of
+from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import Placement
 from tiered.zero.paging.update import AdamWRule, Update
 from tiered.zero.resident import Resident
@@ -172,8 +172,8 @@ class AdamW(Optimizer):
             return loss
         for pager in self._pagers():
             pager.reset()
-            pager.exchange.synchronise()
-            pager.exchange.refresh()
+            pager.gradient_sync.synchronise()
+            pager.gradient_sync.refresh()
         with without_grad():
             self._step()
         return loss
@@ -191,29 +191,28 @@ class AdamW(Optimizer):
                 if unit.gradients.has(placement):
                     unit.gradients.refuse_infinite(placement)
                     unit.gradients.close()
-                    state = unit.gradients.states[placement]
                     step = steps[placement] = self.steps.get(placement, 0) + 1
-                    update = Update(rule, step, tuple(state.scales), tuple(state.wide_scales))
+                    update = Update(rule, step, *unit.gradients.factors(placement))
                     updates.setdefault(unit, {})[placement] = update
         error: TieredError | None = None
         try:
             for unit in updates:  # the last that can fail, before anything is marked
-                unit.settle()  # an earlier update that nothing has asked for yet
-                unit.stored.give_up()
+                unit.apply_update()  # an earlier update that nothing has asked for yet
+                unit.storage.give_up()
         except TieredError as problem:
             error = problem
         for pager in self._pagers():  # of several ranks all make the step, or none
-            fine = pager.exchange.everywhere([error is None], "whether all can make this step")
+            fine = pager.partition.all_true([error is None], "whether all can make this step")
             if error is None and not all(fine):
                 error = TieredError("another rank could not make this step, and says why; no rank has made it")
         if error is not None:
             raise error
         deeds.append(partial(self.steps.update, steps))
-        deeds += [unit.marking(changed) for unit, changed in updates.items()]
+        deeds += [unit.defer_update(changed) for unit, changed in updates.items()]
         deeds += [pager.intent.all_updated for pager in self._pagers()]
         self._decide(deeds)
-        for rehearsal in dict.fromkeys(pager.rehearsal for pager in self._pagers()):
-            rehearsal.step_ended()
+        for trace in dict.fromkeys(pager.step_trace for pager in self._pagers()):
+            trace.step_ended()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; with ``set_to_none=False`` they become zeros (hence an update follows), as in torch.
@@ -229,7 +228,7 @@ class AdamW(Optimizer):
             if not pager.computing:
                 pager.reset()  # what an exception left held
                 if not set_to_none:
-                    pager.exchange.synchronise()  # zeros take the place of all that is on its way
+                    pager.gradient_sync.synchronise()  # zeros take the place of all that is on its way
         units: dict[Unit, list[Placement]] = {}
         deeds: list[Callable[[], object]] = []
         for parameter in self._parameters():
@@ -244,7 +243,7 @@ class AdamW(Optimizer):
                 unit.forget_gradients()
         else:
             for unit, placements in units.items():
-                unit.settle()
+                unit.apply_update()
                 for placement in placements:
                     zero = torch.zeros((), dtype=placement.dtype, device="cpu")
                     unit.gradients.zero(placement, zero.expand(placement.shape))
@@ -265,7 +264,7 @@ class AdamW(Optimizer):
         order = float(norm_type)
         for pager in self._pagers():
             pager.reset()
-            pager.exchange.synchronise()
+            pager.gradient_sync.synchronise()
         graded = self._graded()
         if not graded:
             return torch.tensor(0.0, device="cpu")
@@ -294,7 +293,7 @@ class AdamW(Optimizer):
             here = [unit.gradients.norm(placement, order) for unit, placement in mine]
             if pager.partition.shares > 1:
                 partial = torch.stack(here)
-                here = list(pager.exchange.norms(partial.double(), order).to(partial.dtype))
+                here = list(pager.gradient_sync.norms(partial.double(), order).to(partial.dtype))
             norms.update(zip((placement for _, placement in mine), here, strict=True))
         return [norms[placement] for _, _, placement in graded]
 
@@ -306,7 +305,7 @@ class AdamW(Optimizer):
         pager, unit, placement = placement_of(parameter)
         pager.start()
         if not pager.computing:
-            pager.exchange.synchronise()
+            pager.gradient_sync.synchronise()
         return unit.gradient(placement)
 
     def flush(self) -> None:
@@ -316,7 +315,7 @@ class AdamW(Optimizer):
         for pager in self._pagers():
             pager.start_anew()
         for unit in self._units():
-            unit.settle()
+            unit.apply_update()
 
     # -- state -------------------------------------------------------------------------------------------------------------
 
@@ -440,7 +439,7 @@ class AdamW(Optimizer):
         self._refuse_in_backward("GradScaler")
         for pager in self._pagers():
             pager.reset()
-            pager.exchange.synchronise()
+            pager.gradient_sync.synchronise()
         found = [unit.gradients.unscaled(placement, factor) for _, unit, placement in self._graded()]
         self._decide([unscale for _, unscale in found])
         return [finite for finite, _ in found]
@@ -455,7 +454,7 @@ class AdamW(Optimizer):
 
     def _decide(self, deeds: Sequence[Callable[[], object]]) -> None:
         for pager in self._pagers():
-            pager.validity.note()
+            pager.checkpoint.note()
         decide([pager.intent for pager in self._pagers()], deeds)
 
     def _parameters(self) -> Iterable[torch.nn.Parameter]:

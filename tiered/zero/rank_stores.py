@@ -28,8 +28,8 @@ from tiered.zero.collectives import Ranks
 __all__ = [
     "BEGUN",
     "META",
-    "Joint",
-    "Set",
+    "CommitSet",
+    "RankCommit",
     "folder_of",
     "has_commit",
     "joints",
@@ -63,7 +63,7 @@ class _Said(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Rank(msgspec.Struct, forbid_unknown_fields=True):
-    """What each rank tells the others as it opens its store. ``joints``: the fields of its ``Joint``s."""
+    """What each rank tells the others as it opens its store. ``joints``: the fields of its ``RankCommit``s."""
 
     problem: str
     joints: list[tuple[_Number, str, _Number, list[str], bool]]
@@ -73,7 +73,7 @@ class _Rank(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Joint:
+class RankCommit:
     """A commit of all ranks, as one rank has it: the ``generation`` of its store."""
 
     number: int
@@ -84,11 +84,11 @@ class Joint:
 
 
 @dataclass(frozen=True)
-class Set:
+class CommitSet:
     """The stores of all ranks, in order, as of the newest commit that all have."""
 
     folders: tuple[Path, ...]
-    joints: tuple[Joint, ...]
+    joints: tuple[RankCommit, ...]
 
     @property
     def ranks(self) -> int:
@@ -110,10 +110,10 @@ def has_commit(folder: Path) -> bool:
     return folder.is_dir() and any(map(_MANIFEST.fullmatch, os.listdir(folder)))
 
 
-def joints(folder: Path) -> list[Joint]:
+def joints(folder: Path) -> list[RankCommit]:
     """The commits of all ranks that are in one rank's store, as far as they have checkpoints; of each the newest generation.
     Raises ManifestError where what is newer is damaged."""
-    found: dict[str, Joint] = {}
+    found: dict[str, RankCommit] = {}
     damaged: ListedGeneration | None = None
     if not has_commit(folder):
         return []
@@ -123,7 +123,7 @@ def joints(folder: Path) -> list[Joint]:
             keys = [tensor.key for tensor in listing(folder, one.number).tensors]
             models = tuple(sorted(key.removesuffix("/checkpoint") for key in keys if key.endswith("/checkpoint")))
             if models:
-                found[said.name] = Joint(said.number, said.name, one.number, models, said.first)
+                found[said.name] = RankCommit(said.number, said.name, one.number, models, said.first)
         elif one.problem is not None:
             damaged = one
     newest = max((joint.generation for joint in found.values()), default=0)
@@ -148,7 +148,7 @@ def sets_in(path: str | os.PathLike[str], *, whole: bool = True) -> dict[int, li
     return {size: folders for size, folders in sets.items() if not whole or all(folder.is_dir() for folder in folders)}
 
 
-def in_all(of_each: Iterable[list[Joint]]) -> list[Joint] | None:
+def in_all(of_each: Iterable[list[RankCommit]]) -> list[RankCommit] | None:
     """The newest commit that all ranks have, with the most models, as each has it."""
     named = [{joint.name: joint for joint in found} for found in of_each]
     shared = set.intersection(*(set(found) for found in named))
@@ -160,7 +160,7 @@ def in_all(of_each: Iterable[list[Joint]]) -> list[Joint] | None:
     return [found[newest] for found in named]
 
 
-def newest_set(path: str | os.PathLike[str], *, apart: int = 0) -> Set | None:
+def newest_set(path: str | os.PathLike[str], *, apart: int = 0) -> CommitSet | None:
     """Of those below ``path`` whose ranks have a commit in common, the one with the newest: of any number of ranks.
 
     Raises ManifestError where there is a newer commit, of ranks not all of which are here: a drive is not mounted. (Of
@@ -171,7 +171,7 @@ def newest_set(path: str | os.PathLike[str], *, apart: int = 0) -> Set | None:
         each = [joints(folder) for folder in there]
         common = in_all(each) if len(there) == size else None
         if common is not None:
-            found.append(Set(tuple(folders), tuple(common)))
+            found.append(CommitSet(tuple(folders), tuple(common)))
         elif size != apart:
             numbers = [joint.number for had in each for joint in had]
             lacking = next((folder for folder in folders if folder not in there), there[0])
@@ -243,7 +243,7 @@ def open_store(path: str | os.PathLike[str], *, group: dist.ProcessGroup | None 
             raise ManifestError(f"the store of rank {rank} cannot be read: {one['problem']}")
     if not any(one["generations"] for one in everybody):
         return TieredStore.open(folder, **options)
-    common = in_all([[Joint(*joint) for joint in one["joints"]] for one in everybody])
+    common = in_all([[RankCommit(*joint) for joint in one["joints"]] for one in everybody])
     in_each = set.intersection(*({name for _, name, *_ in one["joints"]} for one in everybody))
     last = common[0].number if common else 0
     behind = [sum(number > last and name not in in_each for number, name, *_ in one["joints"]) for one in everybody]
@@ -281,13 +281,13 @@ def shared_json(ranks: Ranks, value: Any, kind: Any) -> list[Any]:
     data = json.dumps(value).encode()
     if len(data) > MOST_SAID:
         raise MisuseError(f"a rank would tell the others {len(data):,} bytes; the limit is {MOST_SAID:,}")
-    longest = int(ranks.shared(torch.tensor([len(data)], device="cpu"), "the length of what ranks say").amax())
+    longest = int(ranks.all_gather(torch.tensor([len(data)], device="cpu"), "the length of what ranks say").amax())
     if longest > MOST_SAID:
         raise RankError(f"a rank says that it will tell the others {longest:,} bytes; the limit is {MOST_SAID:,}")
     padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     found = []
-    for rank, row in enumerate(ranks.shared(padded, "what ranks say")):
+    for rank, row in enumerate(ranks.all_gather(padded, "what ranks say")):
         try:
             found.append(msgspec.convert(json.loads(row.numpy().tobytes().rstrip(b"\0")), kind, strict=True))
         except (ValueError, RecursionError, OverflowError) as error:  # msgspec's and Unicode's errors are ValueErrors

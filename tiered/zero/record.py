@@ -28,7 +28,7 @@ from tiered import ManifestError, MisuseError, TensorSpec
 from tiered.errors import shown
 from tiered.types import LARGEST
 from tiered.zero.paging.units import Limits, Placement, UnitPlan, even_chunks
-from tiered.zero.paging.update import PIECE, States
+from tiered.zero.paging.update import UPDATED_AT_ONCE, States
 
 __all__ = ["VERSION", "checked", "dumps", "loads", "plans", "refuse_other_states", "refuse_other_tensors", "type_named"]
 
@@ -449,7 +449,7 @@ def refuse_other_tensors(
         if found["pending"] is not None:
             chunks = states.chunks(parts[p] for p in pending["updates"])
             left = chunks[pending["chunks_done"] :]
-            pieces = sum(-(-min(parts[p].numel, chunk) // PIECE) + 1 for p in pending["updates"]) if left else 0
+            pieces = sum(-(-min(parts[p].numel, chunk) // UPDATED_AT_ONCE) + 1 for p in pending["updates"]) if left else 0
             if pending["chunks_done"] > len(chunks) or pending["pieces_done"] > pieces:
                 raise ManifestError(
                     f"the checkpoint of {name!r} is damaged: more of the pending update of {unit.name!r} is done than it has"

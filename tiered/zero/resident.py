@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from tiered import ManifestError, MisuseError, TieredStore
 from tiered.zero.collectives import Ranks, Under
-from tiered.zero.paging.storage import Tensors, dram_of, host
+from tiered.zero.paging.storage import TensorStore, host, in_dram
 from tiered.zero.paging.units import Limits, Placement
 from tiered.zero.paging.update import Pending, States, Update, UpdateRule
 from tiered.zero.rank_stores import shared_json
 from tiered.zero.record import MOST, MOST_STEPS, refuse_other_states
-from tiered.zero.resident_shard import Local
+from tiered.zero.resident_shard import LocalShard
 
 __all__ = ["Resident"]
 
@@ -55,16 +55,16 @@ class _Layout(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(eq=False)
 class Segment(Placement):
-    """Elements ``begin`` to ``end`` of what a ``Local`` has, whose states are at ``element`` of a chunk."""
+    """Elements ``begin`` to ``end`` of what a ``LocalShard`` has, whose states are at ``element`` of a chunk."""
 
     begin: int = 0
     end: int = 0
-    local: Local = field(kw_only=True)
+    local: LocalShard = field(kw_only=True)
     _here: torch.Tensor | None = None  # its values in host memory, while they are updated there
     _gradient: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, local: Local, begin: int, end: int, element: int) -> Segment:
+    def of(cls, local: LocalShard, begin: int, end: int, element: int) -> Segment:
         return cls(
             local.parameter, local.name, 0, (1,), local.dtype, element=element, begin=begin, end=end, local=local
         )
@@ -104,21 +104,21 @@ class Segment(Placement):
 class Round:
     """``segments[rank]``: in order. ``share``: elements of each rank's chunk."""
 
-    def __init__(self, store: Tensors, key: str, segments: list[list[Segment]], share: int, rank: int) -> None:
+    def __init__(self, store: TensorStore, key: str, segments: list[list[Segment]], share: int, rank: int) -> None:
         self.segments, self.share, self.rank = segments, share, rank
         self.own = segments[rank]
         self.dtype = segments[0][0].dtype
         self.states = States(store, key, self.own, share, {self.dtype})
         self.states.stale_masters.clear()  # a first step begins with the parameter anyway
 
-    def concerns(self, locals_: Mapping[Local, object]) -> bool:
+    def concerns(self, locals_: Mapping[LocalShard, object]) -> bool:
         return any(segment.local in locals_ for mine in self.segments for segment in mine)
 
-    def keys(self, locals_: Mapping[Local, object]) -> list[str]:
+    def keys(self, locals_: Mapping[LocalShard, object]) -> list[str]:
         """What of the store ``update`` will use."""
         return [key for _, keys in self.states.chunks(s for s in self.own if s.local in locals_) for key in keys]
 
-    def update(self, updates: Mapping[Local, Update]) -> None:
+    def update(self, updates: Mapping[LocalShard, Update]) -> None:
         mine: dict[Placement, Update] = {s: updates[s.local] for s in self.own if s.local in updates}
         if self.dtype is torch.float16:
             for segment in self.own:
@@ -149,8 +149,8 @@ class Round:
 
     # -- what the ranks tell each other --------------------------------------------------------------------------------------
 
-    def gather(self, ranks: Ranks, updates: Mapping[Local, Update]) -> tuple[Under, torch.Tensor]:
-        """Begin to exchange the values that each rank has updated."""
+    def gather(self, ranks: Ranks, updates: Mapping[LocalShard, Update]) -> tuple[Under, torch.Tensor]:
+        """Begin to gather the values that each rank has updated."""
         size = self.share * self.dtype.itemsize
         whole = torch.empty(ranks.size * size, dtype=torch.uint8, device="cpu")
         own = whole[self.rank * size : (self.rank + 1) * size]
@@ -160,7 +160,7 @@ class Round:
                 segment.take(values).copy_(segment.all)
         return ranks.gather(whole, own, f"the updated parameters of {self.states.key!r}"), whole
 
-    def scatter(self, whole: torch.Tensor, updates: Mapping[Local, Update]) -> None:
+    def scatter(self, whole: torch.Tensor, updates: Mapping[LocalShard, Update]) -> None:
         """Take over those of the others."""
         rows = whole.view(self.dtype).view(len(self.segments), -1)
         for rank, segments in enumerate(self.segments):
@@ -168,7 +168,7 @@ class Round:
                 if segment.local in updates:
                     segment.all.copy_(segment.take(rows[rank]))
 
-    def copies(self, into: Mapping[Local, dict[str, torch.Tensor]], ranks: Ranks | None) -> None:
+    def copies(self, into: Mapping[LocalShard, dict[str, torch.Tensor]], ranks: Ranks | None) -> None:
         """All states of this round, those of other ranks too, into flat tensors of each parameter's size."""
         kinds = self.states.blank(self.segments[0][0])
         own = {name: torch.zeros(self.share, dtype=kind.dtype, device="cpu") for name, kind in kinds.items()}
@@ -178,7 +178,7 @@ class Round:
                 for name, value in found.items():
                     segment.take(own[name]).copy_(value)
         for name, row in own.items():
-            rows = row.view(1, -1) if ranks is None else ranks.shared(row, f"{name} of {self.states.key!r}")
+            rows = row.view(1, -1) if ranks is None else ranks.all_gather(row, f"{name} of {self.states.key!r}")
             for here, segments in zip(rows, self.segments, strict=True):
                 for segment in segments:
                     if segment.local in into:
@@ -198,14 +198,14 @@ class Resident:
         if existing not in ("refuse", "overwrite", "resume"):
             raise MisuseError(f"existing is 'refuse', 'overwrite' or 'resume', not {existing!r}")
         self.store, self.name, self._ranks, self._resume = store, name, ranks, existing == "resume"
-        self.locals: list[Local] = []
+        self.locals: list[LocalShard] = []
         self._rounds: list[Round] = []
         self._layouts: list[bytes] = []
         self._written = False
         self._forward = True
         pool = store.statistics().tier("dram").capacity
         if ranks is not None:
-            pool = int(ranks.shared(torch.tensor([pool], device="cpu"), "the smallest pool").amin())
+            pool = int(ranks.all_gather(torch.tensor([pool], device="cpu"), "the smallest pool").amin())
         self._limit = min(Limits.of(pool).chunk, max(1, ROUND // self._size // STEP) * STEP)
         self._held = [key for key in store if key.startswith(f"{name}/")]
         if self._held and existing == "refuse":
@@ -238,7 +238,7 @@ class Resident:
     def add(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
         """One more param group. Changes nothing in the store, and nothing here where it raises MisuseError."""
         group = len(self._layouts)
-        fresh = [Local(parameter, name, group) for parameter, name in zip(parameters, names, strict=True)]
+        fresh = [LocalShard(parameter, name, group) for parameter, name in zip(parameters, names, strict=True)]
         for local in fresh:
             if local.divided and self._ranks is not None:
                 raise MisuseError(f"{local.name} is a DTensor, whose states are divided as it is: leave stage= out")
@@ -264,7 +264,7 @@ class Resident:
         self._layouts.append(json.dumps(layout).encode())
         self.locals += fresh
 
-    def _divided(self, locals_: Sequence[Local], group: int, limit: int) -> list[Round]:
+    def _divided(self, locals_: Sequence[LocalShard], group: int, limit: int) -> list[Round]:
         rounds: list[Round] = []
         for dtype in dict.fromkeys(local.dtype for local in locals_):
             row = [local for local in locals_ if local.dtype is dtype]
@@ -283,7 +283,7 @@ class Resident:
                     at, begin = at + _up(end - begin), end
             first = len(rounds)
             for number, segments in enumerate(cut, first):
-                rounds.append(Round(dram_of(self.store), f"{self.name}/{group}/{number}", segments, share, self._rank))
+                rounds.append(Round(in_dram(self.store), f"{self.name}/{group}/{number}", segments, share, self._rank))
         return rounds
 
     def write(self) -> list[int]:
@@ -359,13 +359,13 @@ class Resident:
             return steps
         try:
             for local in updates:
-                local.show()
+                local.bind()
                 local.refuse_infinite()
             self.store.delete(self._key)
             self._run(updates)
         finally:
             for local in updates:
-                local.hide()
+                local.unbind()
         steps = [step + (local in updates) for local, step in zip(self.locals, steps, strict=True)]
         self.store.put(self._key, torch.tensor(steps, dtype=torch.int64, device="cpu"))
         return steps
@@ -375,7 +375,7 @@ class Resident:
         if self._ranks is None or not self.locals:
             return
         flags = torch.tensor([local.parameter.grad is not None for local in self.locals], dtype=torch.uint8, device="cpu")
-        everybody = self._ranks.shared(flags, "which parameters have a gradient")
+        everybody = self._ranks.all_gather(flags, "which parameters have a gradient")
         different = (everybody.amax(0) != everybody.amin(0)).nonzero().flatten().tolist()
         if different:
             raise MisuseError(
@@ -383,7 +383,7 @@ class Resident:
                 "gradients that are the same everywhere, as those of DistributedDataParallel are"
             )
 
-    def _run(self, updates: Mapping[Local, Update]) -> None:
+    def _run(self, updates: Mapping[LocalShard, Update]) -> None:
         """There and back in turn: what a step used last, the next uses first, and it may still be in memory."""
         rounds = [found for found in self._rounds if found.concerns(updates)]
         if not self._forward:
@@ -404,30 +404,30 @@ class Resident:
     def copies(self) -> list[dict[str, torch.Tensor]]:
         """Of each parameter ``m``, ``v`` and, of bf16 and fp16 ones, ``master``, all like it; nothing of one without a step.
         All ranks call it."""
-        found: dict[Local, dict[str, torch.Tensor]] = {
+        found: dict[LocalShard, dict[str, torch.Tensor]] = {
             local: {} for local, step in zip(self.locals, self.steps(), strict=True) if step
         }
         try:
             for local in found:
-                local.show()
+                local.bind()
                 if not local.numel:
-                    empty = States(dram_of(self.store), "", [], 1, {local.dtype}).blank(Segment.of(local, 0, 0, 0))
+                    empty = States(in_dram(self.store), "", [], 1, {local.dtype}).blank(Segment.of(local, 0, 0, 0))
                     found[local] = dict(empty)
             for here in self._rounds:
                 if here.concerns(found):
                     here.copies(found, self._ranks)
         finally:
             for local in found:
-                local.hide()
+                local.unbind()
         return [{name: local.like(value) for name, value in found.get(local, {}).items()} for local in self.locals]
 
     def load(self, states: Mapping[int, Mapping[str, torch.Tensor]], steps: Mapping[int, int]) -> list[int]:
         """The opposite, by the parameters' numbers; those that are missing begin anew. Returns ``steps``."""
         given = {self.locals[index]: state for index, state in states.items()}
-        flat: dict[Local, dict[str, torch.Tensor]] = {}
+        flat: dict[LocalShard, dict[str, torch.Tensor]] = {}
         try:
             for local, state in given.items():
-                local.show()
+                local.bind()
                 wide = torch.float64 if local.dtype is torch.float64 else torch.float32
                 flat[local] = {name: local.flat(value, wide) for name, value in state.items()}
             if self._key in self.store:
@@ -439,13 +439,13 @@ class Resident:
                         here.load(segment, parts)
         finally:
             for local in given:
-                local.hide()
+                local.unbind()
         counts = [steps.get(index, 0) for index in range(len(self.locals))]
         self.store.put(self._key, torch.tensor(counts, dtype=torch.int64, device="cpu"))
         return counts
 
 
-def _finish(under: tuple[Round, Under, torch.Tensor] | None, updates: Mapping[Local, Update]) -> None:
+def _finish(under: tuple[Round, Under, torch.Tensor] | None, updates: Mapping[LocalShard, Update]) -> None:
     if under is not None:
         here, moving, whole = under
         moving.wait()

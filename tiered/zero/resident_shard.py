@@ -10,14 +10,14 @@ from torch import nn
 
 from tiered import MisuseError
 from tiered.zero.paging.units import is_dense
-from tiered.zero.paging.update import all_finite
+from tiered.zero.paging.update import all_finite, flat_view
 
-__all__ = ["Local"]
+__all__ = ["LocalShard"]
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-class Local:
+class LocalShard:
     """``shape`` and ``stride`` are those of the part that is here; *flat* is its elements in memory order.
 
     Raises MisuseError for a parameter that cannot have states: on the meta device, of another type, with gaps in memory.
@@ -36,7 +36,7 @@ class Local:
             raise MisuseError(f"{name} has gaps in memory: make it contiguous before making the optimizer")
 
     values: torch.Tensor
-    """Its own memory, flat, wherever it is; from ``show`` to ``hide``."""
+    """Its own memory, flat, wherever it is; from ``bind`` to ``unbind``."""
     gradient: torch.Tensor
     """The same of its gradient, or a copy in the parameter's order."""
 
@@ -66,12 +66,12 @@ class Local:
 
     # -- for a step --------------------------------------------------------------------------------------------------------
 
-    def show(self) -> None:
+    def bind(self) -> None:
         """Raises MisuseError where it is not what it was, or its gradient is sparse."""
         here = _part(self.parameter.detach())
         if (here.shape, here.stride(), here.dtype, here.device) != (self.shape, self.stride, self.dtype, self.device):
             raise MisuseError(f"{self.name} has another shape, type or device than when the optimizer was made: make a new one")
-        self.values = _flat(here)
+        self.values = flat_view(here)
         gradient: Any = self.parameter.grad
         if gradient is None:
             return
@@ -80,9 +80,9 @@ class Local:
         gradient = _part(gradient.detach())
         if gradient.layout is not torch.strided:
             raise MisuseError(f"{self.name} has a sparse gradient, which AdamW does not have a step for")
-        self.gradient = _flat(gradient) if gradient.stride() == self.stride else self.flat(gradient, gradient.dtype)
+        self.gradient = flat_view(gradient) if gradient.stride() == self.stride else self.flat(gradient, gradient.dtype)
 
-    def hide(self) -> None:
+    def unbind(self) -> None:
         for what in ("values", "gradient"):
             self.__dict__.pop(what, None)
 
@@ -98,7 +98,7 @@ class Local:
 
     def flat(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A flat copy of ``value``, which has the shape of the parameter or of the part that is here."""
-        return _flat(torch.empty_strided(self.shape, self.stride, dtype=dtype, device="cpu").copy_(self._cut(value)))
+        return flat_view(torch.empty_strided(self.shape, self.stride, dtype=dtype, device="cpu").copy_(self._cut(value)))
 
     def like(self, flat: torch.Tensor) -> torch.Tensor:
         """The opposite: as the parameter is, a DTensor with its placements where it is one."""
@@ -132,8 +132,3 @@ def _part(tensor: Any) -> torch.Tensor:
     """What is here of a tensor, as an ordinary one."""
     found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found.detach()
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in memory order, without a copy; ``tensor`` is dense."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

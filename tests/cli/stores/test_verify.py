@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -127,7 +126,7 @@ def test_names_that_cannot_be_printed(original: Path, tmp_path: Path, encoding: 
     words = [os.fsencode(word) for word in command("verify", folder, "--json", report)]
     if damage:
         flip(folder / "data.0", 20)
-    done = subprocess.run(words, capture_output=True, env=ONE_THREAD | {"PYTHONIOENCODING": encoding})
+    done = programs.run(words, capture_output=True, env=ONE_THREAD | {"PYTHONIOENCODING": encoding})
     assert done.returncode == damage, done.stderr
     assert b"Traceback" not in done.stderr
     assert done.stdout.count(rb"bad\udcff") == (4 if damage else 1)

@@ -170,7 +170,7 @@ class TestParts:
     def test_dropped_events_are_told(self) -> None:
         timeline = made()
         timeline.dropped = 7
-        assert "the first 100 events are in it, 7 are not" in describe_timeline(timeline, 1)
+        assert "recorded: the first 100 events; dropped: 7" in describe_timeline(timeline, 1)
 
 
 class TestPicture:

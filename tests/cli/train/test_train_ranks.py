@@ -21,10 +21,11 @@ import pytest
 import torch
 
 from tests import programs
+from tests.cli.train.launched import PIDS
 from tests.cli.train.trainings import ONE_THREAD, TINY, command, losses, same, tiered
 from tiered import MisuseError
 from tiered.cli.arguments import Launched
-from tiered.cli.train.ranks import One
+from tiered.cli.train.ranks import SingleRank
 from tiered.cli.train.resume import refuse_others
 from tiered.format.generations import generations
 from tiered.store.at_rest import StoreAtRest
@@ -33,10 +34,11 @@ from tiered.zero.rank_stores import newest_set
 STEPS = 6
 TRAINING = [*TINY, "--lr", "3e-3", "--warmup", "2", "--steps", STEPS, "--accumulate", 2]
 ENVIRONMENT = ONE_THREAD | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+TORCHRUN = "torch.distributed.run"
 
 
 def launch(ranks: int, *arguments: object, restarts: int = 0) -> list[str]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "--max-restarts", restarts]
+    torchrun = ["-m", TORCHRUN, "--standalone", "--nproc-per-node", ranks, "--max-restarts", restarts]
     return [sys.executable, *map(str, [*torchrun, "-m", "tiered", "train", *arguments])]
 
 
@@ -46,10 +48,13 @@ def on_ranks(ranks: int, *arguments: object, restarts: int = 0) -> subprocess.Co
 
 
 @contextmanager
-def started(ranks: int, *arguments: object, restarts: int = 0) -> Iterator[subprocess.Popen[str]]:
-    """Killed with all its ranks at the latest at the end of the block."""
-    given = launch(ranks, *arguments, restarts=restarts)
-    with subprocess.Popen(given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as child:
+def started(pids: Path, *arguments: object, restarts: int = 0) -> Iterator[subprocess.Popen[str]]:
+    """Two ranks, whose processes' numbers are in files of ``pids``; torchrun and they are forked. Killed at the end of the
+    block at the latest."""
+    pids.mkdir()
+    given = ["tests.cli.train.launched" if word == TORCHRUN else word for word in launch(2, *arguments, restarts=restarts)]
+    environment = ENVIRONMENT | {PIDS: str(pids)}
+    with programs.Popen(given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as child:
         try:
             yield child
         finally:
@@ -154,14 +159,13 @@ def test_a_rank_is_killed_and_torchrun_starts_all_again(
     """With --resume from the first start on, which begins anew; what ends is bit for bit what was never killed."""
     folder, written = tmp_path / "many", tmp_path / "many.json"
     arguments = [*TRAINING, "--resume", "--dir", folder, "--json", written, "--commit-every", 1, "--timeout", 30]
-    with started(2, *arguments, restarts=3) as child:
+    with started(tmp_path / "pids", *arguments, restarts=3) as child:
         # The first generation is of each rank alone, the next one of all.
         stores = [folder / f"rank-{rank}-of-2" for rank in range(2)]
         while not all(path.is_dir() and max(generations(path), default=0) > 1 for path in stores):
             assert child.poll() is None
             time.sleep(0.01)
-        rank = next(one for one in psutil.Process(child.pid).children() if one.environ().get("RANK") == "1")
-        rank.kill()
+        os.kill(int((tmp_path / "pids" / "1").read_text()), signal.SIGKILL)
         out, err = child.communicate(timeout=200)
     assert child.returncode == 0, err
     found = re.findall(r"^resumed   after step (\d)", out, re.MULTILINE)
@@ -176,14 +180,14 @@ def test_ctrl_c_stops_all_after_one_step_and_resuming_goes_on(
     whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     folder, written = tmp_path / "many", tmp_path / "many.json"
-    with started(2, *TRAINING, "--dir", folder) as child:
+    with started(tmp_path / "pids", *TRAINING, "--dir", folder) as child:
         assert child.stdout is not None
         assert any(line.startswith("step 1/") for line in child.stdout)
         child.send_signal(signal.SIGINT)
         _, err = child.communicate(timeout=100)
     (line,) = ours(err)
     found = re.fullmatch(
-        r"stopped at step (\d); generation 2 has step \1; go on with: torchrun --nproc-per-node 2 -m tiered train --resume "
+        r"stopped at step (\d); generation 2 has step \1; continue with: torchrun --nproc-per-node 2 -m tiered train --resume "
         rf"--dir {folder}",
         line,
     )
@@ -203,23 +207,23 @@ def test_other_numbers_of_ranks_go_on_with_the_newest_commit(
     old = losses(whole[0] / "many.json")
     done = tiered("train", "--resume", "--dir", folder, "--steps", STEPS + 2, "--json", written)
     assert done.returncode == 0, done.stderr
-    assert f"resumed   after step {STEPS}, what other ranks committed in {folder}" in done.stdout
+    assert f"resumed   after step {STEPS}, the commit of another number of ranks in {folder}" in done.stdout
     assert losses(written)[:STEPS] == old
     assert len(losses(written)) == STEPS + 2
     done = tiered("train", "--resume", "--dir", folder, "--steps", STEPS + 3, "--json", written)
     assert f"resumed   after step {STEPS + 2}, generation 1" in done.stdout
     one = losses(written)
     for ranks in (1, 2):
-        with pytest.raises(MisuseError, match="the training of one process already"):
+        with pytest.raises(MisuseError, match="a training of one process already"):
             refuse_others(str(folder), ranks)
     done = forked_ranks("--resume", "--dir", folder, "--steps", STEPS + 4, "--stage", 1, "--json", tmp_path / "two.json")
     assert done.returncode == 0, done.stderr
-    assert f"resumed   after step {STEPS + 3}, what other ranks committed" in done.stdout
+    assert f"resumed   after step {STEPS + 3}, the commit of another number of ranks" in done.stdout
     assert losses(tmp_path / "two.json")[: STEPS + 3] == one
     assert step_of(folder) == STEPS + 4
     done = tiered("train", *TRAINING, "--dir", folder)
     assert done.returncode == 1
-    assert f"{folder} holds the training of 2 ranks already: go on with it with --resume" in done.stderr
+    assert f"{folder} has a training of 2 ranks already: continue it with --resume" in done.stderr
 
 
 def test_what_one_rank_cannot_do_is_said_once(whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
@@ -256,7 +260,8 @@ def test_a_training_that_is_over_is_no_failure_when_all_start_again(
     done = forked_ranks("--resume", "--dir", many)
     assert done.returncode == 1
     for line in (*said, *ours(done.stderr)):
-        assert re.sub(r"^rank \d: ", "", line).startswith(f"the training in {many} has had {STEPS} of its {STEPS} steps: ")
+        said_by_one = re.sub(r"^rank \d: ", "", line)
+        assert said_by_one.startswith(f"the training in {many} has completed {STEPS} of its {STEPS} steps: ")
     assert len(said) == len(ours(done.stderr)) == 1
 
 
@@ -293,5 +298,5 @@ def test_what_is_said_of_the_command_line_is_said_once(tmp_path: Path) -> None:
 def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Launched(1, 4, 2).command == ["torchrun", "--nnodes", "2", "--nproc-per-node", "2", "-m", "tiered"]
     assert Launched(0, 2, 2).command == ["torchrun", "--nproc-per-node", "2", "-m", "tiered"]
-    assert One().launched.command == ["tiered"]
+    assert SingleRank().launched.command == ["tiered"]
     assert "RANK" not in os.environ

@@ -15,7 +15,7 @@ from torch import nn
 from tests.zero.models import Tied
 from tests.zero.paging.test_identity import equal
 from tiered import MisuseError, TieredStore, zero
-from tiered.zero.paging.unit import placement_of
+from tiered.zero.paging.pager import placement_of
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.zero.models import parameter_groups
 from tests.zero.paging.splitting import Language, split_in_memory
 from tests.zero.paging.test_identity import equal
 from tiered import MisuseError, TieredStore, zero
-from tiered.zero.paging.unit import placement_of
+from tiered.zero.paging.pager import placement_of
 
 STEPS = 6
 SMALLEST = "1.25MiB"

@@ -85,7 +85,7 @@ class Window:
         self.context = 0
         self.resident_bytes = self.peak_bytes = self.released = self.fetched = 0
         self._largest = 0
-        self._settled_at = 0  # resident bytes that the last attempt to release could not get below
+        self._lowest = 0  # resident bytes that the last attempt to release could not get below
         self._numbers = itertools.count()
         self._resident: OrderedDict[int, _Resident] = OrderedDict()
         self._staged: dict[int, Staged] = {}
@@ -227,7 +227,7 @@ class Window:
         self.sweep()
         spared = min(self._largest, self.limit // 2)
         target = max(0, min(self.limit - spared, max(self.limit, self._most) - self._largest) - incoming)
-        if self.resident_bytes <= max(target, self._settled_at):
+        if self.resident_bytes <= max(target, self._lowest):
             return
         for where in list(self._resident):
             if self.resident_bytes <= target:
@@ -235,7 +235,7 @@ class Window:
             if where not in keep:
                 self._release(where)
         kept = sum(self._resident[where].nbytes for where in keep if where in self._resident)
-        self._settled_at = self.resident_bytes - kept  # these will not be kept next time
+        self._lowest = self.resident_bytes - kept  # these will not be kept next time
 
     def _release(self, where: int) -> None:
         """Put a parameter into the store, unless something else uses its memory."""
@@ -271,7 +271,7 @@ class Window:
         found = self._resident.pop(where, None)
         if found is not None:
             self.resident_bytes -= found.nbytes
-            self._settled_at = min(self._settled_at, self.resident_bytes)
+            self._lowest = min(self._lowest, self.resident_bytes)
 
     # -- ends --------------------------------------------------------------------------------------------------------------
 
@@ -280,7 +280,7 @@ class Window:
         self.sweep()
         for where in list(self._resident):
             self._release(where)
-        self._settled_at = self.resident_bytes
+        self._lowest = self.resident_bytes
         self._trimmer.trim()
         return [found.name for found in self._resident.values()]
 

@@ -23,7 +23,7 @@ from tiered import Access, ManifestError, MisuseError, TensorSpec, TieredStore
 from tiered.store.at_rest import StoreAtRest
 from tiered.zero.checkpoint.checkpoint import Readable, layout_of, pending_of, read_record, write_record
 from tiered.zero.paging.sharding import Partition
-from tiered.zero.paging.units import Limits, Placement, Plan, UnitPlan, even_chunks
+from tiered.zero.paging.units import Limits, ModelPlan, Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import States
 from tiered.zero.rank_stores import has_commit, newest_set, sets_in
 from tiered.zero.record import plans, refuse_other_tensors, type_named
@@ -31,7 +31,7 @@ from tiered.zero.record import plans, refuse_other_tensors, type_named
 __all__ = ["Copies", "Source", "opened", "reshard"]
 
 class Copies:
-    """``Tensors`` over ``store``: what is leased are copies. ``kept``: as they leave them, for what is asked for next; else
+    """``TensorStore`` over ``store``: what is leased are copies. ``kept``: as they leave them, for what is asked for next; else
     they are gone with the lease."""
 
     def __init__(self, store: Readable, *, kept: bool) -> None:
@@ -208,7 +208,7 @@ def opened(path: str | os.PathLike[str], stack: ExitStack) -> list[StoreAtRest]:
     return [stack.enter_context(StoreAtRest(path))]
 
 
-def reshard(source: Source, store: TieredStore, plan: Plan, partition: Partition) -> None:
+def reshard(source: Source, store: TieredStore, plan: ModelPlan, partition: Partition) -> None:
     """Have in ``store`` what this rank's share of ``plan`` is of ``source``, with a checkpoint: as if as many ranks with that
     stage had committed it.
 

@@ -15,15 +15,13 @@ import torch
 from torch import nn
 
 from tiered import MisuseError, TensorSpec
-from tiered.errors import shortened
-from tiered.format.safetensors import Entry, WeightFiles, entry_of
+from tiered.format.safetensors import Entry, WeightFiles, entry_of, first_of
 from tiered.format.safetensors_writer import Existing, Shards
 from tiered.system import refuse_little_room
 from tiered.zero.checkpoint.checkpoint import Readable, pending_of, persistent_buffers, read_record
 from tiered.zero.checkpoint.reshard import Copies, Source, opened
-from tiered.zero.paging.pager import Pager
-from tiered.zero.paging.sharding import Shared
-from tiered.zero.paging.unit import placement_of
+from tiered.zero.paging.pager import Pager, pager_of
+from tiered.zero.paging.sharding import Sharded
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import States
 from tiered.zero.rank_stores import shared_json
@@ -62,16 +60,16 @@ class Pretrained:
         missing = [names[0] for names in self._parameters.values() if not any(name in there for name in names)]
         missing += [name for name in self._buffers if name not in there]
         if missing:
-            raise MisuseError(f"{self.files.path} has no tensor for {_some(missing)} of this model")
+            raise MisuseError(f"{self.files.path} has no tensor for {first_of(missing)} of this model")
         expected = {name for names in self._parameters.values() for name in names}
         expected |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
         unexpected = [name for name in there if name not in expected]
         if unexpected:
-            raise MisuseError(f"{self.files.path} has {_some(unexpected)}, which this model does not have")
+            raise MisuseError(f"{self.files.path} has {first_of(unexpected)}, which this model does not have")
         blank = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in self._buffers]
         if blank:
             raise MisuseError(
-                f"the buffer {_some(blank)} is on the meta device and is not among a model's weights: build the model under "
+                f"the buffer {first_of(blank)} is on the meta device and is not among a model's weights: build the model under "
                 "zero.init, which computes it"
             )
 
@@ -168,7 +166,7 @@ def export(
     Raises MisuseError (not paged, within forward or backward, files that are there, a ``state_dict`` with more than parameters
     and buffers), CapacityError (no room), and what the store raises.
     """
-    pager = _pager_of(model)
+    pager = pager_of(model)
     for unit in pager.units:
         if unit.held:
             raise MisuseError(f"the parameters of {unit.plan.name!r} are in use: export outside forward and backward")
@@ -198,7 +196,7 @@ def export(
             error = problem
     for _ in contents:  # what one rank gathers, all take part in
         pass
-    ended = pager.exchange.everywhere([error is None], "the end of an export")
+    ended = pager.partition.all_true([error is None], "the end of an export")
     if error is not None:
         raise error
     if not all(ended):
@@ -208,7 +206,7 @@ def export(
 
 def _of_first(pager: Pager, files: list[str] | None) -> list[str] | None:
     """Rank 0's."""
-    if not isinstance(pager.partition, Shared):
+    if not isinstance(pager.partition, Sharded):
         return files
     found: list[str] | None = shared_json(pager.partition.ranks, files, list[str] | None)[0]
     return found
@@ -223,12 +221,6 @@ def _passed_on(contents: Iterator[memoryview], unread: list[Exception]) -> Itera
     except Exception as problem:
         unread.append(problem)
         raise
-
-
-def _pager_of(model: nn.Module) -> Pager:
-    for parameter in model.parameters():
-        return placement_of(parameter)[0]
-    raise MisuseError("this model has no parameters")
 
 
 def _listed(pager: Pager) -> tuple[dict[nn.Parameter, str], dict[str, torch.Tensor]]:
@@ -373,10 +365,10 @@ def _chosen(store: AtRest, model: str | None) -> str | None:
     there = models_in(store)
     if model is not None:
         if model not in there:
-            raise MisuseError(f"{store} has no checkpoint of a model named {model!r}; it has: {_some(there) or 'none'}")
+            raise MisuseError(f"{store} has no checkpoint of a model named {model!r}; it has: {first_of(there) or 'none'}")
         return model
     if len(there) > 1:
-        raise MisuseError(f"{store} has several models: name one of {_some(there)}")
+        raise MisuseError(f"{store} has several models: name one of {first_of(there)}")
     if there:
         return there[0]
     for key in store:
@@ -386,12 +378,6 @@ def _chosen(store: AtRest, model: str | None) -> str | None:
                 "them is: commit with zero.commit, or name an earlier generation (a commit of the store alone has none)"
             )
     return None
-
-
-def _some(names: Sequence[str]) -> str:
-    """They are a file's: each may be anything, and there may be many."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(repr(shortened(name)) for name in names[:5]) + more
 
 
 def _refuse_older(store: AtRest, name: str, units: Sequence[UnitPlan]) -> None:
