@@ -357,7 +357,7 @@ class Pager:
 
     @property
     def phase(self) -> Phase:
-        """What the model is doing, as far as hooks have weak_hook."""
+        """What the model is doing, as far as its hooks have reported it."""
         if self._backward is not None:
             return Phase.BACKWARD if self._backward.goes_on else Phase.INTERRUPTED
         return Phase.FORWARD if self._frames else Phase.IDLE
