@@ -24,8 +24,8 @@ import torch
 from bench.optimum import budget_of, exact_bound, lower_bound
 from bench.traces import TRACES, Access, Trace, next_positions
 from tiered import TieredStore
-from tiered.engine.background import room_for
 from tiered.engine.policy import Touch
+from tiered.engine.retention import room_for
 from tiered.types import Then
 
 __all__ = ["Row", "main", "run", "under_way"]

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from tiered.cli.arguments import count, size
-from tiered.cli.bench.series import Run, Series, Setup, Walk, in_rounds, ratios
+from tiered.cli.bench.series import Run, Series, Setup, Workload, in_rounds, ratios
 from tiered.cli.machine import store_facts
 from tiered.cli.measure import GIB, Noise, Spread, environment, scratch_folder, scratch_store
 from tiered.cli.output import Progress, told_environment, told_io, told_noise
@@ -159,7 +159,7 @@ def rates(options: argparse.Namespace, engine: Engine) -> str:
         serving(engine, folder, setup.moved) as asked,
         scratch_store(options.dir, dram=setup.pool) as store,
     ):
-        walk = Walk(store, setup, stop)
+        walk = Workload(store, setup, stop)
         walk.prepare()
         runs: dict[str, dict[str, Run]] = {}
         for mode, run in (("read", walk.read), ("write", walk.write), ("mixed", walk.mixed)):

@@ -3,7 +3,7 @@
     .venv/bin/python -m bench.pool                          Markdown, half a minute
     .venv/bin/python -m bench.pool --trace uniform_read     one of them
 
-The store's own ``Occupancy`` and ``NextUse`` along each trace, over a pool that only pretends to have memory, and no disk: what
+The store's own ``Pool`` and ``NextUse`` along each trace, over a pool that only pretends to have memory, and no disk: what
 comes out are the numbers of "on demand" in ``bench/follow.py``, with the same traces followed to their end. In each column a
 request may have so many times its own bytes moved. Ratios to the bound of ``bench/optimum.py``, and behind the stroke the bytes
 moved for each byte over the link.
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from bench.optimum import budget_of, lower_bound
 from bench.rehearsal import MovablePlaces, Rehearsal
 from bench.traces import TRACES, Access, Key, Trace
-from tiered.engine.retention import Decision, decide
+from tiered.engine.retention import RetentionPlan, decide
 
 __all__ = ["Run", "decision_for", "main"]
 
@@ -33,14 +33,14 @@ class Run:
     """``trace`` in ``budget`` bytes; for a request ``most`` times its own may be moved. ``linked`` went over the link, what is
     dirty at the end included."""
 
-    def __init__(self, trace: Trace, budget: int, most: float, decision: Decision) -> None:
+    def __init__(self, trace: Trace, budget: int, most: float, decision: RetentionPlan) -> None:
         keys, uses, sizes = _touches(trace)
         rehearsal = Rehearsal(keys, uses, sizes, MovablePlaces(budget), decision, trace.then, most)
         self.linked = rehearsal.round() + rehearsal.rest()
         self.moved = rehearsal.place.moved
 
 
-def decision_for(trace: Trace, budget: int) -> Decision:
+def decision_for(trace: Trace, budget: int) -> RetentionPlan:
     """As ``store.follow`` makes it."""
     return decide(*_touches(trace), budget, then=trace.then)
 

@@ -35,11 +35,10 @@ from torch import nn
 from bench.step import TOKENS, Block, Model
 from bench.wire import traffic
 from tiered import zero
-from tiered.cli.bench.trainer import peak_memory
-from tiered.cli.measure import Meter, Noise, Spread, environment, scratch_folder, scratch_store
+from tiered.cli.measure import Meter, Noise, Spread, environment, peak_memory, scratch_folder, scratch_store
 from tiered.cli.output import Progress, told_environment, told_noise
 from tiered.types import format_size, parse_size
-from tiered.zero.paging import sharding
+from tiered.zero.paging import reduction
 
 STAGES: dict[str, zero.Stage] = {"1": zero.Stage1(), "2": zero.Stage2(), "3": zero.Stage3()}
 GATHERED = {"1": 2, "2": 2, "3": 3, "FSDP2": 3}
@@ -87,7 +86,7 @@ def run_rank(way: Way, rank: int, meet: str) -> dict[str, Any]:
 
 def _tiered(model: nn.Module, way: Way, rank: int) -> dict[str, Any]:
     if not way.overlapped:
-        sharding.ROOMY = 1 << 40  # no pool is
+        reduction.ROOMY = 1 << 40  # no pool is
     with scratch_store(way.folder, dram=way.dram) as store:
         zero.page(model, store, stage=STAGES[way.kind] if way.ranks > 1 else None)
         found = _steps(model, zero.AdamW(model.parameters(), lr=1e-4), way, rank, Meter(store))

@@ -1,4 +1,4 @@
-"""An order that runs through the store's own ``Occupancy`` and ``NextUse``, over a memory that has places and no bytes.
+"""An order that runs through the store's own ``Pool`` and ``NextUse``, over a memory that has places and no bytes.
 
 It moves what a store moves on demand, holes that unequal sizes leave included. A tenth of a second for 1,000 touches.
 """
@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tiered.allocator import FreeSpace
-from tiered.engine.policy import Plan, Touch
-from tiered.engine.pool import MOVED, Occupancy
+from tiered.engine.policy import NextUse, Plan, Touch
+from tiered.engine.pool import MOVED, Pool
 from tiered.engine.residency import Copy, Directory
-from tiered.engine.retention import Decision, dying
+from tiered.engine.retention import RetentionPlan, dead_after
 from tiered.interfaces import Memory, Streams
-from tiered.store.store import policy_of
 from tiered.types import Access, Key, Slot, TensorSpec, Then, Use
 
 if TYPE_CHECKING:
@@ -64,15 +63,17 @@ class Rehearsal:
         uses: Sequence[Use],
         sizes: Sequence[int],
         memory: Memory,
-        decision: Decision,
+        decision: RetentionPlan,
         then: Then,
         most: float = MOVED,
     ) -> None:
         self._touches, self._most = list(zip(keys, uses, sizes, strict=True)), most
         self._plan = Plan([Touch(key, None, use) for key, use, _ in self._touches], then)
-        self.place = Occupancy(memory, policy_of(self._plan, decision), bottom=False)
-        self._directory = Directory(2, lambda copy: self.place.note(copy) if copy.tier == 0 else None)
-        self._dying = dying(keys, uses, then)
+        self.place = Pool(memory, NextUse.along(self._plan, decision.price, decision.keep), bottom=False)
+        self._directory = Directory(
+            2, lambda copy, kind: self.place.note(copy, kind) if copy.tier == 0 else None
+        )
+        self._dying = dead_after(keys, uses, then)
         self._linked = 0
 
     def round(self) -> int:

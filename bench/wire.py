@@ -7,24 +7,24 @@ import socket
 import struct
 from dataclasses import dataclass
 
-__all__ = ["Traffic", "traffic"]
+__all__ = ["TransferQueues", "traffic"]
 
 RECEIVED, WAITING, SENT, SENT_AGAIN = (128, "Q"), (144, "I"), (200, "Q"), (208, "Q")
 """Where struct tcp_info (linux/tcp.h) has tcpi_bytes_received, tcpi_notsent_bytes, tcpi_bytes_sent and tcpi_bytes_retrans."""
 
 
 @dataclass(frozen=True)
-class Traffic:
+class TransferQueues:
     """Since connections were made, over those that are open."""
 
     sent: int
     received: int
 
-    def __sub__(self, before: Traffic) -> Traffic:
-        return Traffic(self.sent - before.sent, self.received - before.received)
+    def __sub__(self, before: TransferQueues) -> TransferQueues:
+        return TransferQueues(self.sent - before.sent, self.received - before.received)
 
 
-def traffic() -> Traffic:
+def traffic() -> TransferQueues:
     """Headers and what was sent again do not count; what was written to a socket and waits in it does. Other processes, on the
     same interface, do not. Linux 4.19 and later."""
     sent = received = 0
@@ -40,7 +40,7 @@ def traffic() -> Traffic:
             continue  # closed meanwhile
         sent += _field(info, SENT) - _field(info, SENT_AGAIN) + _field(info, WAITING)
         received += _field(info, RECEIVED)
-    return Traffic(sent, received)
+    return TransferQueues(sent, received)
 
 
 def _field(info: bytes, place: tuple[int, str]) -> int:

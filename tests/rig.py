@@ -7,16 +7,15 @@ import select
 from collections.abc import Callable, Iterator, Sequence
 
 from tests.fakes import FakeTier, ManualLink, fake_checksums
-from tiered.engine.background import room_for
 from tiered.engine.engine import Engine, EngineConfig
-from tiered.engine.policy import LRU, Touch
-from tiered.engine.requests import Delete, Install, Lease, Prefetch, Request, Room, Token
+from tiered.engine.policy import LRU, NextUse, Touch
+from tiered.engine.requests import Delete, Install, Lease, Prefetch, Request, Room
 from tiered.engine.residency import Copy, Entry, State
-from tiered.engine.retention import decide
-from tiered.engine.scheduler import Admission
+from tiered.engine.retention import decide, room_for
+from tiered.engine.scheduler import Scheduler
 from tiered.engine.snapshot import Flush
+from tiered.engine.state import EngineState, Token
 from tiered.errors import ReadError, TieredError, TransferError, WriteError
-from tiered.store.store import policy_of
 from tiered.types import Access, Direction, Slot, TensorSpec, Transfer, Urgency
 
 READ, WRITE = Access.READ, Access.WRITE
@@ -31,14 +30,14 @@ class CheckedLease(Lease):
 
     def __init__(self, rig: Rig, keys: Sequence[str], tier: int, access: Access) -> None:
         self.token: Token | None = Token()
-        super().__init__(keys, tier, access, rig.admission.claims.watch(self.token))
+        super().__init__(keys, tier, access, rig.state.claims.watch(self.token))
         self.rig = rig
 
-    def attempt_here(self, admission: Admission) -> bool:
-        return self.seen(super().attempt_here(admission))
+    def attempt_here(self, state: EngineState) -> bool:
+        return self.seen(super().attempt_here(state))
 
-    def attempt(self, admission: Admission) -> bool:
-        return self.seen(super().attempt(admission))
+    def attempt(self, scheduler: Scheduler) -> bool:
+        return self.seen(super().attempt(scheduler))
 
     def seen(self, done: bool) -> bool:
         if done:
@@ -65,11 +64,11 @@ class CheckedInstall(Install):
         super().__init__(key, spec(len(data)), room)
         self.rig, self.data = rig, data
 
-    def attempt_here(self, admission: Admission) -> bool:
-        return self.seen(super().attempt_here(admission))
+    def attempt_here(self, state: EngineState) -> bool:
+        return self.seen(super().attempt_here(state))
 
-    def attempt(self, admission: Admission) -> bool:
-        return self.seen(super().attempt(admission))
+    def attempt(self, scheduler: Scheduler) -> bool:
+        return self.seen(super().attempt(scheduler))
 
     def seen(self, done: bool) -> bool:
         if done:
@@ -85,7 +84,7 @@ class CheckedDraft:
         self.missing: dict[str, bytes] = {}
 
     def begin(self, entries: Iterator[Entry], frozen: dict[str, None]) -> None:
-        assert set(self.rig.admission.directory) == set(self.rig.newest)
+        assert set(self.rig.state.directory) == set(self.rig.newest)
         self.missing = {key: self.rig.newest[key] for key in frozen}
         for entry in entries:
             if entry.key not in frozen:
@@ -113,11 +112,11 @@ class CheckedDelete(Delete):
         super().__init__(key)
         self.rig = rig
 
-    def attempt_here(self, admission: Admission) -> bool:
-        return self.seen(super().attempt_here(admission))
+    def attempt_here(self, state: EngineState) -> bool:
+        return self.seen(super().attempt_here(state))
 
-    def attempt(self, admission: Admission) -> bool:
-        return self.seen(super().attempt(admission))
+    def attempt(self, scheduler: Scheduler) -> bool:
+        return self.seen(super().attempt(scheduler))
 
     def seen(self, done: bool) -> bool:
         if done:
@@ -131,7 +130,7 @@ class Put:
     def __init__(self, rig: Rig, key: str, data: bytes, tier: int) -> None:
         self.rig, self.key, self.data, self.tier = rig, key, data, tier
         self.token: Token | None = Token()
-        self.room = Room(tier, len(data), holder=rig.admission.claims.watch(self.token))
+        self.room = Room(tier, len(data), holder=rig.state.claims.watch(self.token))
         self.install: CheckedInstall | None = None
 
     def go_on(self) -> bool:
@@ -187,7 +186,7 @@ class Rig:
         ticks = itertools.count()
         config = EngineConfig(0.0, reserve, lambda: next(ticks) / 1000, LRU)
         self.engine = Engine(self.tiers, self.links, [LRU() for _ in self.tiers], config)
-        self.admission = self.engine.admission
+        self.state = self.engine.state
         self.bottom = len(self.tiers) - 1
         self.newest: dict[str, bytes] = {}
         self.puts: list[Put] = []
@@ -250,7 +249,7 @@ class Rig:
             decide(keys, uses, sizes, tier.capacity, spare=room)
             for tier, room in zip(self.tiers[: self.bottom], rooms, strict=True)
         ]
-        self.engine.follow(order, lambda plan: [policy_of(plan, decision) for decision in decisions], rooms)
+        self.engine.follow(order, lambda plan: [NextUse.along(plan, one.price, one.keep) for one in decisions], rooms)
 
     def write(self, lease: Lease, data: Callable[[int], bytes]) -> None:
         assert lease.access is WRITE
@@ -291,7 +290,7 @@ class Rig:
 
     def turn(self) -> bool:
         moved = self.engine.turn()
-        assert not any(self.admission.traffic.promotions), "the links have been told"
+        assert not any(self.state.transfers.promotions), "the links have been told"
         self.look()
         return moved
 
@@ -316,7 +315,7 @@ class Rig:
     @property
     def moved(self) -> int:
         """Bytes that went to another place in their tier."""
-        return sum(row.moved for row in self.admission.tier_statistics())
+        return sum(row.moved for row in self.state.tier_statistics())
 
     # Bookkeeping
 
@@ -327,7 +326,7 @@ class Rig:
         self.lent[copy] = copy.slot
 
     def bytes_of(self, copy: Copy) -> bytes:
-        return self.tiers[copy.tier].read(copy.slot, self.admission.directory.entry(copy.key).nbytes)
+        return self.tiers[copy.tier].read(copy.slot, self.state.directory.entry(copy.key).nbytes)
 
     def look(self) -> None:
         """Take note of what got done."""
@@ -347,15 +346,15 @@ class Rig:
         self.tiers[copy.tier].write(target, self.tiers[copy.tier].read(copy.slot, nbytes))
 
     def copies(self) -> Iterator[Copy]:
-        directory = self.admission.directory
+        directory = self.state.directory
         for entry in (*directory.entries(), *directory.set_aside_entries()):
             yield from (copy for copy in entry.copies if copy is not None)
 
     def check(self) -> None:
-        self.admission.directory.check()
-        for place in self.admission.places:
+        self.state.directory.check()
+        for place in self.state.pools:
             place.check()
-        assert set(self.admission.directory) == set(self.newest)
+        assert set(self.state.directory) == set(self.newest)
         for copy in self.copies():
             if copy.valid and copy.key in self.newest:  # what was set aside has another key
                 assert self.bytes_of(copy) == self.newest[copy.key], f"{copy.key!r} is {copy.state} with old bytes"
@@ -365,34 +364,34 @@ class Rig:
             assert found == data, f"the memory of {copy.key!r} changed under an alias"
         self.check_traffic()
         rooms = [(put.tier, put.room.slot) for put in self.puts if put.room.done and put.room.slot is not None]
-        for index, (tier, row) in enumerate(zip(self.tiers, self.admission.tier_statistics(), strict=True)):
+        for index, (tier, row) in enumerate(zip(self.tiers, self.state.tier_statistics(), strict=True)):
             assert row.used == tier.used <= row.capacity
             assert row.used <= row.peak <= row.capacity
             slots = {copy.slot for copy in self.copies() if copy.tier == index}
             slots |= {copy.slot for copy in self.aliases if copy.tier == index}
             slots |= {slot for at, slot in rooms if at == index}
-            slots |= {slot for at, slot in self.admission.traffic.snapshots.values() if at == index}
+            slots |= {slot for at, slot in self.state.transfers.snapshots.values() if at == index}
             assert sum(slot.nbytes for slot in slots) <= tier.used
-            if not self.admission.claims.ended:
+            if not self.state.claims.ended:
                 assert sum(slot.nbytes for slot in slots) == tier.used, f"a slot of {tier.name} was lost"
 
     def check_traffic(self) -> None:
         """What is kept of transfers is what counting anew gives."""
-        traffic = self.admission.traffic
+        traffic = self.state.transfers
         for index, (queue, link) in enumerate(zip(traffic.queues, self.links, strict=True)):
             mine = [t for moving in traffic._moving.values() for at, t in moving if at == index]
             queued = list(queue)
             assert queue.length == len(queued)
             assert queue.reads == sum(t.direction is Direction.UP for t in queued)
             rising = [t.nbytes for t in mine if t.direction is Direction.UP]
-            assert (traffic.rising[index].transfers, traffic.rising[index].nbytes) == (len(rising), sum(rising))
+            assert (traffic.inbound[index].transfers, traffic.inbound[index].nbytes) == (len(rising), sum(rising))
             started = {t.tag for t in mine} - {t.tag for t in queued}
             assert set(link.pending) <= started
             assert set(traffic.promotions[index]) <= started
 
     def check_urgency(self) -> None:
         """At rest, what a lease waits for is as urgent as the lease."""
-        moving = self.admission.traffic._moving
+        moving = self.state.transfers._moving
         for request in self.waiting:
             if isinstance(request, Lease) and not request.done:
                 for at, transfer in [found for key in request.keys for found in moving.get(key, ())]:
@@ -416,7 +415,7 @@ class Rig:
         self.check()
         stuck = [*self.waiting, *(put.waiting for put in self.puts)]
         assert not stuck, f"these wait for ever: {[str(request) for request in stuck]}"
-        assert not [r for r in self.admission.requests if not isinstance(r, Prefetch)]
+        assert not [r for r in self.engine.requests.waiting if not isinstance(r, Prefetch)]
         for key in list(self.newest):
             self.delete(key)
         self.settle()
@@ -446,7 +445,7 @@ def fill(rig: Rig, *keys: str, nbytes: int) -> None:
 
 
 def where(rig: Rig, key: str) -> list[State | None]:
-    return [copy.state if copy else None for copy in rig.admission.directory.entry(key).copies]
+    return [copy.state if copy else None for copy in rig.state.directory.entry(key).copies]
 
 
 def pending(rig: Rig, link: int = 0) -> list[tuple[str, Direction, Urgency]]:
@@ -454,7 +453,7 @@ def pending(rig: Rig, link: int = 0) -> list[tuple[str, Direction, Urgency]]:
 
 
 def queued(rig: Rig, link: int = 0) -> list[tuple[str, Direction, Urgency]]:
-    waiting = sorted(rig.admission.traffic.queues[link], key=lambda t: (t.urgency, t.tag))
+    waiting = sorted(rig.state.transfers.queues[link], key=lambda t: (t.urgency, t.tag))
     return [(t.key, t.direction, t.urgency) for t in waiting]
 
 
@@ -467,6 +466,6 @@ def woken(rig: Rig) -> bool:
 
 def evicted(rig: Rig, *keys: str) -> None:
     for key in keys:
-        copy = rig.admission.directory.entry(key).copies[0]
+        copy = rig.state.directory.entry(key).copies[0]
         assert copy is not None
-        rig.admission.leaving.evict(copy)
+        rig.engine.scheduler.evict(copy)

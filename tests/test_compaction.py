@@ -17,7 +17,7 @@ from tests.rig import READ, WRITE, Rig, fill, spec, where
 from tiered import CapacityError, TieredStore
 from tiered.allocator import moves
 from tiered.engine.policy import LRU
-from tiered.engine.pool import Occupancy
+from tiered.engine.pool import Pool
 from tiered.engine.residency import Copy, Directory, State
 from tiered.types import Slot
 
@@ -103,8 +103,8 @@ class Place(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.tier = MovableTier("t0", 40)
-        self.directory = Directory(2, lambda copy: self.place.note(copy) if copy.tier == 0 else None)
-        self.place = Occupancy(self.tier, LRU(), bottom=False)
+        self.directory = Directory(2, lambda copy, kind: self.place.note(copy, kind) if copy.tier == 0 else None)
+        self.place = Pool(self.tier, LRU(), bottom=False)
         self.held: dict[str, bytes] = {}
         self.pinned: dict[str, Slot] = {}  # where it was when it was last pinned
         self.numbers = iter(range(1, 1 << 30))
@@ -177,7 +177,7 @@ class Place(RuleBasedStateMachine):
         if key in self.pinned or copy.state is not State.DIRTY:
             return
         if how == "condemned":
-            self.place.condemn(copy)
+            self.place.mark_victim(copy)
             return
         if how in ("leased", "written"):
             self.directory.grant(entry, 0, READ if how == "leased" else WRITE)
@@ -187,7 +187,7 @@ class Place(RuleBasedStateMachine):
             copy.reads_from += 1
         else:
             self.directory.begin_writeback(entry, 0, Slot(0, copy.nbytes))
-        self.place.note(copy)
+        self.place.note(copy, copy.classify())
         self.pinned[key] = copy.slot
 
     @precondition(lambda self: self.pinned)
@@ -201,7 +201,7 @@ class Place(RuleBasedStateMachine):
             self.directory.release(copy, WRITE if copy.writers else READ)
         if copy.state is State.WRITEBACK:
             self.directory.end_writeback(self.directory.entry(key), 0, CapacityError("no"))
-        self.place.note(copy)
+        self.place.note(copy, copy.classify())
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -230,7 +230,7 @@ def apart(rig: Rig) -> None:
     fill(rig, "a", "b", "c", "d", nbytes=3)
     rig.delete("b")
     rig.delete("d")
-    assert rig.admission.places[0].free == 6
+    assert rig.state.pools[0].free == 6
 
 
 def test_nothing_leaves_where_moving_is_enough() -> None:
@@ -238,7 +238,7 @@ def test_nothing_leaves_where_moving_is_enough() -> None:
     apart(rig)
     put = rig.put("e", b"eeeeee")
     assert put.room.done
-    assert (rig.moved, rig.admission.evictions) == (3, 0)
+    assert (rig.moved, rig.state.evictions) == (3, 0)
     rig.settle()
     assert where(rig, "a")[0] is where(rig, "c")[0] is State.CLEAN
     rig.wind_down()
@@ -248,7 +248,7 @@ def test_a_memory_that_cannot_move_evicts() -> None:
     rig = Rig(12, 400, memory=FakeTier)
     apart(rig)
     assert rig.put("e", b"eeeeee").room.done
-    assert (rig.moved, rig.admission.evictions) == (0, 1)
+    assert (rig.moved, rig.state.evictions) == (0, 1)
     rig.wind_down()
 
 

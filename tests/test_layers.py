@@ -26,10 +26,10 @@ TREE: dict[str, tuple[str, ...]] = {
     "tiers": ("dram", "hbm", "nvme"),
     "links": ("disk", "cuda", "stand_in"),
     "engine": (
-        *("residency", "policy", "retention", "pool", "state", "workers", "scheduler", "background", "snapshot", "requests"),
+        *("residency", "policy", "retention", "pool", "state", "workers", "scheduler", "background", "requests", "snapshot"),
         *("engine",),
     ),
-    "store": ("lease", "commit", "at_rest", "opening", "store", "reading", "verify", "importing"),
+    "store": ("lease", "commit", "at_rest", "opening", "store", "verify", "importing"),
     "zero": (
         *("intent", "leases", "collectives", "rank_stores", "paging", "build", "record", "resident_shard", "resident"),
         *("optimizer", "checkpoint", "page"),
@@ -40,9 +40,9 @@ TREE: dict[str, tuple[str, ...]] = {
     ),
     "zero.build": ("staging", "construct"),
     "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors"),
-    "cli": ("arguments", "output", "stop", "measure", "machine", "info", "stores", "train", "bench", "main"),
+    "cli": ("arguments", "stop", "measure", "output", "machine", "info", "stores", "train", "bench", "completion", "main"),
     "cli.stores": ("ls", "verify", "export", "import_"),
-    "cli.train": ("model", "timeline", "ranks", "loop", "resume", "report", "run", "check", "command"),
+    "cli.train": ("options", "model", "timeline", "ranks", "loop", "resume", "report", "run", "check", "command"),
     "cli.bench": ("fio", "series", "plot", "io", "sweep", "sustained", "store", "step", "trainer", "train", "command"),
 }
 
@@ -62,32 +62,17 @@ USES: dict[str, tuple[str, ...]] = {
 }
 
 # Imports that break the rules, "importer -> imported". The list may only shrink: an entry that is not needed fails.
-SINNERS: set[str] = {
-    "cli.train.check -> cli.train.command",
-    "cli.train.loop -> cli.train.command",
-    "cli.train.report -> cli.bench.plot",
-    "cli.train.report -> cli.train.command",
-    "cli.train.resume -> cli.train.command",
-    "cli.train.run -> cli.train.command",
-    "engine.background -> engine.requests",
-    "engine.scheduler -> engine.background",
-    "engine.scheduler -> engine.requests",
-    "engine.scheduler -> engine.snapshot",
-    "engine.snapshot -> engine.requests",
-    "store.store -> store.reading",
-    "zero.paging.micro_batch -> zero.paging.pager",
-    "zero.paging.sharding -> zero.paging.reduction",
-    "zero.paging.sharding -> zero.paging.unit",
-    "zero.paging.unit -> zero.paging.pager",
-}
+SINNERS: set[str] = set()
 
 LARGEST_PACKAGE = 12  # files and subpackages
 
 # The one thing that each file of more than 600 or fewer than 60 lines owns.
 LONG_OR_SHORT: dict[str, str] = {
     "cli.info": "the options of `tiered info`; what they ask for imports torch, and --help must not",
-    "engine.scheduler": "the decisions over all tiers: bring, room, evict, complete; one recursion",
+    "engine.state": "what the engine's lock guards, kept consistent; no decisions",
     "io.probe": "whether libaio works here, asked without importing it",
+    "store.commit": "generations of an open store: commit, rollback, recovery",
+    "zero.paging.gradients": "the gradients of one unit, from autograd to the update",
     "zero.paging.pager": "a paged model's hooks, frames and backward pass",
 }
 LONG, SHORT = 600, 60

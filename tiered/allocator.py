@@ -1,12 +1,14 @@
-"""Which ranges of a tier's space are free. Offsets and sizes in bytes; moves nothing, knows no file and no memory.
+"""The free-space allocator of a tier, and the plan of the moves that defragment it.
 
-What to move so that a request fits in one piece. Pure: offsets and bytes; moves nothing.
+``FreeSpace`` hands out ranges of an address space. ``moves`` plans which slots to move so that a request fits in one piece.
+Both work on offsets and sizes in bytes only: no memory, no file, no I/O.
 
-Tensors of unequal size leave holes between them, and a hole that is too small is of no use. But what nobody looks at can be
-moved. So a hole is widened on one side: its neighbours slide across, up to another hole, which joins it; or up to one that fits
-into a hole elsewhere, and leaves its room behind. Of all the ways, the one with the fewest bytes to move.
+Tensors of unequal size leave holes between them, and a hole that is too small is of no use. The plan widens a hole on one side:
+its neighbouring slots slide across it, up to another hole, which joins it, or up to a slot that fits into a hole elsewhere and
+is moved there. Of all plans it takes the one that moves the fewest bytes.
 
-A move costs time of the memory, while every lease waits; an eviction costs time of the link below, which has less to give.
+A move costs memory bandwidth, and no lease is granted meanwhile; an eviction costs bandwidth of the link below, which is
+scarcer.
 """
 
 from __future__ import annotations
@@ -21,58 +23,55 @@ from tiered.types import Slot
 
 __all__ = ["FreeSpace", "Move", "moves"]
 
+
 class FreeSpace:
-    """Ranges of ``[0, capacity)``, each either free or in use.
+    """A free-space allocator over ``[0, capacity)``: best fit, and the lowest address among ranges of equal size.
 
-    Best fit, and the lowest address among equals: what was given back is handed out again before the untouched end of a
-    growing file is, and rewriting is faster there than writing fresh. Neighbouring free ranges are merged at once, so
-    freeing everything always restores one range. Lookups bisect two sorted lists of the free ranges.
+    So a range that was given back is reused before the untouched end of a growing file: rewriting is faster there than writing
+    fresh. Neighbouring free ranges are merged at once, so freeing everything always restores one range. Lookups bisect two
+    sorted lists of the free ranges.
 
-    All offsets and sizes are multiples of ``alignment``; ``capacity`` is rounded down to it, requests are rounded up.
-    Misuse (double free, overlap, a range that was not handed out) is our bug: AssertionError.
+    All offsets and sizes are multiples of ``alignment``; ``capacity`` is rounded down to it, requests are rounded up. Misuse (a
+    double free, an overlap, a range that was not handed out) is an internal error: AssertionError.
     """
 
     def __init__(self, capacity: int, alignment: int) -> None:
         if capacity < 0 or alignment < 1:
             raise AssertionError(f"no space of {capacity} bytes aligned to {alignment}")
         self.alignment = alignment
-        self._capacity = 0
+        self.capacity = 0
         self._free_bytes = 0
         self._starts: list[int] = []  # free ranges by address
-        self._sizes: dict[int, int] = {}  # their sizes
+        self._sizes: dict[int, int] = {}  # of the free ranges, by address
         self._by_size: list[tuple[int, int]] = []  # the same ranges as (size, start)
         self._used: dict[int, int] = {}
         self.grow(capacity)
 
     @property
-    def capacity(self) -> int:
-        return self._capacity
-
-    @property
     def free_bytes(self) -> int:
-        """Sum of the free ranges; a single request of this size may still not fit."""
+        """Sum of the free ranges in bytes; a single request of this size may still not fit."""
         return self._free_bytes
 
     @property
     def used_bytes(self) -> int:
-        return self._capacity - self._free_bytes
+        return self.capacity - self._free_bytes
 
     @property
     def largest(self) -> int:
-        """The largest request that would be granted now."""
+        """Size of the largest request that would be granted now."""
         return self._by_size[-1][0] if self._by_size else 0
 
     @property
     def free_at_end(self) -> int:
         """Size of the free range that ends at ``capacity``: growing by the rest of a request is enough to grant it."""
         last = self._starts[-1] if self._starts else None
-        return self._sizes[last] if last is not None and last + self._sizes[last] == self._capacity else 0
+        return self._sizes[last] if last is not None and last + self._sizes[last] == self.capacity else 0
 
     def round_up(self, nbytes: int) -> int:
         return -(-nbytes // self.alignment) * self.alignment
 
     def allocate(self, nbytes: int) -> tuple[int, int] | None:
-        """Offset and size of a range of at least ``nbytes`` (>= 1); None when no free range is that large."""
+        """Return offset and size of a range of at least ``nbytes`` (>= 1); None when no free range is that large."""
         if nbytes < 1:
             raise AssertionError(f"request for {nbytes} bytes")
         size = self.round_up(nbytes)
@@ -91,7 +90,8 @@ class FreeSpace:
         self._insert(offset, size)
 
     def free_all(self, sizes: Mapping[int, int]) -> None:
-        """``free`` the range of ``sizes[offset]`` at each offset; neighbours go together, which is quicker for many."""
+        """Give back the range of ``sizes[offset]`` bytes at each offset. Neighbouring ranges are merged first, which makes this
+        faster than calling ``free`` for each."""
         used, begin, end = self._used, 0, 0
         for offset in sorted(sizes):
             size = sizes[offset]
@@ -112,15 +112,16 @@ class FreeSpace:
         self._take(self._starts[bisect_right(self._starts, offset) - 1], offset, size)
 
     def restore(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Exactly these ranges, each an offset and a size, are in use from here on; whatever was kept before does not count."""
-        capacity, self._capacity = self._capacity, 0
+        """Set the ranges in use to exactly ``ranges``, each an offset and a size, whatever was in use before."""
+        capacity, self.capacity = self.capacity, 0
         self._starts, self._sizes, self._by_size, self._used, self._free_bytes = [], {}, [], {}, 0
         self.grow(capacity)
         for offset, size in sorted(ranges):
             self.claim(offset, size)
 
     def move(self, offset: int, size: int, to: int) -> None:
-        """``free`` here and ``claim`` there, which may overlap: what is not free stays as it was."""
+        """Give back the range at ``offset`` and claim as much at ``to``. The two may overlap; when ``to`` is not free nothing
+        changes."""
         self.free(offset, size)
         if not self.is_free(to, size):
             self.claim(offset, size)
@@ -128,18 +129,18 @@ class FreeSpace:
         self.claim(to, size)
 
     def is_free(self, offset: int, size: int) -> bool:
-        """Whether ``[offset, offset + size)`` is aligned, not empty, inside the space, and wholly free."""
+        """Return whether ``[offset, offset + size)`` is aligned, not empty, inside the space, and wholly free."""
         if size < 1 or offset < 0 or offset % self.alignment or size % self.alignment:
             return False
         at = bisect_right(self._starts, offset) - 1
         return at >= 0 and offset + size <= self._starts[at] + self._sizes[self._starts[at]]
 
     def grow(self, capacity: int) -> None:
-        """Extend the space (never shrinks it); the new end is free."""
+        """Extend the space to ``capacity`` bytes; the new end is free. A space never shrinks."""
         capacity -= capacity % self.alignment
-        if capacity < self._capacity:
-            raise AssertionError(f"a space of {self._capacity} bytes cannot become {capacity}")
-        old, self._capacity = self._capacity, capacity
+        if capacity < self.capacity:
+            raise AssertionError(f"a space of {self.capacity} bytes cannot become {capacity}")
+        old, self.capacity = self.capacity, capacity
         if capacity > old:
             self._insert(old, capacity - old)
 
@@ -180,11 +181,12 @@ class FreeSpace:
 
 
 TRIED = 32
-"""So many holes are tried to be widened, the largest first; all of them where the bytes to move have no limit."""
+"""Largest number of holes that a plan tries to widen, the largest hole first. A plan without a limit on bytes tries all of
+them."""
 
 
 class Move(NamedTuple):
-    """What is in ``slot`` goes to the offset ``to``."""
+    """A step of a plan: move the bytes of ``slot`` to the offset ``to``."""
 
     slot: Slot
     to: int
@@ -193,11 +195,11 @@ class Move(NamedTuple):
 def moves(
     slots: Sequence[Slot], capacity: int, nbytes: int, movable: Container[int], most: float, *, any_way: bool = False
 ) -> list[Move] | None:
-    """Moves, one after the other, after which ``nbytes`` are free in one piece; [] where they are already.
+    """Return moves, to be made one after the other, after which ``nbytes`` are free in one piece; [] where they are already.
 
-    ``slots`` are all that are given, by offset; ``movable`` the offsets of those that may be moved. Whatever one of them moves
-    to is free by then, but for what it frees itself. None: it takes more than ``most`` bytes, or no way was found.
-    ``any_way``: the first that is found will do.
+    ``slots`` are all slots in use, by offset; ``movable`` are the offsets of those that may be moved. The target of each move
+    is free by then, but for what the moved slot itself frees. None: every plan that was found moves more than ``most`` bytes,
+    or none was found. ``any_way`` returns the first plan that is found.
     """
     layout = _Layout(slots, capacity, movable)
     if layout.holes and layout.holes[-1].nbytes >= nbytes:
@@ -214,7 +216,7 @@ def moves(
 
 
 class _Hole(NamedTuple):
-    """``above``: the number of the slot above it."""
+    """A hole; ``above`` is the index of the slot above it."""
 
     nbytes: int
     offset: int
@@ -222,7 +224,7 @@ class _Hole(NamedTuple):
 
 
 class _Layout:
-    """Slots, and the ``holes`` between them, the smallest first."""
+    """The slots of a tier and the ``holes`` between them, the smallest hole first."""
 
     def __init__(self, slots: Sequence[Slot], capacity: int, movable: Container[int]) -> None:
         self._slots, self._capacity, self._movable = slots, capacity, movable
@@ -237,7 +239,7 @@ class _Layout:
         self.holes.sort()
 
     def widen_up(self, hole: _Hole, nbytes: int, most: float) -> list[Move] | None:
-        """Neighbours above the hole slide down across it."""
+        """Return moves that slide neighbours above the hole down across it."""
         found = self._across(hole, self._above(hole), nbytes, most)
         if found is None:
             return None
@@ -249,7 +251,7 @@ class _Layout:
         return plan
 
     def widen_down(self, hole: _Hole, nbytes: int, most: float) -> list[Move] | None:
-        """Neighbours below the hole slide up across it."""
+        """Return moves that slide neighbours below the hole up across it."""
         found = self._across(hole, self._below(hole), nbytes, most)
         if found is None:
             return None
@@ -263,12 +265,13 @@ class _Layout:
     def _across(
         self, hole: _Hole, neighbours: Iterator[tuple[Slot, int]], nbytes: int, most: float
     ) -> tuple[list[Slot], list[Move]] | None:
-        """Which of ``neighbours`` slide across the hole, and perhaps one move to another, so that the hole has ``nbytes``."""
+        """Choose which of ``neighbours`` slide across the hole, and at most one that moves elsewhere, so that the hole has
+        ``nbytes``."""
         sliding: list[Slot] = []
-        sizes: list[tuple[int, int]] = []  # of those that slide, in order, each with its place among them
+        sizes: list[tuple[int, int]] = []  # of the slots that slide, in order, each with its index among them
         largest = self.holes[-1].nbytes
         lacking = nbytes - hole.nbytes
-        low, high = hole.offset, hole.offset + hole.nbytes  # of all that takes part
+        low, high = hole.offset, hole.offset + hole.nbytes  # bounds of everything that takes part
         for slot, behind in neighbours:
             most -= slot.nbytes
             if most < 0 or slot.offset not in self._movable:
@@ -289,19 +292,19 @@ class _Layout:
         return None
 
     def _elsewhere(self, nbytes: int, low: int, high: int) -> int | None:
-        """Offset of the smallest hole of ``nbytes`` that is not between ``low`` and ``high``."""
+        """Return the offset of the smallest hole of ``nbytes`` that is not between ``low`` and ``high``."""
         fitting = islice(self.holes, bisect_left(self.holes, _Hole(nbytes, 0)), None)
         return next((hole.offset for hole in fitting if not low <= hole.offset < high), None)
 
     def _above(self, hole: _Hole) -> Iterator[tuple[Slot, int]]:
-        """Slots above the hole, the nearest first, each with the bytes that are free behind it."""
+        """Yield the slots above the hole, the nearest first, each with the number of free bytes behind it."""
         for index in range(hole.above, len(self._slots)):
             slot = self._slots[index]
             end = self._slots[index + 1].offset if index + 1 < len(self._slots) else self._capacity
             yield slot, end - slot.offset - slot.nbytes
 
     def _below(self, hole: _Hole) -> Iterator[tuple[Slot, int]]:
-        """Slots below the hole, likewise."""
+        """Yield the slots below the hole, the nearest first, each with the number of free bytes before it."""
         for index in range(hole.above - 1, -1, -1):
             slot = self._slots[index]
             before = self._slots[index - 1] if index else Slot(0, 0)

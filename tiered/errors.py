@@ -1,35 +1,37 @@
-"""Every error that ``tiered`` raises, in one tree; and how what a file or a peer has named is said in one.
+"""Every error that ``tiered`` raises, in one tree, and how errors quote names that come from a file or a peer.
 
 ::
 
     TieredError
-     +- MisuseError               the caller asked for something that cannot be
+     +- MisuseError               the call is wrong as made
      |   +- KeyNotFound           (also a KeyError)
      |   +- LeaseConflict
      |   +- StoreClosed
      |   +- StoreLocked
      |   +- ForkedStore
-     +- InterruptedStore          an exception struck a call and left the store so that it has to be reopened
+     +- InterruptedStore          an exception struck a call and left a store that has to be reopened
      +- CapacityError             it does not fit: says what is needed, what there is, who holds it
      +- TransferError             bytes could not be moved: key, tier, path, offset, errno
      |   +- ReadError
      |   +- WriteError
      |   +- ShortTransfer
-     |   +- CorruptionError       the bytes came, and they are not the ones that were written
+     |   +- CorruptionError       the bytes that were read are not those that were written
      +- CommitError
      +- ManifestError
-     +- RankError                another rank is lost, late, or does something else
+     +- RankError                 another rank is lost, late, or does something else
      +- SafetensorsError
-     +- InterruptedStep          a training step was cut off where it cannot be gone on with: says what to call
+     +- InterruptedStep           an exception cut off a training step that cannot be resumed: says what to call
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 WIDEST = 100
-"""Characters of a name, or of another text from a file, that are printed."""
+"""Most characters of a name, or of another text from a file, that an error prints."""
 
 __all__ = [
     "CapacityError",
@@ -51,18 +53,35 @@ __all__ = [
     "TieredError",
     "TransferError",
     "WriteError",
-]  # the errors alone: the package exports all of these
+]  # errors only: the package exports all of these
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def from_here(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Have ``method``, which callers use, raise a TieredError without the frames below it: they say nothing to a caller."""
+
+    @wraps(method)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return method(*args, **kwargs)
+        except TieredError as error:
+            raise error.with_traceback(None) from error.__cause__
+
+    return called
 
 
 def shortened(text: str, most: int = WIDEST) -> str:
-    """At most that many characters of ``text``: of what is longer the middle is left out."""
+    """Return ``text``, without its middle where it has more than ``most`` characters."""
     left = (most - 2) // 2
     return text if len(text) <= most else f"{text[:left]}...{text[left + 3 - most :]}"
 
 
 def shown(text: str, most: int = WIDEST) -> str:
-    """``text`` on one line, ``shortened``, with what is no printable character escaped as in Python: so a name does nothing to
-    a terminal."""
+    """Return ``text`` on one line, ``shortened``, with unprintable characters escaped as in Python, so that it cannot control a
+    terminal."""
     return shortened(_escaped(shortened(text, 2 * most)), most)
 
 
@@ -81,7 +100,7 @@ class MisuseError(TieredError):
 
 
 class KeyNotFound(MisuseError, KeyError):
-    """No tensor of that name is in the store."""
+    """The store has no tensor of that name."""
 
     def __str__(self) -> str:  # KeyError would print the repr of its argument
         return Exception.__str__(self)
@@ -104,7 +123,7 @@ class ForkedStore(MisuseError):
 
 
 class InterruptedStore(TieredError):
-    """An exception (Ctrl-C, a signal handler's) struck a call of the store, and what that left half done cannot be mended:
+    """An exception (Ctrl-C, or one of a signal handler) struck a call of the store and left state that cannot be repaired:
     close the store and reopen it. Nothing is committed any more; the last commit holds."""
 
 
@@ -147,11 +166,11 @@ class WriteError(TransferError):
 
 
 class ShortTransfer(TransferError):
-    """Fewer bytes moved than were asked for, and the rest cannot be had (end of file)."""
+    """Fewer bytes moved than were asked for, and the rest cannot be read (end of file)."""
 
 
 class CorruptionError(TransferError):
-    """What was read does not have the checksum of what was written."""
+    """The bytes that were read do not have the checksum of those that were written."""
 
 
 class CommitError(TieredError):
@@ -167,8 +186,9 @@ class RankError(TieredError):
 
 
 class SafetensorsError(TieredError):
-    """A file is no safetensors file, is damaged, or is not what its folder's index says."""
+    """A file is not a safetensors file, is damaged, or does not match its folder's index."""
 
 
 class InterruptedStep(TieredError):
-    """An exception struck inside a training step and left a model that would give wrong numbers; ``zero.rollback`` mends it."""
+    """An exception struck inside a training step and left a model that would compute wrong numbers; ``zero.rollback`` repairs
+    it."""

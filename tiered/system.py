@@ -1,19 +1,14 @@
-"""Descriptors are closed once, also where an exception of a signal handler strikes the call that closes them.
+"""What the operating system says and does: memory limits, malloc, descriptors, direct I/O alignment, and wake-ups by pipe.
 
-What the kernel says that direct I/O needs.
+The parts are independent of each other: ``Once`` closes descriptors exactly once under signals; ``direct_io_alignment`` asks
+statx(2); ``headroom`` and the ``refuse_*`` functions compare needs with the memory that the system and the cgroups leave;
+``wait_for`` and ``Wakeup`` let threads and event loops wait; ``Trimmer`` and ``returned_at_once`` return freed memory.
 
-How much memory this process has, and may still take, by the system and by its cgroups.
-
-An fd that polls readable from ``set`` until ``clear``: how a private worker reaches whoever waits in an event loop.
-
-What a process takes beside the pool while a model is built, paged and trained: refused where there is no room for it, and
-memory that was freed goes back to the system before more is taken.
-
-glibc keeps what was freed for later: after gradients and initial values of many MiB came and went, hundreds of MiB stayed
-with the process, in nobody's budget. malloc_trim(3) gives them back, mallinfo2(3) says how much is in use. While a model is
-built or paged, mallopt(3) has large blocks be mappings of their own, which return as they are freed, and leave no holes in the
-heap that a training would spread over; in training that would cost a tenth of the time, since each activation would be faulted
-in anew, page by page. Elsewhere there are no such calls, and nothing is given back.
+glibc keeps freed memory for later: after gradients and initial values of many MiB were freed, hundreds of MiB stayed with the
+process, beyond any budget. malloc_trim(3) returns them, mallinfo2(3) says how much is in use. While a model is built or paged,
+mallopt(3) makes large blocks mappings of their own, which return when they are freed and leave no holes in the heap over which
+a training would spread. In training that would cost a tenth of the time, because each activation would be faulted in anew, page
+by page. Other C libraries have no such calls, and nothing is returned there.
 """
 
 from __future__ import annotations
@@ -54,11 +49,12 @@ __all__ = [
     "wait_for",
 ]
 
-class Once:
-    """Steps that are made once each: ``run``, where it was struck, goes on with the one after the last that was begun.
 
-    A step is a function of C's with its arguments (``partial(os.close, fd)``). To take it and to make it is one call, so no
-    signal handler runs between these two.
+class Once:
+    """Steps that run once each: a ``run`` after an interrupted one continues after the last step that was begun.
+
+    A step is a C function with its arguments (``partial(os.close, fd)``). Taking a step and calling it is one call, so no
+    signal handler runs between the two.
     """
 
     def __init__(self, *steps: Callable[[], object]) -> None:
@@ -66,7 +62,7 @@ class Once:
         self._count = len(steps)
 
     def run(self) -> None:
-        """Make the steps that are left. What the system answers counts for nothing."""
+        """Run the steps that are left. Errors of the system are ignored."""
         for _ in range(self._count):
             try:  # noqa: SIM105 - nothing but builtins: a module is empty when the interpreter ends, and finalizers run then
                 next(self._left, None)
@@ -75,11 +71,11 @@ class Once:
 
 
 LARGEST_ALIGNMENT = 1 << 20
-"""Bytes: no drive needs more, and a store's header has at most this size."""
+"""Bytes; no drive needs more, and the header of a data file is at most this large."""
 
 
 class _Statx(ctypes.Structure):
-    """``struct statx`` up to the two fields that are wanted; see statx(2)."""
+    """``struct statx`` up to the two fields that are read here; see statx(2)."""
 
     _fields_ = [
         ("mask", ctypes.c_uint32),
@@ -91,7 +87,8 @@ class _Statx(ctypes.Structure):
 
 
 def direct_io_alignment(fd: int) -> int:
-    """What the kernel says direct I/O on this file needs, in bytes; 0 where it does not say (before Linux 6.1)."""
+    """Return the alignment in bytes that the kernel requires for direct I/O on this file; 0 where it does not say (before Linux
+    6.1)."""
     at_empty_path, statx_dioalign = 0x1000, 0x2000
     try:
         statx = ctypes.CDLL(None, use_errno=True).statx
@@ -106,15 +103,17 @@ def direct_io_alignment(fd: int) -> int:
 
 POOL_SHARE = 10
 BESIDE_POOL = 128 << 20
-"""Beside its pool a process takes this fraction of it and so many bytes, after its imports; a model's activations apart."""
+"""Beside its pool and its imports a process takes one POOL_SHAREth of the pool and BESIDE_POOL bytes, activations not
+counted."""
 SPENT = 16 << 20
-"""Bytes of these that are taken, or that the kernel takes for the process, when a model is first built."""
+"""Bytes of BESIDE_POOL that the process, or the kernel for it, has taken when a model is first built."""
 BESIDE_LARGEST = 96 << 20
-"""Bytes beside a parameter, or a gradient, that is as large as all of that."""
+"""Bytes that a process takes beside a parameter, or a gradient, that is as large as all of BESIDE_POOL."""
 
 
 def beside_pool(pool: int, largest: int = 0) -> int:
-    """Bytes that building, loading, paging and training take at most beside a pool of ``pool`` bytes, activations apart.
+    """Return the bytes that building, loading, paging and training take at most beside a pool of ``pool`` bytes, without
+    activations.
 
     ``largest``: bytes of the largest parameter, or gradient, that is whole in ordinary memory.
     """
@@ -122,7 +121,8 @@ def beside_pool(pool: int, largest: int = 0) -> int:
 
 
 def anonymous() -> int:
-    """Bytes of anonymous memory of this process: heap, stacks, what was touched of a pool. 0 where the system does not say."""
+    """Return the bytes of anonymous memory of this process: heap, stacks, touched pages of a pool. 0 where the system does not
+    say."""
     try:
         pages = Path("/proc/self/statm").read_text().split()
     except OSError:
@@ -131,8 +131,8 @@ def anonymous() -> int:
 
 
 def refuse_without_room(what: str, nbytes: int, mend: str) -> None:
-    """Raises CapacityError if this process's cgroup leaves less than ``nbytes``, which ``what`` may take from here on: beyond
-    its limit the kernel kills it. ``mend``: what to do about it, beside raising the limit."""
+    """Raise CapacityError if this process's cgroup leaves less than ``nbytes``, which ``what`` may take from here on: beyond
+    its limit the kernel kills the process. ``mend``: the advice of the error, beside raising the limit."""
     room = cgroup_room()
     if room is not None and nbytes > room.headroom:
         raise CapacityError(
@@ -142,14 +142,15 @@ def refuse_without_room(what: str, nbytes: int, mend: str) -> None:
 
 
 def headroom() -> int:
-    """Bytes that this process may still take: what the system has, or its memory cgroup allows, whichever is less."""
+    """Return the bytes that this process may still take: what the system has or its memory cgroup allows, whichever is less."""
     available: int = psutil.virtual_memory().available
     room = cgroup_room()
     return available if room is None else min(available, room.headroom)
 
 
 class CgroupRoom(NamedTuple):
-    """``headroom``: bytes that processes may still take; what the page cache has of ``limit`` is theirs for the asking."""
+    """The limit of a memory cgroup. ``headroom``: bytes that its processes may still take; page cache counts as headroom,
+    because the kernel gives it up on demand."""
 
     folder: str
     limit: int
@@ -157,7 +158,7 @@ class CgroupRoom(NamedTuple):
 
 
 def cgroup_room() -> CgroupRoom | None:
-    """The least that this process's memory cgroup (v2 or v1) and those above it allow; None where none sets a limit."""
+    """Return the tightest limit among this process's memory cgroup (v2 or v1) and its ancestors; None where none sets one."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -186,13 +187,13 @@ def cgroup_room() -> CgroupRoom | None:
 
 
 def _page_cache(statistics: Path) -> int:
-    """Bytes of file pages that the kernel takes back when a cgroup is full: without those of tmpfs. 0 where it does not
-    say: the limit holds all the same."""
+    """Return the bytes of file pages, without those of tmpfs, that the kernel reclaims when a cgroup is full. 0 where the
+    statistics do not say: the limit holds in any case."""
     try:
         values = dict(line.split(maxsplit=1) for line in statistics.read_text().splitlines())
     except (OSError, ValueError):
         return 0
-    total = "total_" if "total_inactive_file" in values else ""  # v1 counts those of the cgroups below apart
+    total = "total_" if "total_inactive_file" in values else ""  # v1 counts those of the cgroups below separately
     return sum(int(values.get(f"{total}{name}", 0)) for name in ("inactive_file", "active_file"))
 
 
@@ -201,21 +202,21 @@ _LONGEST_WAIT = 1e6  # seconds; poll(2) counts milliseconds in an int
 
 
 class _Condition(Protocol):
-    """A ``threading.Condition``."""
+    """The part of ``threading.Condition`` that ``wait_for`` uses."""
 
     def wait(self, timeout: float | None = None) -> bool: ...
     def acquire(self) -> bool: ...
 
 
 def wait_for(changed: _Condition, seconds: float) -> None:
-    """``changed.wait``, which Ctrl-C leaves without the lock if it strikes as that is taken again; here it is had in any case.
+    """Wait as ``changed.wait`` does, and hold the lock afterwards in any case: Ctrl-C during its reacquisition would lose it.
 
-    The lock is an RLock: another one would let a thread release what is not its own.
+    The lock must be an RLock: with another one a thread could release a lock that it does not own.
     """
     try:
         changed.wait(seconds)
     except BaseException:
-        while True:  # whatever else strikes meanwhile: the first exception is told
+        while True:  # other exceptions may strike meanwhile; the first one is raised
             try:
                 while not changed._is_owned():  # type: ignore[attr-defined]
                     changed.acquire()
@@ -226,13 +227,14 @@ def wait_for(changed: _Condition, seconds: float) -> None:
 
 
 class Wakeup:
-    """A pipe, since eventfd is Linux's. Any thread may ``set``; whoever closes makes sure that nobody sets it any more.
+    """A pipe that polls readable from ``set`` until ``clear``: how a worker wakes whoever waits in poll(2) or an event loop.
 
-    Clear it before looking at what it announces, then nothing is missed: what comes later sets it again. After ``close``
-    setting it does nothing: a collection that finds it together with who sets it may end the two in either order.
+    A pipe, because eventfd exists on Linux only. Any thread may call ``set``. Clear before looking at the announced state, so
+    that no later change is missed. After ``close``, ``set`` does nothing: a garbage collection that finds the wake-up together
+    with its caller may finalize the two in either order.
     """
 
-    _reading = _writing = -1  # also where the system refuses the pipe
+    _reading = _writing = -1  # also where the system refuses to make the pipe
     _closing = Once()
 
     def __init__(self) -> None:
@@ -255,47 +257,49 @@ class Wakeup:
                 pass
 
     def wait(self, timeout: float) -> bool:
-        """Whether it is set, after at most ``timeout`` seconds."""
+        """Wait at most ``timeout`` seconds; return whether it is set."""
         poller = select.poll()
         poller.register(self._reading, select.POLLIN)
         return bool(poller.poll(min(max(timeout, 0.0), _LONGEST_WAIT) * 1000))
 
     def close(self) -> None:
-        self._reading = self._writing = -1  # their numbers may be another file's soon
+        self._reading = self._writing = -1  # their numbers may soon be another file's
         self._closing.run()
 
 
 class OwnedWakeup(Wakeup):
-    """Closed with its last reference and not before: a finalizer may set it as long as it holds who has it."""
+    """A wake-up that is closed with its last reference and not before, so that a finalizer may set it while it has a
+    reference."""
 
     def __del__(self) -> None:
         self.close()
 
 
 KEPT = 32 << 20
-"""Bytes of freed memory that a process keeps, at most, before it is trimmed."""
+"""Most bytes of freed memory that a process keeps before it is trimmed."""
 OFTEN = 8 << 20
 SELDOM = 16 << 20
 LOOK_SHARE = 4
-"""Bytes that come and go between two looks at the process: this fraction of the pool, not fewer, and not more."""
+"""A trimmer looks at the process after this fraction of the pool was allocated and freed, within OFTEN and SELDOM bytes."""
 SCARCE = 64 << 20
-"""Where fewer bytes than these are left to take, what a step will take again is given back, too."""
+"""With fewer bytes of headroom, memory that the next step will take again is returned, too."""
 WORKING = 32 << 20
-"""Bytes of pieces on their way, and of the buffers of torch's libraries."""
+"""Bytes of pieces in flight, and of the buffers of torch's libraries."""
 COMPILER = 80 << 20
 """Bytes of ``torch._dynamo``, which torch imports with its first optimizer."""
 
 
 class Trimmer:
-    """For a ``pool`` (bytes) and a model whose largest parameter has ``largest`` bytes: looks at the process whenever 8 to 16
-    MiB came and went, and trims it where it keeps more of what was freed than the rest of ``beside_pool`` leaves it (8 to 32
-    MiB).
+    """Returns freed memory to the system when the process keeps more of it than its share of ``beside_pool`` (8 to 32 MiB).
 
-    What was trimmed must be faulted in anew: a step that trims after every few gradients takes a third longer, one that trims
-    its activations a tenth. So what a step takes again is left with the process: the heap may be as large as the most that was
-    in use of it at once, unless little is left to take. (Blocks of 32 MiB and more are mappings of their own, which return at
-    once.) To ask what is in use takes a walk over all that is free, so that is asked only where the process is larger than it
-    may be by what was known.
+    ``pool`` is in bytes; ``largest`` is the size of the model's largest parameter in bytes. The trimmer looks at the process
+    whenever 8 to 16 MiB were allocated and freed.
+
+    Trimmed memory must be faulted in anew: a step that trims after every few gradients takes a third longer, one that trims its
+    activations a tenth. So memory that a step takes again is left with the process: the heap may be as large as its highest use
+    at any one time, unless headroom is scarce. (Blocks of 32 MiB and more are mappings of their own, which return when they are
+    freed.) Measuring the use walks over all free blocks, so it is done only when the process is larger than the last
+    measurement explains.
     """
 
     def __init__(self, pool: int, largest: int = 0) -> None:
@@ -306,12 +310,12 @@ class Trimmer:
         self._info = getattr(libc, "mallinfo2", None)
         if self._info is not None:
             self._info.restype = _InUse
-        self._most = 0  # bytes of the heap in use at once
-        self._others = 0  # of the process that are neither heap nor mapped by malloc, when it was trimmed last
+        self._most = 0  # most bytes of the heap that were in use at once
+        self._others = 0  # bytes of the process that were neither heap nor mapped by malloc at the last trim
         self._measure()
 
     def passed(self, nbytes: int) -> None:
-        """``nbytes`` were allocated and freed."""
+        """Count ``nbytes`` that were allocated and freed, and trim when it is time."""
         self._passed += nbytes
         if self._passed < self._every:
             return
@@ -327,7 +331,7 @@ class Trimmer:
             self.trim()
 
     def trim(self) -> None:
-        """Give all back that is free."""
+        """Return all free memory to the system."""
         self._passed = 0
         if self._trim is not None:
             self._trim(0)
@@ -340,12 +344,12 @@ class Trimmer:
         self._others = self._trimmed - heap - mapped
 
     def _size(self) -> int:
-        """Bytes of memory that the process has."""
+        """Return the bytes of memory that the process has."""
         return anonymous() if self._trim is not None else 0
 
     def _in_use(self) -> tuple[int, int]:
-        """Bytes that were allocated and not freed, of the heap and in mappings of their own. None where the C library does not
-        say: then what is in use is trimmed for nothing, and counts among the others."""
+        """Return the bytes that are allocated in the heap and in mappings of their own. (0, 0) where the C library does not
+        say: then a trim may find nothing, and memory in use counts among the rest of the process."""
         if self._info is None:
             return 0, 0
         found = self._info()
@@ -354,9 +358,9 @@ class Trimmer:
 
 @contextlib.contextmanager
 def returned_at_once() -> Iterator[None]:
-    """Blocks of 1 MiB and more are returned to the system as they are freed, in all threads; afterwards those of 32 MiB are,
-    which is as far as glibc would have come by itself. Where the environment says it (``MALLOC_MMAP_THRESHOLD_``, or
-    ``GLIBC_TUNABLES``), that stays."""
+    """Return blocks of 1 MiB and more to the system as they are freed, in all threads. After the block the threshold is 32 MiB,
+    the highest that glibc reaches by itself. A threshold from the environment (``MALLOC_MMAP_THRESHOLD_``, or
+    ``GLIBC_TUNABLES``) stays."""
     option = getattr(ctypes.CDLL(None), "mallopt", None)
     if option is None or "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", ""):
         yield
@@ -374,7 +378,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 class _InUse(ctypes.Structure):
-    """``struct mallinfo2``: bytes in blocks of the heaps, and in mappings of their own."""
+    """``struct mallinfo2``: bytes in blocks of the heaps and in mappings of their own."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -386,17 +390,17 @@ class _InUse(ctypes.Structure):
 
 
 class Watched(Protocol):
-    """A store, as far as its pool is asked for."""
+    """The part of a store whose pool is compared with the headroom."""
 
     def statistics(self) -> StoreStatistics: ...
 
 
 def refuse_little_room(store: Watched, what: str, *, largest: int = 0, more: int = 0) -> None:
-    """Raises CapacityError if a memory cgroup leaves less than ``what`` may take beside the pool, and the rest of the pool.
+    """Raise CapacityError if a memory cgroup leaves less than ``what`` may take beside the pool, and the rest of the pool.
 
-    The first call for a store asks for all that is said of it (``beside_pool``), later ones for what ``what`` itself needs.
-    ``largest``: bytes of the largest parameter, or gradient, that will be whole in ordinary memory. ``more``: bytes for what
-    else comes, as the caller wishes.
+    The first call for a store requires all of ``beside_pool``, later ones only what ``what`` itself needs. ``largest``: bytes
+    of the largest parameter, or gradient, that will be whole in ordinary memory. ``more``: further bytes that the caller knows
+    of.
     """
     pool = store.statistics().tier("dram")
     beside = largest + WORKING if store in _known else beside_pool(pool.capacity, largest)
@@ -405,9 +409,9 @@ def refuse_little_room(store: Watched, what: str, *, largest: int = 0, more: int
 
 
 def compiler() -> int:
-    """Bytes that the first optimizer takes with it."""
+    """Return the bytes that the first optimizer's import of the compiler takes."""
     return 0 if "torch._dynamo" in sys.modules else COMPILER
 
 
 _known: weakref.WeakSet[Watched] = weakref.WeakSet()
-"""Stores for which there was room for all."""
+"""Stores whose whole need was compared with the headroom before."""

@@ -1,8 +1,8 @@
-"""Frozen snapshots of what a store did since it was opened. Bytes are bytes, times are seconds.
+"""Statistics of a store since it was opened, and the timeline of what happened while somebody records.
 
-What happened when: transfers, leases, stalls, the caller's own spans and the use of each tier, while somebody records.
-
-Times are seconds of one clock, so they compare with each other and with nothing else.
+``StoreStatistics`` and its parts are frozen snapshots. ``Recorder`` fills a ``Timeline`` with events: transfers, leases,
+stalls, spans of the caller's own work, and the use of each tier. Sizes are bytes; times are seconds of one monotonic clock,
+comparable only with each other.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ __all__ = [
     "TransferEvent",
 ]
 
+
 @dataclass(frozen=True, slots=True)
 class FlowStatistics:
-    """One direction of a link.
+    """Counters of one direction of a link.
 
-    ``transfers`` that ended well moved ``bytes`` (of tensors, without padding); ``failed`` others ended with an error.
-    ``busy_seconds`` is the time during which at least one was under way, so ``bytes / busy_seconds`` is the link's rate.
+    ``transfers`` that succeeded moved ``bytes`` (of tensors, without padding); ``failed`` others ended with an error.
+    ``busy_seconds`` is the time during which at least one was in flight, so ``bytes / busy_seconds`` is the link's rate.
     """
 
     transfers: int
@@ -47,8 +48,8 @@ class FlowStatistics:
 
 @dataclass(frozen=True, slots=True)
 class LinkStatistics:
-    """Between the tiers named ``src`` (the upper) and ``dst``. ``up`` is towards the compute (reads, for the disk), ``down`` is
-    away from it (write-backs)."""
+    """Counters of the link between the tiers named ``src`` (the upper) and ``dst``. ``up`` is towards the compute (reads, for
+    the disk), ``down`` is away from it (write-backs)."""
 
     src: str
     dst: str
@@ -58,11 +59,12 @@ class LinkStatistics:
 
 @dataclass(frozen=True, slots=True)
 class TierStatistics:
-    """``name`` is "hbm", "dram" or "nvme". ``capacity``, ``used`` and ``peak`` are bytes of slots, padding included.
+    """Counters of one tier: ``name`` is "hbm", "dram" or "nvme". ``capacity``, ``used`` and ``peak`` are bytes of slots,
+    padding included.
 
-    ``copies`` counts tensors that have a copy here. ``held`` of them, and of those replaced or deleted since, are pinned by
-    aliases that outlived their lease. ``moved`` bytes went to another place within the tier since ``open``, to
-    make one hole of several.
+    ``copies`` counts tensors that have a copy here. ``held`` counts the copies, those of replaced and deleted tensors included,
+    that are pinned by aliases which outlived their lease. ``moved`` counts the bytes that defragmentation moved within the tier
+    since ``open``.
     """
 
     name: str
@@ -76,15 +78,15 @@ class TierStatistics:
 
 @dataclass(frozen=True, slots=True)
 class StoreStatistics:
-    """Counters since ``open``, but for ``tensors``, ``generation`` and ``tiers``, which say how it is now.
+    """Counters since ``open``; ``tensors``, ``generation`` and ``tiers`` are the present state.
 
     ``backend``: name of the I/O backend, "none" without a disk. ``direct``: whether I/O bypasses the page cache (O_DIRECT).
-    ``leases`` were asked for: ``hits`` had their answer at once, ``misses`` after waiting. ``stalled_for_reads`` is time that
-    callers, threads and coroutines, waited for bytes to arrive, ``stalled_for_room`` time that they waited for space, that is
-    for write-backs or for leases of others to end; those of several callers add up. ``wakes`` counts how often a call had
-    something to do for the engine's thread. ``prefetched`` counts fetches that nobody waited for when they began, one a hop,
-    ``prefetched_unused`` those of them that were evicted before anybody used them. ``evictions`` are copies that left a tier
-    for others. ``tiers`` are from the top; ``links[i]`` joins ``tiers[i]`` and ``tiers[i + 1]``.
+    ``leases`` counts requests: ``hits`` were granted at once, ``misses`` after waiting. ``stalled_for_reads`` is the time that
+    callers (threads and coroutines) waited for bytes to arrive, ``stalled_for_room`` the time that they waited for space, that
+    is for write-backs or for the end of other leases; the times of several callers add up. ``wakes`` counts how often a call
+    woke the engine's thread. ``prefetched`` counts fetches that no caller waited for when they began, one per link;
+    ``prefetched_unused`` those that were evicted before their first use. ``evictions`` counts copies that left a tier to make
+    room. ``tiers`` are from the top; ``links[i]`` joins ``tiers[i]`` and ``tiers[i + 1]``.
     """
 
     backend: str
@@ -104,12 +106,12 @@ class StoreStatistics:
     links: tuple[LinkStatistics, ...]
 
     def tier(self, name: str) -> TierStatistics:
-        """The tier of that name. Raises KeyError where there is none."""
+        """Return the statistics of the tier of that name. Raises KeyError where there is none."""
         return {tier.name: tier for tier in self.tiers}[name]
 
     @property
     def stalled(self) -> float:
-        """Seconds that callers waited, for whatever reason."""
+        """Seconds that callers waited, for bytes or for room."""
         return self.stalled_for_reads + self.stalled_for_room
 
 
@@ -124,7 +126,7 @@ class _Space(Protocol):
 
 
 class _Tier(Protocol):
-    """What is asked of a tier's occupancy."""
+    """The part of a tier's pool that a recorder samples."""
 
     @property
     def tier(self) -> _Space: ...
@@ -134,10 +136,10 @@ class _Tier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TransferEvent:
-    """One tensor's way over the link from ``src`` (the upper tier) to ``dst``, ``nbytes`` long.
+    """A tensor's way over the link from ``src`` (the upper tier) to ``dst``, ``nbytes`` long.
 
-    ``queued``, ``started``, ``ended``: when it was decided on, given to the link, and found to be done; what was before the
-    recording counts as its beginning. ``urgency`` as it was in the end. ``error``: None when all went well.
+    ``queued``, ``started``, ``ended``: when it was decided on, given to the link, and found to be complete; times before the
+    recording are those of its beginning. ``urgency`` is the final one. ``error``: None when the transfer succeeded.
     """
 
     src: str
@@ -154,7 +156,7 @@ class TransferEvent:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEvent:
-    """``asked`` for, ``granted`` after waiting, ``released``: None where that was after the recording."""
+    """A lease: when it was ``asked`` for, ``granted``, and ``released`` (None when that was after the recording)."""
 
     keys: tuple[Key, ...]
     tier: str
@@ -166,7 +168,7 @@ class LeaseEvent:
 
 @dataclass(frozen=True, slots=True)
 class StallEvent:
-    """A caller waited: ``reason`` is "reads" for bytes to arrive, or "room" for space; ``what`` says for which request."""
+    """A wait of a caller: ``reason`` is "reads" (for bytes to arrive) or "room" (for space); ``what`` names the request."""
 
     reason: str
     what: str
@@ -176,7 +178,7 @@ class StallEvent:
 
 @dataclass(frozen=True, slots=True)
 class SpanEvent:
-    """A part of the caller's own work. ``tiered.zero`` has the kinds "forward", "backward", "recompute" and "update"."""
+    """A span of the caller's own work. ``tiered.zero`` has the kinds "forward", "backward", "recompute" and "update"."""
 
     kind: str
     name: str
@@ -186,7 +188,7 @@ class SpanEvent:
 
 @dataclass(frozen=True, slots=True)
 class PoolEvent:
-    """From ``at`` on, ``used`` bytes of ``tier`` were taken, padding included."""
+    """A change in the use of a tier: from ``at`` on, ``used`` bytes of ``tier`` were in use, padding included."""
 
     at: float
     tier: str
@@ -194,11 +196,11 @@ class PoolEvent:
 
 
 class Timeline:
-    """What ``TieredStore.timeline`` recorded, as lists of events: ``transfers``, ``leases``, ``stalls``, ``spans``, ``pool``.
+    """A recording of ``TieredStore.timeline``: lists of the events ``transfers``, ``leases``, ``stalls``, ``spans``, ``pool``.
 
-    Each has what ended, in that order; ``leases`` also those that are still held when the recording ends. At most ``limit``
-    events in all; ``dropped`` counts those that came after. ``began`` and ``ended`` are the recording's (``ended`` is None
-    while it goes on), ``capacity`` is bytes by tier, from the top.
+    Each list has the events in the order in which they ended; ``leases`` also has those that are open when the recording ends.
+    At most ``limit`` events are kept; ``dropped`` counts later ones. ``began`` and ``ended`` are the recording's own (``ended``
+    is None while it runs), ``capacity`` is bytes by tier, from the top.
     """
 
     def __init__(self, capacity: Mapping[str, int], began: float, limit: int) -> None:
@@ -213,8 +215,8 @@ class Timeline:
 
 
 class Recorder:
-    """Fills a timeline. What is told of transfers, grants and stalls is told under the engine's lock; spans and the ends of
-    leases come from any thread, also from the garbage collector."""
+    """The writer of a timeline. Transfers, grants and stalls are reported under the engine's lock; spans and the ends of leases
+    from any thread, also from the garbage collector."""
 
     def __init__(self, tiers: Sequence[_Tier], clock: Callable[[], float], limit: int) -> None:
         self._tiers, self._clock = tiers, clock
@@ -222,13 +224,13 @@ class Recorder:
         self._used = [-1 for _ in tiers]
         self._queued: dict[int, float] = {}  # transfers that have not ended, by tag
         self._started: dict[int, float] = {}
-        self._leases: dict[int, LeaseEvent] = {}  # those held, by the number of their request
-        self._stall = -1  # whose the newest one is
+        self._leases: dict[int, LeaseEvent] = {}  # open ones, by the number of their request
+        self._stall = -1  # number of the request that the newest stall belongs to
         self._left = limit
         self._sample()
 
     def stop(self) -> None:
-        """What is told from here on is too late."""
+        """End the recording; later reports are ignored."""
         timeline = self.timeline
         while self._leases:
             self._add(timeline.leases, self._leases.popitem()[1])
@@ -245,7 +247,7 @@ class Recorder:
             timeline.dropped += 1
 
     def _sample(self) -> None:
-        """Note what is used of each tier, where that has changed."""
+        """Record the use of each tier that has changed."""
         for place, tier in enumerate(self._tiers):
             if tier.used != self._used[place]:
                 self._used[place] = tier.used
@@ -255,7 +257,7 @@ class Recorder:
         self._queued[tag] = self._clock()
 
     def started(self, tag: int) -> None:
-        """Told again when the link had no room for it the first time."""
+        """Record the start of a transfer; called again when the link was full the first time."""
         self._started[tag] = self._clock()
         self._sample()
 
@@ -281,7 +283,7 @@ class Recorder:
             self._add(self.timeline.leases, replace(held, released=self._clock()))
 
     def stalled(self, number: int, what: str, seconds: float, for_room: bool) -> None:
-        """A caller who is woken in between and waits on for the same has one stall."""
+        """Record a stall. A caller that is woken in between and waits on for the same reason has one stall."""
         now, stalls, reason = self._clock(), self.timeline.stalls, "room" if for_room else "reads"
         if stalls and self._stall == number and stalls[-1].reason == reason and self.timeline.ended is None:
             stalls[-1] = replace(stalls[-1], ended=now)
@@ -297,7 +299,7 @@ class Recorder:
 
 
 class Span:
-    """Ends with its ``with`` block, or by ``end``, which may be called again. Made by ``TieredStore.span``."""
+    """A span that ends with its ``with`` block, or by ``end``, which is idempotent. Made by ``TieredStore.span``."""
 
     def __init__(self, recorder: Recorder | None, kind: str, name: str, began: float) -> None:
         self._recorder, self.kind, self.name, self.began = recorder, kind, name, began
@@ -318,4 +320,4 @@ class Span:
 
 
 NO_SPAN = Span(None, "", "", 0.0)
-"""While nobody records."""
+"""The span that is returned while nobody records."""

@@ -1,6 +1,6 @@
-"""Sizes as people write them: ``"1GiB"``, ``"500MB"``, or an int of bytes.
+"""The values that the parts hand each other, and sizes as people write them (``"1GiB"``, ``"500MB"``, or an int of bytes).
 
-Values that the parts hand each other. No behaviour beyond derived numbers; no torch.
+No behaviour beyond derived numbers; no torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes. Raises MisuseError for what is not a size: negative, an unknown unit, no number."""
+    """Return a size in bytes. Raises MisuseError for a negative size, an unknown unit, or no number."""
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise MisuseError(f"a size is an int of bytes or a text such as '256MiB', not {size!r}")
     if isinstance(size, int):
@@ -62,7 +62,7 @@ def parse_size(size: int | str) -> int:
 
 
 def format_size(nbytes: float) -> str:
-    """For people: ``268435456`` is ``"256.0 MiB"``."""
+    """Return a size for people: ``268435456`` is ``"256.0 MiB"``."""
     value = float(nbytes)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
@@ -73,34 +73,35 @@ def format_size(nbytes: float) -> str:
 
 Key = str
 BackendName = Literal["auto", "libaio", "aiofiles", "posix"]
-"""What moves bytes to and from the disk; "auto" is the fastest that works here."""
+"""Name of an I/O backend; "auto" is the fastest that works here."""
 
 Then = Literal["again", "end"]
-"""What comes after an order of touches: the same once more, and so on; or nothing that is known."""
+"""What follows the end of an order of touches: the same order again, or nothing that is known."""
 
 PIECE_BYTES = 4 << 20
-"""An extent is checksummed in pieces of this many bytes (the last one may be shorter)."""
+"""Bytes of a piece, the unit of checksums: an extent is checksummed in pieces of this size, the last one may be shorter."""
 CHECKSUM_BYTES = 16
 """Bytes of one piece's checksum (xxh3-128)."""
 LARGEST = 2**63 - 1
-"""Bytes of a tensor at most: torch counts in signed 64 bits."""
+"""Largest size of a tensor in bytes: torch counts in signed 64 bits."""
 
 
 class _Name(enum.Enum):
-    """Members are keys in dictionaries on the way of every transfer, and what ``Enum`` hashes them with is slow."""
+    """An enum whose members hash by identity: they are dictionary keys on the path of every transfer, and ``Enum`` hashes
+    slowly."""
 
     __hash__ = object.__hash__
 
 
 class Access(_Name):
-    """What a lease allows. WRITE excludes every other lease of the tensor and supersedes its other copies."""
+    """Right of a lease. WRITE excludes every other lease of the tensor and supersedes its other copies."""
 
     READ = "read"
     WRITE = "write"
 
 
 class Use(_Name):
-    """What is done with a tensor: READ and WRITE need its bytes, PUT replaces them; WRITE and PUT leave it dirty."""
+    """What a touch does with a tensor: READ and WRITE need its bytes, PUT replaces them; WRITE and PUT leave it dirty."""
 
     READ = "read"
     WRITE = "write"
@@ -148,20 +149,21 @@ class TensorSpec:
 
     @property
     def span(self) -> int:
-        """Bytes with 1 in the place of each 0 of the shape: torch's strides count as far, also where there is no element. A
-        tensor whose span is above LARGEST cannot be made."""
+        """Bytes with each 0 of the shape counted as 1: torch's strides reach as far, even where there is no element. No tensor
+        can be made whose span is above LARGEST."""
         return math.prod(size or 1 for size in self.shape) * self.itemsize
 
 
 class Slot(NamedTuple):
-    """A range of a tier's space; on NVMe it is called an extent. ``nbytes`` is what the tier set aside, padding included."""
+    """A range of a tier's space; on NVMe it is called an extent. ``nbytes`` is the size that the tier set aside, padding
+    included."""
 
     offset: int
     nbytes: int
 
 
 class Location(NamedTuple):
-    """Where a slot of the disk is: ``offset`` bytes into the file that ``fd`` is open on and errors call ``path``."""
+    """Where a slot on the disk is: ``offset`` bytes into the file that ``fd`` is open on; errors call the file ``path``."""
 
     fd: int
     offset: int
@@ -169,35 +171,35 @@ class Location(NamedTuple):
 
 
 class Candidate(Protocol):
-    """A copy that may leave its tier: nobody uses it."""
+    """A copy that an eviction policy may choose as a victim: it is not in use."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its slot."""
+        """Bytes of the copy's slot."""
         ...
 
     @property
     def dirty(self) -> bool:
-        """No tier below has its bytes yet: it can leave only after it was written back."""
+        """Whether no tier below has the copy's bytes: the copy can leave only after a write-back."""
         ...
 
 
 class Fence(Protocol):
-    """A point that the queued work of a device has to pass (a CUDA event, say)."""
+    """A point in the queued work of a device, such as a CUDA event."""
 
     def query(self) -> bool:
-        """Whether it has passed."""
+        """Return whether all work before the fence has run."""
         ...
 
 
 @dataclass(slots=True)
 class Transfer:
-    """One tensor's way over one link, in one direction.
+    """A tensor's way over one link, in one direction.
 
-    ``upper`` and ``lower`` are its slots in the link's two tiers, ``nbytes`` the tensor's own size (without padding; at
-    least 1). ``tensor_id`` and ``generation`` say whose bytes and from when, and go into the checksums. ``checksums`` is
-    what an UP transfer must find: the concatenated checksums of the pieces, or b"" for not checked. ``after`` are fences that
-    must have passed before the upper slot is touched.
+    ``upper`` and ``lower`` are its slots in the link's two tiers, ``nbytes`` is the tensor's own size (without padding; at
+    least 1). ``tensor_id`` and ``generation`` say whose bytes and from when, and go into the checksums. ``checksums`` is what
+    an UP transfer must find: the concatenated checksums of the pieces, or b"" for unchecked. ``after`` are fences that must
+    have passed before the upper slot is touched.
     """
 
     tag: int
@@ -215,7 +217,8 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A transfer's end. ``checksums`` are those of the bytes that went DOWN; ``error`` is None when all went well."""
+    """The end of a transfer. ``checksums`` are those of the bytes that went DOWN; ``error`` is None when the transfer
+    succeeded."""
 
     tag: int
     checksums: bytes = b""
@@ -223,7 +226,7 @@ class Completion:
 
 
 class IORequest(NamedTuple):
-    """Move ``nbytes`` between memory at ``address`` and ``fd`` at ``offset``; ``tag`` comes back with the completion."""
+    """A request to move ``nbytes`` between memory at ``address`` and ``fd`` at ``offset``; the completion carries ``tag``."""
 
     operation: Operation
     fd: int
@@ -234,7 +237,7 @@ class IORequest(NamedTuple):
 
 
 class IOCompletion(NamedTuple):
-    """``result`` is the number of bytes moved (short only at the end of a file), or a negative errno."""
+    """The end of a request; ``result`` is the number of bytes moved (short only at the end of a file), or a negative errno."""
 
     tag: int
     result: int

@@ -16,7 +16,7 @@ from bench import optimum
 from bench.optimum import exact_bound, lower_bound
 from bench.simulate import belady, lru, priced, simulate
 from bench.traces import TRACES, Access, Trace, next_positions, training
-from tiered.engine.retention import Decision, bytes_moved
+from tiered.engine.retention import RetentionPlan, bytes_moved
 
 READ, WRITE, PUT = Access.READ, Access.WRITE, Access.PUT
 State = frozenset[tuple[str, bool]]  # what is resident, and whether it is dirty
@@ -124,7 +124,7 @@ def test_what_a_decision_moves_up_to_the_end_is_what_its_rule_moves(trace: Trace
     budget = trace.largest + more
     keys, uses = [key for key, _ in trace.accesses], [use for _, use in trace.accesses]
     sizes = [trace.sizes[key] for key in keys]
-    assert bytes_moved(keys, uses, sizes, budget, Decision(price), "end") == simulate(trace, budget, priced(price))
+    assert bytes_moved(keys, uses, sizes, budget, RetentionPlan(price), "end") == simulate(trace, budget, priced(price))
 
 
 def test_traces_are_reproducible_and_of_moderate_length() -> None:

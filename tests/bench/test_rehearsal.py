@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.rehearsal import MovablePlaces, Places, Rehearsal
-from tiered.engine.retention import Decision, bytes_moved
+from tiered.engine.retention import RetentionPlan, bytes_moved
 from tiered.types import Key, Then, Use
 
 THEN = st.sampled_from(["again", "end"])
@@ -16,7 +16,7 @@ ORDER = st.lists(st.tuples(st.sampled_from("abcdef"), st.sampled_from(Use)), min
 Touched = tuple[Sequence[Key], Sequence[Use], Sequence[int]]
 
 
-def moved(touched: Touched, memory: Places, decision: Decision, then: Then) -> int:
+def moved(touched: Touched, memory: Places, decision: RetentionPlan, then: Then) -> int:
     played = Rehearsal(*touched, memory, decision, then)
     first = played.round()
     found = first + played.rest() if then == "end" else played.round()
@@ -30,8 +30,8 @@ def test_tensors_of_one_size_leave_no_holes(order: list[tuple[str, Use]], room: 
     keys = [key for key, _ in order]
     touched = (keys, [use for _, use in order], [8] * len(keys))
     for places in (Places, MovablePlaces):
-        found = moved(touched, places(8 * room), Decision(price), then)
-        assert found == bytes_moved(*touched, 8 * room, Decision(price), then)
+        found = moved(touched, places(8 * room), RetentionPlan(price), then)
+        assert found == bytes_moved(*touched, 8 * room, RetentionPlan(price), then)
 
 
 def test_what_the_next_round_puts_anew_is_dead_when_this_one_is_through() -> None:
@@ -40,4 +40,4 @@ def test_what_the_next_round_puts_anew_is_dead_when_this_one_is_through() -> Non
     keys, uses = [key for key, _ in order], [use for _, use in order]
     touched = (keys, uses, [8] * len(keys))
     for places in (Places, MovablePlaces):
-        assert moved(touched, places(8), Decision(), "again") == bytes_moved(*touched, 8, Decision()) == 0
+        assert moved(touched, places(8), RetentionPlan(), "again") == bytes_moved(*touched, 8, RetentionPlan()) == 0

@@ -121,5 +121,5 @@ def test_devices_are_measured_both_ways(tmp_path: Path, monkeypatch: pytest.Monk
     rates = {"disk_read": 2e9, "disk_write": 3e9, "why_no_disk": None, "memory_copy": 1e10, "memory_threads": 2}
     devices = [{"index": 0, "to_device": 5.5e10, "from_device": None}]
     shown = facts.describe_rates(rates | {"devices": devices})
-    assert "disk through a store: read 2.00, write 3.00 GB/s" in shown
+    assert "disk through a store: read 2.00 GB/s, write 3.00 GB/s" in shown
     assert "cuda:0: to it 55.00 GB/s, from it not measured" in shown

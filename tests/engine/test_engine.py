@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from tests.rig import READ, WRITE, Put, Rig, evicted, failure, fill, pending, queued, where, woken
-from tiered.engine.pool import MOVED, Occupancy
-from tiered.engine.requests import Lease, Request, Room, Token
-from tiered.engine.residency import Copy, Standing, State
+from tiered.engine.pool import MOVED, Pool
+from tiered.engine.requests import Lease, Request, Room
+from tiered.engine.residency import Copy, Evictability, State
+from tiered.engine.state import Token
 from tiered.errors import CapacityError, LeaseConflict, ReadError, StoreClosed, TieredError, WriteError
 from tiered.types import Direction, Transfer, Urgency
 
@@ -21,7 +22,7 @@ def test_urgent_transfers_start_first() -> None:
     rig = Rig(40, 400, limit=1, reserve=1.0)
     fill(rig, "a", "b", nbytes=4)
     for key in "ab":
-        rig.admission.directory.evict(rig.admission.directory.entry(key).copies[0])
+        rig.state.directory.evict(rig.state.directory.entry(key).copies[0])
     rig.put("x", b"xxxx")
     rig.put("y", b"yyyy")
     rig.run()  # one write-back is on the link, the other waits
@@ -78,7 +79,7 @@ def test_a_write_back_that_demand_needs_inherits_its_urgency() -> None:
     assert queued(rig) == [("y", Direction.DOWN, Urgency.WRITEBACK)]
     put = rig.put("z", b"zzzzzzzz")
     assert queued(rig) == [("y", Direction.DOWN, Urgency.DEMAND)]
-    assert put.room.lacks == (0,)
+    assert put.room.full_tiers == (0,)
     rig.wind_down()
 
 
@@ -131,8 +132,8 @@ def test_the_deadline_names_who_holds_the_room() -> None:
     assert "10 of 12 bytes are in use" in text
     assert "'a' (5 bytes, leased)" in text
     assert "'b' (5 bytes, still referenced after its lease)" in text
-    assert not rig.admission.requests, "it waits no longer"
-    assert [row.held for row in rig.admission.tier_statistics()] == [1, 0]
+    assert not rig.engine.requests.waiting, "it waits no longer"
+    assert [row.held for row in rig.state.tier_statistics()] == [1, 0]
     rig.end(a)
     rig.drop(b.copies[0])
     rig.wind_down()
@@ -144,24 +145,24 @@ def test_what_is_pushed_out_is_chosen_once_and_each_that_goes_is_progress(monkey
         rig.put(letter, letter.encode() * 8)
     rig.run()
     chosen = 0
-    enough = Occupancy.enough
+    enough = Pool.enough
 
-    def counting(self: Occupancy, nbytes: int, copies: list[Copy], most: float = MOVED) -> list[Copy] | None:
+    def counting(self: Pool, nbytes: int, copies: list[Copy], most: float = MOVED) -> list[Copy] | None:
         nonlocal chosen
         chosen += 1
         return enough(self, nbytes, copies, most)
 
-    monkeypatch.setattr(Occupancy, "enough", counting)
+    monkeypatch.setattr(Pool, "enough", counting)
     put = rig.put("x", bytes(64))
     rig.run()
-    at_first, left = chosen, [put.room.left]
+    at_first, left = chosen, [put.room.progress]
     assert at_first > 0
     for number in range(8):
         assert not put.room.done
         assert chosen == at_first, f"after {number} write-backs"
         rig.complete(0, next(iter(rig.links[0].pending)))
         rig.run()
-        left.append(put.room.left)
+        left.append(put.room.progress)
     assert put.install is not None
     assert put.install.done
     assert len(set(left)) >= 8, "the deadline counts anew with each"
@@ -174,18 +175,18 @@ def test_every_batch_that_goes_is_progress_but_not_for_ever() -> None:
     for letter in "abcdefgh":
         rig.put(letter, letter.encode() * 8)
     rig.run()
-    copies = [rig.admission.places[0].copies[letter] for letter in "abcdefgh"]
+    copies = [rig.state.pools[0].copies[letter] for letter in "abcdefgh"]
     seen = set()
     for _ in range(10):
         for copy in copies:
-            copy.standing = Standing.LEAVING
+            copy.evictability = Evictability.WRITING_BACK
         request.push(0, copies, 64)
         for copy in copies:
             assert request.pushes(0)
-            seen.add(request.left)
-            copy.standing = Standing.DIRTY
+            seen.add(request.progress)
+            copy.evictability = Evictability.DIRTY
         assert not request.pushes(0)
-        seen.add(request.left)
+        seen.add(request.progress)
     assert len(seen) == 1 + 2 * 8 + 1, "twice what the tier holds"
 
 
@@ -227,7 +228,7 @@ def test_a_lease_that_gave_up_holds_nothing() -> None:
     with pytest.raises(CapacityError):
         rig.engine.wait(Lease(["a", "b"], 0, WRITE), 0.0)
     rig.settle()  # what it had begun arrives
-    assert not any(entry.leased for entry in rig.admission.directory.entries())
+    assert not any(entry.leased for entry in rig.state.directory.entries())
     rig.wind_down()
 
 
@@ -236,7 +237,7 @@ def test_ctrl_c_in_a_waiting_lease_leaves_nothing(monkeypatch: pytest.MonkeyPatc
     fill(rig, "a", nbytes=5)
     evicted(rig, "a")
     token = Token()
-    request = Lease(["a"], 0, WRITE, rig.admission.claims.watch(token))
+    request = Lease(["a"], 0, WRITE, rig.state.claims.watch(token))
 
     def interrupted(timeout: float) -> None:
         # Granted by the engine in the very moment in which the signal comes.
@@ -259,7 +260,7 @@ def test_ctrl_c_in_a_waiting_lease_leaves_nothing(monkeypatch: pytest.MonkeyPatc
     del token, interrupted
     request.views.clear()
     rig.engine.look()
-    assert not any(entry.leased for entry in rig.admission.directory.entries())
+    assert not any(entry.leased for entry in rig.state.directory.entries())
     rig.wind_down()
 
 
@@ -302,7 +303,7 @@ def test_what_found_the_bottom_full_is_tried_again_when_there_is_room() -> None:
     for key in "abcd":
         rig.put(key, key.encode() * 4)
         rig.settle()
-    copy = rig.admission.directory.entry("c").copies[0]
+    copy = rig.state.directory.entry("c").copies[0]
     assert copy is not None
     assert isinstance(copy.failure, CapacityError), "in the background, where nobody hears of it"
     rig.delete("a")
@@ -357,7 +358,7 @@ def test_nothing_is_evicted_in_vain() -> None:
     put = rig.put("x", bytes(8))
     rig.run()
     assert not put.room.done
-    assert rig.admission.evictions == 0
+    assert rig.state.evictions == 0
     rig.end(held)
     rig.settle()
     assert "x" in rig.newest
@@ -666,7 +667,7 @@ def test_who_waits_is_woken_by_what_makes_room_in_a_callers_thread() -> None:
     woken(rig)
     rig.drop(a.copies[0])
     assert rig.engine._sleep(select.poll()) == [], "an alias that died is looked for while somebody waits"
-    assert rig.admission.claims.ended
+    assert rig.state.claims.ended
     rig.delete("a")
     assert woken(rig), "by a deletion"
     rig.drop(b.copies[0])
@@ -691,7 +692,7 @@ def test_a_request_that_is_done_does_not_keep_the_engine_turning() -> None:
     fill(rig, "a", nbytes=4)
     evicted(rig, "a")
     token = Token()
-    request = Lease(["a"], 0, READ, rig.admission.claims.watch(token))
+    request = Lease(["a"], 0, READ, rig.state.claims.watch(token))
     rig.submit(request)
     rig.settle()
     assert request.done

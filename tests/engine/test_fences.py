@@ -22,13 +22,14 @@ from tests.device import Device
 from tests.fakes import FakeTier, ManualLink, NoDraft, fake_checksums
 from tiered.engine.engine import Engine, EngineConfig
 from tiered.engine.policy import LRU
-from tiered.engine.pool import Occupancy
+from tiered.engine.pool import Pool
 from tiered.engine.requests import Install
 from tiered.engine.residency import Copy, Directory
-from tiered.engine.scheduler import Admission
 from tiered.engine.snapshot import Flush
+from tiered.engine.state import EngineState
 from tiered.errors import CapacityError, InterruptedStore, KeyNotFound, LeaseConflict
 from tiered.links.stand_in import MemoryLink
+from tiered.store.commit import Generations
 from tiered.store.lease import LeaseOfMany
 from tiered.store.opening import Parts, _duplicator
 from tiered.store.store import TieredStore
@@ -105,7 +106,7 @@ class World:
         config = EngineConfig(60.0, source.choice((0.0, 0.5)), lambda: self.now, LRU)
         self.engine = Engine(tiers, links, self.parts.policies, config)
         self.engine._changed = NoHurry(self)  # type: ignore[assignment]
-        self.store = TieredStore(self.parts, self.engine, None, scratch=False)
+        self.store = TieredStore(self.parts, self.engine, Generations(), scratch=False)
         self.numbers = iter(range(1, HEAP // max(SIZES)))
         self.value: dict[str, int | None] = {}
         self.bytes: dict[str, int] = {}
@@ -116,7 +117,7 @@ class World:
         self.hurry = source.choice((0.01, 0.1))  # how often somebody who waits gives up
         self.kernels = self.strikes = 0
         self.turning = 0
-        for owner, name in ((self.engine, "turn"), (self.engine, "_recount"), (self.engine.admission, "attempt")):
+        for owner, name in ((self.engine, "turn"), (self.engine, "_recount"), (self.engine.requests, "attempt")):
             setattr(owner, name, self.by_the_engine(getattr(owner, name)))
         self.over = False  # a kernel found wrong bytes: nothing that runs after that counts
 
@@ -272,7 +273,7 @@ class World:
     def put_from_the_device(self) -> None:
         """A tensor that a queued kernel is still to fill."""
         stream, key, nbytes, value = self.new()
-        moving = [entry.key for entry in self.engine.admission.directory.entries() if entry.in_flight]
+        moving = [entry.key for entry in self.engine.state.directory.entries() if entry.in_flight]
         if moving and self.source.random() < 0.5:
             key = self.source.choice(moving)  # the put has to wait
         at = value * max(SIZES)  # of its own: else these kernels would need fences, too
@@ -348,8 +349,8 @@ class World:
     def fetch(self) -> None:
         """In a coroutine, where it need not wait."""
         key = self.source.choice(KEYS)
-        entry = self.engine.admission.directory.find(key)
-        if entry is None or entry.written or not any(copy and copy.valid for copy in entry.copies[:2]):
+        entry = self.engine.state.directory.find(key)
+        if entry is None or entry.writers or not any(copy and copy.valid for copy in entry.copies[:2]):
             return
         with self.device.use(self.source.choice(STREAMS)):
             found = asyncio.run(self.store.fetch(key))
@@ -382,16 +383,16 @@ class World:
             else:
                 self.drop()
             self.engine.look()
-        self.strikes += self.engine.admission.changing
+        self.strikes += self.engine.state.changing
 
     @contextmanager
     def one_strike(self) -> Iterator[None]:
         """One of these raises, at its beginning or at its end, where it is called often enough."""
-        admission, places = self.engine.admission, self.engine.admission.places
+        state, places = self.engine.state, self.engine.state.pools
         owner, name = self.source.choice(
-            [(admission, each) for each in ("_view_ended", "lease_ended", "_room_ended", "_fenced")]
+            [(state, each) for each in ("_view_ended", "lease_ended", "_room_ended", "_fenced")]
             + [(place, each) for place in places for each in ("note", "give_back", "guards")]
-            + [(admission.directory, "release")]
+            + [(state.directory, "release")]
         )
         left, late, real = self.source.choice((0, 0, 1, 2)), self.source.random() < 0.5, getattr(owner, name)
 
@@ -417,7 +418,7 @@ class World:
     def put_struck(self) -> None:
         """It has replaced the tensor, or it has not."""
         stream, key, nbytes, value = self.new()
-        directory = self.engine.admission.directory
+        directory = self.engine.state.directory
         before = directory.find(key)
         try:
             with self.refusals(), self.device.use(stream):
@@ -442,11 +443,11 @@ class World:
                     self.put_from_the_host()
                 for _ in range(steps):
                     self.source.choice(actions)()
-                    if self.engine.admission.changing:
+                    if self.engine.state.changing:
                         continue
                     self.some_time()
-                    self.engine.admission.directory.check()
-                    for place in self.engine.admission.places:
+                    self.engine.state.directory.check()
+                    for place in self.engine.state.pools:
                         place.check()
                         assert place.used == place.tier.used
                 self.end_all()
@@ -467,7 +468,7 @@ class World:
         for key in list(self.store):
             self.store.delete(key)
         self.engine.look()
-        assert [place.used for place in self.engine.admission.places] == [0, 0, 0]
+        assert [place.used for place in self.engine.state.pools] == [0, 0, 0]
 
 
 def history(seed: int | random.Random, deaf: frozenset[str] = frozenset(), steps: int = 120) -> World:
@@ -486,7 +487,7 @@ def test_each_kernel_finds_the_bytes_of_its_time(source: random.Random) -> None:
 def test_long_histories(seed: int) -> None:
     world = history(seed, steps=200)
     assert world.kernels > 10
-    assert world.store._engine.admission.evictions
+    assert world.store._engine.state.evictions
 
 
 @pytest.mark.soak
@@ -538,9 +539,9 @@ def without(names: str) -> Callable[[pytest.MonkeyPatch], frozenset[str]]:
 def install_forgets(patch: pytest.MonkeyPatch) -> None:
     install = Install._install
 
-    def mutant(self: Install, admission: Admission) -> None:
+    def mutant(self: Install, state: EngineState) -> None:
         self.fences = ()
-        install(self, admission)
+        install(self, state)
 
     patch.setattr(Install, "_install", mutant)
 
@@ -550,7 +551,7 @@ def transfers_after(keep: Callable[[Any, Transfer, Fence], bool]) -> Callable[[p
         after = Engine._after
 
         def mutant(self: Engine, index: int, transfer: Transfer) -> tuple[Fence, ...]:
-            place = self.admission.places[index]
+            place = self.state.pools[index]
             return tuple(fence for fence in after(self, index, transfer) if keep(place, transfer, fence))
 
         patch.setattr(Engine, "_after", mutant)
@@ -560,15 +561,15 @@ def transfers_after(keep: Callable[[Any, Transfer, Fence], bool]) -> Callable[[p
 
 def given_back_by(*names: str) -> Callable[[pytest.MonkeyPatch], None]:
     def change(patch: pytest.MonkeyPatch) -> None:
-        give_back = Occupancy.give_back
+        give_back = Pool.give_back
 
-        def mutant(self: Occupancy, slot: Slot, fences: tuple[Fence, ...] = ()) -> None:
+        def mutant(self: Pool, slot: Slot, fences: tuple[Fence, ...] = ()) -> None:
             caller = sys._getframe(1)
             assert caller.f_back is not None
             callers = (caller.f_code.co_name, caller.f_back.f_code.co_name)
             give_back(self, slot, () if callers[: len(names)] == names else fences)
 
-        patch.setattr(Occupancy, "give_back", mutant)
+        patch.setattr(Pool, "give_back", mutant)
 
     return change
 
@@ -603,7 +604,7 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], frozenset[str] | None]] = {
         lambda place, transfer, fence: fence not in place.guards(transfer.upper)
     ),
     "what is evicted or deleted leaves no guards": given_back_by("note"),
-    "what outlived its tensor leaves no guards": given_back_by("_view_ended"),
+    "what outlived its tensor leaves no guards": given_back_by("reap_dead_alias"),
     "a put that failed leaves no guards": given_back_by("give_back", "_room_ended"),
     "a duplicate does not wait for its original": without("enter < duplicate"),
     "a duplicate does not wait for who had its slot": without("guard < duplicate"),

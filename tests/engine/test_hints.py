@@ -35,7 +35,7 @@ def test_a_prefetch_does_not_evict_what_was_prefetched_and_not_used() -> None:
     rig.hint("d")
     rig.settle()
     assert [where(rig, key)[0] for key in "abcd"] == [State.CLEAN, None, State.CLEAN, State.CLEAN], "a is still to be used"
-    assert (rig.admission.prefetched, rig.admission.prefetched_unused) == (4, 0)
+    assert (rig.state.prefetched, rig.state.prefetched_unused) == (4, 0)
     rig.wind_down()
 
 
@@ -66,7 +66,7 @@ def test_a_demand_evicts_what_was_prefetched_when_nothing_else_may_leave(held: b
     rig.put("y", b"yyyy")
     rig.settle()
     assert not rig.puts, "it did not wait for ever"
-    assert rig.admission.prefetched_unused == held, "else what was written before is written back"
+    assert rig.state.prefetched_unused == held, "else what was written before is written back"
     if lease is not None:
         rig.end(lease)
     rig.wind_down()
@@ -97,31 +97,31 @@ def test_hints_never_fail() -> None:
 def test_a_prefetch_passes_through_the_middle() -> None:
     rig = Rig(12, 12, 400)
     fill(rig, "a", nbytes=4)
-    for copy in rig.admission.directory.entry("a").copies[:2]:
+    for copy in rig.state.directory.entry("a").copies[:2]:
         if copy is not None:
-            rig.admission.leaving.evict(copy)
+            rig.engine.scheduler.evict(copy)
     rig.hint("a")
     rig.settle()
     assert where(rig, "a") == [State.CLEAN, State.CLEAN, State.CLEAN]
     rig.end(rig.lease("a"))
     fill(rig, "b", "c", "d", "e", nbytes=4)
-    assert rig.admission.prefetched_unused == 0
+    assert rig.state.prefetched_unused == 0
     rig.wind_down()
 
 
 def test_a_prefetch_that_fails_half_way_is_not_tried_again() -> None:
     rig = Rig(12, 12, 400)
     fill(rig, "a", nbytes=4)
-    for copy in rig.admission.directory.entry("a").copies[:2]:
+    for copy in rig.state.directory.entry("a").copies[:2]:
         if copy is not None:
-            rig.admission.leaving.evict(copy)
+            rig.engine.scheduler.evict(copy)
     rig.hint("a")
     rig.run()
     (transfer,) = rig.links[1].pending.values()
     rig.complete(1, transfer.tag, failure(transfer))
     rig.run()
     assert not rig.links[1].pending
-    assert not rig.admission.requests
+    assert not rig.engine.requests.waiting
     rig.wind_down()
 
 

@@ -103,9 +103,9 @@ class Histories(RuleBasedStateMachine):
     @rule(which=st.integers(0, 7))
     def obey(self, which: int) -> None:
         """Do what the order says next."""
-        ahead = self.rig.admission.ahead
+        ahead = self.rig.engine.read_ahead
         if ahead is not None:
-            touch = ahead.plan.at(ahead.plan.cursor)
+            touch = ahead.order.plan.at(ahead.order.plan.cursor)
             tier = 0 if touch.tier is None else int(touch.tier[1:])
             if touch.use is Use.PUT:
                 self.put(touch.key, 1 + which % LARGEST, tier)

@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 
 from tests.contracts.eviction import Copied, EvictionContract, NewPolicy
 from tests.fakes import FakeTier, ManualLink, NoDraft, fake_checksums
-from tiered.engine.background import room_for
 from tiered.engine.engine import Engine, EngineConfig
 from tiered.engine.policy import LRU, NEVER, NextUse, Plan, Touch
-from tiered.engine.requests import Install, Lease, Room, Token
+from tiered.engine.requests import Install, Lease, Room
 from tiered.engine.residency import State
-from tiered.engine.retention import Decision, affordable, bytes_moved, decide
+from tiered.engine.retention import RetentionPlan, affordable, bytes_moved, decide, room_for
 from tiered.engine.snapshot import Flush
-from tiered.store.store import policy_of
+from tiered.engine.state import Token
 from tiered.types import Access, Direction, TensorSpec, Then, Transfer, Urgency, Use
 
 
@@ -221,13 +220,13 @@ def test_a_dirty_one_counts_as_needed_sooner_by_its_price() -> None:
 def test_a_decision_is_no_worse_than_belady(order: list[tuple[str, Use]], sizes: list[int], budget: int, then: Then) -> None:
     size = dict(zip("abcdef", sizes, strict=True))
     keys, uses, nbytes = [k for k, _ in order], [u for _, u in order], [size[k] for k, _ in order]
-    belady = bytes_moved(keys, uses, nbytes, budget, Decision(), then)
+    belady = bytes_moved(keys, uses, nbytes, budget, RetentionPlan(), then)
     decision = decide(keys, uses, nbytes, budget, then=then)
     assert bytes_moved(keys, uses, nbytes, budget, decision, then) <= belady
 
 
 def test_with_room_to_spare_a_decision_says_of_each_touch_whether_to_keep() -> None:
-    kept = decide("abcd", [Use.READ] * 4, [1] * 4, 3, spare=1).kept
+    kept = decide("abcd", [Use.READ] * 4, [1] * 4, 3, spare=1).keep
     assert kept is not None
     assert len(kept) == 4
     assert sum(kept) == 1, "beside the one that is touched there is room for one"
@@ -310,13 +309,13 @@ class Simulation:
             room = room_for(capacity, len(set(keys)) * self.nbytes - capacity, self.nbytes)
         sizes = [self.nbytes] * len(order)
         decision = decide(keys, [use] * len(order), sizes, capacity, then=then, spare=room)
-        self.engine.follow(order, lambda plan: [policy_of(plan, decision)], [room], then)
+        self.engine.follow(order, lambda plan: [NextUse.along(plan, decision.price, decision.keep)], [room], then)
         self.turn()
 
     def touch(self, key: str, access: Access = Access.READ) -> None:
         asked = self.now
         token = Token()
-        lease = Lease([key], 0, access, self.engine.admission.claims.watch(token))
+        lease = Lease([key], 0, access, self.engine.state.claims.watch(token))
         self._run(lease)
         self.stalled += self.now - asked
         with self.engine.lock:
@@ -342,10 +341,10 @@ def steady(simulation: Simulation, order: Sequence[str], rounds: int = 6) -> tup
     simulation.follow(order)
     for _ in range(rounds):
         found = simulation.round(order)
-    assert simulation.engine.admission.prefetched_unused == 0
-    assert simulation.engine.admission.prefetched > 0
-    simulation.engine.admission.directory.check()
-    for place in simulation.engine.admission.places:
+    assert simulation.engine.state.prefetched_unused == 0
+    assert simulation.engine.state.prefetched > 0
+    simulation.engine.state.directory.check()
+    for place in simulation.engine.state.pools:
         place.check()
     return found
 
@@ -375,7 +374,7 @@ def test_a_slow_disk_is_waited_for_as_long_as_it_takes_and_no_longer(fetch: floa
     edges = 3 * fetch  # what was under way when the first and the last of these rounds began
     assert stalled == pytest.approx(model, abs=edges)
     assert seconds == pytest.approx(max(moved * fetch, 8 * 40 * 1.0), abs=edges)
-    assert simulation.engine.admission.prefetched_unused == 0
+    assert simulation.engine.state.prefetched_unused == 0
 
 
 def test_without_following_every_fetch_is_waited_for() -> None:
@@ -412,7 +411,7 @@ def test_write_backs_are_made_in_time_for_what_comes() -> None:
     for _ in range(5):
         stalled, _, _ = simulation.round(order, Access.WRITE)
     assert stalled == pytest.approx(0.0, abs=1e-9)
-    assert simulation.engine.admission.prefetched_unused == 0
+    assert simulation.engine.state.prefetched_unused == 0
 
 
 def test_a_fetch_begins_no_earlier_than_it_must() -> None:
@@ -436,11 +435,11 @@ def test_following_ends() -> None:
     simulation.follow(simulation.keys)
     simulation.round(simulation.keys)
     assert simulation.engine.follow([], lambda plan: [], [0]) == 0
-    assert simulation.engine.admission.ahead is None
+    assert simulation.engine.read_ahead is None
     before = len(simulation.link.started)
     simulation.turn()
     assert len(simulation.link.started) == before
-    assert all(isinstance(place.policy, LRU) for place in simulation.engine.admission.places)
+    assert all(isinstance(place.policy, LRU) for place in simulation.engine.state.pools)
 
 
 def test_nothing_is_fetched_beyond_the_end_of_an_order() -> None:
@@ -448,21 +447,21 @@ def test_nothing_is_fetched_beyond_the_end_of_an_order() -> None:
     first, rest = simulation.keys[:20], simulation.keys[20:]
     simulation.follow(first, "end")
     simulation.round(first[:-1])
-    assert simulation.engine.admission.ahead is not None
+    assert simulation.engine.read_ahead is not None
     simulation.round(first[-1:])
-    admission = simulation.engine.admission
-    assert admission.ahead is None
-    assert all(isinstance(place.policy, LRU) for place in admission.places), "all is as before"
+    state = simulation.engine.state
+    assert state.order is None
+    assert all(isinstance(place.policy, LRU) for place in state.pools), "all is as before"
     ups = [transfer.key for transfer in simulation.link.started if transfer.direction is Direction.UP]
     assert sorted(ups) == first, "each once"
-    assert (admission.prefetched > 0, admission.prefetched_unused) == (True, 0)
+    assert (state.prefetched > 0, state.prefetched_unused) == (True, 0)
     assert simulation.round(rest) == (20 * 0.5, 20 * 1.5, 20), "and on demand from there on"
 
 
 def test_after_the_end_of_an_order_room_is_kept_ready_again() -> None:
     simulation = Simulation(keys=8, room=8, compute=1.0, fetch=0.0)
     simulation.round(simulation.keys)
-    place = simulation.engine.admission.places[0]
+    place = simulation.engine.state.pools[0]
     simulation.follow(simulation.keys, "end")
     simulation.round(simulation.keys[:-1], Access.WRITE)
     assert place.ready == 4, "nothing has to leave, and nothing is written"
@@ -482,7 +481,7 @@ def test_random_loops_stray_and_nothing_is_lost() -> None:
             if source.random() < 0.9:
                 simulation.touch(key, source.choice(list(Access)))
     simulation._run(Flush(NoDraft(), lambda *_: None))
-    for entry in simulation.engine.admission.directory.entries():
+    for entry in simulation.engine.state.directory.entries():
         assert any(copy is not None and copy.state in (State.CLEAN, State.DIRTY) for copy in entry.copies)
     assert {t.urgency for t in simulation.link.started if isinstance(t, Transfer)} >= {Urgency.PREFETCH}
 
@@ -503,12 +502,12 @@ def test_what_is_fetched_takes_the_place_of_nothing_that_a_lease_waits_for() -> 
                     continue
                 wanted = [source.choice(simulation.keys), key, other][source.randint(0, 1) :]
                 token = Token()
-                lease = Lease(wanted, 0, Access.READ, simulation.engine.admission.claims.watch(token))
+                lease = Lease(wanted, 0, Access.READ, simulation.engine.state.claims.watch(token))
                 if len(set(lease.keys)) == len(lease.keys):
                     simulation._run(lease)
                     del token
                     lease.views.clear()
                     simulation.engine.released()
                     simulation.turn()
-        for place in simulation.engine.admission.places:
+        for place in simulation.engine.state.pools:
             place.check()

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from tiered.engine.residency import EDGES, Copy, Directory, Entry, State
+from tiered.engine.residency import EDGES, Copy, Directory, Entry, Evictability, State
 from tiered.errors import KeyNotFound, LeaseConflict, ReadError, TieredError, WriteError
 from tiered.types import Access, Direction, Slot, TensorSpec
 
@@ -49,7 +49,7 @@ class Model:
         self._numbers = itertools.count()
         self._versions = itertools.count(1)
 
-    def _changed(self, copy: Copy) -> None:
+    def _changed(self, copy: Copy, evictability: Evictability) -> None:
         if copy.state is not State.EMPTY:
             return
         assert not copy.leased
@@ -119,7 +119,7 @@ class Model:
             return
         tier %= self.depth - 1
         source, slot = entry.copies[tier + 1], self._slot()
-        if source is None or not source.valid or entry.copies[tier] is not None or entry.written:
+        if source is None or not source.valid or entry.copies[tier] is not None or entry.writers:
             self._refused(AssertionError, lambda: self.directory.begin_fill(entry, tier, slot), slot)
             return
         copy = self.directory.begin_fill(entry, tier, slot)
@@ -180,7 +180,7 @@ class Model:
         copy = entry.copies[tier]
         if copy is None or not copy.valid:
             self._refused(AssertionError, lambda: self.directory.grant(entry, tier, access))
-        elif entry.written or (access is Access.WRITE and entry.leased):
+        elif entry.writers or (access is Access.WRITE and entry.leased):
             self._refused(LeaseConflict, lambda: self.directory.grant(entry, tier, access))
         elif access is Access.WRITE and entry.in_flight:
             self._refused(AssertionError, lambda: self.directory.grant(entry, tier, access))
@@ -464,7 +464,7 @@ def test_nobody_assigns_a_state() -> None:
 
 
 def test_a_chain_of_one() -> None:
-    model = Directory(1, lambda copy: None)
+    model = Directory(1, lambda copy, kind: None)
     entry = model.put("a", SPEC, 0, Slot(0, 8))
     copy = model.grant(entry, 0, Access.WRITE)
     assert copy.state is State.CLEAN
@@ -491,7 +491,7 @@ def test_an_empty_tensor_takes_a_slot() -> None:
     ],
 )
 def test_check_sees_what_is_broken(spoil: Callable[[Entry], object]) -> None:
-    directory = Directory(2, lambda copy: None)
+    directory = Directory(2, lambda copy, kind: None)
     entry = directory.restore("a", SPEC, 1, Slot(0, 8), b"", 1)
     directory.begin_fill(entry, 0, Slot(0, 8))
     directory.end_fill(entry, 0, None)

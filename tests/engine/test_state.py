@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tiered.engine.residency import Directory
-from tiered.engine.state import Backlog, Traffic
+from tiered.engine.state import TransferQueue, TransferQueues
 from tiered.types import Direction, Slot, TensorSpec, Transfer, Urgency
 
 NOTHING: dict[Direction, Urgency] = {}
 _SLOT = Slot(0, 8)
 
 
-def backlog(*words: str) -> Backlog:
+def backlog(*words: str) -> TransferQueue:
     """Of transfers "up demand", "down writeback" …, tagged 1, 2, 3 …"""
-    made = Backlog()
+    made = TransferQueue()
     for tag, (way, urgency) in enumerate((word.split() for word in words), 1):
         made.add(Transfer(tag, f"t{tag}", Direction[way.upper()], _SLOT, _SLOT, 8, Urgency[urgency.upper()]))
     return made
 
 
-def drained(made: Backlog, refused: Mapping[Direction, Urgency] = NOTHING) -> list[int]:
+def drained(made: TransferQueue, refused: Mapping[Direction, Urgency] = NOTHING) -> list[int]:
     found = []
     while (transfer := made.take(refused)) is not None:
         found.append(transfer.tag)
@@ -48,20 +48,20 @@ def test_what_is_more_urgent_passes_what_was_refused() -> None:
 
 
 def test_a_link_is_asked_again_when_something_ended_there() -> None:
-    traffic = Traffic(2)
-    entry = Directory(3, lambda copy: None).put("a", TensorSpec("uint8", (8,), 1), 0, _SLOT)
+    traffic = TransferQueues(2)
+    entry = Directory(3, lambda copy, kind: None).put("a", TensorSpec("uint8", (8,), 1), 0, _SLOT)
     for tag in (1, 2):
         traffic.add(0, entry, Transfer(tag, "a", Direction.DOWN, _SLOT, _SLOT, 8, Urgency.DEMAND))
-    assert traffic.take(0) is not None
-    refused = traffic.take(0)
+    assert traffic.take(0, 0.0) is not None
+    refused = traffic.take(0, 0.0)
     assert refused is not None
     traffic.put_back(0, refused)
-    assert traffic.take(0) is None
-    traffic.end(0, 1)
-    assert traffic.take(0) is refused
+    assert traffic.take(0, 0.0) is None
+    traffic.end(0, 1, 0.0, None)
+    assert traffic.take(0, 0.0) is refused
     traffic.put_back(0, refused)
     traffic.idle(0)
-    assert traffic.take(0) is refused
+    assert traffic.take(0, 0.0) is refused
 
 
 def test_what_a_link_refused_is_the_next_again() -> None:

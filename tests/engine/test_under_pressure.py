@@ -16,10 +16,11 @@ import torch
 from bench.rehearsal import MovablePlaces, Places
 from tests.rig import Rig, evicted, fill, where
 from tiered import CapacityError, CommitError, CorruptionError, LeaseConflict, MisuseError, ReadError, TieredError, TieredStore
-from tiered.engine.background import Ahead
+from tiered.engine.background import ReadAhead
 from tiered.engine.policy import LRU, NextUse, Plan, Touch
 from tiered.engine.residency import Entry, State
-from tiered.engine.scheduler import Admission
+from tiered.engine.scheduler import Scheduler
+from tiered.engine.state import EngineState, FollowedOrder
 from tiered.format.generations import generations
 from tiered.types import TensorSpec
 
@@ -202,49 +203,50 @@ def test_what_is_fetched_ahead_may_lose_its_source_to_what_leaves_for_it() -> No
     """Three full tiers: "x" goes up to the top, two dirty tensors leave there for it, and room for the first is made of "x" in
     the middle. The second finds the bottom full, so a clean one leaves instead, and there is a slot but no source."""
     top, middle, bottom = MovablePlaces(110), MovablePlaces(100), Places(100)
-    admission = Admission([top, middle, bottom], [LRU(), LRU(), LRU()], 0.0)
+    state = EngineState([top, middle, bottom], [LRU(), LRU(), LRU()])
+    scheduler = Scheduler(state)
 
     def below(key: str, nbytes: int) -> Entry:
         slot = bottom.allocate(nbytes)
         assert slot is not None
-        admission.places[2].account(slot)
-        number = admission.directory.next_id
-        entry = admission.directory.restore(key, TensorSpec("uint8", (nbytes,), 1), number, slot, b"", 1)
+        state.pools[2].account(slot)
+        number = state.directory.next_id
+        entry = state.directory.restore(key, TensorSpec("uint8", (nbytes,), 1), number, slot, b"", 1)
         assert entry.copies[2] is not None
-        admission.install(entry.copies[2])
+        state.install(entry.copies[2])
         return entry
 
     def up(entry: Entry, tier: int) -> None:
-        slot = admission.places[tier].allocate(entry.nbytes)
+        slot = state.pools[tier].allocate(entry.nbytes)
         assert slot is not None
-        admission.directory.begin_fill(entry, tier, slot)
-        admission.directory.end_fill(entry, tier, None)
-        admission.places[tier].policy.touched(entry.key)
+        state.directory.begin_fill(entry, tier, slot)
+        state.directory.end_fill(entry, tier, None)
+        state.pools[tier].policy.touched(entry.key)
 
     def put(key: str, nbytes: int, tier: int) -> None:
-        slot = admission.places[tier].allocate(nbytes)
+        slot = state.pools[tier].allocate(nbytes)
         assert slot is not None
-        copy = admission.directory.put(key, TensorSpec("uint8", (nbytes,), 1), tier, slot).copies[tier]
+        copy = state.directory.put(key, TensorSpec("uint8", (nbytes,), 1), tier, slot).copies[tier]
         assert copy is not None
-        admission.install(copy)
+        state.install(copy)
 
     x, clean = below("x", 50), below("clean", 50)
     up(clean, 1)
     up(clean, 0)
     assert clean.copies[1] is not None
-    admission.directory.evict(clean.copies[1])
+    state.directory.evict(clean.copies[1])
     up(x, 1)
     for key, nbytes, tier in (("first", 30, 0), ("second", 30, 0), ("y", 50, 1)):
         put(key, nbytes, tier)
     plan = Plan([Touch("x"), Touch("clean")])
-    ahead = Ahead(plan, ["top", "middle", "bottom"], lambda: [(0.0, 0.0)] * 2)
-    ahead.rooms = [110, 100]
     rule = NextUse(plan.next_use, lambda: plan.cursor)
-    gives_up = NextUse(plan.next_use, lambda: plan.cursor, given_up=lambda key: key == "x")
-    admission.follow(ahead, [rule, gives_up])
-    ahead.needed, ahead.tier = 0, 0
-    admission.bring(x, 0, ahead)
+    drops = NextUse(plan.next_use, lambda: plan.cursor, dropped=lambda key: key == "x")
+    order = FollowedOrder(plan, [110, 100], lambda plan: [rule, drops])
+    ahead = ReadAhead(scheduler, order, lambda: [(0.0, 0.0)] * 2)
+    state.follow(order, [rule, drops])
+    ahead.needed_at, ahead.tier = 0, 0
+    scheduler.bring(x, 0, ahead)
     assert x.copies[:2] == [None, None]
     assert x.copies[2] is not None
-    for place in admission.places:
-        place.check()
+    for pool in state.pools:
+        pool.check()

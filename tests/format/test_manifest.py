@@ -525,7 +525,7 @@ def test_a_descriptor_of_the_folder_serves_as_well(tmp_path: Path) -> None:
 def test_a_generation_is_written_once(tmp_path: Path) -> None:
     write(tmp_path, sample(1))
     before = (tmp_path / "manifest.1").read_bytes()
-    with pytest.raises(CommitError, match=r"manifest\.1 is there already"):
+    with pytest.raises(CommitError, match=r"manifest\.1 exists already"):
         write(tmp_path, msgspec.structs.replace(sample(1), meta={}))
     assert (tmp_path / "manifest.1").read_bytes() == before
     assert names(tmp_path) == ["manifest.1"]
@@ -586,7 +586,7 @@ def test_symbolic_links_and_odd_files_are_refused(tmp_path: Path) -> None:
     (folder / "manifest.1").symlink_to(outside)
     with pytest.raises(ManifestError, match=rf"errno {errno.ELOOP}"):
         protocol.load(folder)
-    with pytest.raises(CommitError, match="there already"):
+    with pytest.raises(CommitError, match="exists already"):
         write(folder, sample(1))
     (folder / "manifest.2.tmp").symlink_to(outside)
     with pytest.raises(CommitError, match=rf"manifest\.2\.tmp: .*errno {errno.EEXIST}"):

@@ -200,7 +200,7 @@ EMPTY = b'{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
 )
 def test_a_key_that_is_there_twice_is_named(tmp_path: Path, header: bytes, twice: str) -> None:
     path = saved(tmp_path / "model.safetensors", header, bytes(4))
-    with pytest.raises(SafetensorsError, match=f"{twice} is there twice"):
+    with pytest.raises(SafetensorsError, match=f"{twice} occurs twice"):
         WeightFiles(path)
 
 

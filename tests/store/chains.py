@@ -119,7 +119,7 @@ def hurried(store: TieredStore, seconds: float) -> Iterator[None]:
 def nothing_is_held(store: TieredStore) -> None:
     """No lease, no alias, no request that waits."""
     store._engine.wait(Work("a turn of the engine", lambda: None))
-    assert not store._engine.admission.requests
+    assert not store._engine.requests.waiting
     assert [tier.held for tier in store.statistics().tiers] == [0] * len(store.statistics().tiers)
     for key in list(store):
         store.delete(key)  # a lease would be a conflict

@@ -90,7 +90,7 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
 
 
 def waiting(store: TieredStore) -> list[Any]:
-    return store._engine.admission.requests
+    return store._engine.requests.waiting
 
 
 async def leasing(store: TieredStore, key: str, **options: Any) -> torch.Tensor:
@@ -567,7 +567,7 @@ def test_a_generator_may_be_collected_by_a_thread_that_has_the_lock(store: Tiere
         gc.collect()
     nothing_is_held(store)
     store.put("w", kib(4))
-    assert not store._engine.admission.records
+    assert not store._engine.state.records
 
 
 def test_a_coroutine_in_its_lease_may_be_collected_by_a_thread_that_has_the_lock(store: TieredStore) -> None:

@@ -262,11 +262,11 @@ class AgainstADict(RuleBasedStateMachine):
     @invariant()
     def the_books_are_right(self) -> None:
         if hasattr(self, "store"):
-            admission = self.store._engine.admission
+            state = self.store._engine.state
             with self.store._engine.lock:
-                admission.bury()
-                admission.directory.check()
-                for place in admission.places:
+                state.reap()
+                state.directory.check()
+                for place in state.pools:
                     place.check()
                     assert place.used <= place.peak <= place.tier.capacity
 

@@ -216,7 +216,7 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
 def test_damage_is_never_returned(tmp_path: Path) -> None:
     folder = made(tmp_path / "state")
     with TieredStore.open(folder, dram=6 * MIB, access="read") as store:
-        place = store._engine.admission.directory.entry("page").copies[-1]
+        place = store._engine.state.directory.entry("page").copies[-1]
         assert place is not None
         assert store._parts.nvme is not None
         offset = store._parts.nvme.locate(place.slot).offset

@@ -920,7 +920,7 @@ def test_ctrl_c_in_a_waiting_lease_leaves_no_lease_behind(store: TieredStore) ->
     store.put("b", torch.ones(200 << 10))
     with store.lease("b") as b:
         pass  # b keeps its room
-    waiting = store._engine.admission.requests
+    waiting = store._engine.requests.waiting
 
     def interrupt() -> None:
         while not waiting:
@@ -1010,7 +1010,7 @@ def test_closing_wakes_who_waits(store: TieredStore) -> None:
 
     thread = threading.Thread(target=put)
     thread.start()
-    while not store._engine.admission.requests:
+    while not store._engine.requests.waiting:
         os.sched_yield()
     store.close()
     thread.join()

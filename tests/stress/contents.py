@@ -36,7 +36,7 @@ def evict_all(store: TieredStore) -> None:
 def extent(store: TieredStore, key: str) -> Location:
     """Where on the disk ``key`` is."""
     with store._engine.lock:
-        copy = store._engine.admission.directory.entry(key).copies[-1]
+        copy = store._engine.state.directory.entry(key).copies[-1]
     assert copy is not None
     assert store._parts.nvme is not None
     return store._parts.nvme.locate(copy.slot)

@@ -45,7 +45,7 @@ from tiered.store.at_rest import StoreAtRest
 from tiered.zero.checkpoint.checkpoint import extra_of
 from tiered.zero.checkpoint.reshard import Source
 from tiered.zero.checkpoint.safetensors import export_at_rest, parameters_of
-from tiered.zero.paging.unit import placement_of
+from tiered.zero.paging.pager import placement_of
 from tiered.zero.rank_stores import META, _Rank, number_of, shared_json
 
 CAP = 768 << 20
@@ -466,7 +466,7 @@ class Peers:
         lengths = [len(data), source.choice([len(data)] * 9 + [2**62])]
 
         class Ranks:
-            def shared(self, mine: torch.Tensor, what: str) -> torch.Tensor:
+            def all_gather(self, mine: torch.Tensor, what: str) -> torch.Tensor:
                 if mine.dtype is torch.int64:
                     return torch.tensor([[len(json.dumps(own))], [max(lengths)]])
                 other = torch.zeros_like(mine)

@@ -177,13 +177,13 @@ class Trial:
         gc.collect()
         self.store.statistics()  # which hears of aliases that are gone
         with self.store._engine.lock:
-            admission = self.store._engine.admission
-            held = [copy.key for place in admission.places[:1] for copy in place.holders()]
+            state = self.store._engine.state
+            held = [copy.key for place in state.pools[:1] for copy in place.holders()]
         assert not held, f"after {what}"
 
     def in_flight(self) -> bool:
         with self.store._engine.lock:
-            return any(entry.in_flight for entry in self.store._engine.admission.directory.entries())
+            return any(entry.in_flight for entry in self.store._engine.state.directory.entries())
 
     def shuffled(self, all_of: Iterable[str], count: int) -> list[str]:
         """So many kinds of bad steps, each as often as the others. torch clips mixed types only where they were unscaled."""

@@ -106,7 +106,7 @@ def test_random_operations_while_the_disk_stalls(disk: FaultyDisk, backend: str,
         for key, version in now.items():
             assert store.get(key).equal(content(key, version, 150_000))
         store.commit()
-    assert not store._engine.admission.requests
+    assert not store._engine.requests.waiting
     for key in list(store):
         store.delete(key)
     assert [tier.used for tier in store.statistics().tiers[:1]] == [0]

@@ -35,7 +35,7 @@ from tiered import CapacityError, TensorSpec, TieredStore, zero
 from tiered.format.safetensors import entry_of
 from tiered.format.safetensors_writer import Shards
 from tiered.system import anonymous
-from tiered.zero.paging.unit import placement_of
+from tiered.zero.paging.pager import placement_of
 
 PROMISE = "23 (memory beside the pool)"
 MIB = 1 << 20

@@ -53,7 +53,7 @@ class Struck:
         self.now: Contents = {}
         self.expected: Contents | None = {}
         self.committed: dict[int, Contents | None] = {}  # None: what there is now, whatever that is
-        self.condemned = self.struck = 0
+        self.marked = self.struck = 0
         self.where: Counter[str] = Counter()
         self.store = self.open()
 
@@ -142,7 +142,7 @@ class Struck:
         try:
             self._goes_on(where, before)
         except InterruptedStore:
-            self.condemned += 1
+            self.marked += 1
             self.committed = {number: before if held is None else held for number, held in self.committed.items()}
             with pytest.raises(InterruptedStore):
                 self.store.commit()
@@ -171,9 +171,9 @@ class Struck:
         for key in self.source.sample(names, min(2, len(names))):
             self.write(key)  # nobody has a lease of it
         with store._engine.lock:
-            assert not store._engine.admission.changing
-            store._engine.admission.directory.check()
-            for place in store._engine.admission.places:
+            assert not store._engine.state.changing
+            store._engine.state.directory.check()
+            for place in store._engine.state.pools:
                 place.check()
 
     def _last_commits(self) -> list[Contents]:
@@ -237,8 +237,8 @@ def test_real_signals(tmp_path: Path, count: int, tally: Tally) -> None:
             world.reopen(where)
     world.commit("")
     world.reopen("at the end")
-    print(f"{world.struck} strikes, {world.condemned} condemned; by file: {world.where.most_common(12)}")
-    assert world.condemned <= 0.02 * world.struck
+    print(f"{world.struck} strikes, {world.marked} condemned; by file: {world.where.most_common(12)}")
+    assert world.marked <= 0.02 * world.struck
     world.store.close()
 
 
@@ -282,7 +282,7 @@ def test_every_line(tmp_path: Path, what: str, count: int, tally: Tally) -> None
         if where is not None:
             tally.count("a line", 1)
             world.after(f"line {number} of {what}, {where}", before)
-    print(f"{what}: {world.struck} of {most} lines struck, {world.condemned} condemned")
+    print(f"{what}: {world.struck} of {most} lines struck, {world.marked} condemned")
     world.commit("")
     world.reopen("at the end")
     world.store.close()
@@ -372,7 +372,7 @@ def test_a_traceback_keeps_no_lease(tmp_path: Path, call: str, monkeypatch: pyte
                 del strike
             store._engine.look()
             with store._engine.lock:
-                leased += any(entry.leased for entry in store._engine.admission.directory.entries())
+                leased += any(entry.leased for entry in store._engine.state.directory.entries())
             if call == "put":
                 store.put("a", torch.zeros(10))
             elif call == "write lease":
@@ -425,7 +425,7 @@ def test_a_recount_notices_a_misused_lease(tmp_path: Path) -> None:
         store.commit()
         with pytest.raises(MisuseError, match="READ lease"), store.lease("a") as tensor:  # noqa: PT012 - at its end
             tensor.fill_(7)
-            store._engine.admission.changing = True  # as another call leaves it that is struck within a change
+            store._engine.state.changing = True  # as another call leaves it that is struck within a change
         assert store.get("a").eq(1).all()
 
 
@@ -447,4 +447,4 @@ def test_a_struck_trace_and_timeline_end(tmp_path: Path) -> None:
         with store.timeline() as timeline:
             store.get("a")
         assert timeline.leases
-        assert not [record for record in store._engine.admission.records if record.wanted() is not None]
+        assert not [record for record in store._engine.state.records if record.wanted() is not None]

@@ -304,8 +304,8 @@ class Run:
         """What holds at any time."""
         engine = self.store._engine
         with engine.lock:
-            engine.admission.directory.check()
-            for place in engine.admission.places:
+            engine.state.directory.check()
+            for place in engine.state.pools:
                 place.check()
 
     def quiet(self) -> None:
@@ -317,17 +317,17 @@ class Run:
         self.check()
         engine = self.store._engine
         with engine.lock:
-            engine.admission.bury()
-            assert not engine.admission.requests or all("prefetch" in str(r) for r in engine.admission.requests)
-            assert not engine.admission.unsaved
-            assert not list(engine.admission.claims)
-            assert not engine.admission.records
-            for place in engine.admission.places:
-                assert not place.orphans
+            engine.state.reap()
+            assert not engine.requests.waiting or all("prefetch" in str(r) for r in engine.requests.waiting)
+            assert not engine.state.unsaved
+            assert not list(engine.state.claims)
+            assert not engine.state.records
+            for place in engine.state.pools:
+                assert not place.aliased_evicted
                 assert not place.holders()
                 assert place.used == sum(copy.slot.nbytes for copy in place.copies.values()), f"a slot of {place.tier.name}"
             for memory in self.store._parts.memories:
-                place = engine.admission.places[self.store._parts.memories.index(memory)]
+                place = engine.state.pools[self.store._parts.memories.index(memory)]
                 assert memory.used == place.used  # type: ignore[attr-defined]
 
     def verify(self, store: TieredStore) -> None:

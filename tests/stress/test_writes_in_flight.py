@@ -72,7 +72,7 @@ class Interleaving:
 
     def on_its_way(self, key: str) -> bool:
         with self.store._engine.lock:
-            entry = self.store._engine.admission.directory.find(key)
+            entry = self.store._engine.state.directory.find(key)
             return entry is not None and any(copy is not None and copy.state is State.WRITEBACK for copy in entry.copies)
 
     def attempt(self, work: Callable[[], object], meanwhile: Callable[[], bool] = lambda: True) -> None:

@@ -19,7 +19,7 @@ from tests.zero.harness import equal
 from tests.zero.models import Tied
 from tests.zero.striking import KINDS, Result, Struck, StruckError, Trainer, described, outcome, shuffled, struck_at
 from tiered import InterruptedStep, MisuseError, TieredStore, zero
-from tiered.zero.paging.unit import placement_of
+from tiered.zero.paging.pager import placement_of
 
 DRAM = "1.25MiB"
 ERRORS = itertools.cycle([Struck, Struck, StruckError])

@@ -12,7 +12,7 @@ from torch import nn
 from tests.zero.ranks import PATIENCE, on_ranks
 from tiered import CapacityError, RankError, zero
 from tiered.zero.collectives import TAG, Ranks
-from tiered.zero.paging.unit import placement_of
+from tiered.zero.paging.pager import placement_of
 
 TIMEOUT = 2 * PATIENCE
 """Of the process group: ranks that wait for so long are killed before, and their test fails."""
@@ -20,7 +20,7 @@ TIMEOUT = 2 * PATIENCE
 
 def told(rank: int, folder: Path, what: str, of: list[torch.Tensor]) -> str:
     with pytest.raises(RankError) as raised:
-        Ranks.of(None).shared(of[rank], what)
+        Ranks.of(None).all_gather(of[rank], what)
     return str(raised.value)
 
 

@@ -147,7 +147,7 @@ def steps_apart(rank: int, folder: Path) -> Any:
         model(torch.ones(4, 64)).square().mean().backward()
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(Unit, "settle", full)
+                patch.setattr(Unit, "apply_update", full)
             with pytest.raises(TieredError) as raised:
                 optimizer.step()
         optimizer.zero_grad()

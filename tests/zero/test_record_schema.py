@@ -328,7 +328,7 @@ class TwoRanks:
     def __init__(self, data: bytes, length: int | None = None) -> None:
         self._data, self._length = data, len(data) if length is None else length
 
-    def shared(self, mine: torch.Tensor, what: str) -> torch.Tensor:
+    def all_gather(self, mine: torch.Tensor, what: str) -> torch.Tensor:
         if mine.dtype is torch.int64:
             return torch.stack([mine, torch.tensor([self._length])])
         other = torch.zeros_like(mine)

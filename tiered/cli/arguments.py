@@ -1,14 +1,13 @@
-"""What torchrun tells the processes that it starts, in their environment.
-
-What options are made of: conversions that name what is wrong, and those that several commands share.
-"""
+"""Command-line arguments: the parser and its error messages, the converters of option values, and the options that several
+commands share. Also the environment that torchrun gives to the processes that it starts."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,13 +15,19 @@ from tiered.errors import MisuseError
 from tiered.types import parse_size
 
 if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    Commands = argparse._SubParsersAction[Any]
 
 __all__ = [
     "BACKENDS",
+    "Formatter",
     "Launched",
     "Parser",
+    "add_backend",
+    "add_generation",
     "add_json",
+    "add_paths",
+    "add_scratch_folder",
+    "add_store",
     "command",
     "count",
     "counts",
@@ -37,10 +42,12 @@ __all__ = [
     "sizes",
 ]
 
+
 @dataclass(frozen=True)
 class Launched:
-    """``here``: ranks on this node, of which this is number ``local``; ``may_restart``: how often torchrun starts all of them
-    again, when one fails."""
+    """This process among the ranks that torchrun started: ``rank`` of ``ranks``, and ``local`` of the ``here`` on this node.
+
+    torchrun has started the ranks again ``restarts`` times after a failure, and does so at most ``may_restart`` times."""
 
     rank: int = 0
     ranks: int = 1
@@ -51,7 +58,7 @@ class Launched:
 
     @property
     def command(self) -> list[str]:
-        """What comes before the arguments of ``tiered``, to start as many again."""
+        """The words before the arguments of ``tiered`` in a command that starts as many ranks."""
         if self.ranks == 1:
             return ["tiered"]
         nodes = ["--nnodes", str(self.ranks // self.here)] if self.here < self.ranks else []
@@ -59,7 +66,7 @@ class Launched:
 
 
 def launched() -> Launched:
-    """One rank where torchrun did not start this process."""
+    """Read torchrun's environment variables; a process without them is the only rank."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Launched()
     names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
@@ -69,26 +76,77 @@ def launched() -> Launched:
 
 BACKENDS = ("auto", "libaio", "aiofiles", "posix")
 LARGEST_COUNT = (1 << 63) - 1
+KEYWORD = re.compile(r"(?<![\w/'\"=.-])(?P<name>[a-z_]+)=(?:(?P<quote>['\"]?)(?P<value>[\w.-]+)(?P=quote))?(?=$|[\s,;:)])")
+"""A keyword argument in a message, with a value or without."""
 
 
 class Parser(argparse.ArgumentParser):
-    """All ranks have the same command line: the first says what is wrong with it."""
+    """A parser whose errors are one line, whose options cannot be abbreviated, and which suggests what may have been meant."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **{"allow_abbrev": False, **keywords})
 
     def error(self, message: str) -> NoReturn:
+        """Exit with code 2. Of several ranks, which all have the same command line, the first one prints."""
         if launched().rank > 0:
             self.exit(2)
-        super().error(message)
+        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')} (help: {self.prog} --help)\n")
+
+    def refuse_unknown(self, words: Iterable[str]) -> None:
+        """Exit with an error where the command line has ``words`` that are no arguments of this parser."""
+        for word in words:
+            if word.startswith("-") and word != "-":
+                name = word.partition("=")[0]
+                self.error(f"unknown option {name}{_meant(name, self._option_string_actions)}")
+            self.error(f"unexpected argument {word!r}")
+
+    def in_options(self, message: str) -> str:
+        """Write the keyword arguments in a message of the library as options of this parser: ``existing='overwrite'`` is
+        ``--existing overwrite``. A keyword without an option stays as it is."""
+
+        def option(match: re.Match[str]) -> str:
+            name = "--" + match["name"].replace("_", "-")
+            if name not in self._option_string_actions:
+                return match[0]
+            return f"{name} {match['value']}" if match["value"] else name
+
+        return KEYWORD.sub(option, message)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        known = list(map(str, action.choices))
+        if isinstance(action, argparse._SubParsersAction):
+            what = _meant(str(value), known) or f"; the commands are {', '.join(known)}"
+            raise argparse.ArgumentError(None, f"unknown command {str(value)!r}{what}")
+        raise argparse.ArgumentError(action, f"{str(value)!r} is none of {', '.join(known)}{_meant(str(value), known)}")
+
+
+def _meant(given: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(given, known, n=1)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Formats help. argparse forgets the indentation of commands when it chooses the column of their descriptions."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        if isinstance(action, argparse._SubParsersAction):
+            self._action_max_length += self._indent_increment
 
 
 def command(commands: Commands, name: str, summary: str, description: str, examples: str) -> argparse.ArgumentParser:
-    """A parser for the command ``name``, with text that stays as it is written."""
-    return commands.add_parser(
+    """Add the parser of the command ``name``; ``description`` and ``examples`` are printed with the line breaks they have."""
+    parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
         description=description,
         epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Formatter,
     )
+    parser.set_defaults(parser=parser)
+    return parser
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -98,71 +156,105 @@ def add_json(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         nargs="?",
         const="-",
-        help="write it as JSON: to FILE, beside what is printed, or to stdout instead of it when FILE is left out or '-'",
+        help="write the results as JSON: to FILE and print them too, or to stdout alone where FILE is left out or '-'",
+    )
+
+
+def add_store(parser: argparse.ArgumentParser, what: str = "the store's folder") -> None:
+    """``STORE``, and ``--paths`` for a store on several drives."""
+    parser.add_argument("folder", metavar="STORE", help=what)
+    add_paths(parser)
+
+
+def add_paths(parser: argparse.ArgumentParser) -> None:
+    """``--paths FOLDER ...``."""
+    parser.add_argument(
+        "--paths", metavar="FOLDER", nargs="+", help="folders of the store's data files, for a store on several drives"
+    )
+
+
+def add_generation(parser: argparse.ArgumentParser, what: str) -> None:
+    """``--generation N``."""
+    parser.add_argument("--generation", metavar="N", type=count, help=what)
+
+
+def add_backend(parser: argparse._ActionsContainer, default: str | None = "auto") -> None:
+    """``--backend NAME``."""
+    parser.add_argument("--backend", choices=BACKENDS, default=default, help="how to do file I/O (default: auto)")
+
+
+def add_scratch_folder(parser: argparse.ArgumentParser) -> None:
+    """``--dir FOLDER`` of the commands that measure."""
+    parser.add_argument(
+        "--dir", metavar="FOLDER", dest="folder", default=".", help="a folder on the drive to measure (default: this one)"
     )
 
 
 def count(text: str) -> int:
+    """Convert a whole number from 1 on."""
     value: int = _parsed(int, text, "a whole number from 1 on", lambda v: 1 <= v <= LARGEST_COUNT)
     return value
 
 
 def positive(text: str) -> float:
+    """Convert a number above 0."""
     value: float = _parsed(float, text, "a number above 0", lambda v: 0 < v < float("inf"))
     return value
 
 
 def fraction(text: str) -> float:
+    """Convert a number from 0 on."""
     value: float = _parsed(float, text, "a number from 0 on", lambda v: 0 <= v < float("inf"))
     return value
 
 
 def seed(text: str) -> int:
+    """Convert a seed of random numbers."""
     value: int = _parsed(int, text, "a whole number from 0 to 2**63 - 1", lambda v: 0 <= v <= LARGEST_COUNT)
     return value
 
 
 def size(text: str) -> int:
-    """Bytes; more than none, and as many as an address can count."""
+    """Bytes: at least 1, and no more than a signed 64-bit offset can count."""
     try:
         nbytes = parse_size(text)
     except MisuseError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if not 1 <= nbytes <= LARGEST_COUNT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size that can be; write one like '256MiB'")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a possible size; write one like '256MiB'")
     return nbytes
 
 
 def size_or_none(text: str) -> int:
-    """``size``, or 0."""
+    """``size``, or 0 for none."""
     return 0 if text == "0" else size(text)
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Sizes with commas between them: each once, the smallest first."""
+    """Convert sizes that commas separate: ascending, without duplicates."""
     return tuple(sorted({size(part) for part in text.split(",")}))
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Numbers with commas between them: each once, the smallest first."""
+    """Convert numbers that commas separate: ascending, without duplicates."""
     return tuple(sorted({count(part) for part in text.split(",")}))
 
 
 def names(*known: str) -> Callable[[str], tuple[str, ...]]:
-    """What converts some of ``known`` with commas between them: each once, as given."""
+    """Make a converter of names out of ``known`` that commas separate: in the given order, without duplicates."""
 
     def some(text: str) -> tuple[str, ...]:
         given = text.split(",")
         for name in given:
             if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}{_meant(name, known)}")
         return tuple(dict.fromkeys(given))
 
     return some
 
 
 def seconds(text: str) -> float:
-    """Of "90", "90s", "2min" or "1h"."""
+    """Convert "90", "90s", "2min" or "1h" to seconds."""
     found = re.fullmatch(r"(.*?)\s*(s|min|h|)", text, re.DOTALL)
     assert found is not None, "the last group may be empty"
     try:

@@ -1,11 +1,11 @@
-"""``tiered info``: its options. What it asks is in ``machine.py``, what it prints in ``facts.py``."""
+"""``tiered info``: the parser. What the command finds and prints is in ``machine.py``, which imports torch."""
 
 from __future__ import annotations
 
 import argparse
 from typing import TYPE_CHECKING
 
-from tiered.cli.arguments import add_json, command
+from tiered.cli.arguments import add_json, add_scratch_folder, command
 
 if TYPE_CHECKING:
     from tiered.cli.arguments import Commands
@@ -13,24 +13,24 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 DESCRIPTION = """\
-What this machine offers a store: versions, I/O backends, devices, the filesystem of a folder, huge pages,
-limits; and how fast the drive, memory and devices are, measured in a few seconds through a store of its
-own in that folder, which is removed afterwards.
+Describe what this machine offers a store: versions, I/O backends, devices, the filesystem of a folder, huge pages and
+limits. Then measure for a few seconds how fast the drive, the memory and the devices are. The drive is measured
+through a scratch store in that folder, which is removed afterwards.
 """
 
 EXAMPLES = """\
 examples:
-  tiered info                               of the current folder's drive
+  tiered info                               the drive of the current folder
   tiered info --dir /mnt/nvme
-  tiered info --no-measure --json           at once, nothing but questions
+  tiered info --no-measure --json           prints at once
 """
 
 
 def add_parser(commands: Commands) -> None:
     """Add ``info`` to the commands."""
-    parser = command(commands, "info", "what this machine and its drive offer", DESCRIPTION, EXAMPLES)
-    parser.add_argument("--dir", metavar="DIR", dest="folder", default=".", help="a folder on the drive (default: this one)")
-    parser.add_argument("--no-measure", dest="measure", action="store_false", help="do not measure rates")
+    parser = command(commands, "info", "describe this machine and measure its drive", DESCRIPTION, EXAMPLES)
+    add_scratch_folder(parser)
+    parser.add_argument("--no-measure", dest="measure", action="store_false", help="measure no rates")
     add_json(parser)
     parser.set_defaults(run=_run)
 

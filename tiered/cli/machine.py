@@ -1,7 +1,5 @@
-"""What this machine and a folder's filesystem offer. Everything is asked softly: what cannot be known is None or says why.
-
-What ``tiered info`` finds, and how it tells.
-"""
+"""``tiered info``: describe this machine and the filesystem of a folder, and measure rates. A question without an answer is
+None in the report, or has the reason."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ import torch
 from tiered import MisuseError, TieredError
 from tiered.cli.arguments import BACKENDS
 from tiered.cli.measure import DATA_FILE, bytes_of, environment, measure, scratch_store
-from tiered.cli.output import bandwidth, refuse_unwritable, write_report
+from tiered.cli.output import counted, rate, refuse_unwritable, write_report
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.store.opening import SMALLEST_DRAM, default_dram
 from tiered.system import cgroup_room, direct_io_alignment
@@ -36,11 +34,11 @@ __all__ = ["backends", "cuda", "filesystem", "huge_pages", "info", "limits", "st
 
 IN_MEMORY = ("tmpfs", "ramfs")
 SMALLEST_ALIGNMENT = 4096
-"""The store aligns to this or to what the drive wants, whichever is more."""
+"""Least alignment of the store; a drive may need more."""
 
 
 def backends() -> dict[str, str | None]:
-    """Each with None where it works, or why it does not."""
+    """Return each I/O backend with the reason why it does not work here, None where it works."""
     found: dict[str, str | None] = {}
     for name, module in (("libaio", "libaio"), ("aiofiles", "aiofile"), ("posix", "posix")):
         if importlib.util.find_spec(f"tiered.io.{module}") is not None:
@@ -55,13 +53,13 @@ def _unavailable(module: str) -> str | None:
             reason: str | None = probe()
             return reason
         import_module(f"tiered.io.{module}")
-    except Exception as error:  # whatever it is that is wrong there, it is why this one is not available
+    except Exception as error:  # any error is a reason why the backend does not work
         return " ".join(str(error).split()) or type(error).__name__
     return None
 
 
 def cuda() -> dict[str, Any]:
-    """``devices``, and ``why_none`` where there are none."""
+    """Describe the CUDA devices; ``why_none`` says why there are none."""
     import torch
 
     if torch.version.cuda is None:
@@ -77,10 +75,11 @@ def cuda() -> dict[str, Any]:
 
 
 def filesystem(folder: str) -> dict[str, Any]:
-    """Of the existing ``folder``. ``why_not`` says why nothing could be tried there. Raises MisuseError."""
+    """Describe the filesystem of ``folder``, which must exist; ``why_not`` says why no file could be made there. Raises
+    MisuseError."""
     if not os.path.isdir(folder):
         what = "is not a folder" if os.path.lexists(folder) else "does not exist"
-        raise MisuseError(f"{folder} {what}; name one that is there with --dir")
+        raise MisuseError(f"{folder} {what}; name an existing one with --dir")
     found = os.statvfs(folder)
     kind, source = _mount(os.path.realpath(folder))
     facts: dict[str, Any] = {
@@ -114,7 +113,7 @@ def filesystem(folder: str) -> dict[str, Any]:
 
 
 def store_facts(folder: str, backend: BackendName) -> dict[str, Any]:
-    """How a store in ``folder`` would do its I/O; makes a scratch one to see. Raises MisuseError."""
+    """Describe how a store in ``folder`` does its I/O, by making a scratch store. Raises MisuseError."""
     with scratch_store(folder, dram=SMALLEST_DRAM, backend=backend) as store:
         seen = store.statistics()
     kind = _mount(os.path.realpath(folder))[0]
@@ -122,7 +121,7 @@ def store_facts(folder: str, backend: BackendName) -> dict[str, Any]:
 
 
 def _mount(path: str) -> tuple[str | None, str | None]:
-    """Type and source of the filesystem that ``path`` is on, as proc(5) gives them; the last mount on a point covers others."""
+    """Return type and source of the filesystem of ``path`` (see proc(5)). A later mount covers earlier ones."""
     best, kind, source = "", None, None
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
@@ -138,7 +137,7 @@ def _mount(path: str) -> tuple[str | None, str | None]:
 
 
 def huge_pages() -> dict[str, Any]:
-    """``pool``: whether memory that the DRAM tier maps is really backed by huge pages, as smaps shows after a touch."""
+    """Describe huge pages. ``pool``: whether touched memory of the DRAM tier has huge pages, by /proc/self/smaps."""
     setting = _read("/sys/kernel/mm/transparent_hugepage/enabled")
     chosen = re.search(r"\[(\w+)\]", setting or "")
     meminfo = dict(re.findall(r"^(HugePages_\w+|Hugepagesize):\s+(\d+)", _read("/proc/meminfo") or "", re.MULTILINE))
@@ -172,7 +171,7 @@ def _pool_gets_them() -> bool | None:
 
 
 def limits() -> dict[str, int | None]:
-    """Bytes and numbers; None is no limit, or not known."""
+    """Return the limits of this process; None is no limit, or not known."""
     room = cgroup_room()
     return {
         "memlock_bytes": _soft(resource.RLIMIT_MEMLOCK),
@@ -205,15 +204,15 @@ def _number(path: str) -> int | None:
 
 
 POOLS = (16 << 20, 256 << 20)
-"""A small scratch store says whether the drive is quick enough to measure with a large one in the same second."""
+"""Memory of the scratch stores. A run with the small one shows whether the drive is fast enough for the large one."""
 PATIENCE = 1.0
-"""Seconds that the small one may take for that."""
+"""Most seconds of the small run before the large one is left out."""
 COPIED = 128 << 20
 """Bytes of one copy in memory, or over a device's link."""
 
 
 def info(folder: str, what: Literal["rates", "none"], json: str | None) -> int:
-    """Print what there is; returns the exit code."""
+    """Print the description, and the ``rates`` where ``what`` asks for them; returns the exit code."""
     refuse_unwritable(json)
     report: dict[str, Any] = environment()
     memory = psutil.virtual_memory()
@@ -242,11 +241,8 @@ def info(folder: str, what: Literal["rates", "none"], json: str | None) -> int:
     return 0
 
 
-# Measuring
-
-
 def _rates(report: dict[str, Any], stop: StopRequest) -> dict[str, Any]:
-    """Bytes per second; None where it could not be measured, and ``why_no_disk``."""
+    """Measure rates in bytes per second; None where impossible, and ``why_no_disk``."""
     read, write, why = None, None, _why_no_disk(report["filesystem"])
     if why is None:
         try:
@@ -276,7 +272,7 @@ def _why_no_disk(disk: dict[str, Any]) -> str | None:
 
 
 def _disk(folder: str, memory: int, stop: StopRequest) -> tuple[float | None, float | None, str | None]:
-    """Read and write bytes per second through a scratch store, and why not."""
+    """Measure reading and writing through a scratch store; the third value says why that was impossible."""
     found = None
     for pool in POOLS:
         if found is not None and pool > memory:
@@ -291,12 +287,12 @@ def _disk(folder: str, memory: int, stop: StopRequest) -> tuple[float | None, fl
         if time.monotonic() - began > PATIENCE:
             break
     if found is None:
-        return None, None, "the filesystem has no room for it: make some, or name another folder with --dir"
+        return None, None, "the filesystem has no room for the measurement: free some, or name another folder with --dir"
     return found.read, found.write, None
 
 
 def _copies(copy: Callable[[], object], stop: StopRequest) -> float:
-    """Bytes of the contents per second, median of some copies after a first one that touches the pages."""
+    """Measure copies in bytes per second: the median of five, after a first one that touches the pages."""
     copy()
     seconds = []
     for _ in range(5):
@@ -308,7 +304,7 @@ def _copies(copy: Callable[[], object], stop: StopRequest) -> float:
 
 
 def _device(index: int) -> dict[str, float | None]:
-    """Both directions of the link to a device, from and to pinned memory; None where the device has no room for it."""
+    """Measure both directions between pinned memory and a device; None where the device has no room for it."""
     rates: dict[str, float | None] = {"to_device": None, "from_device": None}
     try:
         host = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
@@ -327,11 +323,8 @@ def _device(index: int) -> dict[str, float | None]:
     return rates
 
 
-# Telling
-
-
 def describe(report: dict[str, Any]) -> str:
-    """Several lines, all but the rates."""
+    """Format everything but the rates in several lines."""
     commit = f" (commit {report['commit']})" if report["commit"] else ""
     lines = [
         f"versions    tiered {report['tiered']}{commit}, torch {report['torch']}, Python {report['python']}, "
@@ -340,7 +333,7 @@ def describe(report: dict[str, Any]) -> str:
         f"{format_size(report['memory_available_bytes'])} available",
     ]
     for label, backend in zip(_label("backends"), report["backends"], strict=False):
-        works = "works" if backend["name"] in BACKENDS else "works; no option chooses it yet"
+        works = "works" if backend["name"] in BACKENDS else "works, but no option selects it"
         lines.append(f"{label}{backend['name']}: {backend['unavailable'] or works}")
     for label, device in zip(_label("CUDA"), report["cuda"]["devices"], strict=False):
         lines.append(f"{label}cuda:{device['index']}: {device['name']}, {format_size(device['memory_bytes'])}")
@@ -350,7 +343,7 @@ def describe(report: dict[str, Any]) -> str:
 
 
 def _label(name: str) -> list[str]:
-    """For a first line and those after it."""
+    """Return the label of a first line, and the indentation of the lines after it."""
     return [name.ljust(12)] + [" " * 12] * 64
 
 
@@ -359,14 +352,14 @@ def _filesystem(disk: dict[str, Any]) -> list[str]:
     if disk["why_not"]:
         direct = disk["why_not"]
     elif disk["in_memory"]:
-        direct = "this is memory, not a drive: what is measured here says nothing about one"
+        direct = "this is memory, not a drive: rates measured here say nothing about a drive"
     elif disk["o_direct"]:
         direct = f"O_DIRECT, alignment {disk['alignment']}"
     else:
-        direct = "no O_DIRECT: I/O goes through the page cache, slower and with memory that is not in the budget"
+        direct = "no O_DIRECT: I/O goes through the page cache, which is slower and takes memory beside --dram"
     space = f"{format_size(disk['free_bytes'])} free of {format_size(disk['total_bytes'])}"
     if not disk["total_bytes"]:
-        space = "it does not say how much is free"
+        space = "the filesystem does not say how much is free"
     return [
         f"filesystem  {disk['folder']}: {what}",
         f"            {direct}",
@@ -375,7 +368,7 @@ def _filesystem(disk: dict[str, Any]) -> list[str]:
 
 
 def _pages(pages: dict[str, Any]) -> list[str]:
-    pool = {True: "the pool gets them", False: "the pool does not get them, which slows the drive down", None: "not known"}
+    pool = {True: "the store gets them", False: "the store does not get them, which makes I/O slower", None: "not known"}
     size = f" of {format_size(pages['page_bytes'])}" if pages["page_bytes"] else ""
     return [
         f"huge pages  transparent: {pages['transparent'] or 'not in this kernel'}; {pool[pages['pool']]}; "
@@ -398,22 +391,19 @@ def _limits(report: dict[str, Any]) -> list[str]:
     return [
         f"limits      locked memory {size('memlock_bytes')}; open files {files}; address space {size('address_space_bytes')}",
         f"            {cgroup}; fs.aio {aio}",
-        f"budget      {format_size(report['default_dram_bytes'])} of DRAM, unless a store is opened with another",
+        f"budget      {format_size(report['default_dram_bytes'])} of host memory for a store that is opened without dram=",
     ]
 
 
 def describe_rates(rates: dict[str, Any]) -> str:
-    """Several lines."""
+    """Format the rates in several lines."""
     if rates["why_no_disk"]:
         lines = [f"rates       disk not measured: {rates['why_no_disk']}"]
     else:
-        lines = [
-            f"rates       disk through a store: read {bandwidth(rates['disk_read'])}, "
-            f"write {bandwidth(rates['disk_write'])} GB/s"
-        ]
-    lines.append(f"            memory copy: {bandwidth(rates['memory_copy'])} GB/s on {rates['memory_threads']} threads")
+        lines = [f"rates       disk through a store: read {rate(rates['disk_read'])}, write {rate(rates['disk_write'])}"]
+    lines.append(f"            memory copy: {rate(rates['memory_copy'])} on {counted(rates['memory_threads'], 'thread')}")
     for link in rates["devices"]:
         ways = (("to it", link["to_device"]), ("from it", link["from_device"]))
-        told = ", ".join(f"{way} {'not measured' if rate is None else bandwidth(rate) + ' GB/s'}" for way, rate in ways)
+        told = ", ".join(f"{way} {'not measured' if found is None else rate(found)}" for way, found in ways)
         lines.append(f"            cuda:{link['index']}: {told}")
     return "\n".join(lines)

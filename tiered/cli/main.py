@@ -1,12 +1,11 @@
-"""The ``tiered`` command. Thin: commands parse, call what the library offers, and print.
+"""The ``tiered`` command: build the parser, run the chosen command, and turn its exceptions into messages and exit codes.
 
-Exit codes: 0 success, 1 failure, 2 bad usage, 130 and 143 when stopped by Ctrl-C and SIGTERM. What goes wrong is one line on
-stderr that names the thing and the mend.
+Exit codes: 0 success, 1 failure, 2 bad usage, 130 and 143 after Ctrl-C and SIGTERM. A failure is one line on stderr that says
+what is wrong and what to do about it.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import signal
@@ -17,18 +16,21 @@ from types import FrameType
 from typing import TextIO
 
 from tiered import __version__
-from tiered.cli import info
-from tiered.cli.arguments import Parser, launched
+from tiered.cli import completion, info
+from tiered.cli.arguments import Formatter, Parser, launched
 from tiered.cli.bench import command as bench
 from tiered.cli.stores import export, import_, ls, verify
 from tiered.cli.train import command as train
 from tiered.errors import TieredError, shown
 
-__all__ = ["main", "run"]
+__all__ = ["build_parser", "main", "run"]
 
 LONGEST = 4000
-"""Characters of an error."""
-EXAMPLE = """\
+"""Most characters of an error."""
+DESCRIPTION = """\
+Keep PyTorch tensors in device memory, host memory and on NVMe, and train models that are larger than memory.
+"""
+EXAMPLES = """\
 examples:
   tiered info --dir /mnt/nvme
   tiered bench io --dir /mnt/nvme
@@ -36,16 +38,18 @@ examples:
   tiered ls my-store
   tiered verify my-store
   tiered export my-store --out model
+  source <(tiered completion bash)
 
 Each command has its own help: tiered train --help
 """
 
 
 def run() -> None:
-    """The console script. Ctrl-C counts from the first moment, and a stopped run does not wait for torch to be taken down."""
+    """Run the console script. Ctrl-C works from the start, and a stopped process ends without waiting for torch's cleanup."""
     before = signal.signal(signal.SIGINT, _stop_early)
-    # torch's idle threads would spin for milliseconds after each operation, on the core that a store's own thread could use;
-    # asleep at once, they come late to the next one. It is read when torch is imported; GNU's OpenMP knows both.
+    # Idle threads of OpenMP spin for milliseconds after each operation, on the core that the store's own thread needs. Threads
+    # that sleep at once wake up late for the next operation. torch reads these variables when it is imported; GNU's OpenMP
+    # knows both.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
@@ -60,45 +64,59 @@ def run() -> None:
 
 
 def _print_any_name(stream: TextIO) -> None:
-    """Names of files may hold bytes that are no text in the terminal's encoding, and names of tensors any character: shown
-    escaped, as stderr does, not fatal. (In the C locale Python's own way is "surrogateescape", which fails for é.)"""
+    """Escape characters that the encoding of ``stream`` lacks, as stderr does, because names of files and tensors may have any.
+
+    (In the C locale Python's default is "surrogateescape", which fails for é.)"""
     if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
         stream.reconfigure(errors="backslashreplace")
 
 
 def _stop_early(signum: int, frame: FrameType | None) -> None:
-    """While torch is imported, which swallows KeyboardInterrupt here and there; nothing has begun that could be lost."""
+    """End the process before a command has begun: the import of torch would swallow a KeyboardInterrupt."""
     if launched().rank == 0:
         os.write(2, b"tiered: stopped before anything began\n")
     os._exit(128 + signum)
 
 
+def build_parser() -> Parser:
+    """Build the parser of all commands."""
+    parser = Parser(
+        prog="tiered",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=Formatter,
+    )
+    parser.add_argument("--version", action="version", version=f"tiered {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    for module in info, bench, train, ls, verify, export, import_:
+        module.add_parser(commands)
+    completion.add_parser(commands, parser)
+    return parser
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments`` (default: the process's own); returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = Parser(
-        prog="tiered",
-        description="Keeps tensors on device, host memory and NVMe, and brings them where they are needed in time.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"tiered {__version__}")
-    commands = parser.add_subparsers(metavar="command", dest="command", required=True)
-    for module in info, bench, train, ls, verify, export, import_:
-        module.add_parser(commands)
-    mend = "lower --dram"
+    parser = build_parser()
+    mend, chosen = "lower --dram", parser
     try:
-        options = parser.parse_args(given)
+        options, unknown = parser.parse_known_args(given)
+        chosen = getattr(options, "parser", parser)
+        if unknown:
+            chosen.refuse_unknown(unknown)
+        if "run" not in options:  # no command, or a group of commands
+            chosen.print_help()
+            return 0
         mend = getattr(options, "memory_mend", mend)
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             code: int = options.run(options, given)
         sys.stdout.flush()
-    except SystemExit as exit_:  # argparse has printed its help (0) or what is wrong (2)
+    except SystemExit as exit_:  # argparse has printed help (0) or an error (2)
         return exit_.code if isinstance(exit_.code, int) else 2
     except TieredError as error:
-        return _fail(str(error))
-    except BrokenPipeError:  # what reads our output has left; nobody is there to be told
+        return _fail(chosen.in_options(str(error)))
+    except BrokenPipeError:  # the reader of stdout has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
@@ -132,5 +150,5 @@ def _show_warning(
 
 
 def _one_line(message: str) -> str:
-    """It may hold names that are in a file."""
+    """Join lines and escape control characters, because messages quote names from files."""
     return shown(" ".join(message.split()), LONGEST)

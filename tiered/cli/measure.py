@@ -1,12 +1,11 @@
-"""What measuring takes: a store of its own that leaves nothing behind, counters, and numbers that say how much they scatter.
-
-How fast the store's disk reads, and writes, when it does nothing else: the measure for how much waiting was avoided.
-"""
+"""Tools of every measurement: scratch stores that leave nothing behind, counters of time, bytes and memory, medians with their
+spread, a description of the machine, and the rates of a store's disk when it does nothing else."""
 
 from __future__ import annotations
 
 import os
 import platform
+import resource
 import shutil
 import statistics
 import subprocess
@@ -38,6 +37,7 @@ __all__ = [
     "environment",
     "free_on",
     "measure",
+    "peak_memory",
     "percentile",
     "quantiles",
     "scratch_folder",
@@ -52,7 +52,7 @@ REPEATED = 4 << 20
 
 @contextmanager
 def scratch_folder(parent: str) -> Iterator[str]:
-    """A new folder in ``parent`` that nobody else has; it is removed with what is in it. Raises MisuseError."""
+    """Make a new folder in ``parent``, and remove it with its contents at the end. Raises MisuseError."""
     if not os.path.isdir(parent):
         what = "is not a folder" if os.path.lexists(parent) else "does not exist"
         raise MisuseError(f"{parent} {what}; name one on the drive to measure with --dir")
@@ -69,15 +69,13 @@ def scratch_folder(parent: str) -> Iterator[str]:
 
 
 @contextmanager
-def scratch_store(
-    parent: str, *, dram: int, backend: BackendName = "auto"
-) -> Iterator[TieredStore]:
-    """A store in a new folder in ``parent``, removed afterwards.
+def scratch_store(parent: str, *, dram: int, backend: BackendName = "auto") -> Iterator[TieredStore]:
+    """Open a store in a new folder in ``parent``, and remove both at the end.
 
-    Its data file loses its name as soon as it is open: the system takes the space back even if this process is killed.
+    The data file is unlinked as soon as it is open, so the system frees its space even if this process is killed.
     """
     with scratch_folder(parent) as folder:
-        with warnings.catch_warnings():  # that there is no O_DIRECT stands in what is printed
+        with warnings.catch_warnings():  # the report says whether there is O_DIRECT
             warnings.simplefilter("ignore")
             store = TieredStore.open(folder, dram=dram, backend=backend, keep=1)
         with closing(store):
@@ -88,23 +86,24 @@ def scratch_store(
 
 
 def free_on(folder: str) -> int:
-    """Bytes that the filesystem of ``folder`` gives us; as many as can be where it does not count (ramfs)."""
+    """Return the free bytes of the filesystem of ``folder``; sys.maxsize where it does not count them (ramfs)."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
 
 
 def bytes_of(nbytes: int) -> torch.Tensor:
-    """A tensor of ``nbytes`` with random contents, uint8."""
+    """Make a uint8 tensor of ``nbytes`` with random contents."""
     piece = torch.randint(0, 256, (min(nbytes, REPEATED),), dtype=torch.uint8)
     return piece.repeat(-(-nbytes // REPEATED))[:nbytes] if nbytes > REPEATED else piece
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Differences between two readings of a ``Meter``: seconds, and bytes as the store and as the kernel count them.
+    """The differences between two readings of a ``Meter``.
 
-    ``cpu_seconds`` are this process's, in user and system mode; ``kernel_read`` and ``kernel_written`` are what it caused to
-    be moved from and to drives (/proc/self/io), None where the kernel does not tell.
+    ``read`` and ``written`` are bytes between the store and its disk. ``kernel_read`` and ``kernel_written`` are the bytes that
+    this process moved from and to drives (/proc/self/io), None where the kernel does not count them. ``cpu_seconds`` are this
+    process's, in user and system mode. Calls waited ``stalled_for_reads`` and ``stalled_for_room`` seconds for the store.
     """
 
     seconds: float
@@ -113,58 +112,112 @@ class Usage:
     written: int
     kernel_read: int | None
     kernel_written: int | None
+    stalled_for_reads: float = 0.0
+    stalled_for_room: float = 0.0
 
     @property
     def bytes(self) -> int:
+        """The bytes that the store counted, both ways."""
         return self.read + self.written
 
     @property
     def kernel_bytes(self) -> int | None:
+        """The bytes that the kernel counted, both ways."""
         if self.kernel_read is None or self.kernel_written is None:
             return None
         return self.kernel_read + self.kernel_written
 
+    @property
+    def counted_by(self) -> str:
+        """Whose counts ``disk_read`` and ``disk_written`` are: "kernel", or "store" where the kernel has none."""
+        return "store" if self.kernel_bytes is None else "kernel"
+
+    @property
+    def disk_read(self) -> int:
+        """Bytes read from drives, by the kernel's count where it has one."""
+        return self.read if self.kernel_read is None else self.kernel_read
+
+    @property
+    def disk_written(self) -> int:
+        """Bytes written to drives, by the kernel's count where it has one."""
+        return self.written if self.kernel_written is None else self.kernel_written
+
+    @property
+    def stalled(self) -> float:
+        """Seconds that calls waited for the store."""
+        return self.stalled_for_reads + self.stalled_for_room
+
 
 class Meter:
-    """Counters of this process, and of its store's link to the disk where it has one."""
+    """Reads the counters of this process and, where ``store`` is given, of the store and its link to the disk."""
 
     def __init__(self, store: TieredStore | None) -> None:
         self._store, self._process = store, psutil.Process()
         self._before = self._read()
 
     def lap(self) -> Usage:
-        """What was used since the last lap, or since the beginning."""
+        """Return what was used since the last lap, or since this meter was made."""
         before, self._before = self._before, self._read()
-        differences = [b if b is None or a is None else b - a for a, b in zip(before, self._before, strict=True)]
-        seconds, cpu, read, written, kernel_read, kernel_written = differences
-        assert seconds is not None
-        assert cpu is not None
-        whole = [None if n is None else int(n) for n in (kernel_read, kernel_written)]
-        return Usage(seconds, cpu, int(read or 0), int(written or 0), *whole)
+        return before.until(self._before)
 
-    def _read(self) -> tuple[float | None, ...]:
-        moved = (0, 0)
+    def _read(self) -> _Reading:
+        moved, stalled = (0, 0), (0.0, 0.0)
         if self._store is not None:
-            for disk in self._store.statistics().links[-1:]:
+            seen = self._store.statistics()
+            stalled = seen.stalled_for_reads, seen.stalled_for_room
+            for disk in seen.links[-1:]:
                 moved = disk.up.bytes, disk.down.bytes
-        kernel: tuple[int | None, int | None] = (None, None)
+        kernel = None
         try:
             counted = self._process.io_counters()
-            kernel = (counted.read_bytes, counted.write_bytes)
-        except (psutil.Error, AttributeError, OSError):
+            kernel = counted.read_bytes, counted.write_bytes
+        except (psutil.Error, AttributeError, NotImplementedError, OSError):
             pass  # a kernel or container without /proc/self/io
-        return (time.perf_counter(), time.process_time(), *moved, *kernel)
+        return _Reading(time.perf_counter(), time.process_time(), moved, kernel, stalled)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """The totals of a ``Meter`` at one moment; pairs are (read, written), and (for reads, for room)."""
+
+    seconds: float
+    cpu_seconds: float
+    moved: tuple[int, int]
+    kernel: tuple[int, int] | None
+    stalled: tuple[float, float]
+
+    def until(self, later: _Reading) -> Usage:
+        """Return the differences between this reading and a ``later`` one."""
+        read, written = later.moved[0] - self.moved[0], later.moved[1] - self.moved[1]
+        kernel: tuple[int | None, int | None] = (None, None)
+        if self.kernel is not None and later.kernel is not None:
+            kernel = later.kernel[0] - self.kernel[0], later.kernel[1] - self.kernel[1]
+        stalled = later.stalled[0] - self.stalled[0], later.stalled[1] - self.stalled[1]
+        return Usage(later.seconds - self.seconds, later.cpu_seconds - self.cpu_seconds, read, written, *kernel, *stalled)
+
+
+def peak_memory() -> int:
+    """Return the most bytes of memory that this process had at once (VmHWM).
+
+    Not ``getrusage``, whose count begins with the memory of the parent process; it is the fallback without /proc."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        lines = []
+    found = next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), None)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 if found is None else found
 
 
 class Noise:
-    """What others did on this machine since it was made."""
+    """Measures the load of other programs on this machine, from the moment it is made."""
 
     def __init__(self) -> None:
         self._began, self._cpu = psutil.cpu_times(), time.process_time()
         self._children = _children()
 
     def seen(self) -> dict[str, float]:
-        """Shares of the time of all cores: ``others`` were busy, ``steal`` went to other virtual machines."""
+        """Return shares of the time of all cores: used by this program (``own``), by ``others``, by other virtual machines
+        (``steal``)."""
         now = psutil.cpu_times()
         spent = {name: getattr(now, name) - getattr(self._began, name) for name in now._fields}
         # guest time is in user time as well
@@ -183,7 +236,7 @@ def _children() -> float:
 
 @dataclass(frozen=True)
 class Spread:
-    """Of several runs."""
+    """The median and the extremes of several runs."""
 
     median: float
     least: float
@@ -191,9 +244,11 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
+        """Compute the spread of ``values``."""
         return cls(statistics.median(values), min(values), max(values))
 
     def shown(self, factor: float = 1.0, digits: int = 2) -> str:
+        """Format as "median [least - most]", each multiplied by ``factor``."""
         median, least, most = (f"{value * factor:.{digits}f}" for value in (self.median, self.least, self.most))
         return f"{median} [{least} - {most}]"
 
@@ -202,19 +257,19 @@ class Spread:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The nearest rank of values in ascending order: the smallest one that at least ``share`` of them do not exceed."""
+    """Return the nearest-rank percentile of ascending values, the smallest that at least ``share`` of them do not exceed."""
     return ordered[max(0, -(-len(ordered) * round(share * 1000) // 1000) - 1)]
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """What is told of latencies: the median, the tail, and the worst; nothing of none."""
+    """Compute the percentiles that reports show of latencies; empty for no values."""
     ordered = sorted(values)
     shares = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
     return {name: percentile(ordered, share) for name, share in shares.items()} if ordered else {}
 
 
 def environment() -> dict[str, Any]:
-    """What a number needs beside it: versions, the commit where this runs from a checkout, and the machine."""
+    """Describe the circumstances of a measurement: versions, the commit of a checkout, and the machine."""
     return {
         "tiered": tiered.__version__,
         "commit": _commit(),
@@ -227,7 +282,7 @@ def environment() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Of the checkout that this package lies in; None where it is installed, also inside of another project's checkout."""
+    """Return the commit of the checkout that has this package; None for an installed package, also inside another checkout."""
     root = Path(tiered.__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return None
@@ -242,23 +297,29 @@ def _commit() -> str | None:
 
 PIECES = 24
 PIECE_SHARE = 16
-"""A piece is at most one in this many of the pool, so that all of them are half as much again as the pool holds."""
+"""A piece is at most this fraction of the pool, so that all pieces together are one and a half times the pool."""
 LARGEST_PIECE = 16 << 20
 AHEAD = 4
-"""Pieces that are asked for while one is leased."""
+"""Pieces that are prefetched while one is leased."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes per second, through the store, checksums included."""
+    """The rates of a disk in bytes per second, each way by itself."""
 
     read: float
     write: float
 
+    def seconds(self, read: float, written: float) -> float:
+        """Return how long these bytes take one way after the other: both at once are not faster."""
+        return read / self.read + written / self.write
+
 
 def measure(store: TieredStore) -> Rates | None:
-    """Write PIECES tensors twice and read them twice; the second pass of each counts (the first one's extents are fresh, its
-    pool full of others). None where the disk has no room for them. The tensors are deleted again; nothing is committed."""
+    """Measure the store's disk, checksums included: write PIECES tensors twice and read them twice; the second passes count,
+    because the first one writes to new extents and finds the pool full of other tensors.
+
+    Returns None where the disk has no room for the tensors. They are deleted again; nothing is committed."""
     pool = store.statistics().tier("dram").capacity
     piece = torch.arange(min(LARGEST_PIECE, pool // PIECE_SHARE), dtype=torch.uint8)
     keys = [f"rates/{index}" for index in range(PIECES)]

@@ -1,8 +1,6 @@
-"""What a command leaves in files, and which files it may write over: those that it made.
+"""Output of the commands: numbers and tables as text, report files and pictures, and the progress of a command under way.
 
-Numbers for people, in columns.
-
-How training goes, while it goes: a live display in a terminal, plain lines elsewhere.
+A report or picture never replaces a file that this program did not write.
 """
 
 from __future__ import annotations
@@ -16,11 +14,8 @@ import stat
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
-
-import psutil
 
 from tiered import MisuseError, __version__
 from tiered.errors import shown
@@ -31,17 +26,18 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
 
-    from tiered import TieredStore
+    from tiered.cli.measure import Usage
 
 __all__ = [
     "MADE_BY",
-    "Counters",
-    "Gauge",
     "Progress",
     "Silent",
-    "bandwidth",
+    "counted",
     "duration",
     "exact_size",
+    "rate",
+    "rate_unit",
+    "refuse_unplottable",
     "refuse_unwritable",
     "table",
     "told_environment",
@@ -51,15 +47,15 @@ __all__ = [
 ]
 
 MADE_BY = "tiered"
-"""Begins what our files say of who made them."""
-# How a file of ours begins:
+"""The first key of reports, and the first word of the Software field of pictures."""
+# The beginnings of files that tiered writes:
 _REPORT = re.compile(rf'\{{\s*"{MADE_BY}": "'.encode())
 _PICTURE = re.compile(rb"\x89PNG.*" + f"{MADE_BY} (bench|train)".encode(), re.DOTALL)
 _SEARCHED = 64 << 10
 
 
 def refuse_unwritable(path: str | None, option: str = "--json") -> None:
-    """Raises MisuseError when there could be no report in the end, or when it would replace what is not ours."""
+    """Raise MisuseError where a report could not be written to ``path``, or would replace a foreign file."""
     if path is None or path == "-":
         return
     try:
@@ -68,11 +64,24 @@ def refuse_unwritable(path: str | None, option: str = "--json") -> None:
     except OSError as error:
         raise MisuseError(f"cannot write {path}: {error.strerror}; name another file with {option}") from error
     if not free:
-        raise MisuseError(f"{path} is there already and is none of our reports, so it stays: name another file with {option}")
+        raise MisuseError(f"{path} exists already and is not a report of tiered, so it stays: name another file with {option}")
+
+
+def refuse_unplottable(path: str | None) -> None:
+    """Raise MisuseError where no picture could be written to ``path``: no matplotlib, wrong suffix, a foreign file."""
+    if path is None:
+        return
+    if not path.endswith(".png"):
+        raise MisuseError(f"--plot {path} does not end in .png, but the picture is a PNG")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise MisuseError("--plot needs matplotlib: pip install '.[plot]' in a clone, or pip install matplotlib") from error
+    refuse_unwritable(path, "--plot")
 
 
 def _check_writable(path: str) -> None:
-    """Raises OSError unless it can be written to. Nothing is left behind, and no FIFO is opened: there may be no reader yet."""
+    """Raise OSError unless ``path`` can be written. Leaves nothing behind, and opens no FIFO, which may have no reader yet."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -89,7 +98,7 @@ def _check_writable(path: str) -> None:
 
 
 def _may_be_replaced(path: str) -> bool:
-    """Whether nothing is lost: it is not there, is no file, is empty or ours."""
+    """Whether writing to ``path`` loses nothing: no such file, not a regular file, empty, or written by tiered."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -102,7 +111,7 @@ def _may_be_replaced(path: str) -> bool:
 
 
 def write_report(path: str | None, report: dict[str, Any]) -> None:
-    """As JSON to the file ``path``, "-" for stdout; it says which version made it."""
+    """Write ``report`` and the version of this package as JSON to the file ``path``; "-" is stdout, None writes nothing."""
     if path is None:
         return
     written = json.dumps({MADE_BY: __version__, **report}, indent=2) + "\n"
@@ -112,32 +121,49 @@ def write_report(path: str | None, report: dict[str, Any]) -> None:
         Path(path).write_text(written, encoding="utf-8")
 
 
-def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Lines of ``rows``, as ``shown``; the first ``left`` columns begin at the same place, the others end at the same place."""
+def table(rows: Sequence[Sequence[str]], align: str = "lr") -> str:
+    """Format ``rows`` in columns, with control characters escaped and long cells shortened.
+
+    ``align`` has an "l" or "r" for each column; its last letter is also that of the columns after it."""
     rows = [[shown(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        pairs = enumerate(zip(row, widths, strict=True))
-        cells = [cell.ljust(width) if at < left else cell.rjust(width) for at, (cell, width) in pairs]
-        lines.append("  ".join(cells).rstrip())
+        letters = align.ljust(len(row), align[-1])
+        cells = zip(row, widths, letters, strict=False)
+        lines.append("  ".join(c.ljust(w) if letter == "l" else c.rjust(w) for c, w, letter in cells).rstrip())
     return "\n".join(lines)
 
 
-def bandwidth(bytes_per_second: float) -> str:
-    """In GB/s, with three digits that mean something."""
-    value = bytes_per_second / 1e9
-    return f"{value:.2f}" if value >= 0.1 else f"{value:.3f}" if value >= 0.01 else f"{value:.5f}"
+def counted(number: int, what: str) -> str:
+    """Format a number with its noun: "1 round", "1,000 rounds", "2 passes"."""
+    return f"{number:,} {what}{'' if number == 1 else 'es' if what.endswith('s') else 's'}"
+
+
+LEAST_GB = 1e7
+"""Bytes per second below which a rate is given in MB/s, because two digits of GB/s would say nothing of it."""
+
+
+def rate_unit(*bytes_per_second: float) -> tuple[str, float]:
+    """Choose one unit for several rates, so that none of them looks like 0; returns its name and the factor to it."""
+    return ("GB/s", 1e-9) if all(rate >= LEAST_GB or rate == 0 for rate in bytes_per_second) else ("MB/s", 1e-6)
+
+
+def rate(bytes_per_second: float) -> str:
+    """Format a rate in GB/s, or in MB/s where it is small."""
+    unit, factor = rate_unit(bytes_per_second)
+    return f"{bytes_per_second * factor:.2f} {unit}"
 
 
 def duration(seconds: float) -> str:
+    """Format a time in s, ms or us."""
     unit, size = next((u for u in (("s", 1.0), ("ms", 1e-3)) if seconds >= u[1]), ("us", 1e-6))
     value = seconds / size
     return f"{value:.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}"
 
 
 def exact_size(nbytes: int) -> str:
-    """As it would be given: "4KiB"; bytes where it is not a whole number of anything larger."""
+    """Format a size as an option takes it: "4KiB"; in bytes where it is a whole number of no larger unit."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes % size == 0:
             return f"{nbytes // size:,}{unit}"
@@ -145,7 +171,7 @@ def exact_size(nbytes: int) -> str:
 
 
 def told_environment(report: Mapping[str, Any]) -> str:
-    """Of a report that holds ``measure.environment()``."""
+    """Describe the circumstances in a report that has ``measure.environment()``."""
     commit = f" (commit {report['commit']})" if report["commit"] else ""
     return (
         f"tiered {report['tiered']}{commit}, torch {report['torch']}, Python {report['python']}, {report['kernel']}, "
@@ -154,7 +180,7 @@ def told_environment(report: Mapping[str, Any]) -> str:
 
 
 def told_io(report: Mapping[str, Any]) -> str:
-    """How a report's store does I/O, and a warning where that is not with the drive itself."""
+    """Describe how the store of a report does I/O, with a warning where the drive itself is not measured."""
     how = f"{report['backend']} on {report['filesystem'] or 'an unknown filesystem'}"
     if report["in_memory"]:
         return f"{how}: THIS IS MEMORY, not a drive"
@@ -162,73 +188,23 @@ def told_io(report: Mapping[str, Any]) -> str:
 
 
 def told_noise(noise: Mapping[str, float]) -> str:
-    """Of what ``measure.Noise`` saw."""
+    """Describe what ``measure.Noise`` saw."""
     return f"meanwhile other programs used {noise['others']:.0%} of all cores' time, {noise['steal']:.0%} was stolen"
 
 
 INTERVAL = 2.0
-"""Seconds between two plain lines at least."""
+"""Least seconds between two plain lines."""
 
 
 class Silent(io.StringIO):
-    """Nobody reads what is printed there."""
+    """A stream that drops its text."""
 
     def write(self, text: str) -> int:
         return len(text)
 
 
-@dataclass(frozen=True)
-class Counters:
-    """Totals: seconds, and bytes that the process moved from and to its disks."""
-
-    seconds: float
-    read: int
-    written: int
-    stalled_for_reads: float
-    stalled_for_room: float
-
-    def __sub__(self, other: Counters) -> Counters:
-        return Counters(
-            self.seconds - other.seconds,
-            self.read - other.read,
-            self.written - other.written,
-            self.stalled_for_reads - other.stalled_for_reads,
-            self.stalled_for_room - other.stalled_for_room,
-        )
-
-    @property
-    def stalled(self) -> float:
-        return self.stalled_for_reads + self.stalled_for_room
-
-
-class Gauge:
-    """Reads the counters of this process and of its store. ``counted_by``: "kernel"; "store" where the kernel does not tell."""
-
-    def __init__(self, store: TieredStore) -> None:
-        self._store, self._process = store, psutil.Process()
-        try:
-            self._process.io_counters()
-            self.counted_by = "kernel"
-        except (psutil.Error, AttributeError, NotImplementedError, OSError):
-            self.counted_by = "store"
-
-    def read(self) -> Counters:
-        seen = self._store.statistics()
-        if self.counted_by == "kernel":
-            kernel = self._process.io_counters()
-            moved = kernel.read_bytes, kernel.write_bytes
-        else:
-            moved = sum(link.up.bytes for link in seen.links), sum(link.down.bytes for link in seen.links)
-        return Counters(time.monotonic(), *moved, seen.stalled_for_reads, seen.stalled_for_room)
-
-    def pool(self) -> float:
-        """Share of the DRAM budget that is in use."""
-        dram = self._store.statistics().tier("dram")
-        return dram.used / dram.capacity
-
-
 class Progress:
-    """A context manager; prints to ``stream``."""
+    """Shows on ``stream`` how far a command is: a live display in a terminal, plain lines elsewhere. A context manager."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -255,27 +231,30 @@ class Progress:
             self._live.stop()
 
     def working(self, what: str, share: float) -> None:
-        """Busy with ``what``; ``share`` of the whole is done. The last thing that is said has a share of 1."""
+        """Show that ``what`` is under way and that ``share`` of the whole is done; a share of 1 is always shown."""
         self._show(what, "", share, last=share >= 1)
 
     def preparing(self, done: int, total: int) -> None:
-        """``done`` of ``total`` parameters have their initial values and are in the store."""
+        """Show that ``done`` of ``total`` parameters have their initial values and are in the store."""
         self._show(f"writing initial values {done / total:4.0%}", "", done / total, last=done == total)
 
     def begin(self, share: float = 0.0) -> None:
-        """The first step begins now; ``share`` of the training was done before."""
+        """Start the clock of the first step; ``share`` of the training was done before."""
         self._began, self._from = time.monotonic(), share
         self._printed = float("-inf")
 
     def stepped(
-        self, step: int, steps: int | None, share: float, loss: float, tokens: int, moved: Counters, pool: float
+        self, step: int, steps: int | None, share: float, loss: float, tokens: int, moved: Usage, pool: float
     ) -> None:
-        """After each step. ``share`` of the whole training that is done; ``tokens`` and ``moved`` in this step."""
+        """Show a completed step. ``share``: of the whole training; ``tokens`` and ``moved``: of this step; ``pool``: the share
+        of the DRAM budget in use."""
         gone = time.monotonic() - self._began
         what = f"step {step}/{steps}" if steps else f"step {step}"
+        read, written = moved.disk_read / moved.seconds, moved.disk_written / moved.seconds
+        unit, factor = rate_unit(read, written)
         rates = (
             f"loss {loss:.3f}  {tokens / moved.seconds:.0f} tokens/s  "
-            f"read {moved.read / moved.seconds / 1e9:.2f} write {moved.written / moved.seconds / 1e9:.2f} GB/s  "
+            f"read {read * factor:.2f} write {written * factor:.2f} {unit}  "
             f"stalled {moved.stalled / moved.seconds:.0%}  pool {pool:.0%}"
         )
         left = f"{_clock(gone / (share - self._from) * (1 - share))} left" if share < 1 else f"{_clock(gone)} in all"

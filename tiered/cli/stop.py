@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, so that training stops within a second and between two of the store's own operations."""
+"""Stop requests by Ctrl-C and SIGTERM: a command stops within a second, between two operations of the store."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from types import FrameType, TracebackType
 __all__ = ["StopNoted", "StopRequest", "Stopped"]
 
 PATIENCE = 0.6
-"""Seconds until a request that no ``check`` has noticed interrupts whatever runs (a wait for a disk that does not answer)."""
+"""Seconds until a request that no ``check`` has noticed interrupts the running code, as in a wait for a disk that does not
+answer."""
 
 
 class Stopped(KeyboardInterrupt):
-    """Somebody asked us to stop. ``exit_code`` is the shell's: 128 and the signal's number."""
+    """The process was asked to stop. ``exit_code``: 128 plus the number of the signal, as shells have it."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -21,7 +22,8 @@ class Stopped(KeyboardInterrupt):
 
 
 class StopNoted(Exception):
-    """The same where nothing is interrupted. No KeyboardInterrupt: after that torch leaves out hooks that tidy up."""
+    """The process was asked to stop while no code may be interrupted. Not a KeyboardInterrupt, after which torch skips cleanup
+    hooks."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -31,8 +33,8 @@ class StopNoted(Exception):
 class StopRequest:
     """While this context is open, the first signal is noted and raised by the next ``check``, the second raises at once.
 
-    After ``interrupt_nothing(leave)`` no code is interrupted any more, so that what is there stays whole and can be committed:
-    the first signal waits for a ``check``, and the second calls ``leave(exit code)``, which ends the process.
+    After ``interrupt_nothing(leave)`` no code is interrupted any more, so that the training stays consistent and can be
+    committed: the first signal waits for a ``check``, and the second calls ``leave(exit code)``, which ends the process.
     """
 
     def __init__(self) -> None:
@@ -42,21 +44,22 @@ class StopRequest:
 
     @property
     def signum(self) -> int:
-        """Of the signal that came; 0 before."""
+        """The number of the signal; 0 before one has arrived."""
         return self._signum or 0
 
     @property
     def interrupts_nothing(self) -> bool:
+        """Whether a signal waits for ``check``."""
         return self._leave is not None
 
     def check(self) -> None:
-        """Raises Stopped when somebody has asked for it; StopNoted after ``interrupt_nothing``."""
+        """Raise Stopped where a signal has arrived; StopNoted after ``interrupt_nothing``."""
         if self._signum is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
             raise Stopped(self._signum) if self._leave is None else StopNoted(self._signum)
 
     def interrupt_nothing(self, leave: Callable[[int], object]) -> None:
-        """From here on; ``check`` next."""
+        """Let no signal interrupt code from here on. Call ``check`` next, for a signal that came before."""
         self._leave = leave
 
     def __enter__(self) -> StopRequest:

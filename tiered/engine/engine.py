@@ -1,4 +1,4 @@
-"""The one engine thread and the one lock: who waits, what is started when, what its end changes.
+"""The one engine thread, the one lock and the fences: who waits, what is started when, what its end changes.
 
 A *request* is something a caller wants (a lease, room for a put, a delete, a flush). What can be done without a transfer is
 done in the caller's thread, under the lock; everything else by the engine's thread, which attempts the request after every
@@ -9,8 +9,8 @@ There is one lock (``commits`` only serialises whole commits, and is taken befor
 garbage collector, perhaps while this thread holds the lock: they only append to a deque.
 
 A Python signal handler runs in the main thread, between two bytecodes, and may raise. The engine's thread is never struck so.
-What a caller's thread changes under the lock stands between ``admission.changing = True`` and ``= False``: who takes the lock
-next and finds it true waits until the engine's thread has counted everything anew. Where that fails the store is condemned.
+What a caller's thread changes under the lock stands between ``state.changing = True`` and ``= False``: who takes the lock next
+and finds it true waits until the engine's thread has counted everything anew. Where that fails the store is condemned.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from tiered.engine.background import Ahead
+from tiered.engine.background import ReadAhead, WriteBehind
 from tiered.engine.policy import Plan, Touch
-from tiered.engine.requests import Lease, Prefetch, Request, Token, Work, why_stuck
+from tiered.engine.requests import Lease, Prefetch, Request, RequestQueue, Work, why_stuck
 from tiered.engine.residency import Copy
-from tiered.engine.scheduler import Admission
+from tiered.engine.scheduler import Scheduler
 from tiered.engine.snapshot import Flush
-from tiered.engine.state import Flow
+from tiered.engine.state import EngineState, FollowedOrder, Token
 from tiered.engine.workers import Behind
 from tiered.errors import CapacityError, InterruptedStore, LeaseConflict, MisuseError, StoreClosed, TieredError
 from tiered.interfaces import EvictionPolicy, Link, Streams, Tier
@@ -62,7 +62,7 @@ class EngineConfig:
 
 
 class Engine:
-    """Links, time and waiting around an ``Admission``. ``links[i]`` joins tier i and tier i + 1, from the top.
+    """Links, time and waiting around an ``EngineState``. ``links[i]`` joins tier i and tier i + 1, from the top.
 
     A fence guards a slot: its memory is used anew only after what was queued on a device with it has run. Fences are made and
     waited for here alone. On a tier without streams there are none.
@@ -73,7 +73,11 @@ class Engine:
     ) -> None:
         assert len(links) == len(tiers) - 1
         self.links, self.config = list(links), config
-        self.admission = Admission(tiers, policies, config.reserve, config.eviction)
+        self.state = EngineState(tiers, policies, config.eviction)
+        self.scheduler = Scheduler(self.state)
+        self.requests = RequestQueue(self.scheduler)
+        self.write_behind = WriteBehind(self.scheduler, config.reserve)
+        self.read_ahead: ReadAhead | None = None
         self.lock = threading.RLock()
         self.commits = threading.Lock()  # one commit at a time; taken before ``lock``
         self.hits = self.misses = self.leases = self.wakes = 0
@@ -82,11 +86,11 @@ class Engine:
         self._records: Callable[[], Token | None] = lambda: None
         self._streams: list[Streams | None] = [getattr(tier, "streams", None) for tier in tiers]
         if any(streams is not None for streams in self._streams):
-            self.admission.fence = self._fence
+            self.state.fence = self._fence
         self._owned: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
         self._changed = threading.Condition(self.lock)
         self._wake = OwnedWakeup()
-        self._flows = [{direction: Flow() for direction in Direction} for _ in links]
+        self._counters = self.state.transfers.counters
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._stopping = False
@@ -130,9 +134,9 @@ class Engine:
         """``request`` is abandoned. What it began the engine undoes; else it only waits no longer."""
         if request.deferred and self._thread is not None:
             self._poke()
-        elif request in self.admission.requests:
-            self.admission.requests.remove(request)
-            request.abandon(self.admission)
+        elif request in self.requests.waiting:
+            self.requests.waiting.remove(request)
+            request.abandon(self.state)
 
     def refuse_nested(self) -> None:
         """Raise MisuseError where this thread is within another call of the store, so that a signal handler makes this one."""
@@ -180,23 +184,23 @@ class Engine:
                 loop.call_soon_threadsafe(wake)
             except RuntimeError:  # the loop was closed meanwhile: nobody will ever resume the coroutine
                 request.abandoned = True
-                request.abandon(self.admission)
+                request.abandon(self.state)
 
         try:
             with self.lock:
                 request.on_done = notify
                 at_once = self._submit(request)
             if not at_once:
-                patience, left = None if math.isinf(self.config.deadline) else self.config.deadline, math.nan
+                patience, progress = None if math.isinf(self.config.deadline) else self.config.deadline, math.nan
                 # Not wait_for: before Python 3.12 that forgets a cancellation which comes together with the result.
-                while not done.done() and left != request.left:
-                    left = request.left
+                while not done.done() and progress != request.progress:
+                    progress = request.progress
                     await asyncio.wait((done,), timeout=patience)
             with self.lock:
                 waited = self.config.clock() - asked
                 if not request.done:
                     self._refuse_stopped()
-                    raise CapacityError(why_stuck(self.admission, request, waited))
+                    raise CapacityError(why_stuck(self.state, request, waited))
                 if not at_once:
                     self._stalled(request, waited, request.short)
                 self._count(request, asked, at_once)
@@ -212,32 +216,49 @@ class Engine:
     def _submit(self, request: Request) -> bool:
         """Attempt ``request`` in the caller's thread; what is not done at once waits among the others. Under the lock."""
         self._refuse_stopped()
-        admission = self.admission
-        if admission.changing:
+        state, queue = self.state, self.requests
+        if state.changing:
             self._wait_for_recount()
-        admission.bury()
-        admission.number(request)
-        done = admission.attempt_here(request)
+        if state.claims.ended:
+            state.reap()
+        state.number(request)
+        done = queue.attempt_here(request)
         if not done and self._thread is None and not request.deferred:  # whoever has no thread for it decides here
-            done = admission.attempt(request)
+            done = queue.attempt(request)
         if not done:
-            if request not in admission.requests:
-                admission.requests.append(request)
-            if self._thread is None:
-                admission.look_ahead()
-            self._poke()
-        elif admission.anything_to_do or (admission.ahead is not None and admission.ahead.due(admission)):
-            if self._thread is None:
-                admission.look_ahead()
-            self._poke()
+            if request not in queue.waiting:
+                queue.waiting.append(request)
+        elif not (self._anything_to_do() or (self.read_ahead is not None and self.read_ahead.due())):
+            return True
+        if self._thread is None:
+            self._look_ahead()
+        self._poke()
         return done
+
+    def _anything_to_do(self) -> bool:
+        """Whether the engine's thread would find something to decide or to start."""
+        state = self.state
+        if self.requests.waiting or state.transfers.waiting or any(state.transfers.promotions):
+            return True
+        return state.writeback_due and self.write_behind.due
+
+    def _look_ahead(self) -> None:
+        """Admit the fetches that are due; end following where the order has ended."""
+        if self.read_ahead is not None and self.read_ahead.attempt():
+            self._follow(None)
+
+    def _follow(self, read_ahead: ReadAhead | None) -> None:
+        """Evict and fetch along the order of ``read_ahead`` from here on, or no longer."""
+        self.read_ahead = read_ahead
+        order = None if read_ahead is None else read_ahead.order
+        self.state.follow(order, self.state.own_policies if order is None else order.policies())
 
     def _wait_for_recount(self) -> None:
         """An exception struck who had the lock before, within a change."""
         if self._thread is None:
             self._recount()
         began = self.config.clock()
-        while self.admission.changing:
+        while self.state.changing:
             self._refuse_stopped()
             if self.config.clock() - began > self.config.deadline + GRACE:
                 raise CapacityError(
@@ -252,7 +273,7 @@ class Engine:
         try:
             for streams in filter(None, self._streams):
                 streams.synchronize()  # fences may be lost, and so none may be needed
-            self.admission.recount()
+            self.state.recount()
         except BaseException as error:
             self._condemned = error
             self._wake_everybody()
@@ -263,8 +284,8 @@ class Engine:
         if not isinstance(request, Lease):
             return
         self.leases, self.hits, self.misses = self.leases + 1, self.hits + at_once, self.misses + (not at_once)
-        if self.admission.ahead is not None and request.copies:
-            self.admission.ahead.touched(asked, self.config.clock())
+        if self.read_ahead is not None and request.copies:
+            self.read_ahead.touched(asked, self.config.clock())
         if self.recorder is not None and request.copies:
             self.recorder.granted(request.sequence, request.keys, request.tier, request.access, asked)
 
@@ -277,30 +298,30 @@ class Engine:
             self.recorder.stalled(request.sequence, str(request), seconds, for_room)
 
     def _wait_for(self, request: Request, began: float, patience: float) -> None:
-        left = request.left
+        left = request.progress
         while not request.done:
             self._refuse_stopped()
-            if request.left != left:
-                began, left = self.config.clock(), request.left
+            if request.progress != left:
+                began, left = self.config.clock(), request.progress
             before = self.config.clock()
             if before - began >= patience + (0.0 if request.tried or self._thread is None else GRACE):
-                raise CapacityError(why_stuck(self.admission, request, before - began))
+                raise CapacityError(why_stuck(self.state, request, before - began))
             wait_for(self._changed, min(max(began + patience - before, 0.05), 5.0))
             self._stalled(request, self.config.clock() - before, request.short)
-            request.short = bool(request.lacks)
+            request.short = bool(request.full_tiers)
 
     def hint(self, keys: Sequence[Key], tier: int) -> None:
         """Prefetch; never waits, never raises on full. A newer hint replaces what older ones have not begun."""
         self.refuse_nested()
         with self.lock:
-            waiting = self.admission.requests
+            waiting = self.requests.waiting
             waiting[:] = [request for request in waiting if not isinstance(request, Prefetch)]
             self._submit(Prefetch(keys, tier))
 
     def sizes(self, keys: Iterable[Key]) -> dict[Key, int]:
         """Bytes of each tensor that there is."""
         with self.lock:
-            entries = ((key, self.admission.directory.find(key)) for key in set(keys))
+            entries = ((key, self.state.directory.find(key)) for key in set(keys))
             return {key: entry.nbytes for key, entry in entries if entry is not None}
 
     def follow(
@@ -316,20 +337,18 @@ class Engine:
 
         def work() -> None:
             nonlocal planned
-            admission = self.admission
-            ahead = admission.ahead if order else None
+            ahead = self.read_ahead if order else None
             try:
-                if ahead is not None and not ahead.plan.over:
+                if ahead is not None and not ahead.order.plan.over:
                     planned = ahead.replan(order, then)
+                    ahead.order.rooms, ahead.order.choose = rooms, policies
                 elif order:
-                    ahead = Ahead(Plan(order, then), [place.tier.name for place in admission.places], self._costs)
-                if ahead is not None:
-                    ahead.rooms, ahead.choose = rooms, policies
-                admission.follow(ahead, admission.own if ahead is None else ahead.policies())
+                    ahead = ReadAhead(self.scheduler, FollowedOrder(Plan(order, then), rooms, policies), self._costs)
+                self._follow(ahead)
             except BaseException:  # a plan that is half another one is worse than none
-                admission.follow(None, admission.own)
+                self._follow(None)
                 raise
-            admission.look_ahead()
+            self._look_ahead()
 
         request = Work("following an order", work)
         self.wait(request)
@@ -338,7 +357,7 @@ class Engine:
 
     def _costs(self) -> list[tuple[float, float]]:
         """Seconds per byte of each link, up and down, as measured; 0 where nothing moved yet."""
-        return [(flows[Direction.UP].cost, flows[Direction.DOWN].cost) for flows in self._flows]
+        return [(flows[Direction.UP].cost, flows[Direction.DOWN].cost) for flows in self._counters]
 
     # -- leases begin and end ----------------------------------------------------------------------------------------------
 
@@ -361,7 +380,7 @@ class Engine:
             return None
         stream = streams.current()
         with self.lock:
-            guards = self.admission.places[tier].guards(slot)
+            guards = self.state.pools[tier].guards(slot)
         for fence in guards:
             streams.wait(stream, fence)
         return stream
@@ -376,25 +395,24 @@ class Engine:
         if os.getpid() != self._pid or self._owned():
             return
         with self.lock:
-            admission = self.admission
-            if not admission.changing:
-                admission.bury()
-            if admission.changing or admission.anything_to_do:
+            if self.state.claims.ended and not self.state.changing:
+                self.state.reap()
+            if self.state.changing or self._anything_to_do():
                 self._poke()
 
     def look(self) -> None:
         """Have everything applied that ended, so that what is counted is what there is."""
         self.refuse_nested()
         with self.lock:
-            if self.admission.changing:
+            if self.state.changing:
                 self._wait_for_recount()
-            self.admission.bury()
+            self.state.reap()
 
     def later(self, work: Callable[[], None]) -> None:
         """Have ``work``, which may be done twice, done under the lock before anything else is. Takes no lock, as a finalizer
         must not."""
         if os.getpid() == self._pid:
-            self.admission.later(work)
+            self.state.later(work)
 
     def _fence(self, tier: int, stream: object) -> Fence | None:
         """A fence that passes when all has run that ``stream`` has by now."""
@@ -430,7 +448,7 @@ class Engine:
 
     def _wake_everybody(self) -> None:
         self._changed.notify_all()
-        for request in list(self.admission.requests):
+        for request in list(self.requests.waiting):
             request.notify()
 
     def _poke(self) -> None:
@@ -475,8 +493,8 @@ class Engine:
         """Until there is something to do. A view that died wakes nobody (its token's death runs no code that could); so as long
         as somebody waits, it is looked for from time to time."""
         for _ in range(1000 // LOOKS_EVERY):
-            found = poller.poll(LOOKS_EVERY if self.admission.requests else 1000)
-            if found or self.admission.claims.ended or not self.admission.requests:
+            found = poller.poll(LOOKS_EVERY if self.requests.waiting else 1000)
+            if found or self.state.claims.ended or not self.requests.waiting:
                 return found
         return []
 
@@ -484,18 +502,19 @@ class Engine:
         """One round: completions, requests, background write-backs, starts. True when anything moved. (Tests call it bare.)"""
         completions = [(index, done) for index, link in enumerate(self.links) for done in link.poll(0.0)]
         with self.lock:
-            if self.admission.changing:
+            if self.state.changing:
                 self._recount()
-            self.admission.bury()
+            if self.state.claims.ended:
+                self.state.reap()
             for index, completion in completions:
-                transfer = self.admission.complete(index, completion)
-                self._flows[index][transfer.direction].end(self.config.clock(), transfer.nbytes, completion.error)
+                transfer = self.scheduler.complete(index, completion, self.config.clock())
                 if self.recorder is not None:
                     link = self.links[index]
                     self.recorder.transferred(link.src, link.dst, transfer, completion.error)
-            finished = self.admission.advance()
+            finished = self.requests.advance()
+            self._look_ahead()
             if not self._stopping:
-                self.admission.background.start(self.admission)
+                self.write_behind.start()
             if completions or finished:
                 self._changed.notify_all()
         started = self._pump()
@@ -506,41 +525,41 @@ class Engine:
         started = False
         for index, link in enumerate(self.links):
             with self.lock:
-                promotions = self.admission.traffic.promotions[index]
-                self.admission.traffic.promotions[index] = {}
+                promotions = self.state.transfers.promotions[index]
+                self.state.transfers.promotions[index] = {}
                 if not self._started(index):
-                    self.admission.traffic.idle(index)
+                    self.state.transfers.idle(index)
             for tag, urgency in promotions.items():
                 link.promote(tag, urgency)
                 with self.lock:
-                    self.admission.traffic.promoted(tag, urgency)
+                    self.state.transfers.promoted(tag, urgency)
             while True:
                 with self.lock:
-                    transfer = None if self._stopping else self.admission.traffic.take(index)
+                    transfers, transfer = self.state.transfers, None
+                    if transfers.queues[index].length and not self._stopping:
+                        transfer = transfers.take(index, self.config.clock())
                     if transfer is None:
                         break
                     transfer.after = self._after(index, transfer)
-                    self._flows[index][transfer.direction].begin(self.config.clock())
                     if self.recorder is not None:
                         self.recorder.started(transfer.tag)
                 if link.start(transfer):
                     started = True
                     continue
                 with self.lock:  # a link may be full one way, and take what goes the other
-                    self._flows[index][transfer.direction].active -= 1
-                    self.admission.traffic.put_back(index, transfer)
+                    self.state.transfers.put_back(index, transfer)
         return started
 
     def _after(self, index: int, transfer: Transfer) -> tuple[Fence, ...]:
         """What has to run on the upper tier's device before a link may touch the slot there."""
         if self._streams[index] is None:
             return ()
-        place = self.admission.places[index]
-        fences = (*place.copies[transfer.key].fences, *place.guards(transfer.upper))
+        pool = self.state.pools[index]
+        fences = (*pool.copies[transfer.key].fences, *pool.guards(transfer.upper))
         return tuple(fence for fence in fences if not fence.query())
 
     def _started(self, index: int) -> int:
-        return sum(flow.active for flow in self._flows[index].values())
+        return sum(flow.active for flow in self._counters[index].values())
 
     # -- looking in --------------------------------------------------------------------------------------------------------
 
@@ -548,7 +567,7 @@ class Engine:
         now = self.config.clock()
         return tuple(
             LinkStatistics(link.src, link.dst, flows[Direction.UP].snapshot(now), flows[Direction.DOWN].snapshot(now))
-            for link, flows in zip(self.links, self._flows, strict=True)
+            for link, flows in zip(self.links, self._counters, strict=True)
         )
 
     def record(self, limit: int, token: Token) -> Recorder | None:
@@ -559,12 +578,12 @@ class Engine:
             if self.recorder is not None and self._records() is not None:
                 return None
             self._records = weakref.ref(token)
-            self.recorder = self.admission.traffic.recorder = Recorder(self.admission.places, self.config.clock, limit)
+            self.recorder = self.state.transfers.recorder = Recorder(self.state.pools, self.config.clock, limit)
             return self.recorder
 
     def stop_recording(self) -> None:
         """Under the lock."""
-        self.recorder = self.admission.traffic.recorder = None
+        self.recorder = self.state.transfers.recorder = None
 
     def _close_links(self) -> None:
         for link in self.links:

@@ -226,7 +226,7 @@ class NextUse:
     whenever the tensor is touched; ``now()`` is the position that is reached. A dirty candidate counts as needed sooner by
     ``price`` positions, for it costs a write. A candidate that was never touched comes last.
 
-    ``given_up(key)``, asked at the same time, is whether a plan does without it until then: such candidates leave before all
+    ``dropped(key)``, asked at the same time, is whether a plan does without it until then: such candidates leave before all
     others.
     """
 
@@ -236,23 +236,33 @@ class NextUse:
         now: Callable[[], float],
         *,
         price: float = 0.0,
-        given_up: Callable[[Key], bool] | None = None,
+        dropped: Callable[[Key], bool] | None = None,
     ) -> None:
-        self._next_use, self._now, self._price, self._given_up = next_use, now, price, given_up
-        self.plans = given_up is not None
+        self._next_use, self._now, self._price, self._dropped = next_use, now, price, dropped
+        self.plans = dropped is not None
         self._known: dict[Key, _Rank] = {}
         self._order: list[tuple[_Rank, Key]] = []  # who leaves last first
 
+    @classmethod
+    def along(cls, plan: Plan, price: float, kept: Sequence[bool] | None) -> NextUse:
+        """Return a policy for ``plan``; ``kept`` says of each of its touches whether the tensor stays until its next use."""
+
+        def dropped(key: Key) -> bool:
+            touched = plan.last_use(key)
+            return kept is not None and touched is not None and touched < len(kept) and not kept[touched]
+
+        return cls(plan.next_use, lambda: plan.cursor, price=price, dropped=None if kept is None else dropped)
+
     def touched(self, key: Key) -> None:
         self.forgotten(key)
-        self._known[key] = self._given_up is not None and self._given_up(key), self._next_use(key)
+        self._known[key] = self._dropped is not None and self._dropped(key), self._next_use(key)
         insort(self._order, (self._known[key], key))
 
     def forgotten(self, key: Key) -> None:
         if key in self._known:
             del self._order[bisect_left(self._order, (self._known.pop(key), key))]
 
-    def gives_up(self, key: Key) -> bool:
+    def drops(self, key: Key) -> bool:
         """Whether it was given up when it was touched last."""
         return key in self._known and self._known[key][0]
 
@@ -276,7 +286,7 @@ class NextUse:
 
     def _ranked(self, among: Mapping[Key, Candidate], dirty: bool | None, price: float) -> Iterator[tuple[_Rank, Key]]:
         """Candidates of one kind, or of both, the furthest first."""
-        for (given_up, position), key in reversed(self._order):
+        for (dropped, position), key in reversed(self._order):
             candidate = among.get(key)
             if candidate is not None and (dirty is None or candidate.dirty is dirty):
-                yield (given_up, position - price), key
+                yield (dropped, position - price), key

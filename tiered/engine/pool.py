@@ -1,6 +1,6 @@
-"""One tier's room: whose copies are in it, which of them may leave, and which memory is nobody's yet.
+"""One tier's pool: its slots, the copies in them, and which of the copies may be evicted.
 
-Kept up to date change by change, so that asking costs the same with ten copies and with a hundred thousand.
+Everything is kept up to date change by change, so that a question costs the same with ten copies and with a hundred thousand.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from tiered.allocator import moves
-from tiered.engine.residency import Copy, Standing, State
+from tiered.engine.residency import Copy, Evictability, State
 from tiered.interfaces import EvictionPolicy, Movable, Restorable, Tier
 from tiered.telemetry import TierStatistics
 from tiered.types import Fence, Key, Slot
 
-__all__ = ["MOVED", "Occupancy"]
+__all__ = ["MOVED", "Pool"]
 
 MOVED = 16
 """Times its own bytes that a request may have moved within the tier to make room: no lease is granted meanwhile."""
@@ -25,20 +25,21 @@ WEIGHED = 256
 """So many copies, or groups of them, are looked at one by one to find out which have to leave."""
 
 
-class Occupancy:
-    """``leaves`` are the copies that may leave, now or after a write-back; ``bytes_of[standing]`` the bytes of their slots.
+class Pool:
+    """The slots of ``tier`` and the copies in them; ``policy`` chooses victims.
 
-    ``orphans`` are EMPTY copies whose memory somebody still looks at. ``largest`` is the largest slot that is given. Nothing
-    leaves the ``bottom``, for there is nowhere to go.
+    ``evictable`` are the copies that may leave, now or after a write-back; ``bytes_of[evictability]`` are the bytes of their
+    slots; ``marked`` are victims that were chosen and have not left yet. ``aliased_evicted`` are EMPTY copies whose memory
+    somebody still looks at. ``largest`` is the largest slot that is given. Nothing leaves the ``bottom``.
     """
 
     def __init__(self, tier: Tier, policy: EvictionPolicy, *, bottom: bool) -> None:
         self.tier, self.policy, self.bottom = tier, policy, bottom
         self.copies: dict[Key, Copy] = {}
-        self.leaves: dict[Key, Copy] = {}
-        self.condemned: dict[Key, Copy] = {}
-        self.bytes_of = [0 for _ in Standing]
-        self.orphans: set[Copy] = set()
+        self.evictable: dict[Key, Copy] = {}
+        self.marked: dict[Key, Copy] = {}
+        self.bytes_of = [0 for _ in Evictability]
+        self.aliased_evicted: set[Copy] = set()
         self.used = self.peak = self.moved = self.largest = 0
         self._sizes: Counter[int] = Counter()  # of the slots that are given
         self._memory = tier if isinstance(tier, Movable) else None
@@ -58,7 +59,7 @@ class Occupancy:
     def ready(self) -> int:
         """Bytes that are free, or will be without another write-back."""
         counts = self.bytes_of
-        return self.free + counts[Standing.CLEAN] + counts[Standing.FRESH] + counts[Standing.LEAVING]
+        return self.free + counts[Evictability.CLEAN] + counts[Evictability.FRESH] + counts[Evictability.WRITING_BACK]
 
     def allocate(self, nbytes: int, most: float = MOVED) -> Slot | None:
         """A slot; what is in its way is moved where that is not more than ``most`` times ``nbytes``."""
@@ -87,7 +88,8 @@ class Occupancy:
             return {}
         if self.bottom:
             return {copy.slot.offset: copy for copy in self.copies.values() if copy.idle}
-        return {copy.slot.offset: copy for copy in self.leaves.values() if copy.standing is not Standing.LEAVING}
+        writing = Evictability.WRITING_BACK
+        return {copy.slot.offset: copy for copy in self.evictable.values() if copy.evictability is not writing}
 
     def _after_moves(self, memory: Movable, nbytes: int, most: float) -> Slot | None:
         """A slot of ``nbytes``, which are free but lie apart, once others have been moved; no other part remembers theirs."""
@@ -146,69 +148,74 @@ class Occupancy:
 
     # -- copies ----------------------------------------------------------------------------------------------------------
 
-    def note(self, copy: Copy) -> None:
-        """Something about ``copy`` changed; it may be new."""
+    def note(self, copy: Copy, evictability: Evictability) -> None:
+        """Learn that something about ``copy`` changed, which may be new, and what it means for eviction now."""
         self.changes += 1
         if copy.state is State.EMPTY:
             if self.copies.get(copy.key) is copy:
                 del self.copies[copy.key]
                 self.policy.forgotten(copy.key)
-            self._stand(copy, Standing.USED)
+            self._reclassify(copy, Evictability.USED)
             if copy.aliases:
-                self.orphans.add(copy)
+                self.aliased_evicted.add(copy)
             else:
                 self.give_back(copy.slot, copy.fences)
         else:
             self.copies[copy.key] = copy
             if not self.bottom:
-                self._stand(copy, copy.stands())
+                self._reclassify(copy, evictability)
+
+    def reap_dead_alias(self, copy: Copy) -> None:
+        """Free the slot of ``copy``, which is EMPTY: nobody looks at its memory any more."""
+        self.aliased_evicted.remove(copy)
+        self.give_back(copy.slot, copy.fences)
 
     def rename(self, copy: Copy, key: Key) -> None:
         """It is ``key``'s from here on."""
         del self.copies[copy.key]
         self.policy.forgotten(copy.key)
-        self._stand(copy, Standing.USED)
+        self._reclassify(copy, Evictability.USED)
         copy.key = key
-        self.note(copy)
+        self.note(copy, copy.classify())
         self.policy.touched(key)
 
-    def _stand(self, copy: Copy, now: Standing) -> None:
-        before = copy.standing
+    def _reclassify(self, copy: Copy, now: Evictability) -> None:
+        before = copy.evictability
         if now is before:
             return
-        copy.standing = now
+        copy.evictability = now
         nbytes = copy.slot.nbytes
         self.bytes_of[before] -= nbytes
         self.bytes_of[now] += nbytes
-        if now is Standing.USED:
-            del self.leaves[copy.key]
-            if self.condemned:
-                self.condemned.pop(copy.key, None)
-        elif before is Standing.USED:
-            self.leaves[copy.key] = copy
+        if now is Evictability.USED:
+            del self.evictable[copy.key]
+            if self.marked:
+                self.marked.pop(copy.key, None)
+        elif before is Evictability.USED:
+            self.evictable[copy.key] = copy
 
     def adopt(self, policy: EvictionPolicy) -> None:
-        """``policy`` chooses from here on; it learns who is there."""
+        """Have ``policy`` choose from here on; it learns which copies are there."""
         for key in self.copies:  # or it would remember for ever what leaves meanwhile
             self.policy.forgotten(key)
         self.policy = policy
-        self.condemned.clear()
+        self.marked.clear()
         for key in self.copies:
             policy.touched(key)
 
-    def condemn(self, copy: Copy) -> None:
-        """It was chosen to leave, and stays so until somebody uses it."""
-        self.condemned[copy.key] = copy
+    def mark_victim(self, copy: Copy) -> None:
+        """Prefer ``copy`` as a victim until somebody uses it: it was chosen to leave."""
+        self.marked[copy.key] = copy
 
     def victims(self, nbytes: int, accept: Callable[[Copy], bool], most: float = MOVED) -> list[Copy] | None:
-        """Copies that free ``nbytes`` in one piece: the condemned, then the policy's first; None when all are too little.
+        """Return copies that free ``nbytes`` in one piece: marked ones, then the policy's first; None when all are too little.
 
         For that what stays may have to be moved, not more than ``most`` times ``nbytes``.
         """
-        among = _Among(self.leaves, accept)
-        chosen = [copy for copy in self.condemned.values() if accept(copy)]
+        among = _Among(self.evictable, accept)
+        chosen = [copy for copy in self.marked.values() if accept(copy)]
         if chosen:
-            among = _Among(self.leaves, lambda copy: copy.key not in self.condemned and accept(copy))
+            among = _Among(self.evictable, lambda copy: copy.key not in self.marked and accept(copy))
         kept = sum(copy.slot.nbytes for copy in chosen)
         wanted = nbytes - min(self.free, nbytes - 1)
         while True:
@@ -217,16 +224,16 @@ class Occupancy:
             if more is None:
                 more = self.policy.victims(sum(copy.slot.nbytes for copy in among.values()), among)
                 assert more is not None
-            found = self.enough(nbytes, [*chosen, *(self.leaves[key] for key in more)], most)
+            found = self.enough(nbytes, [*chosen, *(self.evictable[key] for key in more)], most)
             if found is not None or every:
                 return found
             wanted = 2 * max(wanted, kept)
 
     def first(self, nbytes: int, accept: Callable[[Copy], bool]) -> list[Copy]:
         """The policy's first victims that have ``nbytes`` together, wherever they lie; all there are where that is less."""
-        among = _Among(self.leaves, accept)
+        among = _Among(self.evictable, accept)
         keys = self.policy.victims(nbytes, among)
-        return list(among.values()) if keys is None else [self.leaves[key] for key in keys]
+        return list(among.values()) if keys is None else [self.evictable[key] for key in keys]
 
     def enough(self, nbytes: int, copies: list[Copy], most: float = MOVED) -> list[Copy] | None:
         """Of the shortest beginning of ``copies`` without which ``nbytes`` fit in one piece, those that have to go for that;
@@ -297,19 +304,22 @@ class Occupancy:
         """The slots that stay when ``without`` go."""
         return frozenset(self._slots).difference(copy.slot for copy in without)
 
-    def recount(self, copies: Iterable[Copy], orphans: Iterable[Copy], others: Iterable[Slot], policy: EvictionPolicy) -> None:
-        """Everything anew, after an exception struck within a change: from the ``copies`` that the directory has here, the
-        ``orphans`` that somebody still looks at, and the slots that are somebody's for another reason. ``policy`` has seen none
-        of them.
+    def recount(
+        self, copies: Iterable[Copy], aliased: Iterable[Copy], others: Iterable[Slot], policy: EvictionPolicy
+    ) -> None:
+        """Count everything anew, after an exception struck within a change.
 
-        Raises AssertionError where two of them overlap, or the tier cannot say anew which of its slots are given.
+        ``copies`` are those that the directory has here, ``aliased`` the evicted ones that somebody still looks at, ``others``
+        the slots that are somebody's for another reason. ``policy`` has seen none of them.
+
+        Raises AssertionError where two slots overlap, or the tier cannot say anew which of its slots are given.
         """
         assert isinstance(self.tier, Restorable), f"tier {self.tier.name} cannot tell anew which of its slots are given"
         self.copies = {copy.key: copy for copy in copies}
-        self.orphans = set(orphans)
-        self.leaves, self.condemned, self.policy = {}, {}, policy
-        self.bytes_of = [0 for _ in Standing]
-        slots = {copy.slot for copy in (*self.copies.values(), *self.orphans)} | set(others)
+        self.aliased_evicted = set(aliased)
+        self.evictable, self.marked, self.policy = {}, {}, policy
+        self.bytes_of = [0 for _ in Evictability]
+        slots = {copy.slot for copy in (*self.copies.values(), *self.aliased_evicted)} | set(others)
         self._slots = sorted(slots, key=lambda slot: slot.offset)
         self._offsets = [slot.offset for slot in self._slots]
         assert all(one.offset + one.nbytes <= other for one, other in zip(self._slots, self._offsets[1:], strict=False))
@@ -318,10 +328,10 @@ class Occupancy:
         self.largest = max(self._sizes, default=0)
         self.changes += 1
         self.tier.restore(self._slots)
-        for copy in (*self.copies.values(), *self.orphans):
-            copy.standing = Standing.USED
+        for copy in (*self.copies.values(), *self.aliased_evicted):
+            copy.evictability = Evictability.USED
         for copy in self.copies.values():
-            self.note(copy)
+            self.note(copy, copy.classify())
             policy.touched(copy.key)
 
     # -- looking in ------------------------------------------------------------------------------------------------------
@@ -346,24 +356,25 @@ class Occupancy:
 
     def holders(self) -> list[Copy]:
         """Copies that are leased, or that somebody still refers to after a lease; the largest first."""
-        held = [copy for copy in (*self.copies.values(), *self.orphans) if copy.leased or copy.aliases]
+        held = [copy for copy in (*self.copies.values(), *self.aliased_evicted) if copy.leased or copy.aliases]
         return sorted(held, key=lambda copy: -copy.slot.nbytes)
 
     def statistics(self) -> TierStatistics:
-        held = sum(bool(copy.aliases) and not copy.leased for copy in self.copies.values()) + len(self.orphans)
+        held = sum(bool(copy.aliases) and not copy.leased for copy in self.copies.values()) + len(self.aliased_evicted)
         return TierStatistics(self.tier.name, self.tier.capacity, self.used, self.peak, len(self.copies), held, self.moved)
 
     def check(self) -> None:
         """Assert that what is kept up to date is what counting anew gives (for tests)."""
-        counted = [0 for _ in Standing]
+        counted = [0 for _ in Evictability]
         for copy in self.copies.values():
-            assert self.bottom or copy.standing is copy.stands(), f"{copy.key!r}: {copy.standing}, not {copy.stands()}"
-            assert (copy.key in self.leaves) == (copy.standing is not Standing.USED)
-            counted[copy.standing] += copy.slot.nbytes
-        for standing in set(Standing) - {Standing.USED}:
-            assert counted[standing] == self.bytes_of[standing], f"{standing}: {counted} counted, {self.bytes_of} kept"
-        assert set(self.leaves) <= set(self.copies)
-        assert set(self.condemned) <= set(self.leaves)
+            kind, now = copy.evictability, copy.classify()
+            assert self.bottom or kind is now, f"{copy.key!r}: {kind}, not {now}"
+            assert (copy.key in self.evictable) == (kind is not Evictability.USED)
+            counted[kind] += copy.slot.nbytes
+        for kind in set(Evictability) - {Evictability.USED}:
+            assert counted[kind] == self.bytes_of[kind], f"{kind}: {counted} counted, {self.bytes_of} kept"
+        assert set(self.evictable) <= set(self.copies)
+        assert set(self.marked) <= set(self.evictable)
         assert self.used == sum(slot.nbytes for slot in self._slots)
         assert self._offsets == sorted(slot.offset for slot in self._slots)
         assert self.largest == max((slot.nbytes for slot in self._slots), default=0)

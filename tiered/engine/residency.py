@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from tiered.errors import CapacityError, KeyNotFound, LeaseConflict, TieredError
 from tiered.types import Access, Fence, Key, Slot, TensorSpec
 
-__all__ = ["EDGES", "Copy", "Directory", "Entry", "Standing", "State"]
+__all__ = ["EDGES", "Copy", "Directory", "Entry", "Evictability", "State"]
 
 class State(enum.Enum):
     EMPTY = "empty"
@@ -56,8 +56,8 @@ EDGES: frozenset[tuple[State, State]] = frozenset(
     }
 )
 
-class Standing(enum.IntEnum):
-    """What a copy means to those who look for room in its tier."""
+class Evictability(enum.IntEnum):
+    """What a copy means to a search for room in its tier."""
 
     USED = 0
     """Somebody looks at it, something moves it, or it is gone: it cannot leave."""
@@ -67,7 +67,7 @@ class Standing(enum.IntEnum):
     """It can leave at once, but was prefetched and nobody has used it yet."""
     DIRTY = 3
     """It can leave after it was written back."""
-    LEAVING = 4
+    WRITING_BACK = 4
     """It is being written back and can leave after that."""
 
 
@@ -84,8 +84,8 @@ class Copy:
     the bytes of a bottom copy; ``record`` is what a manifest says of it, once that is known. ``fences`` guard the slot (the
     engine's). ``witness`` is the store's (it shares torch's version counter between leases), ``version`` that counter when its
     write-back began, and ``sealed`` the counter when the first of its READ leases began. ``lent_clean`` is whether it was
-    CLEAN then. ``spoiled``: it was written to under one, so it does not hold the tensor's bytes any more. ``standing`` is the
-    occupancy's.
+    CLEAN then. ``spoiled``: it was written to under one, so it does not hold the tensor's bytes any more. ``evictability`` is
+    what the pool has counted it as.
     """
 
     key: Key
@@ -107,13 +107,14 @@ class Copy:
     sealed: int = 0
     spoiled: bool = False
     lent_clean: bool = False
-    standing: Standing = Standing.USED
+    evictability: Evictability = Evictability.USED
 
     @property
     def state(self) -> State:
         return self._state
 
     def become(self, state: State) -> None:
+        """Take an edge of the table. Nothing else changes ``state``."""
         assert (self._state, state) in EDGES, f"{self.key!r}: illegal edge {self._state.name} -> {state.name}"
         self._state = state
 
@@ -173,16 +174,16 @@ class Copy:
         not hold the tensor's bytes."""
         return self.spoiled or (self.failure is not None and not isinstance(self.failure, CapacityError))
 
-    def stands(self) -> Standing:
-        """What it means now to those who look for room."""
+    def classify(self) -> Evictability:
+        """Return what the copy means now to a search for room in its tier."""
         state = self._state
         if self.readers or self.writers or self.aliases or self.reads_from:
-            return Standing.USED
+            return Evictability.USED
         if state is State.CLEAN:
-            return Standing.FRESH if self.prefetched else Standing.CLEAN
+            return Evictability.FRESH if self.prefetched else Evictability.CLEAN
         if state is State.DIRTY:
-            return Standing.DIRTY
-        return Standing.LEAVING if state is State.WRITEBACK else Standing.USED
+            return Evictability.DIRTY
+        return Evictability.WRITING_BACK if state is State.WRITEBACK else Evictability.USED
 
 
 @dataclass(slots=True, eq=False)
@@ -201,6 +202,8 @@ class Entry:
     empty: bool = field(init=False)
     """It has no bytes."""
     name: Key = field(init=False)
+    writers: int = 0
+    """Open WRITE leases: 0 or 1."""
 
     def __post_init__(self) -> None:
         nbytes = self.spec.nbytes
@@ -227,14 +230,6 @@ class Entry:
         return False
 
     @property
-    def written(self) -> bool:
-        """A WRITE lease is open."""
-        for copy in self.copies:  # noqa: SIM110 - likewise
-            if copy is not None and copy.writers:
-                return True
-        return False
-
-    @property
     def unsaved(self) -> Copy | None:
         """The copy that some tier below has not got yet (DIRTY or WRITEBACK), if there is one."""
         for copy in self.copies:
@@ -244,13 +239,16 @@ class Entry:
 
 
 class Directory:
-    """All tensors of a store. ``changed(copy)`` is called after each change of a copy: its state, its leases, who reads it."""
+    """All tensors of a store.
 
-    def __init__(self, depth: int, changed: Callable[[Copy], None]) -> None:
+    ``changed(copy, evictability)`` is called after each change of a copy: its state, its leases, who reads it.
+    """
+
+    def __init__(self, depth: int, changed: Callable[[Copy, Evictability], None]) -> None:
         assert depth >= 1
         self.depth = depth
         self.next_id = 1
-        self._changed = changed
+        self._tell = changed
         self._entries: dict[Key, Entry] = {}
         self._aside: dict[Key, Entry] = {}
 
@@ -393,6 +391,7 @@ class Directory:
                 copy.become(State.DIRTY)
             copy.checksums = copy.record = b""
             copy.writers += 1
+            entry.writers += 1
         else:
             if not copy.readers:
                 copy.sealed, copy.lent_clean = copy._witnessed(), copy.state is State.CLEAN
@@ -402,15 +401,26 @@ class Directory:
         self._changed(copy)
         return copy
 
+    def to_lease(self, key: Key, access: Access) -> Entry:
+        """Return the tensor ``key``. Raises KeyNotFound, and LeaseConflict where an open lease is in the way."""
+        entry = self.find(key)
+        if entry is None:
+            raise KeyNotFound(f"no tensor {key!r} in the store")
+        if entry.writers or access is Access.WRITE:
+            self.refuse_conflict(entry, access)
+        return entry
+
     def refuse_conflict(self, entry: Entry, access: Access) -> None:
-        if entry.written or (access is Access.WRITE and entry.leased):
-            held = "WRITE" if entry.written else "READ"
+        """Raise LeaseConflict where an open lease is in the way of another one."""
+        if entry.writers or (access is Access.WRITE and entry.leased):
+            held = "WRITE" if entry.writers else "READ"
             raise LeaseConflict(f"tensor {entry.key!r} has an open {held} lease; a {access.name} lease must wait for its end")
 
     def release(self, copy: Copy, access: Access) -> None:
         if access is Access.WRITE:
-            assert copy.writers == 1
-            copy.writers = 0
+            entry = self.entry(copy.key)
+            assert copy.writers == entry.writers == 1
+            copy.writers = entry.writers = 0
         else:
             assert copy.readers > 0
             copy.readers -= 1
@@ -421,7 +431,7 @@ class Directory:
     def begin_fill(self, entry: Entry, tier: int, slot: Slot) -> Copy:
         """A transfer up, from the tier below, is admitted into ``slot``."""
         source = entry.copies[tier + 1]
-        assert source is not None and source.valid and entry.copies[tier] is None and not entry.written
+        assert source is not None and source.valid and entry.copies[tier] is None and not entry.writers
         source.reads_from += 1
         source.prefetched = False  # it was of use
         copy = Copy(entry.key, tier, slot)
@@ -482,6 +492,9 @@ class Directory:
 
     # -- within ----------------------------------------------------------------------------------------------------------
 
+    def _changed(self, copy: Copy) -> None:
+        self._tell(copy, copy.classify())
+
     def _vacate_all(self, entry: Entry) -> None:
         for copy in entry.copies:
             if copy is not None:
@@ -501,6 +514,7 @@ class Directory:
         """
         leased = list(claims)
         for entry in self.all_entries():
+            entry.writers = 0
             for tier, copy in enumerate(entry.copies):
                 if copy is not None:
                     copy.readers = copy.writers = copy.reads_from = 0
@@ -510,7 +524,9 @@ class Directory:
             if access is Access.WRITE:
                 copy.writers += 1
                 copy.checksums = copy.record = b""
-                for other in (held := self.entry(copy.key)).copies:
+                held = self.entry(copy.key)
+                held.writers += 1
+                for other in held.copies:
                     if other is not None and other is not copy:
                         held.copies[other.tier] = None
             else:
@@ -528,6 +544,7 @@ class Directory:
         for entry in self.all_entries():
             unsaved = [copy for copy in entry.copies if copy is not None and copy.state in (State.DIRTY, State.WRITEBACK)]
             valid = [copy for copy in entry.copies if copy is not None and copy.valid]
+            assert entry.writers == sum(copy.writers for copy in entry.copies if copy is not None)
             assert len(unsaved) <= 1, f"{entry.key!r}: two copies claim to be the newest"
             assert valid, f"{entry.key!r}: no copy has its bytes"
             for tier, copy in enumerate(entry.copies):

@@ -1,23 +1,27 @@
 """Which tensors to keep until their next use, along a known order of accesses. Pure, and without dependencies.
 
 Finding the best choice is NP-hard; ``bench/optimum.py`` gives the sources and a bound. Taken is what is needed furthest in the
-future (Belady, "A study of replacement algorithms", 1966), a dirty copy counting as nearer by a price: of a few prices the one
-at which the fewest bytes move, counted along the order as if free room never lay apart. A tenth of a second for 2,000 touches.
+future (Belady, "A study of replacement algorithms", 1966), a dirty copy counting as nearer by a price. Or some stay for good,
+those that are touched most often, and the others come and go in what is left. Of a few prices, and of a few shares for what
+stays, the one at which the fewest bytes move, counted along the order as if free room never lay apart. Tenths of a second for
+2,000 touches.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from tiered.types import Key, Then, Use
 
-__all__ = ["Decision", "affordable", "bytes_moved", "decide", "dying"]
+__all__ = ["RetentionPlan", "affordable", "bytes_moved", "dead_after", "decide", "room_for"]
 
 PRICES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0)  # of a write-back, in mean interval lengths; the best one is kept
+SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of the room, for what stays for good
 SIMULATED = 20_000
 """Touches of an order up to which prices are tried; beyond, what is needed last goes first."""
 SETTLED = 50_000
@@ -29,21 +33,36 @@ _Touched = tuple[tuple[Key, Use, int], ...]
 """The key, the use and the size of each touch."""
 
 
-class Decision(NamedTuple):
-    """What leaves first: what is not ``kept`` after its last touch (None: all is), then what is needed last, where a copy that
+ROOM = 64 << 20
+"""Bytes that keep a link busy both ways: arrivals, tensors that wait for their use, write-behind."""
+SHARE_OF_TIER, SHARE_OF_MISSING = 8, 64
+"""That room is at most one in so many bytes of the tier, because so much less is kept; and one in so many of what does not fit,
+because where little has to move there is little to hide."""
+MOST = 4
+"""That room is at most one in so many bytes of a tier, however large one tensor is."""
+
+
+def room_for(capacity: int, missing: int, largest: int) -> int:
+    """Return the bytes of a tier that a plan should leave to read-ahead and write-behind, where ``missing`` bytes do not fit
+    and the largest tensor has ``largest``."""
+    return min(max(min(ROOM, capacity // SHARE_OF_TIER, missing // SHARE_OF_MISSING), largest), capacity // MOST)
+
+
+class RetentionPlan(NamedTuple):
+    """What leaves first: what is not ``keep`` after its last touch (None: all is), then what is needed last, where a copy that
     must be written back counts as needed sooner by ``price`` touches."""
 
     price: float = 0.0
-    kept: tuple[bool, ...] | None = None
+    keep: tuple[bool, ...] | None = None
 
     def rank(self, position: int, next_use: float, dirty: bool) -> tuple[bool, float]:
         """Of a copy that was touched at ``position`` of the cycle; the largest leaves first."""
-        return self.kept is not None and not self.kept[position], next_use - (self.price if dirty else 0.0)
+        return self.keep is not None and not self.keep[position], next_use - (self.price if dirty else 0.0)
 
 
 def decide(
     keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], capacity: int, *, then: Then = "again", spare: int = 0
-) -> Decision:
+) -> RetentionPlan:
     """What to keep in ``capacity`` bytes while they are touched in this order.
 
     ``spare`` bytes of it are left to what is fetched ahead and written behind. With some, the decision says of each touch
@@ -53,14 +72,13 @@ def decide(
 
 
 @lru_cache(maxsize=8)  # training and evaluation take turns
-def _decision(touches: _Touched, capacity: int, spare: int, then: Then) -> Decision:
+def _decision(touches: _Touched, capacity: int, spare: int, then: Then) -> RetentionPlan:
     if sum({key: nbytes for key, _, nbytes in touches}.values()) <= capacity:
-        return Decision()
+        return RetentionPlan()
     keys, uses, sizes = zip(*touches, strict=True)
     budget = max(capacity - spare, *sizes)
-    price = _cheapest(keys, uses, sizes, budget, then)[1] if len(keys) <= SIMULATED else 0.0
-    kept = _settled(keys, uses, sizes, budget, price, then) if spare and len(keys) <= SETTLED else None
-    return Decision(price, kept)
+    best = _cheapest(keys, uses, sizes, budget, then)[1] if len(keys) <= SIMULATED else RetentionPlan()
+    return _materialise(keys, uses, sizes, budget, best, then) if spare and len(keys) <= SETTLED else best
 
 
 def affordable(
@@ -89,14 +107,30 @@ def _affordable(touches: _Touched, capacity: int, room: int, then: Then) -> int:
 
 def _cheapest(
     keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], budget: int, then: Then
-) -> tuple[int, float]:
-    """The bytes that move at the best of the prices that are tried, and that price."""
-    prices = [0.0]
+) -> tuple[int, RetentionPlan]:
+    """The bytes that move by the best of the decisions that are tried, and that decision."""
+    tried = [RetentionPlan()]
     if any(use is not Use.READ for use in uses):
         lengths = [after - i for i, after in enumerate(_following(keys, then)) if after is not None]
         mean = sum(lengths) / max(1, len(lengths))
-        prices = [price * mean for price in PRICES]
-    return min((bytes_moved(keys, uses, sizes, budget, Decision(price), then), price) for price in prices)
+        tried = [RetentionPlan(price * mean) for price in PRICES]
+        if then == "again":
+            tried += [_staying(keys, uses, sizes, int(budget * share)) for share in SHARES]
+    counted = [(bytes_moved(keys, uses, sizes, budget, decision, then), decision) for decision in tried]
+    return min(counted, key=lambda found: found[0])
+
+
+def _staying(keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], room: int) -> RetentionPlan:
+    """In ``room`` bytes those stay for good that are touched most often, a write-back counting as a touch; none that is put."""
+    size, touches = dict(zip(keys, sizes, strict=True)), Counter(keys)
+    put = {key for key, use in zip(keys, uses, strict=True) if use is Use.PUT}
+    touches.update({key for key, use in zip(keys, uses, strict=True) if use is Use.WRITE})
+    staying = set[Key]()
+    for key, _ in touches.most_common():
+        if key not in put and size[key] <= room:
+            staying.add(key)
+            room -= size[key]
+    return RetentionPlan(0.0, tuple(key in staying for key in keys))
 
 
 def bytes_moved(
@@ -104,7 +138,7 @@ def bytes_moved(
     uses: Sequence[Use],
     sizes: Sequence[int],
     budget: int,
-    decision: Decision,
+    decision: RetentionPlan,
     then: Then = "again",
 ) -> int:
     """Bytes read and written on demand, in ``budget`` bytes that never lie apart, in the second round of a cycle; where the
@@ -112,23 +146,23 @@ def bytes_moved(
     return _on_demand(keys, uses, sizes, budget, decision, then, rounds=2 if then == "again" else 1)[0]
 
 
-def _settled(
-    keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], budget: int, price: float, then: Then
-) -> tuple[bool, ...]:
-    """For each touch whether what was touched stays, as it comes about on demand at that ``price`` in ``budget`` bytes that
-    never lie apart; and spread over time: a stretch of what is kept is one in which a disk has nothing to do."""
+def _materialise(
+    keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], budget: int, decision: RetentionPlan, then: Then
+) -> RetentionPlan:
+    """``decision``, with all that it keeps written out as it comes about on demand in ``budget`` bytes that never lie apart;
+    and spread over time: a stretch of what is kept is one in which a disk has nothing to do."""
     rounds, begin = (3, len(keys)) if then == "again" else (1, 0)
 
-    def staying(decision: Decision) -> tuple[bool, ...]:
+    def staying(decision: RetentionPlan) -> tuple[bool, ...]:
         left = _on_demand(keys, uses, sizes, budget, decision, then, rounds)[1]
         return tuple(position + begin not in left for position in range(len(keys)))
 
-    kept = staying(Decision(price))
+    kept = staying(decision)
     if then == "again":
         kept = _spread(kept, uses, sizes, _following(keys, then))
-    fits = staying(Decision(price, kept))  # a round is not quite like the next one
-    dead = dying(keys, uses, then)
-    return tuple(a and b and not c for a, b, c in zip(kept, fits, dead, strict=True))
+    fits = staying(RetentionPlan(decision.price, kept))  # a round is not quite like the next one
+    dead = dead_after(keys, uses, then)
+    return RetentionPlan(decision.price, tuple(a and b and not c for a, b, c in zip(kept, fits, dead, strict=True)))
 
 
 def _spread(
@@ -153,13 +187,13 @@ def _on_demand(
     uses: Sequence[Use],
     sizes: Sequence[int],
     budget: int,
-    decision: Decision,
+    decision: RetentionPlan,
     then: Then,
     rounds: int,
 ) -> tuple[int, set[int]]:
     """The bytes moved in the second round, or in the only one, and the positions after which a copy left before its next
     use."""
-    following, dead, end = _following(keys, then), dying(keys, uses, then), len(keys)
+    following, dead, end = _following(keys, then), dead_after(keys, uses, then), len(keys)
     resident: dict[Key, tuple[int, bool, int]] = {}  # bytes, dirty, position of the last touch
     order: list[tuple[bool, float, int, Key]] = []  # a heap, the next to leave first; what was touched since is stale
     free, moved, left = budget, 0, set[int]()
@@ -189,7 +223,7 @@ def _on_demand(
     return moved + (sum(nbytes for nbytes, dirty, _ in resident.values() if dirty) if then == "end" else 0), left
 
 
-def dying(keys: Sequence[Key], uses: Sequence[Use], then: Then) -> list[bool]:
+def dead_after(keys: Sequence[Key], uses: Sequence[Use], then: Then) -> list[bool]:
     """For each touch whether the bytes are dead after it: the next one, of the next round too, puts others. What is touched
     once a round is only replaced."""
     end = len(keys)

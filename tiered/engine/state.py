@@ -1,34 +1,224 @@
-"""Transfers from their admission to their end: what waits for its link, and what is under way.
+"""What the engine's lock guards: pools, the directory, holds, transfer queues, waiting requests, the order that is followed.
 
-What one direction of a link has done so far.
+``EngineState`` keeps these consistent with each other. It decides nothing: ``scheduler`` does.
+
+A Python signal handler runs in the main thread, between two bytecodes of whatever runs there, and may raise (Ctrl-C). So the
+end of what a caller holds must not depend on code that has yet to run. It is the death of a token: dropping the last reference
+deallocates the token, its weak reference calls ``deque.append``, and all of that happens inside the interpreter, where no
+handler can enter. Whoever has the engine's lock next applies what ended. The same holds for finalizers in the garbage
+collector, which may run in a thread that has the lock: they append, and take no lock.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+import math
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from tiered.engine.residency import Copy, Entry
-from tiered.errors import TieredError
-from tiered.telemetry import FlowStatistics, Recorder
-from tiered.types import Direction, Key, Slot, Transfer, Urgency
+from tiered.engine.policy import NEVER, Plan, Record, Touch
+from tiered.engine.pool import Pool
+from tiered.engine.residency import Copy, Directory, Entry, Evictability, State
+from tiered.errors import CorruptionError, TieredError
+from tiered.interfaces import EvictionPolicy, Planned, Tier
+from tiered.telemetry import FlowStatistics, Recorder, TierStatistics
+from tiered.types import Access, Direction, Fence, Key, Slot, Transfer, Urgency, Use
 
-__all__ = ["Backlog", "Flow", "Traffic"]
+__all__ = [
+    "ActiveSnapshot",
+    "Claims",
+    "Ended",
+    "EngineState",
+    "FollowedOrder",
+    "Hold",
+    "Holder",
+    "LeaseHold",
+    "LinkCounters",
+    "RoomHold",
+    "Ticket",
+    "Token",
+    "TransferQueue",
+    "TransferQueues",
+    "View",
+]
+
+LOOKED_AT = 256
+"""Copies dropped by the plan that are offered at most: to look at thousands of small ones takes longer than a lease."""
 
 _WAYS = (Direction.UP, Direction.DOWN)
 
 
-class Backlog:
-    """A queue by urgency; among equals what goes up first, and then by arrival. ``reads`` counts the transfers up among its
-    ``length``."""
+# -- what callers hold -------------------------------------------------------------------------------------------------------
+
+
+class Token:
+    """Held by whoever has a lease, a view or room. The token is empty; its death is what counts."""
+
+    __slots__ = ("__weakref__",)
+
+
+Holder = weakref.ref[Token]
+Ended = Holder | Callable[[], None]
+"""A token that died, or work that was left for whoever has the lock next; the work may be done twice."""
+
+View = tuple[Holder, Copy, object]
+"""Somebody can reach the memory of the copy's slot, and last used it on the stream that comes third. (A plain tuple, because
+one is made with every lease.)"""
+
+
+class LeaseHold:
+    """A granted lease; ``stream`` is the stream that its holder computes on, ``misused`` a key that was written to under a READ
+    lease."""
+
+    holder: Holder | None
+    copies: list[Copy]
+    access: Access
+    stream: object
+    misused: Key | None
+
+
+class RoomHold:
+    """A slot of ``tier`` that a put fills; ``stream`` is the stream that fills the slot."""
+
+    holder: Holder | None
+    tier: int
+    slot: Slot | None
+    stream: object
+
+
+Hold = LeaseHold | RoomHold | View
+
+
+class Claims:
+    """All holds, by the identity of their weak references. Readers, writers, aliases and used slots can be counted anew from
+    the holds.
+
+    ``ended`` is filled by dying tokens, in any thread; everything else is called under the engine's lock.
+    """
+
+    def __init__(self) -> None:
+        self.ended: deque[Ended] = deque()
+        self._holds: dict[int, Hold] = {}
+
+    def watch(self, token: Token) -> Holder:
+        """Return a reference that reports the death of ``token``, whatever the token comes to stand for."""
+        return weakref.ref(token, self.ended.append)
+
+    def grant(self, hold: LeaseHold | RoomHold) -> None:
+        """Record ``hold`` as its holder's."""
+        if hold.holder is not None:
+            self._holds[id(hold.holder)] = hold
+
+    def view(self, copy: Copy, stream: object = None) -> Token:
+        """Return the token of a view that somebody is about to make of ``copy``'s slot."""
+        token = Token()
+        holder = weakref.ref(token, self.ended.append)
+        self._holds[id(holder)] = (holder, copy, stream)
+        copy.aliases += 1
+        return token
+
+    def used_on(self, token: Token, stream: object) -> None:
+        """Record that the view of ``token`` is used on ``stream``. May be called without the lock."""
+        for holder in weakref.getweakrefs(token):
+            found = self._holds.get(id(holder))
+            if isinstance(found, tuple):
+                self._holds[id(holder)] = (holder, found[1], stream)
+
+    def has(self, hold: RoomHold) -> bool:
+        """Whether the slot of ``hold`` still belongs to its holder."""
+        return hold.holder is None or id(hold.holder) in self._holds
+
+    def take(self, holder: Holder | None) -> Hold | None:
+        """Remove and return the hold of ``holder``; None where it was never granted, or was taken before."""
+        return self._holds.pop(id(holder), None)
+
+    def drop_dead(self) -> None:
+        """Forget all holds whose token has died."""
+        for hold in self:
+            holder = hold[0] if isinstance(hold, tuple) else hold.holder
+            if holder is not None and holder() is None:
+                self.take(holder)
+
+    def __iter__(self) -> Iterator[Hold]:
+        return iter(list(self._holds.values()))
+
+
+class Ticket:
+    """A request as far as the engine's state and the scheduler know it: how urgent it is, what it wants, what it lacks.
+
+    ``holder`` refers to the token of whoever waits for the request, where something is granted: when the token is dead, nobody
+    wants the request any more.
+    """
+
+    def __init__(self, urgency: Urgency = Urgency.DEMAND, tier: int = 0, holder: Holder | None = None) -> None:
+        self.urgency, self.tier, self.holder = urgency, tier, holder
+        self.sequence = 0
+        self.done = False
+        self.error: TieredError | None = None
+        self.abandoned = False  # the caller gave up, or was struck
+        self.tried = False  # by the engine
+        self.full_tiers: tuple[int, ...] = ()  # in which the last attempt found no room
+        self.short = False  # whether any attempt found no room, since the waiting caller looked last
+        self.progress = 0  # whenever this changes the request has come closer, and the deadline counts anew
+        self._pushed: dict[int, list[Copy]] = {}  # by tier, the copies that are written back for the request, the first last
+        self._pushed_bytes, self._least = 0, math.inf
+        self.pack_attempts: list[frozenset[Slot]] = []  # the neighbours among which the request's own copies were evicted
+        self.replaces = False  # whether the request does away with the tensor that it waits for
+        self.needed_at: int | None = None  # the position in a known order that the request fetches for
+
+    @property
+    def unwanted(self) -> bool:
+        """Whether nobody waits for the request any more."""
+        return self.abandoned or (self.holder is not None and self.holder() is None)
+
+    def push(self, tier: int, copies: Sequence[Copy], capacity: int) -> None:
+        """Record that ``copies`` are being written back to make room in ``tier`` for this request.
+
+        Each that ends brings the request closer, until the request has pushed out twice what the tier holds: beyond, others
+        take the room.
+        """
+        self._pushed[tier] = list(reversed(copies))
+        self._pushed_bytes += sum(copy.slot.nbytes for copy in copies)
+        if self._pushed_bytes <= 2 * capacity:
+            self._least = math.inf
+
+    def pushes(self, tier: int) -> bool:
+        """Whether any of the pushed copies is still being written back."""
+        pushed = self._pushed.get(tier)
+        if not pushed:
+            return False
+        while pushed and pushed[-1].evictability is not Evictability.WRITING_BACK:
+            pushed.pop()
+        if (count := sum(map(len, self._pushed.values()))) < self._least:
+            self._least = count
+            self.progress -= 1
+        return bool(pushed)
+
+    def wants(self) -> Sequence[Key]:
+        """Return the tensors that must not be evicted to make room for this request or for a later one."""
+        return ()
+
+    def failed(self, key: Key, error: TieredError) -> None:
+        """Learn that ``key`` could not be brought up."""
+
+
+# -- transfers ---------------------------------------------------------------------------------------------------------------
+
+
+class TransferQueue:
+    """Transfers that wait for one link, by urgency; among equals those that go up first, and then by arrival.
+
+    ``reads`` counts the transfers up among its ``length``.
+    """
 
     def __init__(self) -> None:
         self._waiting = {(urgency, way): OrderedDict[int, Transfer]() for urgency in Urgency for way in _WAYS}
         self.length = self.reads = 0
 
     def __iter__(self) -> Iterator[Transfer]:
-        """The next one first."""
+        """Yield the transfers, the next one first."""
         for waiting in self._waiting.values():
             yield from waiting.values()
 
@@ -38,7 +228,7 @@ class Backlog:
         self.reads += transfer.direction is Direction.UP
 
     def take(self, refused: Mapping[Direction, Urgency]) -> Transfer | None:
-        """Remove and return the next one that is more urgent than what was ``refused`` that way."""
+        """Remove and return the next transfer that is more urgent than what was ``refused`` in its direction."""
         for (urgency, way), waiting in self._waiting.items():
             if waiting and (way not in refused or urgency < refused[way]):
                 _, transfer = waiting.popitem(last=False)
@@ -48,12 +238,12 @@ class Backlog:
         return None
 
     def put_back(self, transfer: Transfer) -> None:
-        """Undo ``take``: it is the next one of its urgency again."""
+        """Undo ``take``: the transfer is the next one of its urgency again."""
         self.add(transfer)
         self._queue(transfer).move_to_end(transfer.tag, last=False)
 
     def promote(self, transfer: Transfer, urgency: Urgency) -> bool:
-        """Make it more urgent; False when it waits here no longer."""
+        """Make a waiting transfer more urgent; return False when the transfer waits here no longer."""
         if self._queue(transfer).pop(transfer.tag, None) is None:
             return False
         transfer.urgency = urgency
@@ -65,37 +255,34 @@ class Backlog:
 
 
 @dataclass(slots=True)
-class Rising:
+class Inbound:
     """Transfers up that have not ended."""
 
     transfers: int = 0
     nbytes: int = 0
 
 
-class Traffic:
-    """Of all links. ``queues[i]`` wait for link i, between tier i and the one below; ``rising[i]`` counts the
-    transfers up that have not ended; ``promotions[i]`` are started ones, by tag, that became more urgent since."""
+class TransferQueues:
+    """Every transfer from its admission to its end.
+
+    ``queues[i]`` wait for link i, between tier i and the tier below; ``inbound[i]`` counts the transfers up that have not
+    ended; ``promotions[i]`` are started ones, by tag, that became more urgent since; ``counters[i]`` count what link i did.
+    """
 
     def __init__(self, links: int) -> None:
-        self.queues = [Backlog() for _ in range(links)]
+        self.queues = [TransferQueue() for _ in range(links)]
         self.promotions: list[dict[int, Urgency]] = [{} for _ in range(links)]
-        self.rising = [Rising() for _ in range(links)]
-        self.snapshots: dict[int, tuple[int, Slot]] = {}  # tier and slot that a transfer down reads, to be given back after it
+        self.inbound = [Inbound() for _ in range(links)]
+        self.counters = [{way: LinkCounters() for way in _WAYS} for _ in range(links)]
+        self.waiting = 0  # in all queues
+        self.snapshots: dict[int, tuple[int, Slot]] = {}  # tier and slot that a transfer down reads, to be freed after it
         self.recorder: Recorder | None = None
         self._transfers: dict[int, tuple[Entry, Transfer]] = {}  # all that have not ended
         self._refused: list[dict[Direction, Urgency]] = [{} for _ in range(links)]  # by each link, since something ended there
         self._moving: dict[Key, list[tuple[int, Transfer]]] = {}  # the same by tensor, each with its link
 
-    @property
-    def waits(self) -> bool:
-        """Whether a link could be given something."""
-        for queue, promotions in zip(self.queues, self.promotions, strict=True):  # noqa: SIM110 - on the path of every lease
-            if queue.length or promotions:
-                return True
-        return False
-
     def read(self) -> Iterator[Copy]:
-        """The copies that transfers up read, one time for each."""
+        """Yield the copies that transfers up read, one time for each transfer."""
         for moving in self._moving.values():
             for index, transfer in moving:
                 source = self._transfers[transfer.tag][0].copies[index + 1]
@@ -103,7 +290,7 @@ class Traffic:
                     yield source
 
     def going_down(self, index: int) -> int:
-        """Bytes of the slots below link ``index`` that its transfers down have and will fill."""
+        """Return the bytes of the slots below link ``index`` that its transfers down will fill."""
         under_way = (pair for moving in self._moving.values() for pair in moving)
         return sum(t.lower.nbytes for link, t in under_way if link == index and t.direction is Direction.DOWN)
 
@@ -113,27 +300,35 @@ class Traffic:
         self._transfers[transfer.tag] = (entry, transfer)
         self._moving.setdefault(entry.key, []).append((index, transfer))
         if transfer.direction is Direction.UP:
-            self.rising[index].transfers += 1
-            self.rising[index].nbytes += transfer.nbytes
+            self.inbound[index].transfers += 1
+            self.inbound[index].nbytes += transfer.nbytes
         self.queues[index].add(transfer)
+        self.waiting += 1
 
-    def take(self, index: int) -> Transfer | None:
-        """The next transfer for link ``index``, which may have room for it; it is started from here on."""
-        return self.queues[index].take(self._refused[index])
+    def take(self, index: int, now: float) -> Transfer | None:
+        """Return the next transfer for link ``index``, which may have room for it; the transfer counts as started ``now``."""
+        transfer = self.queues[index].take(self._refused[index])
+        if transfer is not None:
+            self.waiting -= 1
+            self.counters[index][transfer.direction].begin(now)
+        return transfer
 
     def put_back(self, index: int, transfer: Transfer) -> None:
-        """The link had no room for it, and so for nothing that is not more urgent, until something ends there."""
+        """Undo ``take``: the link had no room for the transfer, and so for nothing less urgent, until something ends there."""
+        self.waiting += 1
+        self.counters[index][transfer.direction].active -= 1
         self._refused[index][transfer.direction] = transfer.urgency
         transfer.urgency = self.promotions[index].pop(transfer.tag, transfer.urgency)
         self.queues[index].put_back(transfer)
 
     def idle(self, index: int) -> None:
-        """Nothing is under way on link ``index``, whose end would be a sign to ask again what it refused."""
+        """Learn that nothing is under way on link ``index`` whose end would be a sign to ask again what it refused."""
         self._refused[index].clear()
 
-    def end(self, index: int, tag: int) -> tuple[Entry, Transfer]:
-        """Link ``index`` reported the transfer's end."""
+    def end(self, index: int, tag: int, now: float, error: TieredError | None) -> tuple[Entry, Transfer]:
+        """Remove and count the transfer that link ``index`` reported as ended, with ``error`` or without."""
         entry, transfer = self._transfers.pop(tag)
+        self.counters[index][transfer.direction].end(now, transfer.nbytes, error)
         self._refused[index].clear()
         self.promotions[index].pop(tag, None)
         moving = self._moving[entry.key]
@@ -141,23 +336,23 @@ class Traffic:
         if not moving:
             del self._moving[entry.key]
         if transfer.direction is Direction.UP:
-            self.rising[index].transfers -= 1
-            self.rising[index].nbytes -= transfer.nbytes
+            self.inbound[index].transfers -= 1
+            self.inbound[index].nbytes -= transfer.nbytes
         return entry, transfer
 
-    def hurry(self, key: Key, urgency: Urgency) -> None:
-        """Transfers of ``key`` inherit ``urgency``, those that are under way too."""
+    def raise_urgency(self, key: Key, urgency: Urgency) -> None:
+        """Make the transfers of ``key`` at least as urgent as ``urgency``, those that are under way too."""
         for index, transfer in self._moving.get(key, ()):
             if transfer.urgency > urgency and not self.queues[index].promote(transfer, urgency):
                 self.promotions[index][transfer.tag] = urgency
 
     def promoted(self, tag: int, urgency: Urgency) -> None:
-        """The link knows."""
+        """Record that the link knows of the promotion."""
         if tag in self._transfers:
             self._transfers[tag][1].urgency = urgency
 
 
-class Flow:
+class LinkCounters:
     """Counters of one direction of one link."""
 
     def __init__(self) -> None:
@@ -187,3 +382,388 @@ class Flow:
     def snapshot(self, now: float) -> FlowStatistics:
         busy = self.busy + (now - self.since if self.active else 0.0)
         return FlowStatistics(self.transfers, self.bytes, self.failed, busy)
+
+
+# -- a known order, and a snapshot -------------------------------------------------------------------------------------------
+
+
+class FollowedOrder:
+    """The order that is followed, and what its plan says of a tensor.
+
+    ``rooms`` are the bytes that read-ahead may take of each tier, from the top, and so the tiers that it fetches to;
+    ``choose`` makes the eviction policies for a plan; ``planned`` are those of them that know which tensors the plan drops.
+    """
+
+    def __init__(
+        self, plan: Plan, rooms: Sequence[int], choose: Callable[[Plan], Sequence[EvictionPolicy]]
+    ) -> None:
+        self.plan, self.rooms, self.choose = plan, rooms, choose
+        self.planned: Sequence[Planned | None] = ()
+
+    def adopt(self, policies: Sequence[EvictionPolicy]) -> None:
+        """Take ``policies``, from the top tier, as those that evict."""
+        self.planned = [policy if isinstance(policy, Planned) and policy.plans else None for policy in policies]
+
+    def policies(self) -> Sequence[EvictionPolicy]:
+        """Return new policies, which have seen nothing yet."""
+        return self.choose(self.plan)
+
+    def plans(self, tier: int) -> bool:
+        """Whether read-ahead to ``tier`` takes the room of the copies that a plan drops there, without a search."""
+        return tier < len(self.rooms) and self.planned[tier] is not None
+
+    def may_take_room_of(self, key: Key, tier: int) -> bool:
+        """Whether read-ahead may take the room of ``key`` in ``tier``, as far as the plan says."""
+        policy = self.planned[tier] if tier < len(self.planned) else None
+        return policy is None or policy.drops(key) or self.plan.next_use(key) == NEVER
+
+    def writes_behind(self, key: Key, tier: int) -> bool:
+        """Whether the plan drops ``key`` from ``tier`` before its next use, and that use needs its bytes."""
+        if tier >= len(self.rooms) or (policy := self.planned[tier]) is None or not policy.drops(key):
+            return False
+        needed = self.plan.next_use(key)
+        return needed == NEVER or self.plan.at(int(needed)).use is not Use.PUT
+
+
+@dataclass(slots=True)
+class ActiveSnapshot:
+    """The snapshot that is being written to the bottom.
+
+    ``frozen`` are the tensors that are not at the bottom yet as they were when the snapshot began. ``duplicate(copy, slot,
+    nbytes)`` copies bytes within a tier, ``saved(entry)`` is called for each tensor that has arrived at the bottom.
+    """
+
+    frozen: dict[Key, None]
+    duplicate: Callable[[Copy, Slot, int], None]
+    saved: Callable[[Entry], None]
+
+
+# -- everything --------------------------------------------------------------------------------------------------------------
+
+
+class EngineState:
+    """Tiers from the top (0) to the bottom (the last); ``pools[i]`` is what is in tier i, ``policies[i]`` chooses its victims.
+
+    ``policy`` makes a policy for a tier, should what one knows be lost; without it there is no ``recount``.
+
+    ``changing`` is true while somebody changes the state. An exception of a signal handler may strike a caller's thread then;
+    so whoever takes the lock and finds it true must have the engine ``recount`` before anything else is done.
+
+    ``writeback_due``: a copy became DIRTY, or room shrank, since background write-back last looked.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        policies: Sequence[EvictionPolicy],
+        policy: Callable[[], EvictionPolicy] | None = None,
+    ) -> None:
+        self.bottom = len(tiers) - 1
+        pairs = enumerate(zip(tiers, policies, strict=True))
+        self.pools = [Pool(tier, policy, bottom=index == self.bottom) for index, (tier, policy) in pairs]
+        self.own_policies = list(policies)  # while no order is followed
+        self._policy = policy
+        self.changing = False
+        self.claims = Claims()
+        self.directory = Directory(len(tiers), self.changed)
+        self.transfers = TransferQueues(self.bottom)
+        self.waiting: Sequence[Ticket] = ()  # the request queue's
+        self.order: FollowedOrder | None = None
+        self.snapshot: ActiveSnapshot | None = None
+        self.generation = 1  # of the commit that is open
+        self.unsaved: dict[Key, Copy] = {}  # copies that no tier below has got yet
+        self.dropped_dirty: dict[tuple[int, Key], Copy] = {}  # DIRTY copies to be written behind, by tier and key
+        self._dropped_clean: list[dict[Key, Copy]] = [{} for _ in tiers]  # CLEAN copies that the plan dropped, the newest last
+        self.writeback_due = False
+        self.records: list[Record] = []  # what is leased is recorded in each
+        self.fence: Callable[[int, object], Fence | None] | None = None  # of a tier: passes when a stream's work so far has run
+        self.arrived: Callable[[Entry], None] | None = None  # called when all of a tensor is at the bottom
+        self.evictions = self.prefetched = self.prefetched_unused = 0
+        self.spoiled = 0  # tensors that were written to under a READ lease, and have no right bytes any more
+        self.disturbances = 0  # write-backs that failed, WRITE leases that began
+        self._sequence = 0
+
+    def number(self, ticket: Ticket) -> None:
+        """Give ``ticket`` its place in the order of arrival."""
+        self._sequence += 1
+        ticket.sequence = self._sequence
+
+    def enqueue(
+        self, entry: Entry, index: int, way: Direction, upper: Slot, lower: Slot, urgency: Urgency, source: Copy | None
+    ) -> int:
+        """Put a transfer of ``entry`` into the queue of link ``index``; return its tag. ``source`` is the copy to fill from."""
+        self._sequence += 1
+        generation = source.generation if source is not None else self.generation
+        checksums = source.checksums if source is not None else b""
+        transfer = Transfer(
+            self._sequence, entry.key, way, upper, lower, entry.nbytes, urgency, entry.tensor_id, generation, checksums
+        )
+        self.transfers.add(index, entry, transfer)
+        return transfer.tag
+
+    # -- changes -----------------------------------------------------------------------------------------------------------
+
+    def changed(self, copy: Copy, evictability: Evictability) -> None:
+        """Bring everything that is kept beside the directory up to date with a change of ``copy``. Called by the directory."""
+        pool, state = self.pools[copy.tier], copy.state
+        if copy.evictability is evictability and state is not State.EMPTY and pool.copies.get(copy.key) is copy:
+            pool.changes += 1  # nothing else that a pool knows of it
+        else:
+            pool.note(copy, evictability)
+        if state is State.DIRTY or state is State.WRITEBACK:
+            self.unsaved[copy.key] = copy
+            self.writeback_due = True
+        elif self.unsaved.get(copy.key) is copy:
+            del self.unsaved[copy.key]
+        if self.order is not None:
+            self.planned_anew(copy)
+
+    def planned_anew(self, copy: Copy) -> None:
+        """Look up what the plan says of ``copy``, which changed, or was used."""
+        order, tier = self.order, copy.tier
+        if order is None or not order.plans(tier):
+            return
+        evictability = copy.evictability
+        if evictability is Evictability.DIRTY and self.writes_behind(copy):
+            self.dropped_dirty[tier, copy.key] = copy
+            self.writeback_due = True
+        if evictability is Evictability.CLEAN and copy.state is not State.EMPTY and order.may_take_room_of(copy.key, tier):
+            self._dropped_clean[tier][copy.key] = copy
+        else:
+            self._dropped_clean[tier].pop(copy.key, None)
+
+    def writes_behind(self, copy: Copy) -> bool:
+        """Whether ``copy`` should be written behind: not while a fill from it is under way, or was made for the next use."""
+        order = self.order
+        if order is None or copy.evictability is not Evictability.DIRTY or copy.state is not State.DIRTY:
+            return False
+        if copy.failure is not None or not order.writes_behind(copy.key, copy.tier):
+            return False
+        entry = self.directory.find(copy.key)
+        return entry is not None and all(upper is None for upper in entry.copies[: copy.tier])
+
+    def dropped_by_plan(self, tier: int) -> list[Copy]:
+        """Return CLEAN copies in ``tier`` that the plan dropped, the newest first, ``LOOKED_AT`` at most: they cost nothing."""
+        return list(islice(reversed(self._dropped_clean[tier].values()), LOOKED_AT))
+
+    def forget_plan_of(self, copy: Copy) -> None:
+        """Forget what the plan said of ``copy``, which will have another key."""
+        self.dropped_dirty.pop((copy.tier, copy.key), None)
+        self._dropped_clean[copy.tier].pop(copy.key, None)
+
+    def follow(self, order: FollowedOrder | None, policies: Sequence[EvictionPolicy]) -> None:
+        """Evict along ``order`` from here on, or no longer; new policies learn which copies are there."""
+        self.order = order
+        if order is not None:
+            order.adopt(policies)
+        for pool, policy in zip(self.pools[: self.bottom], policies, strict=False):
+            pool.adopt(policy)
+        self._plan_all_anew()
+
+    def _plan_all_anew(self) -> None:
+        self.dropped_dirty.clear()
+        for pool, dropped in zip(self.pools, self._dropped_clean, strict=True):
+            dropped.clear()
+            for copy in pool.copies.values() if not pool.bottom else ():
+                self.writeback_due |= copy.dirty
+                self.planned_anew(copy)
+
+    def used(self, entry: Entry, tier: int, use: Use) -> None:
+        """Record that a lease of ``entry`` in ``tier`` begins, or that the tensor was put there."""
+        if self.order is not None:
+            self.order.plan.happened(entry.key)
+        for pool, copy in zip(self.pools, entry.copies, strict=True):
+            if copy is not None and not pool.bottom:
+                pool.policy.touched(entry.key)
+        for record in self.records:
+            if len(record.touches) < record.most and record.wanted() is not None:
+                record.touches.append(Touch(entry.key, self.pools[tier].tier.name, use, entry.nbytes))
+
+    def install(self, copy: Copy) -> None:
+        """Learn of a copy that did not come by a transfer (put, restore, move)."""
+        self.pools[copy.tier].policy.touched(copy.key)
+
+    def give_back(self, tier: int, slot: Slot, fences: tuple[Fence, ...] = ()) -> None:
+        """Free a slot that became no tensor; ``fences`` guard what was put into it."""
+        self.pools[tier].give_back(slot, fences)
+
+    def set_aside(self, entry: Entry) -> None:
+        """Free the name of a frozen tensor for another one; the tensor stays until its write-back has ended."""
+        assert self.snapshot is not None
+        frozen, copies = self.snapshot.frozen, [copy for copy in entry.copies if copy is not None]
+        del frozen[entry.key]
+        unsaved = self.unsaved.pop(entry.key)
+        self.directory.set_aside(entry)
+        for copy in copies:
+            self.forget_plan_of(copy)
+            self.pools[copy.tier].rename(copy, entry.key)
+        self.unsaved[entry.key] = unsaved
+        frozen[entry.key] = None
+
+    # -- questions ---------------------------------------------------------------------------------------------------------
+
+    def wanted(self, tier: int, ticket: Ticket, *, too: bool) -> set[Key]:
+        """Return the tensors whose copy in ``tier`` is needed by the requests that go before ``ticket``: the more urgent ones,
+        and its equals that came earlier. ``too``: also by ``ticket`` itself."""
+        mine = (ticket.urgency, ticket.sequence)
+        tickets = [other for other in self.waiting if (other.urgency, other.sequence) < mine]
+        if too:
+            tickets.append(ticket)
+        return {key for other in tickets for key in other.wants() if self._on_its_way(key, tier, other.tier)}
+
+    def _on_its_way(self, key: Key, tier: int, target: int) -> bool:
+        """Whether a copy in ``tier`` has still to serve a request for ``target``: no tier between has the bytes yet."""
+        entry = self.directory.find(key)
+        return entry is not None and not any(copy is not None and copy.valid for copy in entry.copies[target:tier])
+
+    def refuse_spoiled(self, copy: Copy) -> None:
+        """Raise CorruptionError where ``copy`` was written to under a READ lease."""
+        if copy.unsealed:
+            raise self.why_spoiled(copy)
+
+    def why_spoiled(self, copy: Copy) -> CorruptionError:
+        what, name = "written to under a READ lease (put it anew, delete it, or roll back):", self.pools[copy.tier].tier.name
+        return CorruptionError(what, key=copy.key, tier=name, path=None, offset=copy.slot.offset, errno=None)
+
+    def tier_statistics(self) -> tuple[TierStatistics, ...]:
+        return tuple(pool.statistics() for pool in self.pools)
+
+    # -- holds end ---------------------------------------------------------------------------------------------------------
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Leave ``work``, which may be done twice, to whoever has the lock next. Takes no lock, as a finalizer must not."""
+        self.claims.ended.append(work)
+
+    def reap(self) -> None:
+        """Apply the ends of leases, views and rooms since the last call; do the work that was left for later."""
+        ended = self.claims.ended
+        if not ended:
+            return
+        assert not self.changing
+        self.changing = True
+        while ended:
+            found = ended[0]
+            if isinstance(found, weakref.ref):
+                self._end(found)
+            else:
+                found()
+            ended.popleft()
+        self.changing = False
+
+    def _end(self, holder: Holder) -> None:
+        hold = self.claims.take(holder)
+        if isinstance(hold, tuple):
+            self._view_ended(hold)
+        elif isinstance(hold, LeaseHold):
+            self.lease_ended(hold)
+        elif isinstance(hold, RoomHold):
+            self._room_ended(hold)
+
+    def _view_ended(self, view: View) -> None:
+        _, copy, stream = view
+        if self.fence is not None:
+            self._fenced(copy, stream)
+        copy.aliases -= 1
+        if copy.state is not State.EMPTY:
+            self.changed(copy, copy.classify())
+        elif copy.aliases == 0:
+            self.pools[copy.tier].reap_dead_alias(copy)
+
+    def lease_ended(self, lease: LeaseHold) -> None:
+        """End ``lease``: by the engine, or where what was left half done is counted anew."""
+        for copy in lease.copies:
+            if self.fence is not None:
+                self._fenced(copy, lease.stream)
+            if lease.access is Access.READ and copy.unsealed:
+                copy.spoiled, lease.misused = True, copy.key
+            self.directory.release(copy, lease.access)
+            if copy.spoiled:
+                self._spoil(copy)
+
+    def _spoil(self, copy: Copy) -> None:
+        """Discard the bytes of ``copy``, which was written to under a READ lease.
+
+        The tensor is what it was where a tier below had its bytes before that lease began. Else nobody has them, and every call
+        but a new put, a deletion or a rollback refuses the tensor.
+        """
+        if copy.state is State.EMPTY or copy.leased or copy.in_flight:
+            return
+        if copy.state is State.CLEAN and copy.tier < self.bottom and copy.lent_clean:
+            self.directory.discard(copy)
+            return
+        self.spoiled += 1
+        for other in self.directory.entry(copy.key).copies:
+            if other is not None:
+                other.spoiled = True
+
+    def _room_ended(self, room: RoomHold) -> None:
+        assert room.slot is not None
+        fence = None if self.fence is None else self.fence(room.tier, room.stream)
+        self.give_back(room.tier, room.slot, () if fence is None else (fence,))
+
+    def _fenced(self, copy: Copy, stream: object) -> None:
+        """Guard ``copy``'s slot by all that ``stream`` has by now. A fence made after the copy was let go is late enough."""
+        if self.fence is not None and (fence := self.fence(copy.tier, stream)) is not None:
+            copy.fences = (*(f for f in copy.fences if not f.query()), fence)
+
+    # -- after an exception ------------------------------------------------------------------------------------------------
+
+    def recount(self) -> None:
+        """Count anew all that is kept beside the directory, the claims and the transfers, and complete what was left half done
+        there: an exception struck a caller's thread within a change. Raises AssertionError where that fails.
+
+        The order in which an eviction policy remembers uses may be lost.
+        """
+        claims = self.claims
+        misused = [copy for copy in self._all_copies() if copy.unsealed]
+        for copy in misused:
+            copy.spoiled = True
+        for hold in claims:
+            found = next((copy for copy in hold.copies if copy.spoiled), None) if isinstance(hold, LeaseHold) else None
+            if isinstance(hold, LeaseHold) and found is not None:
+                hold.misused = found.key
+        claims.drop_dead()
+        taken = {(copy.tier, copy.slot) for copy in self._all_copies()}
+        for hold in claims:
+            if isinstance(hold, RoomHold) and (hold.tier, hold.slot) in taken:  # the tensor had just been installed
+                claims.take(hold.holder)
+        leases = [(copy, hold.access) for hold in claims if isinstance(hold, LeaseHold) for copy in hold.copies]
+        views = [hold[1] for hold in claims if isinstance(hold, tuple)]
+        rooms = [hold for hold in claims if isinstance(hold, RoomHold)]
+        self.directory.recount(leases, self.transfers.read())
+        copies = self._all_copies()
+        mine = {id(copy): copy for copy in copies}
+        for copy in (*copies, *views):
+            copy.aliases = 0
+        for copy in views:
+            copy.aliases += 1
+        evicted = {id(copy): copy for copy in views if id(copy) not in mine}
+        for copy in evicted.values():
+            if copy.state is not State.EMPTY:
+                copy.become(State.EMPTY)
+        self.unsaved = {copy.key: copy for copy in copies if copy.dirty}
+        assert self._policy is not None, "nobody makes eviction policies anew"
+        self.own_policies = [self._policy() for _ in self.pools]
+        policies = self.own_policies if self.order is None else [*self.order.policies(), self.own_policies[-1]]
+        others = [*((room.tier, room.slot) for room in rooms), *self.transfers.snapshots.values()]
+        for index, (pool, policy) in enumerate(zip(self.pools, policies, strict=True)):
+            pool.recount(
+                [copy for copy in copies if copy.tier == index],
+                [copy for copy in evicted.values() if copy.tier == index],
+                [slot for tier, slot in others if tier == index and slot is not None],
+                policy,
+            )
+        if self.order is not None:
+            self.order.adopt(policies)
+        self._plan_all_anew()
+        self.writeback_due = True
+        self.disturbances += 1
+        for copy in misused:
+            self._spoil(copy)
+        self.directory.check()
+        for pool in self.pools:
+            pool.check()
+        self.changing = False
+
+    def _all_copies(self) -> list[Copy]:
+        return [copy for entry in self.directory.all_entries() for copy in entry.copies if copy is not None]

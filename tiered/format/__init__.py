@@ -1,1 +1,1 @@
-"""Read and write what is on disk."""
+"""The formats on disk: data files, manifests, lock files, lists of drives, and safetensors."""

@@ -1,11 +1,11 @@
-"""What is computed over every piece of a tensor on its way to the disk, and again on its way back.
+"""The format of a data file: a header of one alignment, then extents; and the digest of a piece.
 
-The store, the tensor, the time of writing and the place in the tensor go into it beside the bytes. So a piece that is whole
-but is another tensor's, or an older one, or one that landed elsewhere, fails as a flipped bit does.
+The header holds a magic, the format version, UUID, index and checksum. Offsets are counted from the beginning of the file; the
+manifest says which extent holds which tensor.
 
-One data file: a header of one alignment (magic, format version, UUID, index, checksum), then extents.
-
-Offsets are counted from the beginning of the file. Which extent holds which tensor is the manifest's to say.
+The digest of a piece covers, beside the bytes, the store, the tensor, the generation of the write and the offset in the tensor.
+So an intact piece of another tensor, of an older generation, or written to the wrong place fails verification like a flipped
+bit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CONTEXT = struct.Struct("<16sQQQ")  # store UUID, tensor id, generation, offset
 
 
 def digest(uuid: bytes, tensor_id: int, generation: int, offset: int, piece: Piece) -> bytes:
-    """The 16 bytes (xxh3-128) for ``piece``, ``PIECE_BYTES`` of a tensor or what is left of it at byte ``offset``.
+    """Return the 16 bytes (xxh3-128) for ``piece``: PIECE_BYTES of a tensor from byte ``offset`` on, or fewer at its end.
 
     ``uuid`` is the store's 16 bytes, ``generation`` the one in which the tensor was written. Large pieces are hashed without
     the GIL.
@@ -47,7 +47,7 @@ def digest(uuid: bytes, tensor_id: int, generation: int, offset: int, piece: Pie
     return state.digest()
 
 
-MAGIC = b"tiered\r\n"  # a transfer as text would damage it visibly
+MAGIC = b"tiered\r\n"  # a transfer in text mode would damage it visibly
 FORMAT_VERSION = 1
 MINIMUM_ALIGNMENT = 4096
 _FIELDS = struct.Struct("<8sII16sI")  # magic, version, alignment (= header size), UUID, file index
@@ -55,17 +55,18 @@ _DIGEST_BYTES = 16
 
 
 class DataFile:
-    """Extents of one file, which is locked while this is open.
+    """A data file and its free-space allocator. The file is locked while it is open.
 
     The file grows in steps and never shrinks: its blocks are allocated before an extent is handed out, so a write into an
     extent does not meet a full disk. ``full`` says that the filesystem had no room when it was last asked, ``refusal`` why.
-    ``leaves`` says how many bytes of the filesystem it leaves free when it grows.
+    ``leaves`` returns the number of bytes of the filesystem that growing leaves free.
     """
 
     leaves: Callable[[], int] = staticmethod(lambda: 0)
 
     def __init__(self, folder: Path, name: str, accept: Callable[[list[str]], None], growth: int, *, flags: int) -> None:
-        """Open it; then ``begin`` where it is ``blank``, else ``adopt``. Raises as ``LockedFile``, and ManifestError."""
+        """Open the file; then call ``begin`` where it is ``blank``, else ``adopt``. Raises as ``LockedFile``, and
+        ManifestError."""
         self._file = LockedFile(folder, name, accept, flags | os.O_DIRECT)
         self.folder, self.name, self.path = str(folder), name, self._file.path
         self.open_folder = self._file.folder
@@ -75,18 +76,18 @@ class DataFile:
         self._growth = growth
         self._size = os.fstat(self.fd).st_size
         self.wants = max(MINIMUM_ALIGNMENT, direct_io_alignment(self.fd))
-        """Bytes to which direct I/O has to be aligned here."""
+        """Alignment in bytes that direct I/O on this file requires."""
         try:
             self._header = _read(self.fd, min(self._size, LARGEST_ALIGNMENT), self.direct)
         except OSError as error:
             self.close()
             raise ManifestError(f"{self.path}: the header cannot be read: {error.strerror}") from error
         self.blank = self._size <= LARGEST_ALIGNMENT and not any(self._header)
-        """Only just created, now or by a process that died before the header was written."""
+        """Whether the file has no header: created now, or by a process that died before it wrote one."""
 
     def begin(self, alignment: int, uuid: bytes, index: int) -> None:
-        """Make it a data file. Raises MisuseError where there is no room for a header."""
-        os.ftruncate(self.fd, 0)  # what an interrupted creation left
+        """Write the header of a new data file. Raises MisuseError where there is no room for it."""
+        os.ftruncate(self.fd, 0)  # contents that an interrupted creation left
         self._write_header(_encode(alignment, uuid, index))
         self._file.sync_names()
         self._size = alignment
@@ -106,7 +107,7 @@ class DataFile:
         self._space = FreeSpace(self._size, alignment)
         self._space.claim(0, alignment)
 
-    # What it has
+    # Space
 
     @property
     def nbytes(self) -> int:
@@ -115,26 +116,26 @@ class DataFile:
 
     @property
     def extents(self) -> int:
-        """Bytes that are there for extents, used or not."""
+        """Bytes of all extents, used or not."""
         return self._space.capacity - self.alignment
 
     @property
     def used(self) -> int:
-        """Bytes in extents."""
+        """Bytes of allocated extents."""
         return self._space.used_bytes - self.alignment
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest extent that it would give without growing."""
+        """Bytes of the largest extent that can be allocated without growing."""
         return self._space.largest
 
     def free_on_device(self) -> int:
-        """Bytes that the filesystem would still give us, ``sys.maxsize`` where it does not say; 0 once closed."""
+        """Return the bytes that the filesystem has free, ``sys.maxsize`` where it does not say; 0 once closed."""
         if self.fd < 0:
             return 0
         try:
             found = os.fstatvfs(self.fd)
-        except OSError:  # it will say more when it is written to
+        except OSError:  # writing will report the error
             return sys.maxsize
         if not found.f_blocks:
             return sys.maxsize  # ramfs counts nothing
@@ -143,9 +144,9 @@ class DataFile:
     # Extents
 
     def allocate(self, nbytes: int, spare: int | None, share: int | None) -> tuple[int, int] | None:
-        """Offset and size of an extent, with the file grown if need be; None when it cannot.
+        """Return offset and size of an extent, growing the file if needed; None when it cannot grow.
 
-        It grows by ``spare`` bytes at most; ahead of what is needed, to ``share`` bytes of extents at most. None: no limit.
+        The file grows by ``spare`` bytes at most; ahead of the need, to ``share`` bytes of extents at most. None: no limit.
         """
         self.refusal = None
         found = self._space.allocate(nbytes)
@@ -155,28 +156,28 @@ class DataFile:
         return found
 
     def free(self, extents: Mapping[int, int]) -> None:
-        """Give extents back: offsets, and the size of each."""
+        """Give extents back; ``extents`` maps each offset to its size."""
         self.full = False
         self._space.free_all(extents)
 
     def restore(self, extents: Iterable[tuple[int, int]]) -> None:
-        """Exactly these are given from here on: offset and size of each."""
+        """Set the allocated extents to exactly ``extents``, each an offset and a size."""
         self._space.restore([(0, self.alignment), *extents])
 
     def claim(self, offset: int, nbytes: int) -> None:
-        """Take the extent that a manifest names. Raises ManifestError when it cannot be."""
+        """Take the extent that a manifest names. Raises ManifestError where it is not free."""
         if not self._space.is_free(offset, nbytes):
             why = "beyond its end" if offset + nbytes > self._space.capacity else "misaligned or named twice"
             raise ManifestError(f"{self.path}: the manifest names an extent of {nbytes} bytes at {offset}: {why}")
         self._space.claim(offset, nbytes)
 
     def reserve(self, nbytes: int, spare: int | None, share: int | None) -> bool:
-        """Whether there are so many free bytes, in pieces of whatever size. It grows as for ``allocate``."""
+        """Return whether ``nbytes`` are free, in pieces of any size. The file grows as for ``allocate``."""
         missing = self._space.round_up(nbytes) - self._space.free_bytes
         return missing <= 0 or self._grow(self._space.capacity + missing, spare, share)
 
     def _grow(self, need: int, spare: int | None, share: int | None) -> bool:
-        """Extend the file to ``need`` bytes at least."""
+        """Extend the file to at least ``need`` bytes."""
         old = self._space.capacity
         most = None if spare is None else old + spare - spare % self.alignment
         if most is not None and need > most:
@@ -192,7 +193,7 @@ class DataFile:
         try:
             self._extend(old, end)
         except OSError as error:
-            with contextlib.suppress(OSError):  # then it stays longer than it need be
+            with contextlib.suppress(OSError):  # then the file stays longer than needed
                 os.ftruncate(self.fd, old)  # a failed fallocate leaves the file extended
             self.refusal, self.full = self._why(error, end - old), True
             return False
@@ -201,14 +202,15 @@ class DataFile:
 
     def _why(self, error: OSError, nbytes: int) -> str:
         reason = (os.strerror(error.errno) or "no space").lower() if error.errno else "no space"
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # not for lack of room
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # an error other than lack of room
             return f"{self.path} cannot grow: {reason} (errno {error.errno})"
         free, leaves = self.free_on_device(), self.leaves()
         besides = f" besides {format_size(leaves)} for manifests" if leaves else ""
         return f"{reason}: {self.folder} has {format_size(free)} free, {format_size(nbytes)} needed{besides}"
 
     def _extend(self, old: int, end: int) -> None:
-        """With what it leaves to others, and then without: only the filesystem knows what it has."""
+        """Allocate the blocks up to ``end`` and the bytes that it leaves free, then cut off the latter: only the filesystem
+        knows its room."""
         leaves = self.leaves()
         try:
             os.posix_fallocate(self.fd, old, end - old + leaves)
@@ -217,11 +219,11 @@ class DataFile:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
-            if end - old + leaves > self.free_on_device():  # no reservations here: another's writes may make it a WriteError
+            if end - old + leaves > self.free_on_device():  # nothing is reserved: a write may still fail
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
         os.ftruncate(self.fd, end)
 
-    # The file
+    # File operations
 
     def sync(self) -> None:
         """Make completed writes and the file's size durable. After an OSError (it names the file) they may be lost."""
@@ -232,7 +234,8 @@ class DataFile:
             raise
 
     def strayed(self) -> str | None:
-        """Why those who come by its path do not find this file, or find it by other names too, with the mend; else None."""
+        """Return why the path does not lead to this file any more, or to a file with other names too, with advice; None where
+        it does."""
         return self._file.strayed()
 
     def close(self) -> None:
@@ -241,18 +244,18 @@ class DataFile:
         self._file.close()
 
     def remove(self) -> None:
-        """Delete it, and its folder if that was made here and is empty; then close."""
+        """Delete the file, and its folder if opening made that and it is empty; then close."""
         self._file.remove()
         self.close()
 
     def discard(self) -> None:
-        """Close, and undo what opening made."""
+        """Close the file, and undo what opening made."""
         self._file.discard()
         self.close()
 
     def _write_header(self, header: bytes) -> None:
         try:
-            with mmap.mmap(-1, len(header)) as buffer:  # page-aligned, as direct I/O wants it
+            with mmap.mmap(-1, len(header)) as buffer:  # page-aligned, as direct I/O requires
                 buffer[:] = header
                 written = os.pwrite(self.fd, buffer, 0)
             if written != len(header):
@@ -271,7 +274,7 @@ def _encode(alignment: int, identity: bytes, index: int) -> bytes:
 
 
 def _decode(header: bytes, path: str) -> tuple[int, bytes, int]:
-    """Alignment, UUID and index. Raises ManifestError unless every byte is as it was written."""
+    """Return alignment, UUID and index. Raises ManifestError unless every byte is as it was written."""
     if len(header) < _FIELDS.size + _DIGEST_BYTES or not header.startswith(MAGIC):
         raise ManifestError(f"{path} does not begin like a tiered data file; it is damaged or not one")
     _, version, alignment, identity, index = _FIELDS.unpack_from(header)
@@ -285,12 +288,12 @@ def _decode(header: bytes, path: str) -> tuple[int, bytes, int]:
 
 
 def read_header(fd: int, path: str, *, direct: bool) -> tuple[int, bytes, int]:
-    """Alignment, UUID and index that an open data file says. Raises ManifestError where it is damaged, and OSError."""
+    """Return the alignment, UUID and index in the header of an open data file. Raises ManifestError for damage, and OSError."""
     return _decode(_read(fd, LARGEST_ALIGNMENT, direct), path)
 
 
 def _read(fd: int, nbytes: int, direct: bool) -> bytes:
-    """The file's first ``nbytes``, or fewer at its end."""
+    """Return the file's first ``nbytes``, or fewer at its end."""
     if nbytes == 0:
         return b""
     length = -(-nbytes // LARGEST_ALIGNMENT) * LARGEST_ALIGNMENT if direct else nbytes

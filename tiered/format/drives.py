@@ -1,9 +1,9 @@
-"""The data files of a store that has several drives: one in each of the folders that its caller names.
+"""The data files of a store with several drives: one in each of the folders that the caller names.
 
-The store's own folder has a file ``drives``: the store's UUID, and where the data files were when it was last opened. That is
-there to be said in errors: a folder is opened because the caller named it, never because a file did. The data file with index i
-is called ``drive.i`` and carries a UUID made of the store's and of i, so the files say themselves which one each is, and the
-folders may be named in any order.
+The store's own folder has a file ``drives``: the store's UUID, and where the data files were when it was last opened. Errors
+quote these folders, and nothing opens them: a folder is opened only because the caller named it. The data file with index i is
+called ``drive.i`` and carries a UUID derived from the store's UUID and i, so each file identifies itself, and the folders may
+be named in any order.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tiered.format.locked_file import LockedFile
 from tiered.system import LARGEST_ALIGNMENT
 
 __all__ = [
+    "DATA_FILE",
     "DRIVE",
     "IGNORED",
     "LIST_FILE",
@@ -39,11 +40,14 @@ __all__ = [
     "read_record",
 ]
 
+DATA_FILE = "data.0"
+"""The data file of a store without a list of drives."""
 LIST_FILE = "drives"
+"""The list of drives."""
 MOST_DRIVES = 64
 MANIFEST = re.compile(r"manifest\.\d+")
 IGNORED = {"lost+found"}
-"""Names in a folder that are nobody's: it may be the root of a drive's filesystem."""
+"""Names in a folder that do not count: it may be the root of a drive's filesystem."""
 DRIVE = re.compile(r"drive\.(0|[1-9][0-9]?)", re.ASCII)
 _MAGIC = b"TIEREDDR"
 _VERSION = 1
@@ -52,19 +56,20 @@ _MAX_BYTES = 1 << 20
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the file ``drives`` says: ``folders[i]`` is where the data file with index i was last, ``alignment`` that of all."""
+    """The contents of the file ``drives``: ``folders[i]`` is where the data file with index i was last, ``alignment`` that of
+    all data files."""
 
     store: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
     alignment: Annotated[int, msgspec.Meta(ge=MINIMUM_ALIGNMENT, le=LARGEST_ALIGNMENT)]
     folders: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=MOST_DRIVES)]
 
     def uuid_of(self, index: int) -> bytes:
-        """That of a data file."""
+        """Return the UUID of the data file with that index."""
         return xxhash.xxh3_128_digest(bytes.fromhex(self.store) + struct.pack("<I", index))
 
 
 class Drives:
-    """The list, locked, and the data files in order of their index. ``created``: whether the store is new."""
+    """The list of drives, locked, and the data files in order of their index. ``created``: whether the store is new."""
 
     def __init__(self, listed: LockedFile, record: Record, files: tuple[DataFile, ...], *, created: bool) -> None:
         self.files, self.created = files, created
@@ -74,7 +79,7 @@ class Drives:
         self._listed = listed
 
     def strayed(self) -> str | None:
-        """As of a ``LockedFile``, the list and the data files."""
+        """Return why the list's or a data file's path does not lead to it any more, with advice; None where all do."""
         found = [self._listed.strayed(), *(file.strayed() for file in self.files)]
         return next((why for why in found if why is not None), None)
 
@@ -86,7 +91,7 @@ class Drives:
 
 
 def folders_of(folder: Path) -> str:
-    """The folders in which a store's data files were last, for an error message."""
+    """Return the folders in which a store's data files were last, as an error message quotes them."""
     try:
         record = read_record(folder)
     except (OSError, ManifestError):
@@ -95,7 +100,7 @@ def folders_of(folder: Path) -> str:
 
 
 def read_record(folder: Path, at: int | None = None) -> Record | None:
-    """What the list of a store with several drives says; None where it is empty. ``at``: a descriptor of the folder.
+    """Return the list of drives of a store; None where the file is empty. ``at``: a descriptor of the folder.
 
     Raises OSError, ManifestError.
     """
@@ -108,8 +113,8 @@ def read_record(folder: Path, at: int | None = None) -> Record | None:
 def open_drives(folder: Path, paths: Sequence[Path], growth: int) -> Drives:
     """Make or reopen the data files of the store in ``folder``, one in each of ``paths``.
 
-    Raises MisuseError (other folders than a store has, foreign ones), StoreLocked, ManifestError (a drive that is missing,
-    damaged, or another store's). Then nothing was changed, and what was made is gone again.
+    Raises MisuseError (folders that are not the store's, or are foreign), StoreLocked, ManifestError (a drive that is missing,
+    damaged, or another store's). Then nothing was changed, and new files and folders are removed.
     """
     _refuse_paths(folder, paths)
     inside = {path.name for path in paths if path.parent == folder}
@@ -141,7 +146,7 @@ def open_drives(folder: Path, paths: Sequence[Path], growth: int) -> Drives:
             if file.blank:
                 file.begin(record.alignment, record.uuid_of(index), index)
         if record.folders != now:
-            with contextlib.suppress(OSError):  # it is only said in errors
+            with contextlib.suppress(OSError):  # only errors quote it
                 listed.replace(_encode(Record(record.store, record.alignment, now)))
         undo.pop_all()
     return Drives(listed, record, tuple(files[index] for index in sorted(files)), created=created)
@@ -159,10 +164,10 @@ def _refuse_paths(folder: Path, paths: Sequence[Path]) -> None:
 
 
 def _refuse_folder(folder: Path, names: set[str]) -> None:
-    """Unless it is empty or that of a store with several drives."""
+    """Raise MisuseError unless the folder is empty or that of a store with several drives, ManifestError without its list."""
     if LIST_FILE in names:
         return
-    if "data.0" in names:
+    if DATA_FILE in names:
         raise MisuseError(f"{folder} keeps its tensors in its own folder: open it without paths=")
     if any(MANIFEST.fullmatch(name) for name in names):
         raise ManifestError(f"{folder} has a manifest, but its file {LIST_FILE} is missing or empty")
@@ -171,7 +176,8 @@ def _refuse_folder(folder: Path, names: set[str]) -> None:
 
 
 def _by_index(folder: Path, record: Record, paths: Sequence[Path], committed: bool) -> dict[int, Path]:
-    """Which of ``paths`` has which data file, by their names; those without one have what is left, in order."""
+    """Return which of ``paths`` has the data file of each index, by file names; paths without one get the indices that are
+    left."""
     found: dict[int, Path] = {}
     without = []
     for path in paths:
@@ -233,7 +239,7 @@ def _open_file(folder: Path, path: Path, index: int, record: Record | None, comm
 
 
 def _shown(path: Path) -> str:
-    """Names may hold bytes that are no text."""
+    """Return a path as text; names may hold bytes that are not valid text."""
     return str(path).encode(errors="backslashreplace").decode()
 
 
@@ -250,7 +256,7 @@ def _encode(record: Record) -> bytes:
 
 
 def _decode(data: bytes, folder: Path) -> Record | None:
-    """None for an empty file, which an interrupted creation leaves. Raises ManifestError for what was not written so."""
+    """Decode the list; None for an empty file, which an interrupted creation leaves. Raises ManifestError for any damage."""
     path = folder / LIST_FILE
     if not data:
         return None

@@ -1,8 +1,8 @@
-"""A folder that is held open: its descriptor, and whether the name by which it was opened still leads to it.
+"""A folder that is held open: its descriptor, and whether the path by which it was opened still leads to it.
 
-The name may be moved, removed or given to another folder while this one is in use; the descriptor stays with it. So what is
-done through the descriptor (``openat``, ``renameat``, ``unlinkat``) never lands in another folder, and a look at the name says
-whether those who come by it find this one.
+The path may be moved, removed or given to another folder while this one is in use; the descriptor stays with the folder. So
+operations through the descriptor (``openat``, ``renameat``, ``unlinkat``) never land in another folder, and resolving the path
+anew says whether a later open would find this one.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from tiered.system import Once
 __all__ = ["SHORTAGES", "OpenFolder", "cannot_open", "whereabouts"]
 
 SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""What a process or a machine answers that has nothing left: it says nothing about the file that was asked for."""
+"""Errors of a process or machine that has run out of resources: they say nothing about the file."""
 
 
 class OpenFolder:
-    """``fd`` is a descriptor of the folder that ``path`` led to; ``made`` says whether it was not there before."""
+    """A folder held open: ``fd`` is a descriptor of the folder that ``path`` led to; ``made`` says whether opening created
+    it."""
 
     def __init__(self, path: Path, flags: int = 0) -> None:
-        """``flags``: O_CREAT makes it (0700), and its parents, where absent; O_NOFOLLOW refuses a symbolic link as the last
-        part of ``path``.
+        """Open the folder. ``flags``: O_CREAT makes it (0700), and its parents, where absent; O_NOFOLLOW refuses a symbolic
+        link as the last part of ``path``.
 
         Raises MisuseError, TieredError where the process has no descriptor left, and FileNotFoundError without O_CREAT.
         """
         self.path = path
         self.fd = -1
         self._closing = Once()
-        self._made: list[tuple[Path, os.stat_result]] = []  # from the outermost
+        self._made: list[tuple[Path, os.stat_result]] = []  # the outermost first
         try:
             for _ in range(10):
                 if flags & os.O_CREAT:
@@ -75,25 +76,25 @@ class OpenFolder:
             raise MisuseError(what) from error
 
     def names(self) -> list[str]:
-        """What is in it."""
+        """Return the names in the folder."""
         return os.listdir(self.fd)
 
     def holds(self, name: str, fd: int) -> bool:
-        """Whether what has that name in it is the file ``fd``."""
+        """Return whether ``name`` in the folder leads to the file ``fd``."""
         try:
             return os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=self.fd, follow_symlinks=False))
         except FileNotFoundError:
             return False
 
     def leads_here(self) -> bool:
-        """Whether ``path``, resolved anew, is this folder."""
+        """Return whether ``path``, resolved anew, is this folder."""
         try:
             return os.path.samestat(os.fstat(self.fd), os.lstat(self.path))
         except OSError:
             return False
 
     def strayed(self) -> str | None:
-        """Why those who come by ``path`` do not find this folder, with the mend; None where they do."""
+        """Return why ``path`` does not lead to this folder any more, with advice; None where it does."""
         if self.leads_here():
             return None
         try:
@@ -121,7 +122,7 @@ class OpenFolder:
         )
 
     def sync(self) -> None:
-        """Make the names in it durable, and those of the folders that were made. Raises OSError."""
+        """Make the names in the folder durable, and those of the folders that opening made. Raises OSError."""
         os.fsync(self.fd)
         for path, _ in self._made:
             fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -131,12 +132,12 @@ class OpenFolder:
                 os.close(fd)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the descriptor. Idempotent."""
         self._closing.run()
         self.fd = -1
 
     def unmake(self) -> None:
-        """Remove the folders that opening made, as far as they are empty and have their names; then close."""
+        """Remove the folders that opening made, where they are empty and still have their names; then close."""
         try:
             while self._made:
                 path, found = self._made.pop()
@@ -152,7 +153,7 @@ class OpenFolder:
 
 
 def whereabouts(fd: int) -> str | None:
-    """The path of an open file or folder as of now; None where it has none any more, or none that can be found."""
+    """Return the present path of an open file or folder; None where it has none any more, or none that can be found."""
     try:
         path = os.readlink(f"/proc/self/fd/{fd}")
         return path if os.path.samestat(os.fstat(fd), os.lstat(path)) else None
@@ -161,7 +162,7 @@ def whereabouts(fd: int) -> str | None:
 
 
 def cannot_open(path: str | Path, error: OSError) -> TieredError:
-    """What to raise for a file or folder of a store."""
+    """Return the error to raise for a file or folder of a store that cannot be opened."""
     if error.errno in SHORTAGES:
         return TieredError(
             f"cannot open {path} now: {error.strerror} (errno {error.errno}); nothing is known to be wrong with it: close "

@@ -21,20 +21,20 @@ from tiered.format.manifest import MAX_BYTES, Manifest, decode
 __all__ = ["Folder", "abandon", "clean", "drop", "folder_of", "generations", "load", "prepare", "present", "publish", "sync"]
 
 Folder = OpenFolder | int | str | os.PathLike[str]
-"""A store's folder: held open, a descriptor of it, or its path."""
+"""A store's folder: held open, its descriptor, or its path."""
 
 
 LISTINGS = 100
-"""How often the newest generation may have gone between its being listed and being read, before that is an error."""
+"""Attempts to read the newest generation before it is an error that each was dropped between its listing and its reading."""
 _NAME = re.compile(r"manifest\.([1-9][0-9]{0,17})", re.ASCII)
 _TMP_NAME = re.compile(r"manifest\.[1-9][0-9]{0,17}\.tmp", re.ASCII)
 
 
 def prepare(folder: Folder, generation: int, data: bytes | bytearray) -> None:
-    """Make ``data``, a manifest, durable in ``folder`` under a name that no generation has; an older one is not touched.
+    """Make ``data``, a manifest, durable in ``folder`` under a temporary name; older generations are not touched.
 
-    The data files that it names must have been synced before. Raises ``CommitError``; then there is nothing of it, as far as
-    the file system lets us take it away again.
+    The data files that it names must have been synced before. Raises ``CommitError``; then nothing of it is left, as far as the
+    file system allows its removal.
     """
     temporary = _temporary(generation)
     with _opened(folder, CommitError) as at:
@@ -60,27 +60,27 @@ def prepare(folder: Folder, generation: int, data: bytes | bytearray) -> None:
 
 
 def abandon(folder: Folder, generation: int) -> None:
-    """Take away what was prepared and is not to be published, as far as the file system lets us."""
+    """Remove a prepared manifest that is not to be published, as far as the file system allows."""
     with _opened(folder, CommitError) as at:
         _remove(at, _temporary(generation))
 
 
 def publish(folder: Folder, generation: int) -> None:
-    """Give what was prepared its name, ``manifest.G``; when this returns, the generation is durable.
+    """Rename the prepared manifest to ``manifest.G``; when this returns, the generation is durable.
 
-    Raises ``CommitError``; then G is not to be tried again: its name is taken away as far as the file system lets us, but
-    after a failed sync of the folder nobody knows what a power loss would show. Its extents are to be treated as in use until
-    a later generation is durable.
+    Raises ``CommitError``; then G must not be tried again: its name is removed as far as the file system allows, but after a
+    failed sync of the folder the result of a power loss is unknown. Its extents must be treated as in use until a later
+    generation is durable.
 
-    Order (rename(2), fsync(2)): a name must never appear before the bytes that it names, and a rename is durable only
-    with the folder that holds it.
+    Order (rename(2), fsync(2)): a name must never appear before the bytes that it names, and a rename is durable only with the
+    folder that holds it.
     """
     name, temporary = f"manifest.{generation}", _temporary(generation)
     with _opened(folder, CommitError) as at:
         doing, ours = "rename", temporary
         try:
             if _exists(at, name):
-                raise CommitError(f"{_where(folder, name)} is there already; a generation is written once")
+                raise CommitError(f"{_where(folder, name)} exists already; a generation is written once")
             os.rename(temporary, name, src_dir_fd=at, dst_dir_fd=at)
             doing, ours = "sync the folder of", name
             os.fsync(at)
@@ -92,7 +92,7 @@ def publish(folder: Folder, generation: int) -> None:
 
 
 def generations(folder: Folder) -> list[int]:
-    """The generations whose manifest is in ``folder``, oldest first; other names are not ours and are passed over."""
+    """Return the generations whose manifest is in ``folder``, oldest first. Other names are ignored."""
     with _opened(folder, ManifestError) as at:
         try:
             names = os.listdir(at)
@@ -102,7 +102,8 @@ def generations(folder: Folder) -> list[int]:
 
 
 def folder_of(path: Path) -> OpenFolder:
-    """That of a store which is there already. Raises ``MisuseError``, and ``TieredError`` without a descriptor for it."""
+    """Open the folder of an existing store. Raises ``MisuseError``, and ``TieredError`` where the process has no descriptor
+    left."""
     with contextlib.suppress(FileNotFoundError):
         if path.is_dir():
             return OpenFolder(path)
@@ -110,11 +111,11 @@ def folder_of(path: Path) -> OpenFolder:
 
 
 def present(folder: Folder, generation: int | None) -> list[int]:
-    """The generations of the store in ``folder``, oldest first: at least one, and ``generation`` is among them if it is given.
+    """Return the generations of the store in ``folder``, oldest first: at least one, and ``generation`` among them if given.
 
-    Raises ``MisuseError`` where there is no such store or generation; that it can be read is not said.
+    Raises ``MisuseError`` where there is no such store or generation. The manifests are not read.
     """
-    there = generations(folder) or generations(folder)  # the only one may have given way to the next while they were listed
+    there = generations(folder) or generations(folder)  # a commit may have replaced the only one during the listing
     if not there:
         raise MisuseError(f"{_where(folder, '')} is not a tiered store with a commit: it has no manifest")
     if generation is not None and generation not in there:
@@ -123,11 +124,11 @@ def present(folder: Folder, generation: int | None) -> list[int]:
 
 
 def load(folder: Folder, generation: int | None = None, *, limit: int = MAX_BYTES) -> Manifest | None:
-    """The manifest of ``generation``, or of the newest one; None when the folder has no generation at all.
+    """Return the manifest of ``generation``, or of the newest one; None when the folder has no generation at all.
 
-    A manifest that has its name was whole when it got it. So an invalid newest one is damage, not an unfinished commit,
-    and raises ``ManifestError``: going back to older tensors is for the caller to decide. Raises ``TieredError`` where the
-    process or the machine cannot read it now, whatever it is like.
+    A manifest that has its name was complete when it got it. So an invalid newest one is damage, not an unfinished commit, and
+    raises ``ManifestError``: whether to go back to older tensors is the caller's decision. Raises ``TieredError`` where the
+    process or the machine lacks the resources to read it now.
     """
     with _opened(folder, ManifestError) as at:
         for _ in range(LISTINGS):
@@ -146,7 +147,7 @@ def load(folder: Folder, generation: int | None = None, *, limit: int = MAX_BYTE
                 if error.errno in SHORTAGES:
                     raise TieredError(f"{_where(folder, name)} {why}; nothing is known to be wrong with it") from error
                 if generation is None and isinstance(error, FileNotFoundError):
-                    continue  # a job that goes on has made newer ones and dropped it meanwhile
+                    continue  # a running job has committed newer ones and dropped it meanwhile
             except MemoryError:
                 raise TieredError(f"{_where(folder, name)} cannot be read: there is not enough memory") from None
             except ManifestError as error:
@@ -163,10 +164,10 @@ def load(folder: Folder, generation: int | None = None, *, limit: int = MAX_BYTE
 
 
 def drop(folder: Folder, generation: int) -> None:
-    """Forget ``generation``: remove its manifest, nothing else. Only after a newer one is durable.
+    """Remove the manifest of ``generation``, and nothing else. Only after a newer one is durable.
 
-    Not synced: should a power loss bring the name back, the newer generation still wins, and the extents that were
-    reused since fail their checksums.
+    Not synced: should a power loss bring the name back, the newer generation still wins, and the extents that were reused since
+    fail their checksums.
     """
     with _opened(folder, ManifestError) as at:
         name = f"manifest.{generation}"
@@ -186,7 +187,7 @@ def sync(folder: Folder) -> None:
 
 
 def clean(folder: Folder) -> list[str]:
-    """Remove what an interrupted ``prepare`` left behind, and say which names that were."""
+    """Remove what an interrupted ``prepare`` left behind, and return the removed names."""
     removed = []
     with _opened(folder, ManifestError) as at:
         name = ""
@@ -220,7 +221,7 @@ def _temporary(generation: int) -> str:
 
 
 def _remove(at: int, name: str) -> None:
-    """If that can be."""
+    """Remove the name if possible."""
     with contextlib.suppress(OSError):
         os.unlink(name, dir_fd=at)
 
@@ -230,7 +231,7 @@ def _create(at: int, name: str) -> int:
     try:
         return os.open(name, flags, 0o600, dir_fd=at)
     except FileExistsError:
-        # From a commit that was interrupted, if it is a regular file; anything else somebody else put there.
+        # A regular file is from an interrupted commit; anything else is not ours.
         if not stat.S_ISREG(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode):
             raise
     os.unlink(name, dir_fd=at)

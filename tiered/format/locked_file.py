@@ -1,4 +1,4 @@
-"""A file of a store, and the lock that says whose it is: found or made in a folder, without following a symbolic link.
+"""The lock file of a store: a file opened or made in a folder, without following a symbolic link, and locked with flock(2).
 
 The folder stays open with the file, and every name is relative to it; see ``OpenFolder``.
 """
@@ -21,15 +21,17 @@ from tiered.system import Once
 
 __all__ = ["LockedFile", "make_direct", "open_to_read"]
 
+
 class LockedFile:
-    """``folder/name``, open for reading and writing, and locked for as long as it is.
+    """``folder/name``, open for reading and writing, and locked while it is open.
 
     The lock is on the very descriptor that does the I/O, so it outlives a killed process for as long as that process's writes
-    may still land. ``made``: whether it was not there before. ``folder`` is open as long as it is.
+    may still land. ``made`` says whether the file was created by opening it. ``folder`` is open as long as the file is.
     """
 
     def __init__(self, folder: Path, name: str, accept: Callable[[list[str]], None], flags: int) -> None:
-        """``accept`` is given the folder's names and raises for a folder that is not ours; then nothing is touched.
+        """Open and lock the file. ``accept`` is given the folder's names and raises for a foreign folder; then nothing is
+        touched.
 
         ``flags``: O_CREAT makes the folder (0700) and the file (0600), empty, where absent; O_DIRECT opens the file for direct
         I/O where its filesystem has that. Raises MisuseError (also for a file with several names: writing to one would change
@@ -53,7 +55,7 @@ class LockedFile:
         raise StoreLocked(f"{folder} is being created and removed by other processes; name another folder")
 
     def _take(self, accept: Callable[[list[str]], None], flags: int) -> bool:
-        """Open and lock it. False where its last owner removed it before it was locked, or put another in its place."""
+        """Open and lock the file. Return False where its last owner removed or replaced it before the lock was taken."""
         accept(self.folder.names())
         try:
             self.fd, self.direct, self.made = _open(self.folder, self.name, flags)
@@ -95,15 +97,16 @@ class LockedFile:
 
     @property
     def path(self) -> str:
-        """As it was opened."""
+        """Path by which the file was opened."""
         return os.path.join(self.folder.path, self.name)
 
     def is_there(self) -> bool:
-        """Whether what has its name in the folder is this file."""
+        """Return whether its name in the folder still leads to this file."""
         return self.folder.holds(self.name, self.fd)
 
     def strayed(self) -> str | None:
-        """Why those who come by its path do not find this file, or find it by other names too, with the mend; else None."""
+        """Return why the path does not lead to this file any more, or to a file with other names too, with advice; None where
+        it does."""
         why = self.folder.strayed()
         if why is not None:
             return why
@@ -133,13 +136,14 @@ class LockedFile:
         return None
 
     def replace(self, data: bytes) -> None:
-        """Put ``data`` in its place, durably and at once: a crash leaves the old contents or the new. Raises OSError."""
+        """Replace the file's contents by ``data``, durably and atomically: a crash leaves the old contents or the new. Raises
+        OSError."""
         name, at = f"{self.name}.tmp", self.folder.fd
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=at)  # never written over: it may have other names
+            os.unlink(name, dir_fd=at)  # not overwritten, because it may have other names
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=at)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before it has the name: who opens that finds it locked
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before the rename: whoever opens the name finds the file locked
             if os.pwrite(fd, data, 0) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(fd)
@@ -155,20 +159,21 @@ class LockedFile:
         self.sync_names()
 
     def sync_names(self) -> None:
-        """Make the name durable, and the folder's where it was made."""
+        """Make the file's name durable, and that of the folder where it was made."""
         self.folder.sync()
 
     def close(self) -> None:
         """Release the lock. Idempotent. No I/O may be in flight."""
         self.folder.close()
         if os.getpid() == self._pid:
-            # A forked child shares the lock through its copy of the descriptor and would keep it, or end it for us.
+            # A forked child shares the lock through its copy of the descriptor; it must neither keep the lock nor release it
+            # for us.
             self._unlocking.run()  # closing ends it as well
-        self._closing.run()  # Linux has closed it whatever it answers; what counts was synced before
+        self._closing.run()  # Linux closes it whatever close(2) returns; what counts was synced before
         self.fd = -1
 
     def remove(self) -> None:
-        """Delete the file, and the folders that were made for it, as far as they are empty; then close."""
+        """Delete the file, and the folders that opening made where they are empty; then close."""
         if self.fd < 0:
             raise AssertionError(f"{self.path} was closed")
         self._unlink()
@@ -176,22 +181,22 @@ class LockedFile:
         self.close()
 
     def discard(self) -> None:
-        """Close, and undo what opening made."""
+        """Close the file, and undo what opening made."""
         if self.fd >= 0 and self.made:
             self.remove()
         self.close()
 
 
 def _real_copy(folder: OpenFolder) -> str:
-    """The command that makes one, with a data file of its own."""
+    """Return the command that copies the store with a data file of its own."""
     return f"cp -a --reflink=auto {shlex.quote(str(folder))} {shlex.quote(f'{folder}.copy')}"
 
 
 def open_to_read(folder: Path, name: str, at: int | None = None) -> int:
-    """A descriptor of ``folder/name`` that only reads, with a lock that others who only read share. ``at``: one of the folder.
+    """Open ``folder/name`` for reading, under a shared lock, and return the descriptor. ``at``: a descriptor of the folder.
 
-    Nothing is written, so a filesystem that is mounted read-only will do. Raises StoreLocked while a store has the file open,
-    and OSError, also for what is no regular file.
+    Nothing is written, so a filesystem that is mounted read-only is enough. Raises StoreLocked while a store has the file open,
+    and OSError, also for a file that is not regular.
     """
     path = str(folder / name)
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -207,7 +212,7 @@ def open_to_read(folder: Path, name: str, at: int | None = None) -> int:
 
 
 def _open(folder: OpenFolder, name: str, flags: int) -> tuple[int, bool, bool]:
-    """The file's descriptor, whether it does direct I/O, and whether it was made."""
+    """Return the file's descriptor, whether it does direct I/O, and whether it was made."""
     always, path = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, folder.path / name
     try:
         made = False
@@ -236,7 +241,7 @@ def _open(folder: OpenFolder, name: str, flags: int) -> tuple[int, bool, bool]:
 
 
 def make_direct(fd: int) -> bool:
-    """Whether the filesystem has direct I/O, which ``fd`` does from here on."""
+    """Set ``fd`` to direct I/O; return whether the filesystem has it."""
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
     except OSError as error:
@@ -256,7 +261,7 @@ def _lock(fd: int, folder: Path, how: int) -> None:
 
 
 def _holder(fd: int) -> str:
-    """Who holds the file's lock, in words, as far as ``/proc`` shows it."""
+    """Return who holds the file's lock, in words, as far as ``/proc`` shows it."""
     found = os.fstat(fd)
     inode = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
     try:
@@ -280,11 +285,11 @@ def _holder(fd: int) -> str:
 
 
 def _has_lock(pid: int, inode: str) -> bool:
-    """Whether one of the descriptors of that process holds the lock; False also where it cannot be looked at."""
+    """Return whether a descriptor of that process holds the lock; False where the process cannot be inspected."""
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fdinfo"):
             with contextlib.suppress(OSError):
-                # Not stat: what else it has open may be on a filesystem that does not answer.
+                # Not stat: the process's other files may be on a filesystem that does not answer.
                 lines = Path(f"/proc/{pid}/fdinfo/{name}").read_text().splitlines()
                 if any(line.startswith("lock:") and "FLOCK" in line and inode in line.split() for line in lines):
                     return True

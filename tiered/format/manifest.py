@@ -1,7 +1,7 @@
-"""What a commit makes durable: which tensors there are, where their bytes lie, and what these bytes' checksums are.
+"""The format of a manifest: which tensors a generation has, where their bytes lie, and the checksums of these bytes.
 
-One file ``manifest.G`` per generation G. A generation exists from the moment its manifest has its name and the folder
-is synced; there is no "latest" file, the highest number wins. Format version 1, integers little-endian::
+One file ``manifest.G`` per generation G. A generation exists from the moment its manifest has its name and the folder is
+synced; there is no "latest" file, the highest number wins. Format version 1, integers little-endian::
 
     offset  bytes
          0      8  b"TIEREDMF"
@@ -11,10 +11,10 @@ is synced; there is no "latest" file, the highest number wins. Format version 1,
         36      8  xxh3-64 of the 36 bytes before
         44      -  payload: UTF-8 JSON of exactly the fields that ``Manifest`` declares; bytes are base64
 
-Every version keeps these 44 bytes, so that a reader can always tell a newer format from damage; a change of the payload
-is a new version. Reading trusts nothing: sizes are limited before memory is taken, no field may be missing, unknown or
-of another type, no object other than the ones below can come out, and ``ManifestError`` is the only error for what is
-in a file. Needs no torch.
+Every version keeps these 44 bytes, so that a reader can always tell a newer format from damage; a change of the payload is a
+new version. Reading trusts nothing: sizes are limited before memory is taken, no field may be missing, unknown or of another
+type, no objects other than those declared below are made, and ``ManifestError`` is the only error for a file's contents. Needs
+no torch.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ __all__ = [
 
 FORMAT_VERSION = 1
 ALIGNMENT = 4096
-"""Extents start and end at multiples of this many bytes, whatever the drive would allow."""
+"""Bytes; extents start and end at multiples of this, whatever alignment the drive would allow."""
 MAX_BYTES = 256 << 20
 """Largest manifest, in bytes: about a million tensors."""
 MAX_META_BYTES = 8 << 20
 """Largest ``meta``, in bytes of JSON. Nested brackets grow thirtyfold when decoded, so it has a limit of its own."""
 MAX_META_DEPTH = 64
-"""Lists and objects of ``meta`` may be nested this deep."""
+"""Deepest nesting of lists and objects in ``meta``."""
 
 _T = TypeVar("_T")
 
@@ -77,10 +77,10 @@ _Generation = Annotated[int, msgspec.Meta(ge=1, le=_LAST_GENERATION)]
 _Uuid = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 
 
-# The structs are frozen and hold no containers that could form a cycle; gc=False spares the collector a walk over them.
+# The structs are frozen and hold no containers that could form a cycle; gc=False exempts them from garbage collection.
 class DataFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """One data file. ``name`` is a bare file name (which folder it is in, is the store's to know), ``uuid`` 32 hex
-    digits that the file itself carries too, ``index`` its place in ``Manifest.files``, ``nbytes`` its size."""
+    """A data file. ``name`` is a bare file name (the store knows the folder), ``uuid`` 32 hex digits that the file itself
+    carries too, ``index`` its position in ``Manifest.files``, ``nbytes`` its size."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9._-]{0,63}\Z")]
     uuid: _Uuid
@@ -89,7 +89,7 @@ class DataFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False
 
 
 class Extent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """A range of bytes in ``files[file]``; ``nbytes`` is what is set aside, padding included."""
+    """A range of bytes in ``files[file]``; ``nbytes`` is the allocated size, padding included."""
 
     file: _Count
     offset: _Count
@@ -97,11 +97,11 @@ class Extent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
 
 class TensorRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """One tensor: its name, what it is, where it lies.
+    """A tensor's name, spec and extent.
 
-    ``generation`` is the one in which its bytes were written; with ``tensor_id`` it went into the checksums.
-    ``checksums`` are those of its ``pieces(nbytes)`` pieces, one after the other. A tensor without bytes (a dimension
-    is 0) has no extent and no checksums; every other one, 0-d ones too, has both.
+    ``generation`` is the one in which its bytes were written; with ``tensor_id`` it is covered by the checksums. ``checksums``
+    are those of its ``pieces(nbytes)`` pieces, concatenated. A tensor without bytes (a dimension is 0) has no extent and no
+    checksums; every other one, 0-d ones too, has both.
     """
 
     key: Key
@@ -121,9 +121,9 @@ class TensorRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=F
 class Manifest(msgspec.Struct, frozen=True):
     """Everything that one generation makes durable.
 
-    ``store`` is the store's UUID in 32 hex digits. ``meta`` belongs to the user and holds what JSON can hold: objects
-    with string keys, lists (a tuple comes back as a list), strings, finite floats, integers of at most 256 bits, bools
-    and None. ``next_tensor_id`` is larger than every id given out so far, those of deleted tensors included.
+    ``store`` is the store's UUID in 32 hex digits. ``meta`` belongs to the user and holds what JSON can hold: objects with
+    string keys, lists (a tuple comes back as a list), strings, finite floats, integers of at most 256 bits, bools and None.
+    ``next_tensor_id`` is larger than every id assigned so far, those of deleted tensors included.
     """
 
     store: str
@@ -135,8 +135,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A manifest without its tensors, as it is written: ``meta`` is JSON, and not decoded until its size is known to be
-    harmless."""
+    """A manifest without its tensors, as it is written. ``meta`` is JSON that is not decoded before its size was checked."""
 
     store: _Uuid
     generation: _Generation
@@ -157,15 +156,15 @@ _META_DECODER = msgspec.json.Decoder(dict[str, object])
 
 
 def pieces(nbytes: int) -> int:
-    """How many checksums a tensor of ``nbytes`` bytes (without padding) has."""
+    """Return the number of checksums of a tensor of ``nbytes`` bytes (without padding)."""
     return -(-nbytes // PIECE_BYTES)
 
 
 def encode(manifest: Manifest, *, limit: int = MAX_BYTES) -> bytes:
-    """The bytes of ``manifest``; equal manifests give equal bytes, and ``decode`` of them gives an equal manifest.
+    """Encode ``manifest``; equal manifests give equal bytes, and ``decode`` of them gives an equal manifest.
 
-    Raises ``MisuseError`` when ``meta`` or a key cannot be written down, ``ManifestError`` when the manifest
-    contradicts itself or would be larger than ``limit`` bytes.
+    Raises ``MisuseError`` when ``meta`` or a key cannot be encoded, ``ManifestError`` when the manifest contradicts itself or
+    would be larger than ``limit`` bytes.
     """
     meta = msgspec.Raw(encode_meta(manifest.meta))
     head = Head(manifest.store, manifest.generation, meta, manifest.files, manifest.next_tensor_id)
@@ -175,7 +174,7 @@ def encode(manifest: Manifest, *, limit: int = MAX_BYTES) -> bytes:
 
 
 def encode_meta(meta: Mapping[str, object]) -> bytes:
-    """As JSON, which was decoded again. Raises MisuseError for what would not come back from it as it is."""
+    """Encode ``meta`` as JSON, and check it by decoding. Raises MisuseError for values that JSON would not return unchanged."""
     try:
         problem = _meta_problem(meta)
         if problem:
@@ -190,9 +189,9 @@ def encode_meta(meta: Mapping[str, object]) -> bytes:
 
 
 def encode_tensor(record: TensorRecord) -> bytes:
-    """The JSON of one tensor, for ``assemble``. What is written can be read: it is decoded again and looked at.
+    """Encode one tensor as JSON for ``assemble``, and check it by decoding.
 
-    Raises ``MisuseError`` when the key cannot be written down, ``ManifestError`` when the record contradicts itself.
+    Raises ``MisuseError`` when the key cannot be encoded, ``ManifestError`` when the record contradicts itself.
     """
     try:
         data = _ENCODER.encode(record)
@@ -208,12 +207,12 @@ def encode_tensor(record: TensorRecord) -> bytes:
 
 
 def encode_again(manifest: Manifest) -> dict[Key, bytes]:
-    """What ``encode_tensor`` makes of each tensor of a manifest that was read, and so need not be looked at again."""
+    """Return the ``encode_tensor`` of each tensor of a manifest that was read, and so was checked before."""
     return {tensor.key: _ENCODER.encode(tensor) for tensor in manifest.tensors}
 
 
 def decode_tensor(data: bytes) -> TensorRecord:
-    """What ``encode_tensor`` was given. Raises ManifestError."""
+    """Decode the record that ``encode_tensor`` encoded. Raises ManifestError."""
     try:
         return _TENSOR_DECODER.decode(data)
     except ValueError as error:
@@ -221,11 +220,11 @@ def decode_tensor(data: bytes) -> TensorRecord:
 
 
 def assemble(head: Head, tensors: Iterable[bytes], *, limit: int = MAX_BYTES) -> bytearray:
-    """A manifest of ``head`` and what ``encode_tensor`` made of each tensor, without looking at these again.
+    """Assemble a manifest of ``head`` and encoded tensors (``encode_tensor``), without checking the latter again.
 
-    So it is for the caller that no two have a key or an id or a byte of a file in common, that each lies within its file, and
-    was written in this generation or before: ``decode`` looks at that. Raises ``ManifestError`` when ``head`` cannot be
-    read back, or all would be larger than ``limit`` bytes.
+    So the caller must ensure that no two tensors share a key, an id or a byte of a file, that each lies within its file, and
+    was written in this generation or before: ``decode`` checks all that. Raises ``ManifestError`` when ``head`` cannot be read
+    back, or the manifest would be larger than ``limit`` bytes.
     """
     try:
         data = _ENCODER.encode(head)
@@ -250,9 +249,9 @@ def assemble(head: Head, tensors: Iterable[bytes], *, limit: int = MAX_BYTES) ->
 
 
 def decode(data: bytes | bytearray, *, generation: int | None = None, limit: int = MAX_BYTES) -> Manifest:
-    """The manifest in ``data``, checked through and through; ``generation`` is the one that its file name says.
+    """Decode and check the manifest in ``data``; ``generation`` is the one that its file name says.
 
-    Raises ``ManifestError``, and for no content anything else.
+    Raises ``ManifestError``, and no other error for any content.
     """
     if len(data) > limit:
         raise ManifestError(f"{len(data)} bytes are more than the limit of {limit}")
@@ -291,7 +290,7 @@ def _parse(body: bytes | memoryview) -> Manifest:
 
 
 def decode_meta(data: bytes) -> dict[str, object]:
-    """What ``encode_meta`` was given, made anew. Raises ManifestError."""
+    """Decode the ``meta`` that ``encode_meta`` encoded. Raises ManifestError."""
     if len(data) > MAX_META_BYTES:
         raise ManifestError(f"meta is {len(data)} bytes; the limit is {MAX_META_BYTES}")
     try:
@@ -305,7 +304,7 @@ def decode_meta(data: bytes) -> dict[str, object]:
 
 
 def _meta_problem(meta: object) -> str | None:
-    """Why ``meta`` would not come back from JSON as it is, or None. (The codec would write NaN as null, 1 as "1".)"""
+    """Return why JSON would not return ``meta`` unchanged, or None. (The codec would write NaN as null, and 1 as "1".)"""
     if not isinstance(meta, dict):
         return f"meta is a {type(meta).__name__}, not a dict"
     levels: list[Iterator[object]] = [iter((meta,))]  # a loop over iterators: neither depth nor width costs memory
@@ -354,7 +353,7 @@ def _check_tensors(manifest: Manifest) -> None:
         raise ManifestError(f"two tensors have the id {_repeated(ids)}")
     if ids and max(ids) >= manifest.next_tensor_id:
         raise ManifestError(f"tensor id {max(ids)} is in use, but the next one is {manifest.next_tensor_id}")
-    ends: dict[int, int] = {}  # of extents, by where they begin: plain numbers, which the collector need not look at
+    ends: dict[int, int] = {}  # end of each extent by its beginning: plain numbers, which the garbage collector skips
     for tensor in tensors:
         extent = tensor.extent
         problem = _own_problem(tensor)
@@ -383,15 +382,15 @@ def _check_tensors(manifest: Manifest) -> None:
 
 
 def _own_problem(tensor: TensorRecord) -> str | None:
-    """What is wrong with a record, whatever else is in its manifest; or None."""
-    nbytes, extent = math.prod(tensor.shape) * tensor.itemsize, tensor.extent  # exact: an int of any size
+    """Return what is wrong with a record by itself; None where nothing is."""
+    nbytes, extent = math.prod(tensor.shape) * tensor.itemsize, tensor.extent  # exact: Python integers have any size
     if not (tensor.dtype.isascii() and tensor.dtype.isidentifier()):
         return f"has {tensor.dtype!r} for its element type, which is not the name of one"
     if len(tensor.checksums) != pieces(nbytes) * CHECKSUM_BYTES:
         return f"has {len(tensor.checksums)} bytes of checksums for {pieces(nbytes)} pieces"
     if extent is None and nbytes:
         return f"has {nbytes} bytes and no extent"
-    if extent is None:  # with bytes, those of the extent are the limit
+    if extent is None:  # an extent limits the size of the others
         return f"has the shape {_short(tensor.shape)}, whose strides overflow" if tensor.spec.span > LARGEST else None
     if not nbytes:
         return "has an extent and no bytes"
@@ -403,12 +402,12 @@ def _own_problem(tensor: TensorRecord) -> str | None:
 
 
 def _place(extent: Extent) -> int:
-    """Where it begins, as one number for all files."""
+    """Return where the extent begins, as one number across all files."""
     return extent.file << 64 | extent.offset
 
 
 def _overlap(tensors: Sequence[TensorRecord], begin: int) -> ManifestError:
-    """Names two tensors whose extents have the byte at ``begin`` in common."""
+    """Return an error that names two tensors whose extents share the byte at ``begin``."""
     both = [
         (_place(tensor.extent), _short(tensor.key))
         for tensor in tensors
@@ -427,5 +426,5 @@ def _short(text: object) -> str:
 
 
 def _told(error: BaseException) -> str:
-    """What a decoder says, which names what it found."""
+    """Return a decoder's message, escaped and shortened: it quotes the file."""
     return shown(str(error), 300)

@@ -1,8 +1,8 @@
-"""Safetensors files: their headers, and tensors read out of them in pieces; folders of several with their index, too.
+"""Safetensors files: their headers, and tensors read out of them in pieces; folders of several files with their index, too.
 
-A file is 8 bytes (little-endian length of the header), the header (a JSON object from names to type, shape and place, padded
+A file is 8 bytes (little-endian length of the header), the header (a JSON object from names to type, shape and position, padded
 with spaces), and the tensors, row-major and little-endian: https://huggingface.co/docs/safetensors. Reading trusts nothing:
-sizes are limited before memory is taken, and every byte after the header belongs to just one tensor. Needs no torch.
+sizes are limited before memory is taken, and every byte after the header belongs to exactly one tensor. Needs no torch.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import msgspec
 from tiered.errors import MisuseError, SafetensorsError, shortened, shown
 from tiered.types import LARGEST, TensorSpec
 
-__all__ = ["CODES", "INDEX", "SINGLE", "Entry", "WeightFiles", "encode_header", "entry_of", "read_header"]
+__all__ = ["CODES", "INDEX", "SINGLE", "Entry", "WeightFiles", "encode_header", "entry_of", "first_of", "read_header"]
 
 INDEX = "model.safetensors.index.json"
-"""Says which tensor is in which file."""
+"""The index: which tensor is in which file."""
 SINGLE = "model.safetensors"
 MAX_HEADER = 100_000_000
 """Bytes; the limit of the ``safetensors`` package."""
@@ -53,7 +53,7 @@ CODES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""From torch's names of element types to the format's."""
+"""The format's codes by torch's names of element types."""
 _BITS = {"BF16": 16, "BOOL": 8, **{code: int(match[1]) for code in CODES.values() if (match := re.match(r"[A-Z](\d+)", code))}}
 _TYPES = {code: (name, _BITS[code] // 8) for name, code in CODES.items()}
 
@@ -81,16 +81,16 @@ class Entry:
 
 
 def entry_of(name: str, spec: TensorSpec) -> Entry:
-    """Of a tensor that is to be written. Raises MisuseError for an element type that the format does not have."""
+    """Return the entry of a tensor to be written. Raises MisuseError for an element type that the format does not have."""
     if spec.dtype not in CODES:
         raise MisuseError(f"{name!r} is {spec.dtype}, which safetensors files do not have: they take {', '.join(CODES)}")
     return Entry(name, spec)
 
 
 def encode_header(entries: Sequence[Entry]) -> tuple[bytes, list[Entry]]:
-    """The beginning of a file with ``entries``, and these with their offsets.
+    """Return the beginning of a file with ``entries``, and the entries with their offsets.
 
-    Wider types come first, so that each tensor is aligned to its elements. Raises MisuseError for more than a header holds.
+    Wider types come first, so that each tensor is aligned to its elements. Raises MisuseError for a header that is too large.
     """
     placed, at = [], 0
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -110,15 +110,15 @@ def encode_header(entries: Sequence[Entry]) -> tuple[bytes, list[Entry]]:
 
 
 def read_header(fd: int, path: str) -> list[Entry]:
-    """The tensors of an open file, in the order in which they lie. Raises SafetensorsError and OSError."""
+    """Return the tensors of an open file, in the order of their offsets. Raises SafetensorsError and OSError."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise SafetensorsError(f"{path} is not a regular file")
     if status.st_size < 8:
-        raise SafetensorsError(f"{path} is no safetensors file: it has {status.st_size} bytes")
+        raise SafetensorsError(f"{path} is not a safetensors file: it has {status.st_size} bytes")
     (length,) = struct.unpack("<Q", _pread(fd, 8, 0, path))
     if length > min(MAX_HEADER, status.st_size - 8):
-        raise SafetensorsError(f"{path} is no safetensors file, or cut short: it says that its header has {length} bytes")
+        raise SafetensorsError(f"{path} is not a safetensors file, or cut short: it says that its header has {length} bytes")
     data = status.st_size - 8 - length
     try:
         header = _pread(fd, length, 8, path)
@@ -153,10 +153,10 @@ def read_header(fd: int, path: str) -> list[Entry]:
 
 
 def _refuse_twice(header: bytes, tensors: int, metadata: msgspec.Raw) -> None:
-    """Raise ValueError where an object has one key twice: decoders take the last, and drop what the first says.
+    """Raise ValueError where an object has one key twice: decoders take the last, and drop the first.
 
-    Each tensor's object has each of its keys. So where there are as many of these as there are different names, no name comes
-    twice; only where something else is spelt like them, all of the header is decoded once more, slowly.
+    Each tensor's object has each of its keys exactly once. So where each key occurs as often as there are different names, no
+    name occurs twice; only where other text matches the keys is the whole header decoded once more, slowly.
     """
     once = tensors, tensors, tensors, bytes(metadata) != b"{}"
     seen = [header.count(key) for key in (b'"dtype"', b'"shape"', b'"data_offsets"', b'"__metadata__"')]
@@ -170,17 +170,17 @@ def _refuse_pairs(pairs: list[tuple[str, object]]) -> None:
     names = set()
     for name, _ in pairs:
         if name in names:
-            raise ValueError(f"{name!r} is there twice")
+            raise ValueError(f"{name!r} occurs twice")
         names.add(name)
 
 
 class WeightFiles:
-    """The tensors of a safetensors file, or of a folder as Hugging Face has them (``model.safetensors``, or several files
-    with ``model.safetensors.index.json``). ``entries``: by name, with the file of each. A context manager; one file is open.
-    """
+    """A reader of the tensors of a safetensors file, or of a folder as Hugging Face writes them (``model.safetensors``, or
+    several files with ``model.safetensors.index.json``). ``entries`` are by name. A context manager; one file is open at a
+    time."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Raises MisuseError where there is none, SafetensorsError for damage, and OSError."""
+        """Read the headers. Raises MisuseError where there is no such file, SafetensorsError for damage, and OSError."""
         self.path = os.fspath(path)
         self.entries: dict[str, Entry] = {}
         self._files: dict[str, str] = {}
@@ -198,7 +198,7 @@ class WeightFiles:
         there = {entry.name for entry in entries}
         if names is not None and names != there:
             lacks, has = sorted(names - there), sorted(there - names)
-            what = f"lacks {_some(lacks)}, which its index names" if lacks else f"has {_some(has)}, which no index names"
+            what = f"lacks {first_of(lacks)}, which its index names" if lacks else f"has {first_of(has)}, which no index names"
             raise SafetensorsError(f"{told} {what}")
         for entry in entries:
             self.entries[entry.name] = entry
@@ -211,7 +211,7 @@ class WeightFiles:
         return self._fd
 
     def read(self, name: str, start: int, into: memoryview) -> None:
-        """The bytes of ``name`` from ``start`` on, as many as ``into`` (bytes, writable) has.
+        """Read the bytes of ``name`` from ``start`` on into ``into`` (bytes, writable), which says how many.
 
         Raises SafetensorsError, OSError.
         """
@@ -234,14 +234,14 @@ class WeightFiles:
         self.close()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the open file. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 def _files_of(path: Path) -> Iterator[tuple[Path, set[str] | None]]:
-    """Each file, and the names that it must have; None: whatever it has."""
+    """Yield each file and the names that it must have (None: any names)."""
     if path.is_file():
         if path.name.endswith(".json"):
             yield from _indexed(path)
@@ -250,7 +250,7 @@ def _files_of(path: Path) -> Iterator[tuple[Path, set[str] | None]]:
         return
     if not path.is_dir():
         raise MisuseError(f"{path} is neither a safetensors file nor a folder with some")
-    if (path / SINGLE).exists():  # counts first, as for transformers
+    if (path / SINGLE).exists():  # takes precedence, as in transformers
         yield path / SINGLE, None
     elif (path / INDEX).exists():
         yield from _indexed(path / INDEX)
@@ -281,11 +281,12 @@ def _indexed(index: Path) -> Iterator[tuple[Path, set[str]]]:
 
 
 def _told(file: str) -> str:
-    """The name of a file that an index may have named, as errors say it: it does nothing to a terminal."""
+    """Return the name of a file, which may come from an index, escaped so that it cannot control a terminal."""
     return file if file.isprintable() else repr(file)
 
 
-def _some(names: Sequence[str]) -> str:
+def first_of(names: Sequence[str]) -> str:
+    """List the first names of ``names``, shortened, and how many more there are, for an error."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(repr(shortened(name)) for name in names[:3]) + more
 

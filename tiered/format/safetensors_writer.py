@@ -1,8 +1,8 @@
-"""Writes safetensors files with their index: all of them, durable, or none.
+"""The writer of safetensors files with their index: all of them, durable, or none.
 
-Files get other names until the last byte of the last one is on the disk. Their room is set aside first, so a full disk is found
-before anything is computed. What is there already is replaced only where it was asked for, and only where its index says that
-it is of an earlier export.
+Files have temporary names until the last byte of the last one is on the disk. Their blocks are allocated first, so a full disk
+is found before anything is computed. Existing files are replaced only on request, and only where their index says that they are
+of an earlier export.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ MADE_BY = "tiered"
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors", re.ASCII)
 _PART = re.compile(r"\.model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?\.tiered-part", re.ASCII)
 _HEADER_SHARE = 50_000_000
-"""Bytes of header that one file is given at most, as estimated."""
+"""Estimated bytes of header at which a file gets no more tensors."""
 _WRITTEN = 64 << 20
-"""Bytes after which they are sent to the disk, so that they do not pile up in the page cache."""
+"""Bytes after which they are synced to the disk, so that they do not fill the page cache."""
 
 Existing = str
-"""What to do with files that an earlier export left: "refuse" or "overwrite"."""
+"""Handling of files that an earlier export left: "refuse" or "overwrite"."""
 
 
 class Shards:
-    """The files to be: ``entries`` divided into as few as ``limit`` (bytes of tensors, or "5GB") allows, in their order."""
+    """The files of an export: ``entries``, in their order, divided into as few as ``limit`` (bytes of tensors, or "5GB")
+    allows."""
 
     def __init__(self, folder: str | os.PathLike[str], entries: Sequence[Entry], limit: int | str, existing: Existing) -> None:
-        """Raises MisuseError: arguments, two tensors of one name, files that are there already."""
+        """Divide the entries. Raises MisuseError for bad arguments, two tensors of one name, and files that exist already."""
         if existing not in ("refuse", "overwrite"):
             raise MisuseError(f"existing is 'refuse' or 'overwrite', not {existing!r}")
         most = parse_size(limit)
@@ -64,15 +65,15 @@ class Shards:
 
     @property
     def files(self) -> list[str]:
-        """Names of the files in the folder; the index is beside them."""
+        """Names of the files in the folder, without the index."""
         return list(self._names)
 
     def write(self, contents: Iterator[memoryview], progress: Callable[[int, int], None] | None = None) -> None:
         """Write ``contents``: the bytes of the entries in their order, in pieces that end where an entry does.
 
-        ``progress`` is called with the bytes so far and in all; it may raise, to stop. Whatever goes wrong, nothing of ours
-        stays; an export that is overwritten is gone only if it goes wrong in the last moment, when names change. Raises
-        CapacityError (no room), TieredError, and what ``contents`` raises.
+        ``progress`` is called with the bytes so far and in all; it may raise, to stop. After an error nothing of the new export
+        stays; an export to be overwritten is lost only if the error strikes the final renames. Raises CapacityError (no room),
+        TieredError, and what ``contents`` raises.
         """
         try:
             _make_folder(self.folder)
@@ -98,7 +99,7 @@ class Shards:
         finally:
             close = getattr(contents, "close", None)
             if close is not None:
-                close()  # a generator that holds something
+                close()  # a generator may hold resources
 
     def _write_all(self, folder: _Folder, contents: Iterator[memoryview], progress: Callable[[int, int], None]) -> None:
         done, current, fd, unsent = 0, -1, -1, 0
@@ -133,7 +134,8 @@ class Shards:
         return json.dumps(index, indent=2) + "\n"
 
     def _refuse_others(self) -> set[str]:
-        """The files of an earlier export, which are to be replaced. Raises MisuseError for others, or where none may be."""
+        """Return the files of an earlier export, to be replaced. Raises MisuseError for foreign files, or where none may be
+        replaced."""
         try:
             there = {name for name in os.listdir(self.folder) if _WEIGHTS.fullmatch(name) or name == INDEX}
         except FileNotFoundError:
@@ -146,14 +148,14 @@ class Shards:
         foreign = sorted(there - ours - {INDEX}) if ours is not None else sorted(there)
         if foreign:
             what = self.folder / foreign[0]
-            raise MisuseError(f"{what} is there already and is not of a whole export, so it stays: name another folder")
+            raise MisuseError(f"{what} exists already and is not of a complete export, so it is kept: name another folder")
         if self._existing == "refuse":
             raise MisuseError(f"{self.folder} holds an earlier export: name another folder, or existing='overwrite'")
         return there - {INDEX}
 
 
 class _Folder:
-    """A folder that one export writes to: files by their final names, which they get in ``publish``."""
+    """The folder that an export writes to. Files are named by their final names, which ``publish`` gives them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -162,7 +164,7 @@ class _Folder:
         self._files: list[int] = []
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for name in filter(_PART.fullmatch, os.listdir(self._fd)):  # of one that was killed: nobody else has the lock
+            for name in filter(_PART.fullmatch, os.listdir(self._fd)):  # of a killed export: nobody else has the lock
                 os.unlink(name, dir_fd=self._fd)
         except BlockingIOError:
             os.close(self._fd)
@@ -200,13 +202,13 @@ class _Folder:
         self.close_files()
 
     def publish(self, names: Sequence[str], old: Iterable[str]) -> None:
-        """Rename, the last name last, and before that remove what is replaced: its index first."""
+        """Remove the replaced files, their index first; then give the new ones their names, in order."""
         for name in old:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=self._fd)
         for name in names:
             if name == names[-1]:
-                os.fsync(self._fd)  # an index is never there without its files
+                os.fsync(self._fd)  # an index never exists without its files
             self._made.append(name)
             os.rename(_part(name), name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         os.fsync(self._fd)
@@ -236,12 +238,12 @@ def _divided(entries: Sequence[Entry], most: int) -> list[list[Entry]]:
 
 
 def _names(count: int) -> list[str]:
-    """Hugging Face's."""
+    """Return the names that Hugging Face's libraries use for ``count`` files."""
     return [SINGLE] if count == 1 else [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
 def _ours(index: Path) -> set[str] | None:
-    """The files of the export whose index this is; None where it is none of ours."""
+    """Return the files of the export that this index is of; None where it is not an index of ours."""
     try:
         status = index.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_HEADER:

@@ -1,1 +1,1 @@
-"""Parts that move bytes between memory and files."""
+"""I/O backends: they move bytes between memory and files."""

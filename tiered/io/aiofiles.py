@@ -1,8 +1,8 @@
-"""The portable asynchronous backend: asyncio and the thread pool of ``aiofiles``. Any POSIX system has what it needs.
+"""The portable asynchronous backend: asyncio and the thread pool of ``aiofiles``. Any POSIX system is enough.
 
 A private event loop in a thread of its own turns requests into tasks; ``aiofiles`` runs their system calls in a pool of
-threads, up to ``depth`` at once. So bytes move while the caller computes, without a kernel interface for it. The calls go
-through file descriptors at offsets, with the request's own memory: nothing is copied on the way, and O_DIRECT works.
+threads, up to ``depth`` at once. So bytes move while the caller computes, without a kernel interface for asynchronous I/O. The
+calls use file descriptors, offsets and the request's own memory: nothing is copied on the way, and O_DIRECT works.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import ctypes
 import errno
-import fcntl
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -21,19 +20,19 @@ from dataclasses import dataclass
 from aiofiles.os import wrap
 
 from tiered.errors import ForkedStore, MisuseError, StoreClosed
+from tiered.io.posix import at_end_of_file
 from tiered.system import Wakeup
 from tiered.types import IOCompletion, IORequest, Operation
 
 __all__ = ["AiofilesBackend", "AiofilesConfig"]
 
-_SECTOR = 512
 _OF_A_LOOP = 3  # descriptors of an event loop: epoll and a pair of sockets
-_O_DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
 
 
 @dataclass(frozen=True, slots=True)
 class AiofilesConfig:
-    """``depth``: requests in flight at once, each in a thread while it moves, as far as the system gives threads."""
+    """Configuration: ``depth`` is the number of requests in flight at once, each in a thread as far as the system gives
+    threads."""
 
     depth: int = 16
 
@@ -54,14 +53,14 @@ class AiofilesBackend:
         self._owner = os.getpid()
         self._closed = False
         self._changed = threading.Condition()  # guards the next three
-        self._moving = 0  # taken and not complete
+        self._moving = 0  # requests that were taken and are not complete
         self._done: list[IOCompletion] = []  # complete and not reaped
-        self._wakeup = Wakeup()  # set while there are some
-        self._tasks: set[asyncio.Task[None]] = set()  # a loop by itself holds its tasks weakly
-        self._pool = ThreadPoolExecutor(self.depth, "tiered-aiofile-io")  # makes its threads as they are needed
+        self._wakeup = Wakeup()  # set while completions wait
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself refers to its tasks weakly
+        self._pool = ThreadPoolExecutor(self.depth, "tiered-aiofile-io")  # starts its threads on demand
         with contextlib.ExitStack() as undo:
             undo.callback(self._wakeup.close)
-            with contextlib.ExitStack() as reserved:  # a loop that is made in part keeps what it has, and complains at its end
+            with contextlib.ExitStack() as reserved:  # a loop that fails half-made keeps its descriptors and complains at exit
                 for _ in range(_OF_A_LOOP):
                     reserved.callback(os.close, os.dup(self._wakeup.fileno()))
             self._loop = asyncio.new_event_loop()
@@ -82,7 +81,7 @@ class AiofilesBackend:
     def reap(self, min_events: int, timeout: float) -> list[IOCompletion]:
         self._check()
         with self._changed:
-            # A signal's handler that raises in here leaves all that is complete for the next call.
+            # If a signal handler raises in here, all completions stay for the next call.
             self._changed.wait_for(
                 lambda: len(self._done) >= min_events or not self._moving, min(timeout, threading.TIMEOUT_MAX)
             )
@@ -98,7 +97,7 @@ class AiofilesBackend:
         if self._closed:
             return
         self._closed = True
-        if os.getpid() != self._owner:  # a forked child has none of the threads, and its fds may be something else now
+        if os.getpid() != self._owner:  # a forked child has none of the threads, and its fds may be other files by now
             return
         with self._changed:
             self._changed.wait_for(lambda: not self._moving)
@@ -127,7 +126,7 @@ class AiofilesBackend:
             result = await self._move(request)
         except OSError as error:
             result = -(error.errno or errno.EIO)
-        except (OverflowError, ValueError):  # sizes, offsets and fds that no system call can be asked for
+        except (OverflowError, ValueError):  # sizes, offsets and fds that no system call accepts
             result = -errno.EINVAL
         with self._changed:
             self._moving -= 1
@@ -139,13 +138,13 @@ class AiofilesBackend:
         try:
             moved: int = await _made(call, executor=self._pool)
             return moved
-        except RuntimeError:  # no more threads: a limit, or the interpreter is ending. The pool may have queued it nevertheless
+        except RuntimeError:  # no thread: a limit, or interpreter exit. The pool may have queued the call nevertheless
             if call.begins():
-                return call.make()  # here, while others wait
+                return call.make()  # in the loop's thread; other requests wait meanwhile
             return await asyncio.wrap_future(call.result)
 
     async def _move(self, request: IORequest) -> int:
-        """Bytes moved (fewer than asked for: end of file). Python itself resumes after EINTR."""
+        """Return the number of bytes moved (fewer than asked for: end of file). Python itself resumes after EINTR."""
         memory = memoryview((ctypes.c_char * request.nbytes).from_address(request.address)).cast("B")
         call = _write if request.operation is Operation.WRITE else _read
         moved = 0
@@ -153,12 +152,10 @@ class AiofilesBackend:
             while True:
                 count: int = await self._in_thread(_Call(call, request.fd, memory[moved:], request.offset + moved))
                 moved += count
-                if count == 0 or moved == request.nbytes:
-                    return moved
-                if moved % _SECTOR and _is_direct(request.fd):  # a file's last block: to ask on from here is misaligned
+                if count == 0 or moved == request.nbytes or at_end_of_file(request.fd, moved):
                     return moved
         except OSError as error:
-            if error.errno == errno.EINVAL and moved and _is_direct(request.fd):  # likewise, on a disk of larger sectors
+            if at_end_of_file(request.fd, moved, error):
                 return moved
             raise
 
@@ -168,7 +165,7 @@ def _preadv(fd: int, memory: memoryview, offset: int) -> int:
 
 
 def _pread(fd: int, memory: memoryview, offset: int) -> int:
-    """For systems without preadv (macOS before 11, which has no O_DIRECT either): through a copy."""
+    """Read through a copy, on systems without preadv (macOS before 11, which has no O_DIRECT either)."""
     data = os.pread(fd, len(memory), offset)
     memory[: len(data)] = data
     return len(data)
@@ -179,7 +176,8 @@ _write = os.pwrite
 
 
 class _Call:
-    """One system call, made once, by whoever begins it first: memory that was given back must not be written to later."""
+    """A system call that is made exactly once, by whoever begins it first: memory that was given back must not be written
+    later."""
 
     def __init__(self, function: Callable[[int, memoryview, int], int], fd: int, memory: memoryview, offset: int) -> None:
         self.result: Future[int] = Future()
@@ -187,11 +185,12 @@ class _Call:
         self._begun = threading.Lock()
 
     def begins(self) -> bool:
-        """True for the first who asks."""
+        """Return True for the first caller only."""
         return self._begun.acquire(blocking=False)
 
     def make(self) -> int:
-        """How many bytes moved. Raises OSError, and what a call that cannot be made raises."""
+        """Make the call and return the number of bytes moved. Raises OSError, and ValueError or OverflowError for bad
+        arguments."""
         try:
             moved = self._function(self._fd, self._memory, self._offset)
         except BaseException as error:
@@ -206,7 +205,3 @@ def _in_its_turn(call: _Call) -> int:
 
 
 _made = wrap(_in_its_turn)
-
-
-def _is_direct(fd: int) -> bool:
-    return bool(_O_DIRECT and fcntl.fcntl(fd, fcntl.F_GETFL) & _O_DIRECT)

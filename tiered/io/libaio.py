@@ -1,6 +1,6 @@
 """Linux native AIO over the ring in ``libaio_ext``: the fast backend, and the default where it works.
 
-It is asynchronous for files opened with O_DIRECT. Others work too; the kernel then moves the bytes within ``submit``.
+I/O is asynchronous for files opened with O_DIRECT. Other files work too; the kernel then moves the bytes within ``submit``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ except ImportError as error:
     ) from error
 
 
-_FAILURES = 3  # of io_getevents in a row: then it will not get better
+_FAILURES = 3  # consecutive failures of io_getevents, after which it is an error
 _LONGEST_WAIT = 1e9  # seconds; in nanoseconds it still fits into 63 bits beside the clock
 
 
 @dataclass(frozen=True, slots=True)
 class LibaioConfig:
-    """``depth``: requests in flight at once. PERFORMANCE: 4 to 8 blocks of 1 MiB fill a drive, 16 of 256 KiB."""
+    """Configuration: ``depth`` is the number of requests in flight at once. PERFORMANCE: 4 to 8 blocks of 1 MiB fill a drive,
+    16 of 256 KiB."""
 
     depth: int = 32
 
@@ -44,7 +45,7 @@ class LibaioBackend:
 
     name = "libaio"
     alignment = 512
-    """The smallest that a disk has. What a file asks for may be more (4096 on a 4Kn disk): statx says."""
+    """The smallest sector size of disks. A file may require more (4096 on a 4Kn disk), which statx says."""
 
     def __init__(self, config: LibaioConfig | None = None) -> None:
         self.depth = (config or LibaioConfig()).depth
@@ -71,7 +72,7 @@ class LibaioBackend:
                 ):
                     break
                 taken += 1
-        finally:  # a request that is no request (a negative size) leaves those before it taken
+        finally:  # an invalid request (a negative size) leaves those before it taken
             if taken:
                 self._checked(lib.aio_ring_commit(ring))
         return taken
@@ -85,9 +86,9 @@ class LibaioBackend:
             nanoseconds = int(max(left, 0.0) * 1e9)
             count = lib.aio_ring_reap(ring, max(min_events, 0), nanoseconds, self._completions, self.depth)
             failures += count < 0 and count != -errno.EINTR
-            if count >= 0 or failures > _FAILURES:  # completions that were not given stay in the ring
+            if count >= 0 or failures > _FAILURES:  # completions that were not returned stay in the ring
                 break
-            # Between two calls Python runs the signal's handler. If that raises, completions stay in the ring.
+            # Python runs signal handlers between two calls. If one raises, completions stay in the ring.
             left = deadline - time.monotonic()
         self._checked(count)
         return [IOCompletion(done.tag, done.result) for done in self._completions[0:count]]

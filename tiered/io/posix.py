@@ -1,4 +1,4 @@
-"""The plain reference: one request after the other, with preadv and pwritev. Works everywhere."""
+"""The synchronous reference backend: one request after the other, with preadv and pwritev. Works everywhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tiered.errors import ForkedStore, MisuseError, StoreClosed
 from tiered.types import IOCompletion, IORequest, Operation
 
-__all__ = ["PosixBackend", "PosixConfig"]
+__all__ = ["PosixBackend", "PosixConfig", "at_end_of_file"]
 
 _SECTOR = 512
 _O_DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
@@ -22,7 +22,7 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
 
 @dataclass(frozen=True, slots=True)
 class PosixConfig:
-    """``depth``: requests that may be queued."""
+    """Configuration: ``depth`` is the number of requests that may be queued."""
 
     depth: int = 32
 
@@ -40,7 +40,7 @@ class PosixBackend:
         self._owner = os.getpid()
         self._closed = False
         self._queue: deque[IORequest] = deque()
-        # Holds one byte while requests are queued: reap has something to do then.
+        # Holds one byte while requests are queued, so that the fd polls readable.
         self._readable, self._writable = os.pipe()
 
     def submit(self, batch: Sequence[IORequest]) -> int:
@@ -52,7 +52,7 @@ class PosixBackend:
         return len(taken)
 
     def reap(self, min_events: int, timeout: float) -> list[IOCompletion]:
-        """Works through at least one request, then on until ``min_events`` are done and the time is up."""
+        """Complete at least one request, then more until ``min_events`` are complete and the timeout has passed."""
         self._check()
         deadline = time.monotonic() + timeout
         done: list[IOCompletion] = []
@@ -71,7 +71,7 @@ class PosixBackend:
         if self._closed:
             return
         self._closed = True
-        if os.getpid() == self._owner:  # a forked child's queue is its parent's, and so may be what its fds are now
+        if os.getpid() == self._owner:  # a forked child's queue is its parent's, and its fds may be other files by now
             while self._queue:
                 _move(self._queue.popleft())
             os.close(self._readable)
@@ -85,7 +85,7 @@ class PosixBackend:
 
 
 def _move(request: IORequest) -> int:
-    """Bytes moved (fewer than asked for: end of file), or a negative errno. Python itself resumes after EINTR."""
+    """Return the number of bytes moved (fewer than asked for: end of file), or a negative errno. Python resumes after EINTR."""
     memory = memoryview((ctypes.c_char * request.nbytes).from_address(request.address)).cast("B")
     call = os.pwritev if request.operation is Operation.WRITE else os.preadv
     moved = 0
@@ -93,15 +93,17 @@ def _move(request: IORequest) -> int:
         while True:
             count = call(request.fd, [memory[moved:]], request.offset + moved)
             moved += count
-            if count == 0 or moved == request.nbytes:
-                return moved
-            if moved % _SECTOR and _is_direct(request.fd):  # a file's last block: to ask on from here is misaligned
+            if count == 0 or moved == request.nbytes or at_end_of_file(request.fd, moved):
                 return moved
     except OSError as error:
-        if error.errno == errno.EINVAL and moved and _is_direct(request.fd):  # likewise, on a disk of larger sectors
-            return moved
-        return -(error.errno or errno.EIO)
+        return moved if at_end_of_file(request.fd, moved, error) else -(error.errno or errno.EIO)
 
 
-def _is_direct(fd: int) -> bool:
-    return bool(_O_DIRECT and fcntl.fcntl(fd, fcntl.F_GETFL) & _O_DIRECT)
+def at_end_of_file(fd: int, moved: int, error: OSError | None = None) -> bool:
+    """Return whether a short transfer of ``moved`` bytes ended in the last block of a file that is open for direct I/O.
+
+    A continuation would be misaligned: part of a sector moved, or, on a disk of larger sectors, the continuation failed with
+    ``error`` EINVAL.
+    """
+    ends = moved % _SECTOR if error is None else moved and error.errno == errno.EINVAL
+    return bool(ends and _O_DIRECT and fcntl.fcntl(fd, fcntl.F_GETFL) & _O_DIRECT)

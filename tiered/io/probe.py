@@ -1,4 +1,4 @@
-"""Which backends can be used here, asked without importing them: a reason is an answer, not an exception."""
+"""Which backends work here, found without importing them: a reason is an answer, not an exception."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["libaio_unavailable"]
 
 
 def libaio_unavailable() -> str | None:
-    """Why ``tiered.io.libaio`` cannot be used here, in one line with the mend, or None. Opens a small ring to see."""
+    """Return why ``tiered.io.libaio`` does not work here, in one line with advice, or None. Opens a small ring to find out."""
     try:
         from tiered.io._aio import ffi, lib
     except ImportError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,12 +22,24 @@ from tiered.format import generations
 from tiered.format.data_file import digest, read_header
 from tiered.format.drives import LIST_FILE, folders_of
 from tiered.format.folder import OpenFolder
-from tiered.format.locked_file import open_to_read
+from tiered.format.locked_file import make_direct, open_to_read
 from tiered.format.manifest import Manifest, TensorRecord
 from tiered.store.lease import dtype_of
-from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Key, TensorSpec
+from tiered.system import direct_io_alignment
+from tiered.tiers.nvme import FILE_BITS, NvmeTier
+from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Key, Location, Slot, TensorSpec
 
-__all__ = ["ListedGeneration", "ListedTensor", "Listing", "StoreAtRest", "listing", "manifest_of"]
+__all__ = [
+    "NOWHERE",
+    "DiskAtRest",
+    "ListedGeneration",
+    "ListedTensor",
+    "Listing",
+    "StoreAtRest",
+    "listing",
+    "manifest_of",
+]
+
 
 def manifest_of(folder: generations.Folder, generation: int | None) -> Manifest:
     """Of ``generation``, or of the newest one. Raises MisuseError where there is none, ManifestError where it is damaged."""
@@ -169,6 +181,77 @@ def _failed(
     kind: type[ReadError] | type[CorruptionError], what: str, record: TensorRecord, path: str, offset: int, errno: int | None
 ) -> ReadError | CorruptionError:
     return kind(what, key=record.key, tier="nvme", path=path, offset=offset, errno=errno)
+
+
+NOWHERE = 1 << 62
+"""Slots from here on are of tensors without bytes. Reading one gives the header of the first file, and nobody looks at it."""
+
+
+
+class DiskAtRest(NvmeTier):
+    """The data files of one generation, as a tier that gives no room and takes none. The tier closes ``rest``."""
+
+    def __init__(self, rest: StoreAtRest) -> None:
+        self._rest = rest
+        self.folder = str(rest.folder.absolute())
+        self.uuid = bytes.fromhex(rest.manifest.store)
+        self.files, self.created = (), False
+        opened = list(zip(rest.descriptors, rest.places, strict=True))
+        self.alignment = max(read_header(fd, path, direct=False)[0] for fd, path in opened)
+        self._direct = all(self.alignment % (direct_io_alignment(fd) or 1) == 0 and make_direct(fd) for fd, _ in opened)
+        self._bytes = sum(os.fstat(fd).st_size for fd, _ in opened)
+
+    @property
+    def direct(self) -> bool:
+        return self._direct
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of its files."""
+        return self._bytes
+
+    @property
+    def used(self) -> int:
+        return sum(record.extent.nbytes for record in self._rest.manifest.tensors if record.extent)
+
+    @property
+    def file_bytes(self) -> int:
+        return self._bytes
+
+    @property
+    def refusal(self) -> str:
+        return f"{self.folder} is open to be read"
+
+    @property
+    def generations(self) -> tuple[int, ...]:
+        return (self._rest.manifest.generation,)
+
+    def free_on_device(self) -> int:
+        return 0
+
+    def allocate(self, nbytes: int) -> Slot | None:
+        return None
+
+    def restore(self, slots: Iterable[Slot]) -> None:
+        """Nothing there is ever given or taken back."""
+
+    def slot(self, index: int, offset: int, nbytes: int) -> Slot:
+        """Raises ManifestError for what no file has."""
+        size = os.fstat(self._rest.descriptors[index]).st_size if index < len(self._rest.descriptors) else 0
+        if offset % self.alignment or nbytes % self.alignment or offset + nbytes > size:
+            raise ManifestError(f"{self.folder}: the manifest names {nbytes} bytes at {offset} of data file {index}: not there")
+        return Slot(index << FILE_BITS | offset, nbytes)
+
+    def locate(self, slot: Slot) -> Location:
+        index, offset = (0, 0) if slot.offset >= NOWHERE else self.extent(slot)
+        return Location(self._rest.descriptors[index], offset, self._rest.places[index])
+
+    @property
+    def closed(self) -> bool:
+        return not self._rest.descriptors
+
+    def close(self) -> None:
+        self._rest.close()
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,9 @@ import msgspec
 from tiered.engine.engine import Engine
 from tiered.engine.requests import Request
 from tiered.engine.residency import Copy, Entry, State
-from tiered.engine.scheduler import Admission
+from tiered.engine.scheduler import Scheduler
 from tiered.engine.snapshot import Flush
+from tiered.engine.state import EngineState
 from tiered.engine.workers import Behind
 from tiered.errors import CapacityError, CommitError, LeaseConflict, ManifestError, MisuseError
 from tiered.format import generations
@@ -27,7 +29,8 @@ from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Key, Slot, Urgency
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["Commits", "Encoding"]
+__all__ = ["Commits", "Encoding", "Generations", "OneGeneration"]
+
 
 class Encoding:
     """Fills ``record`` of copies at the bottom; a copy there never changes. All calls are made under the engine's lock."""
@@ -78,13 +81,76 @@ class _Generation:
         return cls(manifest.generation, manifests.encode_meta(manifest.meta), manifests.encode_again(manifest))
 
 
-class Commits:
+class Generations:
+    """What a store knows of its commits. This one is of a store that can make none: without a disk, or with durability "none".
+
+    ``refused`` is why nobody may commit, where that is so.
+    """
+
+    def __init__(self) -> None:
+        self.refused: str | None = None
+
+    @property
+    def generation(self) -> int:
+        """Number of the newest commit, or of the one opened; 0 where there is none."""
+        return 0
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What that commit was given."""
+        return {}
+
+    @property
+    def commits_at_exit(self) -> bool:
+        """Whether leaving a ``with`` block commits."""
+        return False
+
+    def committing(self, store: object) -> Commits:
+        """Return the part that commits. Raises MisuseError where nothing can be committed."""
+        raise MisuseError("nothing can be made durable without a disk, or with durability='none'")
+
+    def refuse_change(self, store: object) -> None:
+        """Raise MisuseError where no tensor may be changed."""
+
+    def settle(self) -> None:
+        """Wait until no commit is open."""
+
+
+class OneGeneration(Generations):
+    """The one generation at which a store is open to be read. Nothing may be changed."""
+
+    def __init__(self, manifest: manifests.Manifest) -> None:
+        super().__init__()
+        self._manifest = manifest
+
+    @property
+    def generation(self) -> int:
+        return self._manifest.generation
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        return deepcopy(dict(self._manifest.meta))
+
+    def committing(self, store: object) -> Commits:
+        raise self._why(store)
+
+    def refuse_change(self, store: object) -> None:
+        raise self._why(store)
+
+    def _why(self, store: object) -> MisuseError:
+        return MisuseError(
+            f"{store} is open to be read, at generation {self.generation}, and cannot be changed: open it without access='read'"
+        )
+
+
+class Commits(Generations):
     """``newest`` is the generation that the store began from or made last; ``keep`` of them stay on disk.
 
     ``duplicate(copy, slot, nbytes)`` copies bytes within a tier; see ``Flush``.
     """
 
     def __init__(self, engine: Engine, nvme: NvmeTier, keep: int, duplicate: Callable[[Copy, Slot, int], None]) -> None:
+        super().__init__()
         self.newest: _Generation | None = None
         self._engine, self._nvme, self._keep, self._duplicate = engine, nvme, keep, duplicate
         self._encoding = Encoding(nvme)
@@ -93,13 +159,18 @@ class Commits:
         self.unreadable: dict[int, str] = {}
         """Generations that are there and cannot be opened, with the reason."""
         self._condemned: str | None = None
-        self.refused: str | None = None
-        """Why nobody may commit."""
         self._went_back = False  # to an older generation: what is newest on the disk is not what there is
 
     @property
     def generation(self) -> int:
         return self.newest.number if self.newest else 0
+
+    @property
+    def commits_at_exit(self) -> bool:
+        return self.refused is None
+
+    def committing(self, store: object) -> Commits:
+        return self
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -108,12 +179,12 @@ class Commits:
     def encode_early(self) -> None:
         """Have each tensor encoded as it arrives on the disk: a commit then only puts together what there is; and the data
         files leave room for manifests."""
-        self._engine.admission.arrived = self._encoding.arrived
-        self._nvme.leave(self._for_manifests)
+        self._engine.state.arrived = self._encoding.arrived
+        self._nvme.keep_free(self._for_manifests)
 
     def _for_manifests(self) -> int:
         """Bytes of those that may be there at once, the next one among them; rather too many."""
-        directory = self._engine.admission.directory
+        directory = self._engine.state.directory
         words = sum(map(len, directory))
         pieces = self._nvme.used // PIECE_BYTES
         each = MANIFEST_BYTES + self._meta_bytes + TENSOR_BYTES * len(directory) + 4 * words + 4 * CHECKSUM_BYTES * pieces
@@ -137,7 +208,7 @@ class Commits:
             generations.drop(folder, number)
         if newer:
             generations.sync(folder)
-        self._engine.admission.generation = max(there, default=0) + 1
+        self._engine.state.generation = max(there, default=0) + 1
         if chosen is None:
             if not there:
                 nvme.leave_nothing()  # should nothing be committed
@@ -171,8 +242,8 @@ class Commits:
         assert empty is not None
         for record in chosen.tensors:
             self.restore_tensor(record, newest.tensors[record.key], empty, claim=False)
-        admission = self._engine.admission
-        admission.directory.next_id = max(admission.directory.next_id, chosen.next_tensor_id)
+        state = self._engine.state
+        state.directory.next_id = max(state.directory.next_id, chosen.next_tensor_id)
         self._kept, self.newest, self._meta_bytes = there, newest, len(newest.meta)
 
     def empty_slots(self, records: Iterable[manifests.TensorRecord], going: Sequence[Slot] = ()) -> dict[Key, Slot] | None:
@@ -196,21 +267,21 @@ class Commits:
     def restore_tensor(
         self, record: manifests.TensorRecord, encoded: bytes, empty: Mapping[Key, Slot], *, claim: bool = True
     ) -> None:
-        admission = self._engine.admission
+        state = self._engine.state
         if record.extent is None:
             slot = empty[record.key]
         else:
             slot = self._slot(record.extent)
             if claim:
                 self._nvme.claim(slot)
-        admission.places[-1].account(slot)
-        entry = admission.directory.restore(
+        state.pools[-1].account(slot)
+        entry = state.directory.restore(
             record.key, record.spec, record.tensor_id, slot, record.checksums, record.generation
         )
         copy = entry.copies[-1]
         assert copy is not None
         copy.record = encoded
-        admission.install(copy)
+        state.install(copy)
 
     def rollback(self, generation: int | None, needs: Sequence[Key]) -> int:
         """All as it was in ``generation`` (None: the newest). What did not change since stays where it is."""
@@ -227,7 +298,7 @@ class Commits:
                 for key in needs:
                     if key not in chosen.tensors:
                         raise MisuseError(f"generation {chosen.number} has no {key!r}: nothing was rolled back")
-                self._engine.wait(_Return(chosen, self, lambda: behind.given_up))
+                self._engine.wait(_Rollback(chosen, self, lambda: behind.given_up))
                 return chosen.number
 
         behind = Behind("tiered-rollback", work)
@@ -438,15 +509,15 @@ class _Draft:
             tensors[entry.key] = copy.record or encoded(entry)
             if not entry.empty:
                 slots.append(copy.slot)
-        self._generation = self._engine.admission.generation
+        self._generation = self._engine.state.generation
         self._nvme.retain(self._generation, slots)
 
     def _refuse_without_room(self, frozen: Iterable[Key]) -> None:
         """What plainly cannot be is not begun. What is under way has its room already, or may bring some."""
-        nvme, admission = self._nvme, self._engine.admission
-        sizes = (max(1, admission.directory.entry(key).nbytes) for key in frozen)
+        nvme, state = self._nvme, self._engine.state
+        sizes = (max(1, state.directory.entry(key).nbytes) for key in frozen)
         needed = sum(-(-nbytes // nvme.alignment) for nbytes in sizes) * nvme.alignment
-        if not nvme.reserve(needed - admission.traffic.going_down(admission.bottom - 1)):
+        if not nvme.reserve(needed - state.transfers.going_down(state.bottom - 1)):
             raise CapacityError(
                 f"a commit has to write {needed:,} bytes that changed, beside what kept generations need: {nvme.refusal}. Make "
                 "room there, give nvme= more if it is the limit, or roll back; the last commit holds, and no memory is lost"
@@ -468,12 +539,12 @@ class _Draft:
         if self._since is not None and self._tensors == self._since.tensors:
             self.drop()
             return
-        admission, uuid = self._engine.admission, self._nvme.uuid.hex()
+        state, uuid = self._engine.state, self._nvme.uuid.hex()
         files = tuple(manifests.DataFile(f.name, f.uuid.hex(), f.index, f.nbytes) for f in self._nvme.files)
-        head = manifests.Head(uuid, self._generation, msgspec.Raw(self._meta), files, admission.directory.next_id)
+        head = manifests.Head(uuid, self._generation, msgspec.Raw(self._meta), files, state.directory.next_id)
         self.data = manifests.assemble(head, self._tensors.values())  # what is refused is so before it is a generation
         self.made = _Generation(self._generation, self._meta, self._tensors)
-        admission.generation += 1
+        state.generation += 1
 
     def keep(self) -> None:
         """Its extents stay pinned from here on."""
@@ -485,7 +556,7 @@ class _Draft:
         self._generation = 0
 
 
-class _Return(Request):
+class _Rollback(Request):
     """Makes the store what ``chosen`` says: forgets what is not the same, and has it restored."""
 
     deferred = True
@@ -498,19 +569,20 @@ class _Return(Request):
     def unwanted(self) -> bool:
         return super().unwanted or self._given_up()
 
-    def abandon(self, admission: Admission) -> None:
+    def abandon(self, state: EngineState) -> None:
         if not self.done:
             self.error, self.done = CommitError("this rollback was given up: an exception struck who waited for it"), True
 
     def __str__(self) -> str:
         return "a rollback"
 
-    def attempt(self, admission: Admission) -> bool:
-        entries = list(admission.directory.entries())
+    def attempt(self, scheduler: Scheduler) -> bool:
+        state = scheduler.state
+        entries = list(state.directory.entries())
         for entry in entries:
             if entry.leased:
                 raise LeaseConflict(f"tensor {entry.key!r} is leased: end every lease before a rollback")
-        if sum(admission.busy(entry, self) for entry in entries):  # each hurries
+        if sum(scheduler.busy(entry, self) for entry in entries):  # each hurries
             return False
         missing, changed = dict(self._chosen.tensors), []
         for entry in entries:
@@ -523,7 +595,7 @@ class _Return(Request):
         there: list[Slot] = [copy.slot for copy in (entry.copies[-1] for entry in changed) if copy is not None]
         empty = self._commits.empty_slots(records, there)  # the last that can be refused
         for entry in changed:
-            admission.directory.forget(entry.key)
+            state.directory.forget(entry.key)
         empty = empty if empty is not None else self._commits.empty_slots(records)
         assert empty is not None
         for record in records:

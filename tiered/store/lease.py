@@ -14,9 +14,10 @@ from typing import Any, NoReturn
 import torch
 
 from tiered.engine.engine import Engine
-from tiered.engine.requests import Lease, Token
+from tiered.engine.requests import Lease
 from tiered.engine.residency import Copy
-from tiered.errors import ManifestError, MisuseError
+from tiered.engine.state import Token
+from tiered.errors import ManifestError, MisuseError, TieredError
 from tiered.interfaces import Memory
 from tiered.types import LARGEST, Access, Key, TensorSpec
 
@@ -199,7 +200,7 @@ class _Held:
 
     def _ask(self, engine: Engine) -> Lease:
         self.token = Token()
-        holder = engine.admission.claims.watch(self.token)
+        holder = engine.state.claims.watch(self.token)
         request = self._request = Lease(self._keys, self._tier, self._access, holder)
         return request
 
@@ -210,7 +211,7 @@ class _Held:
             stream = request.stream = engine.enter(copies, self._tier)
             for copy, spec, view in zip(copies, request.specs, views, strict=True):
                 if stream is not None:
-                    engine.admission.claims.used_on(view, stream)
+                    engine.state.claims.used_on(view, stream)
                 tensors.append(_view(engine, self._memory, copy, spec, view))
         except BaseException:
             self._undo()
@@ -241,7 +242,7 @@ class _Held:
             recorder.released(self._request.sequence)
         if kind is not GeneratorExit:  # the collector ends a generator or a coroutine, perhaps in a thread that has the lock
             engine.released()
-            if engine.admission.changing and kind is None:  # another call was struck: only a recount tells
+            if engine.state.changing and kind is None:  # another call was struck: only a recount tells
                 engine.look()
         if self._request.misused is not None and kind is None:
             raise MisuseError(
@@ -273,20 +274,32 @@ class LeaseOfOne(_Held):
     """``with store.lease(key) as tensor:``, or ``async with`` in a coroutine."""
 
     def __enter__(self) -> torch.Tensor:
-        return self._enter()[0]
+        try:
+            return self._enter()[0]
+        except TieredError as error:  # without the frames below: they say nothing to a caller
+            raise error.with_traceback(None) from error.__cause__
 
     async def __aenter__(self) -> torch.Tensor:
-        return (await self._arrive())[0]
+        try:
+            return (await self._arrive())[0]
+        except TieredError as error:
+            raise error.with_traceback(None) from error.__cause__
 
 
 class LeaseOfMany(_Held):
     """``with store.lease([key, ...]) as (tensor, ...):``, or ``async with`` in a coroutine."""
 
     def __enter__(self) -> tuple[torch.Tensor, ...]:
-        return tuple(self._enter())
+        try:
+            return tuple(self._enter())
+        except TieredError as error:  # without the frames below: they say nothing to a caller
+            raise error.with_traceback(None) from error.__cause__
 
     async def __aenter__(self) -> tuple[torch.Tensor, ...]:
-        return tuple(await self._arrive())
+        try:
+            return tuple(await self._arrive())
+        except TieredError as error:
+            raise error.with_traceback(None) from error.__cause__
 
 
 def end_struck() -> bool:

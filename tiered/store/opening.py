@@ -9,7 +9,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -18,10 +18,12 @@ from tiered.engine.engine import Engine, EngineConfig
 from tiered.engine.policy import LRU
 from tiered.engine.residency import Copy
 from tiered.errors import CapacityError, MisuseError, TieredError
+from tiered.format.manifest import Manifest
 from tiered.interfaces import EvictionPolicy, IOBackend, Link, Memory, Tier
 from tiered.io.posix import PosixBackend, PosixConfig
 from tiered.links.disk import DiskConfig, DiskLink
-from tiered.store.commit import Commits
+from tiered.store.at_rest import NOWHERE, DiskAtRest, StoreAtRest
+from tiered.store.commit import Commits, Generations, OneGeneration
 from tiered.system import cgroup_room, headroom
 from tiered.tiers.dram import DramConfig, DramTier
 from tiered.tiers.hbm import HbmConfig, HbmTier
@@ -33,19 +35,16 @@ __all__ = [
     "BackendName",
     "Durability",
     "Newer",
+    "OpenOptions",
     "Parts",
     "StoreConfig",
-    "Wishes",
     "access_of",
     "assemble",
-    "begin",
     "build",
-    "config_of",
     "default_dram",
     "open_backend",
-    "refuse",
-    "warn_buffered",
 ]
+
 
 SMALLEST_DRAM = 1 << 20
 """Bytes: the smallest DRAM budget that a store opens with."""
@@ -209,7 +208,7 @@ _ACCESS: dict[str | Access, Access] = {name: access for access in Access for nam
 
 
 @dataclass(frozen=True)
-class Wishes:
+class OpenOptions:
     """The arguments of ``TieredStore.open``, as they were given."""
 
     path: str | os.PathLike[str] | None
@@ -225,51 +224,101 @@ class Wishes:
     deadline: float
     paths: Sequence[str | os.PathLike[str]] | None
     newer: Newer = "keep"
+    access: Access = Access.WRITE
 
     @property
     def scratch(self) -> bool:
         return self.durability == "none"
 
 
-def assemble(wishes: Wishes) -> tuple[Parts, Engine, Commits | None]:
-    """The parts, the engine that moves between them (not started), and what commits; None where there is no disk.
+def assemble(options: OpenOptions) -> tuple[Parts, Engine, Generations]:
+    """Return the parts, the engine that moves between them (not started), and what is known of commits.
 
     Raises as ``TieredStore.open`` says; nothing stays open then.
     """
-    refuse(wishes)
-    parts, engine = begin(wishes, config_of(wishes))
+    _refuse(options)
+    if options.access is Access.READ:
+        return _assemble_to_read(options)
+    parts, engine = _begin(options, _config_of(options))
     try:
         commits = None
         if parts.nvme is not None:
-            commits = Commits(engine, parts.nvme, wishes.keep, _duplicator(parts, engine))
-            commits.restore(wishes.generation, drop_newer=wishes.newer == "drop")
-            if wishes.scratch and commits.newest is not None:
+            commits = Commits(engine, parts.nvme, options.keep, _duplicator(parts, engine))
+            commits.restore(options.generation, drop_newer=options.newer == "drop")
+            if options.scratch and commits.newest is not None:
                 raise MisuseError(
                     f"{parts.nvme.folder} holds a store with commits, which durability='none' would write over: "
                     "name another folder"
                 )
-            if not wishes.scratch:
+            if not options.scratch:
                 commits.encode_early()
             for number, why in commits.unreadable.items():
-                warnings.warn(f"generation {number} is damaged, and nobody can go back to it: {why}", stacklevel=3)
+                warnings.warn(f"generation {number} is damaged, and nobody can go back to it: {why}", stacklevel=4)
             if not parts.nvme.direct:
-                warn_buffered(next(file.folder for file in parts.nvme.files if not file.direct))
+                _warn_buffered(next(file.folder for file in parts.nvme.files if not file.direct))
     except BaseException:  # a warning may be made an error
         engine.stop()
         parts.close()
         raise
-    return parts, engine, None if wishes.scratch else commits
+    return parts, engine, Generations() if commits is None or options.scratch else commits
 
 
-def begin(wishes: Wishes, config: StoreConfig) -> tuple[Parts, Engine]:
+def _assemble_to_read(options: OpenOptions) -> tuple[Parts, Engine, Generations]:
+    """Open one generation of a store for reading.
+
+    The files are opened for reading, under a lock that keeps writers out and that other readers share; so a filesystem that is
+    mounted read-only will do. The manifest says what lies where.
+    """
+    if options.path is None or options.scratch or options.nvme is not None:
+        raise MisuseError("access='read' opens a commit on a disk, and changes nothing: a folder, no durability, no nvme")
+    try:
+        rest = StoreAtRest(options.path, paths=options.paths, generation=options.generation)
+    except OSError as error:
+        where = error.filename or options.path
+        raise TieredError(f"cannot open the store: {where}: {error.strerror} (errno {error.errno})") from error
+    try:
+        parts, engine = _begin(options, replace(_config_of(options), disk=lambda: DiskAtRest(rest)))
+    except BaseException:
+        rest.close()
+        raise
+    try:
+        _restore_to_read(parts, engine, rest.manifest)
+        if parts.nvme is not None and not parts.nvme.direct:
+            _warn_buffered(parts.nvme.folder, 6)
+    except BaseException:  # a warning may be made an error
+        engine.stop()
+        parts.close()
+        raise
+    return parts, engine, OneGeneration(rest.manifest)
+
+
+def _restore_to_read(parts: Parts, engine: Engine, manifest: Manifest) -> None:
+    """Fill the directory with the tensors of ``manifest``."""
+    nvme, state = parts.nvme, engine.state
+    assert nvme is not None
+    for number, record in enumerate(manifest.tensors):
+        extent = record.extent
+        slot = Slot(NOWHERE + number * nvme.alignment, nvme.alignment)
+        if extent is not None:
+            slot = nvme.slot(extent.file, extent.offset, extent.nbytes)
+        state.pools[-1].account(slot)
+        entry = state.directory.restore(
+            record.key, record.spec, record.tensor_id, slot, record.checksums, record.generation
+        )
+        copy = entry.copies[-1]
+        assert copy is not None
+        state.install(copy)
+
+
+def _begin(options: OpenOptions, config: StoreConfig) -> tuple[Parts, Engine]:
     """The parts and the engine, not started. Raises as ``TieredStore.open`` says; nothing stays open then."""
     try:
         parts = build(config)
     except OSError as error:  # what the parts do not expect of a healthy filesystem
-        where = error.filename or wishes.path
+        where = error.filename or options.path
         raise TieredError(f"cannot open the store: {where}: {error.strerror} (errno {error.errno})") from error
     try:
-        limits = EngineConfig(deadline=wishes.deadline, eviction=wishes.eviction)
+        limits = EngineConfig(deadline=options.deadline, eviction=options.eviction)
         return parts, Engine(parts.tiers, parts.links, parts.policies, limits)
     except BaseException as error:
         for link in parts.links:
@@ -280,40 +329,40 @@ def begin(wishes: Wishes, config: StoreConfig) -> tuple[Parts, Engine]:
         raise
 
 
-def warn_buffered(folder: str) -> None:
+def _warn_buffered(folder: str, stacklevel: int = 5) -> None:
     warnings.warn(
         f"the filesystem of {folder} has no O_DIRECT: I/O goes through the page cache, "
         "slower and with memory that is not in the budget",
-        stacklevel=4,  # where TieredStore.open is called
+        stacklevel=stacklevel,  # where TieredStore.open is called
     )
 
 
-def refuse(wishes: Wishes) -> None:
+def _refuse(options: OpenOptions) -> None:
     """Raise MisuseError for arguments that mean nothing."""
-    path, keep, deadline, generation = wishes.path, wishes.keep, wishes.deadline, wishes.generation
+    path, keep, deadline, generation = options.path, options.keep, options.deadline, options.generation
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise MisuseError(f"at least one generation must be kept, not {keep!r}")
     if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not deadline >= 0:
         raise MisuseError(f"a deadline is a number of seconds, not {deadline!r}")
-    if not callable(wishes.eviction):
-        raise MisuseError(f"eviction makes a tier's policy, as tiered.engine.policy.LRU does; {wishes.eviction!r} cannot")
-    if wishes.durability not in ("commit", "none"):
-        raise MisuseError(f"durability is 'commit' or 'none', not {wishes.durability!r}")
-    if generation is not None and (path is None or wishes.scratch):
+    if not callable(options.eviction):
+        raise MisuseError(f"eviction makes a tier's policy, as tiered.engine.policy.LRU does; {options.eviction!r} cannot")
+    if options.durability not in ("commit", "none"):
+        raise MisuseError(f"durability is 'commit' or 'none', not {options.durability!r}")
+    if generation is not None and (path is None or options.scratch):
         raise MisuseError("there are no generations without a disk or with durability='none'")
     if generation is not None and type(generation) is not int:
         raise MisuseError(f"a generation is an int, not {generation!r}")
-    if wishes.newer not in ("keep", "drop") or (wishes.newer == "drop" and generation is None):
-        raise MisuseError(f"newer is 'keep' or 'drop' (with generation=: those after it), not {wishes.newer!r}")
-    if path is None and wishes.nvme is not None:
+    if options.newer not in ("keep", "drop") or (options.newer == "drop" and generation is None):
+        raise MisuseError(f"newer is 'keep' or 'drop' (with generation=: those after it), not {options.newer!r}")
+    if path is None and options.nvme is not None:
         raise MisuseError("a store without a disk (path None) has no nvme=: leave it out, or name a folder")
     if path is not None and not _is_path(path):
         raise MisuseError(f"the path of a store's folder is a str or a pathlib.Path, or None, not {path!r}")
-    if wishes.paths is not None:
+    if options.paths is not None:
         if path is None:
             raise MisuseError("a store without a disk (path None) has no paths=: leave them out, or name a folder")
-        if not isinstance(wishes.paths, list | tuple) or not wishes.paths or not all(map(_is_path, wishes.paths)):
-            raise MisuseError(f"paths is a list of folders, one on each drive, not {wishes.paths!r}")
+        if not isinstance(options.paths, list | tuple) or not options.paths or not all(map(_is_path, options.paths)):
+            raise MisuseError(f"paths is a list of folders, one on each drive, not {options.paths!r}")
 
 
 def access_of(access: Access | str) -> Access:
@@ -327,16 +376,16 @@ def _is_path(path: object) -> bool:
     return isinstance(path, str | os.PathLike) and isinstance(os.fspath(path), str)
 
 
-def config_of(wishes: Wishes) -> StoreConfig:
+def _config_of(options: OpenOptions) -> StoreConfig:
     return StoreConfig(
-        wishes.path if wishes.path is None else os.path.expanduser(wishes.path),
-        default_dram() if wishes.dram is None else parse_size(wishes.dram),
-        None if wishes.nvme is None else parse_size(wishes.nvme),
-        0 if wishes.hbm is None else parse_size(wishes.hbm),
-        str(wishes.device),
-        wishes.backend,
-        wishes.eviction,
-        paths=[os.path.expanduser(folder) for folder in wishes.paths or ()],
+        options.path if options.path is None else os.path.expanduser(options.path),
+        default_dram() if options.dram is None else parse_size(options.dram),
+        None if options.nvme is None else parse_size(options.nvme),
+        0 if options.hbm is None else parse_size(options.hbm),
+        str(options.device),
+        options.backend,
+        options.eviction,
+        paths=[os.path.expanduser(folder) for folder in options.paths or ()],
     )
 
 

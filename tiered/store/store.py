@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 
-from tiered.engine.background import room_for
 from tiered.engine.engine import Engine
 from tiered.engine.policy import LRU, NextUse, Plan, Record, Touch, touch_of
-from tiered.engine.requests import Delete, Install, Room, Token
-from tiered.engine.retention import Decision, affordable, decide
-from tiered.errors import ForkedStore, MisuseError, StoreClosed
+from tiered.engine.requests import Delete, Install, Room
+from tiered.engine.retention import affordable, decide, room_for
+from tiered.engine.state import Token
+from tiered.errors import ForkedStore, MisuseError, StoreClosed, from_here
 from tiered.interfaces import EvictionPolicy, IOBackend
-from tiered.store.commit import Commits
+from tiered.store.commit import Commits, Generations
 from tiered.store.lease import (
     LeaseOfMany,
     LeaseOfOne,
@@ -34,14 +34,14 @@ from tiered.store.lease import (
     refuse_unstorable,
     spec_of,
 )
-from tiered.store.opening import Newer, Parts, Wishes, access_of, assemble
+from tiered.store.opening import Newer, OpenOptions, Parts, access_of, assemble
 from tiered.telemetry import NO_SPAN, Span, StoreStatistics, Timeline
 from tiered.types import Access, BackendName, Key, TensorSpec
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["TieredStore", "policy_of"]
+__all__ = ["TieredStore"]
 
 AT_ONCE = 4 << 20
 """Bytes that a coroutine copies itself; more is copied in a thread, so that the event loop goes on."""
@@ -55,8 +55,8 @@ class TieredStore:
     the next open.
     """
 
-    def __init__(self, parts: Parts, engine: Engine, commits: Commits | None, *, scratch: bool) -> None:
-        self._parts, self._engine, self._commits = parts, engine, commits
+    def __init__(self, parts: Parts, engine: Engine, known: Generations, *, scratch: bool) -> None:
+        self._parts, self._engine, self._generations = parts, engine, known
         engine.end_struck = end_struck
         self._pid = os.getpid()
         self._closed = False
@@ -71,6 +71,7 @@ class TieredStore:
     # -- opening and closing ----------------------------------------------------------------------------------------------
 
     @classmethod
+    @from_here
     def open(
         cls,
         path: str | os.PathLike[str] | None,
@@ -111,13 +112,12 @@ class TieredStore:
         CapacityError (a budget too small, or more than there is), ManifestError (damaged, no such generation, a drive that is
         missing or another store's).
         """
-        wishes = Wishes(path, dram, hbm, device, nvme, generation, durability, backend, eviction, keep, deadline, paths, newer)
-        if access_of(access) is Access.READ:
-            from tiered.store.reading import open_to_read
-
-            return open_to_read(wishes)
-        parts, engine, commits = assemble(wishes)
-        store = cls(parts, engine, commits, scratch=wishes.scratch)
+        options = OpenOptions(
+            *(path, dram, hbm, device, nvme, generation, durability, backend, eviction, keep, deadline, paths, newer),
+            access=access_of(access),
+        )
+        parts, engine, known = assemble(options)
+        store = cls(parts, engine, known, scratch=options.scratch)
         try:
             engine.start()
         except BaseException:
@@ -134,9 +134,9 @@ class TieredStore:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            if kind is None and not self._closed and self._commits is not None and self._commits.refused is None:
+            if kind is None and not self._closed and self._generations.commits_at_exit:
                 self._running()
-                self._commits.commit(None, self, always=False)
+                self._generations.committing(self).commit(None, self, always=False)
         finally:
             self.close()
 
@@ -147,14 +147,15 @@ class TieredStore:
         """
         self._engine.refuse_nested()
         self._closed = True
-        if self._commits is not None and self._shutdown.alive and os.getpid() == self._pid:
-            self._commits.settle()
+        if self._shutdown.alive and os.getpid() == self._pid:
+            self._generations.settle()
         if self._shutdown.alive:
             _shut_down(*self._rest)
             self._shutdown.detach()  # not before: what Ctrl-C interrupts is done by the next call, or by the collector
 
     # -- tensors by name --------------------------------------------------------------------------------------------------
 
+    @from_here
     def put(self, key: Key, tensor: torch.Tensor) -> None:
         """Store a copy of ``tensor`` (any strided dtype, shape, device) as ``key``, replacing what was there.
 
@@ -168,6 +169,7 @@ class TieredStore:
         tier = self._parts.dram if source.device.type == "cpu" else 0
         self._put(key, spec_of(source), tier, lambda target: copy_bytes(target, source))
 
+    @from_here
     def create(self, key: Key, spec: TensorSpec, *, tier: str | None = None) -> None:
         """A new tensor with undefined contents, to be filled under a WRITE lease; in ``tier`` (default: the top one), or in
         DRAM where that cannot hold it.
@@ -180,11 +182,11 @@ class TieredStore:
 
     def _put(self, key: Key, spec: TensorSpec, tier: int, fill: Callable[[torch.Tensor], None] | None) -> None:
         engine = self._running()
-        self._refuse_to_read_only()
+        self._generations.refuse_change(self)
         if spec.nbytes > self._parts.tiers[tier].capacity or spec.nbytes > self._parts.tiers[self._parts.dram].capacity:
             tier = self._parts.dram  # what that cannot hold could never leave the tiers above it: refused
         token = Token()
-        room = Room(tier, max(1, spec.nbytes), key, engine.admission.claims.watch(token))
+        room = Room(tier, max(1, spec.nbytes), key, engine.state.claims.watch(token))
         try:
             engine.wait(room)
             assert room.slot is not None
@@ -198,6 +200,7 @@ class TieredStore:
             self._running()  # closed by another thread meanwhile: then that is the error
             raise
 
+    @from_here
     def get(self, key: Key) -> torch.Tensor:
         """A contiguous copy of ``key``, of its dtype and shape, on the CPU, outside the budget. Waits as ``lease`` does.
 
@@ -221,7 +224,7 @@ class TieredStore:
         refuse_keys([key])
         tier = self._parts.dram
         with engine.lock:
-            entry = engine.admission.directory.find(key)
+            entry = engine.state.directory.find(key)
             for index, copy in enumerate(entry.copies[:tier] if entry is not None else ()):
                 tier = index if copy is not None and copy.valid else tier
         return LeaseOfOne(self._running, self._parts.memories[tier], [key], Access.READ, tier)
@@ -244,7 +247,7 @@ class TieredStore:
         """
         wanted = access_of(access)
         if wanted is Access.WRITE:
-            self._refuse_to_read_only()
+            self._generations.refuse_change(self)
         index = self._tier_index(tier)
         memory = self._parts.memories[index]
         if isinstance(key, str):
@@ -265,6 +268,7 @@ class TieredStore:
             raise MisuseError(f"there are no leases in tier {tier!r}; this store has {', '.join(names)}")
         return names.index(tier)
 
+    @from_here
     def prefetch(self, keys: Sequence[Key], *, tier: str | None = None) -> None:
         """Bring ``keys`` up to ``tier`` (default: the top one), in this order, when there is room and time.
 
@@ -287,13 +291,14 @@ class TieredStore:
         record = Record([], math.inf if most is None else most, weakref.ref(token))
         try:
             with engine.lock:
-                engine.admission.records.append(record)
+                engine.state.records.append(record)
             yield record.touches
         finally:
             del token  # nothing is written down any more, whatever strikes now
-            records = engine.admission.records
+            records = engine.state.records
             engine.later(lambda: records.__setitem__(slice(None), [other for other in records if other is not record]))
 
+    @from_here
     def follow(
         self,
         order: Iterable[Touch | Key],
@@ -333,47 +338,53 @@ class TieredStore:
                 spare = affordable(keys, uses, needed, memory.capacity, spare, then)
                 rooms.append(spare)
             decisions.append(decide(keys, uses, needed, memory.capacity, then=then, spare=spare))
-        return engine.follow(touches, lambda plan: [policy_of(plan, decision) for decision in decisions], rooms, then)
 
+        def policies(plan: Plan) -> list[NextUse]:
+            return [NextUse.along(plan, decision.price, decision.keep) for decision in decisions]
+
+        return engine.follow(touches, policies, rooms, then)
+
+    @from_here
     def delete(self, key: Key) -> None:
         """Forget ``key``; its room is free once nothing refers to it. Raises KeyNotFound, LeaseConflict while it is leased."""
         refuse_keys([key])
-        self._refuse_to_read_only()
+        self._generations.refuse_change(self)
         self._running().wait(Delete(key))
 
     def __contains__(self, key: object) -> bool:
         """Whether there is a tensor of that name."""
-        directory = self._running().admission.directory
+        directory = self._running().state.directory
         return isinstance(key, str) and key in directory
 
     def __iter__(self) -> Iterator[Key]:
         """The keys as of now, in no particular order."""
         engine = self._running()
         with engine.lock:
-            return iter(list(engine.admission.directory))
+            return iter(list(engine.state.directory))
 
     def __len__(self) -> int:
         """How many tensors there are."""
-        return len(self._running().admission.directory)
+        return len(self._running().state.directory)
 
+    @from_here
     def spec(self, key: Key) -> TensorSpec:
         """Shape and element type of ``key``; moves nothing. Raises KeyNotFound."""
         engine = self._running()
         refuse_keys([key])
         with engine.lock:
-            return engine.admission.directory.entry(key).spec
+            return engine.state.directory.entry(key).spec
 
     # -- commits ----------------------------------------------------------------------------------------------------------
 
     @property
     def generation(self) -> int:
         """Number of the newest commit, or of the one opened; 0 before the first, and where nothing can be committed."""
-        return self._commits.generation if self._commits else 0
+        return self._generations.generation
 
     @property
     def meta(self) -> dict[str, Any]:
         """What the commit numbered ``generation`` was given, as JSON gives it back; empty before the first."""
-        return self._commits.meta if self._commits else {}
+        return self._generations.meta
 
     @property
     def device(self) -> torch.device:
@@ -387,6 +398,7 @@ class TieredStore:
             raise MisuseError("this store has no disk")
         return self._parts.nvme.folder
 
+    @from_here
     def commit(self, meta: Mapping[str, object] | None = None) -> int:
         """Make everything durable, with ``meta`` (JSON values); returns the generation. Without ``meta`` the last one stays.
 
@@ -398,9 +410,9 @@ class TieredStore:
 
     def refuse_commits(self, why: str | None) -> None:
         """From here on commits raise MisuseError, and leaving a ``with`` block makes none. None: no longer."""
-        if self._commits is not None:
-            self._commits.refused = why
+        self._generations.refused = why
 
+    @from_here
     def commit_async(self, meta: Mapping[str, object] | None = None) -> Future[int]:
         """``commit`` all as it is now, and go on meanwhile; the future gives the generation, or raises, when it is durable.
 
@@ -410,6 +422,7 @@ class TieredStore:
         """
         return self._committing(meta).commit_behind(meta, self)
 
+    @from_here
     def rollback(self, generation: int | None = None, *, needs: Sequence[Key] = ()) -> int:
         """All tensors as they were in the newest commit, or in ``generation``, if that is kept; returns its number.
 
@@ -421,12 +434,10 @@ class TieredStore:
 
     def _committing(self, meta: object) -> Commits:
         self._running()
-        self._refuse_to_read_only()
-        if self._commits is None:
-            raise MisuseError("nothing can be made durable without a disk, or with durability='none'")
+        commits = self._generations.committing(self)
         if meta is not None and not isinstance(meta, Mapping):
             raise MisuseError(f"meta is a dict of JSON values, not {meta!r}")
-        return self._commits
+        return commits
 
     # -- looking in -------------------------------------------------------------------------------------------------------
 
@@ -438,18 +449,18 @@ class TieredStore:
             return StoreStatistics(
                 backend=self._parts.backend.name if self._parts.backend else "none",
                 direct=self._parts.nvme is not None and self._parts.nvme.direct,
-                tensors=len(engine.admission.directory),
+                tensors=len(engine.state.directory),
                 generation=self.generation,
                 leases=engine.leases,
                 hits=engine.hits,
                 misses=engine.misses,
                 stalled_for_reads=engine.stalled_for_reads,
                 stalled_for_room=engine.stalled_for_room,
-                prefetched=engine.admission.prefetched,
-                prefetched_unused=engine.admission.prefetched_unused,
+                prefetched=engine.state.prefetched,
+                prefetched_unused=engine.state.prefetched_unused,
                 wakes=engine.wakes,
-                evictions=engine.admission.evictions,
-                tiers=engine.admission.tier_statistics(),
+                evictions=engine.state.evictions,
+                tiers=engine.state.tier_statistics(),
                 links=engine.link_statistics(),
             )
 
@@ -496,9 +507,6 @@ class TieredStore:
             raise StoreClosed(f"{self._name} is closed")
         return self._engine
 
-    def _refuse_to_read_only(self) -> None:
-        """Raise MisuseError where nothing may be changed."""
-
 
 def _shut_down(engine: Engine, parts: Parts, pid: int, scratch: bool) -> None:
     if os.getpid() != pid:
@@ -509,14 +517,3 @@ def _shut_down(engine: Engine, parts: Parts, pid: int, scratch: bool) -> None:
     if scratch and parts.nvme is not None and not parts.nvme.closed:
         parts.nvme.remove()
     parts.close()
-
-
-def policy_of(plan: Plan, decision: Decision) -> NextUse:
-    """Who leaves first, by ``decision``, while a loop follows ``plan``."""
-    kept = decision.kept
-
-    def given_up(key: Key) -> bool:
-        touched = plan.last_use(key)
-        return kept is not None and touched is not None and touched < len(kept) and not kept[touched]
-
-    return NextUse(plan.next_use, lambda: plan.cursor, price=decision.price, given_up=given_up if kept is not None else None)

@@ -19,7 +19,7 @@ from pathlib import Path
 from tiered.errors import ManifestError, MisuseError
 from tiered.format import generations
 from tiered.format.data_file import MINIMUM_ALIGNMENT, digest, read_header
-from tiered.format.drives import DRIVE, LIST_FILE, Record, folders_of, read_record
+from tiered.format.drives import DATA_FILE, DRIVE, LIST_FILE, Record, folders_of, read_record
 from tiered.format.folder import SHORTAGES, OpenFolder, cannot_open
 from tiered.format.locked_file import make_direct, open_to_read
 from tiered.format.manifest import Manifest, TensorRecord
@@ -30,7 +30,6 @@ from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, BackendName, IORequest, Op
 
 __all__ = ["CheckedGeneration", "Damage", "Verification", "verify"]
 
-DATA_FILE = "data.0"
 DEPTH = 8
 """Pieces of PIECE_BYTES in memory: what is read ahead while one is checked."""
 

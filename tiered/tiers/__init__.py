@@ -1,1 +1,1 @@
-"""Parts that own space."""
+"""Tiers: they allocate slots of device memory, host memory and disks, and move nothing."""

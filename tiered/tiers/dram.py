@@ -1,4 +1,4 @@
-"""Host memory: the pinned-buffer pool. One arena on huge pages, cut into slots that tensors can lie in."""
+"""The DRAM tier, a pool of pinned host memory: one arena on huge pages, cut into slots that tensors can lie in."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ HUGE_PAGE = 2 << 20
 
 @dataclass(frozen=True)
 class DramConfig:
-    """``capacity``: bytes, a hard limit. ``alignment``: bytes, of every slot; 4096 suits O_DIRECT on today's drives."""
+    """Configuration: ``capacity`` is a hard limit in bytes, ``alignment`` that of every slot; 4096 suits O_DIRECT on today's
+    drives."""
 
     capacity: int
     alignment: int = 4096
@@ -35,19 +36,19 @@ class DramConfig:
 class DramTier:
     """Slots in one anonymous mapping that starts on a 2 MiB boundary.
 
-    What holds the data decides the disk's bandwidth: a 1 MiB block in 4 KiB pages is 256 segments for the drive, in
-    huge pages it is one. The pool never uses more memory than its capacity, rounded down to the alignment; pages are
-    taken from the system at first touch.
+    The page size decides the disk's bandwidth: a 1 MiB block in 4 KiB pages is 256 segments for the drive, in huge pages it is
+    one. The pool never uses more memory than its capacity, rounded down to the alignment; pages are taken from the system at
+    first touch.
 
-    The mapping lives as long as ``arena`` or anything made from it does: tensors that alias a slot may outlive the
-    tier. It is absent from forked children, where nothing may use it.
+    The mapping lives as long as ``arena`` or any object made from it: tensors that alias a slot may outlive the tier. The
+    mapping is absent from forked children, which must not use it.
 
     Raises CapacityError when the capacity is below one alignment or the system refuses the address space.
     """
 
     name = "dram"
     streams: Streams | None = None
-    """The host has no queue of work."""
+    """None: the host has no queue of work."""
 
     def __init__(self, config: DramConfig) -> None:
         space = FreeSpace(max(0, config.capacity), config.alignment)
@@ -56,17 +57,10 @@ class DramTier:
                 f"a DRAM budget of {config.capacity} bytes holds nothing: the minimum is {config.alignment} bytes"
             )
         self._space = space
+        self.capacity, self.alignment = space.capacity, space.alignment
+        """Bytes; the capacity is a multiple of the alignment."""
         self._arena: ctypes.Array[ctypes.c_char] | None = _map(space.capacity)
         _arenas[self.address] = self._arena
-
-    @property
-    def capacity(self) -> int:
-        """Bytes; a multiple of the alignment."""
-        return self._space.capacity
-
-    @property
-    def alignment(self) -> int:
-        return self._space.alignment
 
     @property
     def used(self) -> int:
@@ -75,12 +69,12 @@ class DramTier:
 
     @property
     def largest(self) -> int:
-        """The largest request in bytes that would be granted now."""
+        """Size in bytes of the largest request that would be granted now."""
         return self._space.largest
 
     @property
     def arena(self) -> ctypes.Array[ctypes.c_char]:
-        """The slots' memory, ``capacity`` bytes. Whoever holds it (or a ``from_buffer`` of it) keeps the mapping."""
+        """The slots' memory, ``capacity`` bytes. A reference to it (or a ``from_buffer`` of it) keeps the mapping alive."""
         if self._arena is None:
             raise AssertionError("the DRAM tier was closed")
         return self._arena
@@ -106,7 +100,8 @@ class DramTier:
         return Slot(offset, slot.nbytes)
 
     def tensor(self, slot: Slot, nbytes: int) -> tuple[torch.Tensor, object]:
-        """The slot's first bytes as a uint8 tensor of shape (nbytes,), and the owner: a ctypes array that torch holds."""
+        """Return the slot's first bytes as a uint8 tensor of shape (nbytes,), and its owner: a ctypes array that torch refers
+        to."""
         assert 1 <= nbytes <= slot.nbytes
         arena = self.arena
         owner = _array_type(nbytes).from_address(ctypes.addressof(arena) + slot.offset)
@@ -114,19 +109,19 @@ class DramTier:
         return torch.frombuffer(owner, dtype=torch.uint8), owner
 
     def close(self) -> None:
-        """Let go of the arena. Idempotent; aliases stay valid."""
+        """Release the arena. Idempotent; aliases stay valid."""
         self._arena = None
 
 
 @functools.lru_cache(maxsize=1024)
 def _array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
-    """Making a type takes ten times as long as making a tensor of it (22 and 2 µs), and sizes come again and again."""
+    """Return a cached type: making one takes ten times as long as making a tensor of it (22 and 2 µs), and sizes recur."""
     return ctypes.c_char * nbytes
 
 
 def _map(nbytes: int) -> ctypes.Array[ctypes.c_char]:
-    """``nbytes`` of zeroed private memory that starts on a huge page, as an array that keeps its mapping alive."""
-    length = nbytes + HUGE_PAGE  # room to align in; what is left over is never touched, hence never backed
+    """Return ``nbytes`` of zeroed private memory on a huge page boundary, as an array that keeps its mapping alive."""
+    length = nbytes + HUGE_PAGE  # room for alignment; the rest is never touched, hence never backed
     try:
         mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
@@ -136,18 +131,18 @@ def _map(nbytes: int) -> ctypes.Array[ctypes.c_char]:
         ) from error
     base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     skip = -base % HUGE_PAGE
-    # MADV_DONTFORK: a child's copy-on-write would move pages away under I/O in flight. Advice on exactly the slots'
-    # range also keeps the kernel from backing the end of it with a huge page that is only partly ours.
+    # MADV_DONTFORK: a child's copy-on-write would move pages away under I/O in flight. Advice on exactly the slots' range also
+    # keeps the kernel from backing its end with a huge page that is only partly ours.
     span = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
-            with contextlib.suppress(OSError):  # a kernel built without it: slower, or more to copy at fork, but right
+            with contextlib.suppress(OSError):  # a kernel without it is slower, or copies more at fork, but is correct
                 mapping.madvise(getattr(mmap, advice), skip, span)
     return (ctypes.c_char * nbytes).from_buffer(mapping, skip)
 
 
 def _limits() -> str:
-    """The process's own limits of memory, for an error message; empty where there are none."""
+    """Return the process's own limits of memory, for an error message; empty where there are none."""
     found = []
     for name, flag in (("RLIMIT_AS", "-v"), ("RLIMIT_DATA", "-d")):
         soft = resource.getrlimit(getattr(resource, name))[0]
@@ -156,8 +151,8 @@ def _limits() -> str:
     return f" ({', '.join(found)})" if found else ""
 
 
-# In a forked child the arena's range is unmapped (MADV_DONTFORK) and may be given to something else. Were the mapping
-# object collected there, it would unmap that something. So children keep every arena for as long as they live.
+# In a forked child the arena's range is unmapped (MADV_DONTFORK) and may be given to another mapping, which collecting the
+# arena's mapping object would unmap. So children keep a reference to every arena.
 _arenas: weakref.WeakValueDictionary[int, ctypes.Array[ctypes.c_char]] = weakref.WeakValueDictionary()
 _inherited: list[ctypes.Array[ctypes.c_char]] = []
 os.register_at_fork(after_in_child=lambda: _inherited.extend(_arenas.values()))

@@ -1,4 +1,4 @@
-"""Device memory: one arena on a torch device, cut into slots that tensors can lie in."""
+"""The HBM tier: one arena in a torch device's memory, cut into slots that tensors can lie in."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from tiered.types import Fence, Slot, format_size
 __all__ = ["CudaStreams", "HbmConfig", "HbmTier"]
 
 ALIGNMENT = 512
-"""Bytes. What CUDA's own allocator aligns to, so kernels find their operands as they would anywhere else."""
+"""Bytes; the alignment of CUDA's own allocator, so kernels find operands aligned as usual."""
 
 
 @dataclass(frozen=True)
 class HbmConfig:
-    """``capacity``: bytes, a hard limit. ``device``: torch's name of it, ``cuda``, ``cuda:1``; ``cpu`` stands in."""
+    """Configuration: ``capacity`` is a hard limit in bytes, ``device`` torch's name of it (``cuda``, ``cuda:1``; ``cpu`` as a
+    stand-in)."""
 
     capacity: int
     device: str = "cuda"
@@ -37,7 +38,7 @@ class CudaStreams:
         self._device = device
 
     def current(self) -> object:
-        """What ``torch.cuda.stream`` chose in this thread, else the default stream."""
+        """Return the stream that ``torch.cuda.stream`` chose in this thread, else the default stream."""
         return torch.cuda.current_stream(self._device)
 
     def record(self, stream: object) -> Fence:
@@ -53,15 +54,15 @@ class CudaStreams:
 
 
 class HbmTier:
-    """Slots in one uint8 tensor on the device, all taken from it at once: nothing else can then use it up.
+    """Slots in one uint8 tensor on the device, allocated at once, so that nothing else can use the memory up.
 
-    The arena lives as long as the tier or any tensor on a slot does. torch's allocator hands it on in the order of the
-    stream that was current when the tier was made. ``close`` waits for all others; who drops the last tensor after it does
-    that himself.
+    The arena lives as long as the tier or any tensor on a slot. torch's allocator reuses its memory in the order of the stream
+    that was current when the tier was made. ``close`` waits for all other streams; after it, whoever drops the last tensor must
+    wait.
 
     ``streams`` are those of the device: ``CudaStreams``, or None on a CPU, unless others are given.
 
-    Raises MisuseError for a device that is not there, CapacityError where it has no room.
+    Raises MisuseError for a device that does not exist, CapacityError where it has no room.
     """
 
     name = "hbm"
@@ -69,7 +70,9 @@ class HbmTier:
     def __init__(self, config: HbmConfig, *, streams: Streams | None = None) -> None:
         self._device = _device(config.device)
         self._space = FreeSpace(max(0, config.capacity), ALIGNMENT)
-        if self._space.capacity == 0:
+        self.capacity, self.alignment = self._space.capacity, self._space.alignment
+        """Bytes; the capacity is a multiple of the alignment."""
+        if self.capacity == 0:
             raise CapacityError(f"an HBM budget of {config.capacity} bytes holds nothing: the minimum is {ALIGNMENT} bytes")
         self._arena: torch.Tensor | None = _allocate(self._space.capacity, self._device)
         self._view = _host_view if self._device.type == "cpu" else _device_view
@@ -77,21 +80,12 @@ class HbmTier:
 
     @property
     def device(self) -> torch.device:
-        """With its index, where the device has one."""
+        """The device, with its index where it has one."""
         return self._device
 
     @property
     def streams(self) -> Streams | None:
         return self._streams
-
-    @property
-    def capacity(self) -> int:
-        """Bytes; a multiple of the alignment."""
-        return self._space.capacity
-
-    @property
-    def alignment(self) -> int:
-        return self._space.alignment
 
     @property
     def used(self) -> int:
@@ -100,7 +94,7 @@ class HbmTier:
 
     @property
     def largest(self) -> int:
-        """The largest request in bytes that would be granted now."""
+        """Size in bytes of the largest request that would be granted now."""
         return self._space.largest
 
     def allocate(self, nbytes: int) -> Slot | None:
@@ -114,27 +108,27 @@ class HbmTier:
         self._space.restore((slot.offset, slot.nbytes) for slot in slots)
 
     def tensor(self, slot: Slot, nbytes: int) -> tuple[torch.Tensor, object]:
-        """The slot's first bytes as a uint8 tensor of shape (nbytes,) on the device, and the owner, which torch holds."""
+        """Return the slot's first bytes as a uint8 tensor of shape (nbytes,) on the device, and its owner, which torch refers
+        to."""
         assert 1 <= nbytes <= slot.nbytes
         if self._arena is None:
             raise AssertionError("the HBM tier was closed")
         return self._view(self._arena, slot.offset, nbytes)
 
     def close(self) -> None:
-        """Wait for the device, then let go of the arena. Idempotent; aliases stay valid."""
+        """Wait for the device, then release the arena. Idempotent; aliases stay valid."""
         if self._arena is not None and self._device.type == "cuda":
-            with contextlib.suppress(RuntimeError):  # it failed before, or this is a forked child: nothing runs
+            with contextlib.suppress(RuntimeError):  # the device failed before, or this is a forked child: nothing runs
                 torch.cuda.synchronize(self._device)
         self._arena = None
 
 
-# Views. Slicing the arena would do, were it not for the lifetime: a slice shares the arena's storage, and nothing could
-# tell when the last tensor on just this slot is gone. So every view has a storage of its own, over an object that torch
-# holds for as long as that storage lives.
+# Views. Slices of the arena would share its storage, so nothing could tell when the last tensor on a slot is gone. Hence every
+# view has a storage of its own, over an object that torch refers to as long as that storage lives.
 
 
 class _Range:
-    """Memory of a CUDA device in the form that torch adopts as it is (numba's CUDA array interface, version 2)."""
+    """Memory of a CUDA device in a form that torch adopts without a copy (numba's CUDA array interface, version 2)."""
 
     __slots__ = ("__cuda_array_interface__", "_arena", "claim")
 
@@ -162,7 +156,7 @@ def _host_view(arena: torch.Tensor, offset: int, nbytes: int) -> tuple[torch.Ten
 
 @functools.lru_cache(maxsize=1024)
 def _array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
-    return ctypes.c_char * nbytes  # a new type is slow, and sizes come again and again
+    return ctypes.c_char * nbytes  # making a type is slow, and sizes recur
 
 
 # Opening
@@ -189,7 +183,7 @@ def _device(name: str) -> torch.device:
 
 
 def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
-    """``nbytes`` on the device, the first of them aligned."""
+    """Allocate ``nbytes`` on the device, aligned to ALIGNMENT."""
     if device.type == "cpu":
         try:
             arena = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu")
@@ -201,8 +195,8 @@ def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
         return arena[skip : skip + nbytes]
     try:
         arena = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        # The allocator may have given out memory that queued kernels still use: right for the stream that they are on, and
-        # we use it on others. Once, here, the device is waited for.
+        # The allocator may return memory that queued kernels still use: correct for the stream that they are on, but the tier
+        # uses others. So the device is waited for once, here.
         torch.cuda.synchronize(device)
         return arena
     except torch.OutOfMemoryError as error:

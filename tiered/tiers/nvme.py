@@ -1,4 +1,4 @@
-"""The disk: extents in a large file inside the store's folder, or in one file on each of several drives."""
+"""The NVMe tier: extents in one data file inside the store's folder, or in one data file on each of several drives."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from uuid import uuid4
 
 from tiered.errors import CapacityError, ManifestError, MisuseError
 from tiered.format.data_file import MINIMUM_ALIGNMENT, DataFile
-from tiered.format.drives import IGNORED, LIST_FILE, MANIFEST, Drives, folders_of, open_drives
+from tiered.format.drives import DATA_FILE, IGNORED, LIST_FILE, MANIFEST, Drives, folders_of, open_drives
 from tiered.format.folder import OpenFolder
 from tiered.types import Location, Slot, format_size
 
 __all__ = ["NvmeConfig", "NvmeTier"]
 
-DATA_FILE = "data.0"
 FILE_BITS = 48
-"""A slot's offset is that in its data file, with the file's index above so many bits."""
+"""Bits of a slot's offset that are the offset in its data file; the bits above are the file's index."""
 
 
 @dataclass(frozen=True)
 class NvmeConfig:
-    """``path``: the store's folder. ``paths``: folders for the data files, one in each; none: in the store's own folder.
+    """Configuration: ``path`` is the store's folder, ``paths`` folders for the data files, one in each (none: the store's
+    folder).
 
-    ``capacity``: bytes of extents at most, None for all that the devices have. ``growth``: bytes by which a data file is
-    extended at a time.
+    ``capacity``: most bytes of extents, None for all that the devices have. ``growth``: bytes by which a data file is extended
+    at a time.
     """
 
     path: str | os.PathLike[str]
@@ -36,34 +36,34 @@ class NvmeConfig:
 
 
 class NvmeTier:
-    """Extents of one data file or several, and which of them committed generations still need.
+    """The extents of the data files, with the references of the store and of committed generations to them.
 
     With several files each new extent goes to the drive that has the fewest bytes in use; so tensors that are stored one after
-    the other lie on different drives, and so do the bytes that are read. A tensor is never divided between drives: its extent
-    is one range of one file.
+    the other lie on different drives, and reads of them use several drives. A tensor is never divided between drives: its
+    extent is one range of one file.
 
-    An extent is in use while the store or a kept generation references it. ``free`` ends the store's reference, ``release`` a
-    generation's.
+    An extent is in use while the store or a retained generation references it. ``free`` ends the store's reference, ``release``
+    a generation's.
     """
 
     name = "nvme"
     folder: str
-    """Path of the store's own, where the manifests are, as it was opened."""
+    """Path of the store's own folder, where the manifests are, as it was opened."""
     open_folder: OpenFolder
-    """The same folder, held open: what is done in it goes by this, for its path may lead elsewhere by now."""
+    """The store's folder, held open: all operations use it, because the path may lead elsewhere by now."""
     uuid: bytes
-    """The store's 16 bytes of identity; part of every checksum."""
+    """The store's UUID, 16 bytes; every checksum covers it."""
     alignment: int
-    """Bytes to which every extent's offset and size are aligned; what direct I/O needs here, at least 4096."""
+    """Alignment in bytes of every extent's offset and size: what direct I/O requires here, at least 4096."""
 
     @classmethod
     def open(cls, config: NvmeConfig) -> NvmeTier:
-        """Create the store's folder and data files, or reopen them (then ``claim`` what the manifest names).
+        """Create the store's folder and data files, or reopen them (then ``claim`` the extents that the manifest names).
 
-        Raises MisuseError where a path cannot be a store's (not a folder, a symlink, not writable, holds other things; then
+        Raises MisuseError where a path cannot be a store's (not a folder, a symlink, not writable, holds other files; then
         nothing is touched) or the paths are not those of the store, StoreLocked while another process has it open,
         ManifestError when a data file is missing, damaged or foreign, CapacityError when the capacity is below one extent, or,
-        of a new store, more than the filesystems have.
+        for a new store, more than the filesystems have.
         """
         if config.growth < 1:
             raise MisuseError(f"the data file cannot grow by {config.growth} bytes at a time")
@@ -74,14 +74,15 @@ class NvmeTier:
         folder = _absolute(config.path)
         if config.paths:
             drives = open_drives(folder, [_absolute(path) for path in config.paths], config.growth)
-            return cls(folder, drives.files, drives.uuid, config.capacity, created=drives.created, drives=drives)._planned()
+            tier = cls(folder, drives.files, drives.uuid, config.capacity, created=drives.created, drives=drives)
+            return tier._refuse_excess()
         file = DataFile(folder, DATA_FILE, _accept(folder), config.growth, flags=os.O_CREAT)
         try:
             created = _begin_or_adopt(file)
         except BaseException:
             file.discard()
             raise
-        return cls(folder, (file,), file.uuid, config.capacity, created=created, drives=None)._planned()
+        return cls(folder, (file,), file.uuid, config.capacity, created=created, drives=None)._refuse_excess()
 
     def __init__(
         self,
@@ -101,18 +102,18 @@ class NvmeTier:
         self.open_folder = drives.open_folder if drives else files[0].open_folder
         self._refusal: str | None = None
         self._nameless = False
-        # Files that are already larger than the capacity stay usable: their space is taken from the disk either way.
+        # Files that are larger than the capacity already stay usable: their blocks are allocated in any case.
         extents = sum(file.extents for file in files)
         self._limit = None if capacity is None else max(extents, capacity)
         if self._limit is not None:
             self._limit -= self._limit % self.alignment
         self._live: set[Slot] = set()  # referenced by the store
-        self._kept: dict[int, set[Slot]] = {}  # generation -> what it references; few, so each is asked
-        self._left: dict[int, dict[int, int]] = {}  # generation -> what it does as the last one: slots' offsets and sizes
+        self._retained: dict[int, set[Slot]] = {}  # generation -> its extents; few, so each is searched
+        self._freed_with: dict[int, dict[int, int]] = {}  # generation -> offsets and sizes that end with it
 
-    def _planned(self) -> NvmeTier:
-        """Itself. A new store that could not have its capacity is refused here, and not after days; one that there is already
-        opens in any case, for what it has must be read."""
+    def _refuse_excess(self) -> NvmeTier:
+        """Refuse a new store whose capacity exceeds the free space, now and not after days; return the tier. An existing store
+        opens in any case, because its tensors must be readable."""
         try:
             free = self.free_on_device()
             if self.created and self._limit is not None and self._limit - sum(file.extents for file in self.files) > free:
@@ -130,14 +131,14 @@ class NvmeTier:
             raise
         return self
 
-    def leave(self, room: Callable[[], int]) -> None:
-        """Files grow only where so many bytes are left on the filesystem of the store's own folder, for manifests."""
+    def keep_free(self, room: Callable[[], int]) -> None:
+        """Have files grow only while ``room()`` bytes stay free for manifests on the filesystem of the store's own folder."""
         device = os.fstat(self.open_folder.fd).st_dev
         for file in self.files:
             if file.device == device:
                 file.leaves = room
 
-    # What it is
+    # Properties
 
     @property
     def direct(self) -> bool:
@@ -153,7 +154,7 @@ class NvmeTier:
 
     @property
     def used(self) -> int:
-        """Bytes in extents that the store or a kept generation references, padding included."""
+        """Bytes in extents that the store or a retained generation references, padding included."""
         return sum(file.used for file in self.files)
 
     @property
@@ -167,18 +168,18 @@ class NvmeTier:
         return self._refusal
 
     def free_on_device(self) -> int:
-        """Bytes that the filesystems would still give us, each counted once; 0 once closed."""
+        """Return the bytes that the filesystems have free, each counted once; 0 once closed."""
         return sum({file.device: file.free_on_device() for file in self.files}.values())
 
     # Extents
 
     def allocate(self, nbytes: int) -> Slot | None:
-        """An extent, with a file grown if need be; None when none can grow (``refusal`` says why)."""
+        """Return an extent, growing a file if needed; None when none can grow (``refusal`` says why)."""
         files: Sequence[DataFile] = self.files
-        if len(files) > 1:  # one that was full is asked last, for asking takes system calls
+        if len(files) > 1:  # full ones last: asking them takes system calls
             files = sorted(files, key=lambda file: (file.full, file.used))
         spare = share = None
-        if self._limit is not None:  # it is for all together, and the first must not take it all ahead of its needs
+        if self._limit is not None:  # a limit of all files together; the first must not preallocate all of it
             spare, share = self._limit - sum(file.extents for file in files), self._limit // len(files)
         for file in files:
             found = file.allocate(nbytes, spare, share)
@@ -195,9 +196,9 @@ class NvmeTier:
         return None
 
     def reserve(self, nbytes: int) -> bool:
-        """Whether extents can have so many bytes together, in pieces of whatever size; if not, ``refusal`` says why.
+        """Return whether ``nbytes`` of extents are available in pieces of any size; if not, ``refusal`` says why.
 
-        A file grows for it; of several drives it is only looked at what they have.
+        A single file grows for it; of several drives only the free space is compared.
         """
         extents = sum(file.extents for file in self.files)
         missing = nbytes - (extents - self.used)
@@ -211,37 +212,37 @@ class NvmeTier:
             found = self.files[0].reserve(nbytes, spare, self._limit)
             self._refusal = self.files[0].refusal
             return found
-        found = missing <= self.free_on_device()  # which drive takes what is not known yet
+        found = missing <= self.free_on_device()  # the drives of the bytes are not known yet
         if not found:
             self._refusal = f"the drives of {self.folder} have {format_size(self.free_on_device())} free"
         return found
 
     def free(self, slot: Slot) -> None:
-        """End the store's reference; the space is free again when no kept generation references it either."""
+        """End the store's reference; the extent is free again when no retained generation references it either."""
         if slot not in self._live:
             raise AssertionError(f"free of {slot}, which the store does not hold")
         self._live.remove(slot)
-        self._leave(slot)
+        self._unreference(slot)
 
     def restore(self, slots: Iterable[Slot]) -> None:
-        """The store references exactly ``slots`` from here on; what kept generations reference stays theirs."""
+        """Set the store's references to exactly ``slots``; the references of retained generations stay."""
         self._live = set(slots)
-        self._left = {generation: {} for generation in self._kept}
+        self._freed_with = {generation: {} for generation in self._retained}
         given = set(self._live)
-        for generation in reversed(self._kept):  # the last one that references an extent
-            for slot in self._kept[generation] - given:
-                self._left[generation][slot.offset] = slot.nbytes
-            given |= self._kept[generation]
+        for generation in reversed(self._retained):  # the last one that references an extent frees it
+            for slot in self._retained[generation] - given:
+                self._freed_with[generation][slot.offset] = slot.nbytes
+            given |= self._retained[generation]
         for file in self.files:
             extents = (slot for slot in given if slot.offset >> FILE_BITS == file.index)
             file.restore([(self.extent(slot)[1], slot.nbytes) for slot in extents])
 
     def claim(self, slot: Slot) -> None:
-        """Take the extent that a manifest names: from the free space, or from kept generations that share it.
+        """Take the extent that a manifest names: from the free space, or from retained generations that share it.
 
-        To reopen with several kept generations: for each older one claim its extents, ``retain``, ``free`` them; then
-        claim and retain those of the newest. Raises ManifestError when the extent cannot be: misaligned, beyond the end
-        of the file, or overlapping another one.
+        To reopen with several retained generations: for each older one claim its extents, ``retain``, ``free`` them; then claim
+        and retain those of the newest. Raises ManifestError when the extent is misaligned, beyond the end of the file, or
+        overlaps another one.
         """
         last = self._last(slot)
         if slot in self._live or last is None:
@@ -250,86 +251,86 @@ class NvmeTier:
                 raise ManifestError(f"{self.folder}: the manifest names data file {index}; there are {len(self.files)}")
             self.files[index].claim(offset, slot.nbytes)
         else:
-            del self._left[last][slot.offset]
+            del self._freed_with[last][slot.offset]
         self._live.add(slot)
 
     def slot(self, index: int, offset: int, nbytes: int) -> Slot:
-        """The slot at ``offset`` of a data file. Raises ManifestError for an offset that no file can have."""
+        """Return the slot at ``offset`` of a data file. Raises ManifestError for an offset that no file can have."""
         if offset >> FILE_BITS:
             raise ManifestError(f"{self.files[index].path}: an extent of {nbytes} bytes at {offset}: beyond its end")
         return Slot(index << FILE_BITS | offset, nbytes)
 
     def extent(self, slot: Slot) -> tuple[int, int]:
-        """Index of the data file that ``slot`` is in, and offset there."""
+        """Return the index of the data file that ``slot`` is in, and the offset there."""
         return slot.offset >> FILE_BITS, slot.offset & (1 << FILE_BITS) - 1
 
     def locate(self, slot: Slot) -> Location:
-        """Where ``slot`` is, for the link."""
+        """Return the file, offset and path of ``slot``, for the link."""
         file = self.files[slot.offset >> FILE_BITS]
         return Location(file.fd, slot.offset & (1 << FILE_BITS) - 1, file.path)
 
     def _last(self, slot: Slot) -> int | None:
-        """The last of the kept generations, in order of ``retain``, that reference it."""
-        for generation in reversed(self._kept):
-            if slot in self._kept[generation]:
+        """Return the last generation, in order of ``retain``, that references the slot; None where none does."""
+        for generation in reversed(self._retained):
+            if slot in self._retained[generation]:
                 return generation
         return None
 
-    def _leave(self, slot: Slot) -> None:
-        """The store's reference, or the last generation's, has ended."""
+    def _unreference(self, slot: Slot) -> None:
+        """Record that the store's reference, or a generation's, has ended."""
         last = self._last(slot)
         if last is None:
             self._give_back({slot.offset: slot.nbytes})
         else:
-            self._left[last][slot.offset] = slot.nbytes
+            self._freed_with[last][slot.offset] = slot.nbytes
 
     def _give_back(self, slots: Mapping[int, int]) -> None:
         if len(self.files) == 1:
-            self.files[0].free(slots)  # there a slot's offset is that in the file
+            self.files[0].free(slots)  # a slot's offset is that in the file
             return
         for file in self.files:
             base = file.index << FILE_BITS
             file.free({offset - base: nbytes for offset, nbytes in slots.items() if offset >> FILE_BITS == file.index})
 
     def retain(self, generation: int, slots: Iterable[Slot]) -> None:
-        """Pin the extents of a committed generation. Each must be the store's, and named once; so no two of them overlap."""
+        """Pin the extents of a committed generation. The store must hold each, and each is named once, so no two overlap."""
         named = list(slots)
         kept = set(named)
-        if generation in self._kept:
+        if generation in self._retained:
             raise AssertionError(f"generation {generation} is kept already")
         if len(kept) != len(named) or not kept <= self._live:
             raise AssertionError(f"generation {generation} references an extent that is not in use, or one twice")
-        self._kept[generation], self._left[generation] = kept, {}
+        self._retained[generation], self._freed_with[generation] = kept, {}
 
     def pin(self, generation: int, slot: Slot) -> None:
         """Pin one more extent of a generation that is retained."""
         if slot not in self._live:
             raise AssertionError(f"generation {generation} references an extent that is not in use")
-        self._kept[generation].add(slot)
+        self._retained[generation].add(slot)
 
     def pinned(self, slot: Slot) -> bool:
-        """Whether a kept generation references it."""
+        """Return whether a retained generation references the slot."""
         return self._last(slot) is not None
 
     def release(self, generation: int) -> None:
-        """Unpin a generation. Only after whatever made it readable is durably gone."""
-        if generation not in self._kept:
+        """Unpin a generation. Only after its manifest is durably gone."""
+        if generation not in self._retained:
             raise AssertionError(f"generation {generation} is not kept")
-        first = generation == next(iter(self._kept))
-        del self._kept[generation]
-        left = self._left.pop(generation)
-        if first:  # as a rule; so no other one references these
+        first = generation == next(iter(self._retained))
+        del self._retained[generation]
+        left = self._freed_with.pop(generation)
+        if first:  # the usual case: no earlier one references these
             self._give_back(left)
             return
         for slot in left.items():
-            self._leave(Slot(*slot))
+            self._unreference(Slot(*slot))
 
     @property
     def generations(self) -> tuple[int, ...]:
-        """Those that are kept, in order of ``retain``."""
-        return tuple(self._kept)
+        """Retained generations, in order of ``retain``."""
+        return tuple(self._retained)
 
-    # The files
+    # File operations
 
     def sync(self) -> None:
         """Make completed writes and the files' sizes durable. After an OSError they may be lost: never retry."""
@@ -339,8 +340,8 @@ class NvmeTier:
             file.sync()
 
     def strayed(self) -> str | None:
-        """Why those who come by the paths that were opened do not find this store, or find it by other names too, with the
-        mend; None where all is as it was opened. Looks at names only: a few system calls for each file."""
+        """Return why the opened paths do not lead to this store any more, or to files with other names too, with advice; None
+        where all do. Looks at names only: a few system calls for each file."""
         if self._nameless:
             return None
         try:
@@ -352,8 +353,8 @@ class NvmeTier:
             )
 
     def drop_names(self) -> None:
-        """Remove the data files' names: the system takes their space back however this process ends. Commits go on, and can be
-        opened by nobody. For measurements. Raises OSError."""
+        """Remove the data files' names, so that the system frees their space however this process ends. Commits go on, but
+        nobody can open them. For measurements. Raises OSError."""
         self._nameless = True
         for file in self.files:
             os.unlink(file.path)
@@ -363,12 +364,12 @@ class NvmeTier:
         return self.files[0].fd < 0
 
     def leave_nothing(self) -> None:
-        """From here on ``close`` removes what opening a new store made: nobody could open anything there."""
+        """Have ``close`` remove what opening a new store made, because it holds no commit."""
         if self.created:
             self._at_close = self._remove
 
     def leave_everything(self) -> None:
-        """``close`` removes nothing any more: there may be a commit."""
+        """Have ``close`` keep all files, because a commit may exist."""
         self._at_close = self._close
 
     def close(self) -> None:
@@ -376,7 +377,7 @@ class NvmeTier:
         try:
             if not self.closed:
                 self._at_close()
-        except OSError:  # what cannot be removed stays, and is a store without a commit
+        except OSError:  # a file that cannot be removed stays, as a store without a commit
             pass
         finally:
             self._close()
@@ -388,7 +389,7 @@ class NvmeTier:
             self._drives.close()
 
     def remove(self) -> None:
-        """Delete the data files, and the folders that this tier made and that are empty; then close. For scratch stores."""
+        """Delete the data files, and the folders that this tier made where they are empty; then close. For scratch stores."""
         if self.files[0].fd < 0:
             raise AssertionError("the NVMe tier was closed")
         self._remove()
@@ -405,7 +406,7 @@ def _absolute(path: str | os.PathLike[str]) -> Path:
 
 
 def _accept(folder: Path) -> Callable[[list[str]], None]:
-    """Refuses a folder that is not empty, nor that of a store with one data file."""
+    """Return a check that refuses a folder unless it is empty or that of a store with one data file."""
 
     def accept(names: list[str]) -> None:
         if LIST_FILE in names:
@@ -424,7 +425,7 @@ def _refuse_foreign(folder: Path, names: Iterable[str]) -> None:
 
 
 def _begin_or_adopt(file: DataFile) -> bool:
-    """Whether the file was blank, and now is the beginning of a store."""
+    """Write the header of a blank file or read that of an existing one; return whether the store is new."""
     if file.blank:
         _refuse_foreign(file.open_folder.path, [name for name in file.open_folder.names() if name != DATA_FILE])
         file.begin(file.wants, uuid4().bytes, 0)

@@ -1,8 +1,7 @@
-"""The processes that train a model together, over ``torch.distributed``: which collectives there are, and what is said when
-one fails.
+"""Run collectives over ``torch.distributed`` among the processes that train a model together, and name the rank that fails one.
 
-Every collective is told what it is for, and all ranks compare that before they look at the data: ranks that went different
-ways get an error that names both, never each other's bytes.
+Every collective is told what it is for, and all ranks compare that before they look at the data: ranks that went different ways
+get an error that names both, never each other's bytes.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ __all__ = ["Ranks", "Under"]
 
 TAG = 192
 """Bytes that say what a collective is for."""
-PIECE = 1 << 18
+ADDED_AT_ONCE = 1 << 18
 """Elements that are added up at a time."""
 GRACE = 5.0
 """Seconds in which the other ranks, which waited for as long, say that it failed there, too."""
 
 
 class Under:
-    """A collective that is under way; and before it, another, of what it is for."""
+    """Collective that is under way, and the comparison, sent before it, of what it is for."""
 
     def __init__(self, ranks: Ranks, what: str, tags: torch.Tensor, tagging: Any) -> None:
         self._ranks, self._what, self._tags, self._tagging = ranks, what, tags, tagging
@@ -40,13 +39,14 @@ class Under:
         return bool(self._tagging.is_completed() and self.moving.is_completed())
 
     def agree(self) -> None:
-        """Raises RankError where another rank is lost, late, or does something else."""
+        """Wait until all ranks say what they do. Raises RankError where another rank is lost, late, or does something else."""
         with self._ranks.named(self._what):
             self._tagging.wait()
             self._compare()
 
     def wait(self) -> None:
-        """Until it has ended, also where it failed: nothing reads or writes its tensors any more. Raises as ``agree``."""
+        """Wait until the collective has ended, also where it failed: nothing reads or writes its tensors afterwards. Raises as
+        ``agree``."""
         try:
             self.agree()
         except BaseException:
@@ -69,9 +69,9 @@ class Under:
 
 
 class Ranks:
-    """``group`` (None: all processes), three times over: gathers of parameters and reductions of gradients are each in an order
-    of their own, so that one is never in the way of the other, and calls for help are out of order. ``timeout``: seconds that
-    a rank waits for the others (None: as ``group`` has it)."""
+    """Ranks of ``group`` (None: all processes), with three groups of their own: gathers of parameters and reductions of
+    gradients are each in an order of their own, so that one is never in the way of the other, and calls for help are out of
+    order. ``timeout``: seconds that a rank waits for the others (None: as ``group`` has it)."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: float | None = None) -> None:
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
@@ -92,7 +92,8 @@ class Ranks:
 
     @staticmethod
     def of(group: dist.ProcessGroup | None, timeout: float | None = None) -> Ranks:
-        """One for each group and timeout, for as long as the group is there: all ranks ask in the same order."""
+        """Return the ranks of a group and timeout, made once for as long as the group exists: all ranks ask in the same order.
+        """
         key = (id(group if group is not None else dist.group.WORLD), timeout)
         found = _made.get(key)
         if found is None or not found.alive:
@@ -101,7 +102,7 @@ class Ranks:
 
     @property
     def alive(self) -> bool:
-        """Whether its groups were not destroyed."""
+        """Return whether the groups were not destroyed."""
         return dist.is_initialized() and self._gathers in dist.distributed_c10d._world.pg_map
 
     # -- collectives -------------------------------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ class Ranks:
         said = f"{what}, {own.numel():,} bytes"
         return self._begin(self._gathers, said, lambda: _gather(whole, own, self._gathers), ahead)
 
-    def exchange(self, received: torch.Tensor, whole: torch.Tensor, what: str) -> Under:
+    def all_to_all(self, received: torch.Tensor, whole: torch.Tensor, what: str) -> Under:
         """Begin to send each rank its part of ``whole``; ``received`` will have what each had of this rank's part, in order.
         Both uint8 of one size. ``add_up`` makes their sum of it.
 
@@ -127,21 +128,21 @@ class Ranks:
         )
 
     def add_up(self, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The mean over the ranks of what ``exchange`` received, in its memory. bf16 and fp16 are added up as fp32."""
+        """Return the mean over the ranks of what ``all_to_all`` received, in its memory. bf16 and fp16 are added up as fp32."""
         parts = received.view(dtype).view(self.size, -1)
         total = parts[0]
-        for start in range(0, total.numel(), PIECE):
-            pieces = parts[:, start : start + PIECE]
+        for start in range(0, total.numel(), ADDED_AT_ONCE):
+            pieces = parts[:, start : start + ADDED_AT_ONCE]
             mean = pieces[0].to(torch.float64 if dtype is torch.float64 else torch.float32)
             for piece in pieces[1:]:
                 mean.add_(piece)
             mean.div_(self.size)
-            total[start : start + PIECE].copy_(mean)
+            total[start : start + ADDED_AT_ONCE].copy_(mean)
         return total
 
-    def shared(self, own: torch.Tensor, what: str, *, apart: bool = False) -> torch.Tensor:
-        """Everybody's ``own``, which has as many elements everywhere: shape (ranks, elements). For little. ``apart``: not in
-        the order of reductions."""
+    def all_gather(self, own: torch.Tensor, what: str, *, apart: bool = False) -> torch.Tensor:
+        """Return the tensors ``own`` of all ranks, which have as many elements on each: shape (ranks, elements). It is for few
+        bytes. ``apart``: not in the order of reductions."""
         group = self._gathers if apart else self._reductions
         flat = own.contiguous().view(-1)
         found = torch.empty(self.size * flat.numel(), dtype=own.dtype, device="cpu")
@@ -152,7 +153,7 @@ class Ranks:
         return found.view(self.size, -1)
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:
-        """Have rank 0's, of any type and strides."""
+        """Overwrite ``tensor``, of any type and strides, with that of rank 0."""
         if tensor.numel():
             source, group = dist.get_global_rank(self._gathers, 0), self._gathers
             data = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
@@ -181,7 +182,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def named(self, what: str) -> Iterator[None]:
-        """What torch raises inside becomes a RankError that says who is missing."""
+        """Turn what torch raises in the block into a RankError that says which rank is missing."""
         until = time.monotonic() + self.timeout.total_seconds() + GRACE
         try:
             yield
@@ -199,8 +200,8 @@ class Ranks:
 
 
 class _Calls:
-    """For help: a byte to each other rank, once. Each listens for the others' from the beginning, so a call arrives whatever
-    its receiver does, and a connection that breaks before that is a process that ended.
+    """Calls for help: a byte to each other rank, once. Each rank listens for the others' from the beginning, so a call arrives
+    whatever its receiver does, and a connection that breaks before that is a process that ended.
 
     That is not left to the store in which the processes met: it ends or hangs with the rank that has it, and then blocks.
     """
@@ -213,17 +214,18 @@ class _Calls:
         self._found: str | None = None
 
     def missing(self, until: float) -> str:
-        """Who does not call, and why; waits for calls until then (of ``time.monotonic``)."""
+        """Return which ranks do not call, and why; wait for calls until ``until`` (of ``time.monotonic``)."""
         if self._found is None:
             for other in self._heard:
                 with contextlib.suppress(RuntimeError):  # it is gone
                     self._sent.append(self._group.send([self._call], other, 0))
-            self._hang_up()
+            self.abort()
             self._found = self._listen(until)
         return self._found
 
-    def _hang_up(self) -> None:
-        """Ranks that wait for this one need not wait for their timeout: where anything times out, gloo ends all connections."""
+    def abort(self) -> None:
+        """End all connections, so that ranks that wait for this one need not wait for their timeout: gloo does so where
+        anything times out."""
         for group in self._failing:
             for other in self._heard:
                 with contextlib.suppress(RuntimeError):

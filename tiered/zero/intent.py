@@ -1,4 +1,5 @@
-"""What a call that changes several things has decided, so that an exception of a signal handler leaves all of it or nothing.
+"""Make a call that changes several things leave all of them or nothing, whichever line an exception of a signal handler
+strikes.
 
 Everything is computed first, and then written down as *deeds*, each of which may be done twice. One assignment decides. An
 interruption before it leaves nothing; after it, whoever uses the model next does what is left. Where neither can be had, the
@@ -17,7 +18,7 @@ Deed = Callable[[], object]
 
 
 class _Decision:
-    """``deeds`` that are left; they count from the moment that ``made`` is True."""
+    """Deeds that are left; they count from the moment that ``made`` is True."""
 
     def __init__(self, deeds: Sequence[Deed]) -> None:
         self._left = list(reversed(deeds))
@@ -30,7 +31,7 @@ class _Decision:
 
 
 class Intent:
-    """What a call on one model has decided and not finished."""
+    """What calls on one model have decided and not finished."""
 
     def __init__(self) -> None:
         self._decision: _Decision | None = None
@@ -39,7 +40,7 @@ class Intent:
         """Some units were updated within a backward pass that has not come to its end, and others were not."""
 
     def ready(self) -> None:
-        """Before the model is used: ``finish``, and then ``refuse``."""
+        """Finish what was decided, and refuse a model that cannot be gone on with, before the model is used."""
         self.finish()
         self.refuse()
 
@@ -67,19 +68,19 @@ class Intent:
         return self._spoiled
 
     def spoil(self, why: str | None) -> None:
-        """From here on every use raises InterruptedStep (None: none does)."""
+        """Have every use from here on raise InterruptedStep with ``why`` (None: none does)."""
         self._spoiled = why
 
     def forget(self) -> None:
-        """All is as a commit says: nothing else was ever decided."""
+        """Forget all decisions, because everything is as a commit says."""
         self._decision, self.updated, self._spoiled = None, False, None
 
     def half_updated(self) -> None:
-        """Within a backward pass, which will tell when all are."""
+        """Note that a backward pass has updated some units and will update others."""
         self.updated = True
 
     def all_updated(self) -> None:
-        """All units of the pass are updated, or what is missing does no harm."""
+        """Note that all units of the pass are updated, or that what is missing does no harm."""
         self.updated = False
 
     def refuse_half_updated(self) -> None:
@@ -91,7 +92,7 @@ class Intent:
 
 
 def decide(intents: Iterable[Intent], deeds: Sequence[Deed]) -> None:
-    """All of ``deeds``, in order, or none of them. Each is idempotent and cannot fail."""
+    """Do all of ``deeds``, in order, or none of them. Each is idempotent and cannot fail."""
     decision, concerned = _Decision(deeds), list(intents)
     for intent in concerned:
         intent.ready()

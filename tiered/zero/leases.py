@@ -1,7 +1,7 @@
-"""What models have leased in a store, written down before it is leased: so that whoever comes after an interruption ends it.
+"""Register the leases of models before they are granted, so that whoever comes after an interruption can end them.
 
 An exception of a signal handler may strike between the grant of a lease and the line that would have remembered it, or where a
-``with`` block ends before it has called anything. Such a lease has no owner any more. Here it has one.
+``with`` block ends before it has called anything. Such a lease has no owner any more; here it is registered.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tiered import TieredError, TieredStore
 __all__ = ["Leases", "Opened", "Registered"]
 
 class Leases:
-    """The open leases of one store's models. ``of`` gives the store's one."""
+    """Open leases of one store's models. ``of`` returns those of a store."""
 
     def __init__(self) -> None:
         self._open: dict[Registered, str] = {}
@@ -33,7 +33,7 @@ class Leases:
         return Registered(self._open, lease, keys if isinstance(keys, str) else keys[0])
 
     def end(self, name: str) -> None:
-        """Those of model ``name``: of whoever had them, nobody is left."""
+        """End the leases of model ``name``, whose holders are gone."""
         prefix = f"{name}/"
         for lease in [lease for lease, key in list(self._open.items()) if key.startswith(prefix)]:
             with suppress(TieredError):  # what was written to under READ has been told, or is given up
@@ -42,7 +42,7 @@ class Leases:
 
 
 class Registered:
-    """A lease that is in the books from before it is granted until after it has ended. Ending it twice does no harm."""
+    """Lease that is registered from before it is granted until after it has ended. Ending it twice does no harm."""
 
     __slots__ = ("_key", "_lease", "_open")
 
@@ -67,14 +67,14 @@ class Opened:
         self._lease: AbstractContextManager[Any] | None = None
 
     def open(self, lease: AbstractContextManager[Any]) -> torch.Tensor:
-        """Ends first what an interruption left."""
+        """Take ``lease`` and return its tensor; end first what an interruption left."""
         self.close()
         self._lease = lease
         tensor: torch.Tensor = lease.__enter__()
         return tensor
 
     def close(self) -> None:
-        """Idempotent; what is interrupted here is done by the next call."""
+        """End the lease. Idempotent; the next call completes what is interrupted here."""
         if self._lease is not None:
             self._lease.__exit__(None, None, None)
             self._lease = None

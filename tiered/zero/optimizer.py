@@ -1,7 +1,7 @@
-"""AdamW for paged parameters: ``step()`` marks, each unit is updated when it is next needed. Or, for parameters that stay in
-memory, with states in a store (``resident.py``): ``step()`` updates.
+"""Optimizer and loss scaling for gradients that are in the store.
 
-Dynamic loss scaling for gradients that are in the store.
+``AdamW`` for paged parameters: ``step()`` defers, each unit is updated when it is next needed. For parameters that stay in
+memory, with states in a store (``resident.py``), ``step()`` updates. ``GradScaler`` scales losses dynamically for either.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tiered.system import compiler, refuse_little_room
 from tiered.zero.collectives import Ranks
 from tiered.zero.intent import decide
 from tiered.zero.paging.gradients import SpentGradient
-from tiered.zero.paging.pager import Pager
+from tiered.zero.paging.pager import Pager, placement_of
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.sharding import Stage, Stage1
-from tiered.zero.paging.unit import Unit, placement_of
+from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import Placement
 from tiered.zero.paging.update import AdamWRule, Update
 from tiered.zero.resident import Resident
@@ -128,7 +128,7 @@ class AdamW(Optimizer):
             self._show(self._resident.write())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; every parameter must be paged, or none where there is a store."""
+        """Add a param group, as in torch; every parameter must be paged, or none where there is a store."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -154,7 +154,8 @@ class AdamW(Optimizer):
     # -- stepping ----------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One AdamW step for every parameter that has a gradient. ``closure`` as in torch; returns what it returns, else None.
+        """Make one AdamW step for every parameter that has a gradient. ``closure`` as in torch; returns what it returns, else
+        None.
 
         Applies updates of an earlier step that nothing has asked for yet; so it may wait for the store, and raise what that
         raises. Raises MisuseError where a gradient has infinity or NaN. After either no parameter has had this step:
@@ -172,8 +173,8 @@ class AdamW(Optimizer):
             return loss
         for pager in self._pagers():
             pager.reset()
-            pager.exchange.synchronise()
-            pager.exchange.refresh()
+            pager.gradient_sync.synchronise()
+            pager.gradient_sync.refresh()
         with without_grad():
             self._step()
         return loss
@@ -191,29 +192,28 @@ class AdamW(Optimizer):
                 if unit.gradients.has(placement):
                     unit.gradients.refuse_infinite(placement)
                     unit.gradients.close()
-                    state = unit.gradients.states[placement]
                     step = steps[placement] = self.steps.get(placement, 0) + 1
-                    update = Update(rule, step, tuple(state.scales), tuple(state.wide_scales))
+                    update = Update(rule, step, *unit.gradients.factors(placement))
                     updates.setdefault(unit, {})[placement] = update
         error: TieredError | None = None
         try:
             for unit in updates:  # the last that can fail, before anything is marked
-                unit.settle()  # an earlier update that nothing has asked for yet
-                unit.stored.give_up()
+                unit.apply_update()  # an earlier update that nothing has asked for yet
+                unit.storage.give_up()
         except TieredError as problem:
             error = problem
         for pager in self._pagers():  # of several ranks all make the step, or none
-            fine = pager.exchange.everywhere([error is None], "whether all can make this step")
+            fine = pager.partition.all_true([error is None], "whether all can make this step")
             if error is None and not all(fine):
                 error = TieredError("another rank could not make this step, and says why; no rank has made it")
         if error is not None:
             raise error
         deeds.append(partial(self.steps.update, steps))
-        deeds += [unit.marking(changed) for unit, changed in updates.items()]
+        deeds += [unit.defer_update(changed) for unit, changed in updates.items()]
         deeds += [pager.intent.all_updated for pager in self._pagers()]
         self._decide(deeds)
-        for rehearsal in dict.fromkeys(pager.rehearsal for pager in self._pagers()):
-            rehearsal.step_ended()
+        for trace in dict.fromkeys(pager.step_trace for pager in self._pagers()):
+            trace.step_ended()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; with ``set_to_none=False`` they become zeros (hence an update follows), as in torch.
@@ -229,7 +229,7 @@ class AdamW(Optimizer):
             if not pager.computing:
                 pager.reset()  # what an exception left held
                 if not set_to_none:
-                    pager.exchange.synchronise()  # zeros take the place of all that is on its way
+                    pager.gradient_sync.synchronise()  # zeros take the place of all that is on its way
         units: dict[Unit, list[Placement]] = {}
         deeds: list[Callable[[], object]] = []
         for parameter in self._parameters():
@@ -244,7 +244,7 @@ class AdamW(Optimizer):
                 unit.forget_gradients()
         else:
             for unit, placements in units.items():
-                unit.settle()
+                unit.apply_update()
                 for placement in placements:
                     zero = torch.zeros((), dtype=placement.dtype, device="cpu")
                     unit.gradients.zero(placement, zero.expand(placement.shape))
@@ -265,7 +265,7 @@ class AdamW(Optimizer):
         order = float(norm_type)
         for pager in self._pagers():
             pager.reset()
-            pager.exchange.synchronise()
+            pager.gradient_sync.synchronise()
         graded = self._graded()
         if not graded:
             return torch.tensor(0.0, device="cpu")
@@ -280,33 +280,33 @@ class AdamW(Optimizer):
         return total
 
     def _graded(self) -> list[tuple[Pager, Unit, Placement]]:
-        """Parameters that have a gradient. Raises InterruptedStep where one is not right."""
+        """Return the parameters that have a gradient. Raises InterruptedStep where one is not right."""
         found = [placement_of(parameter) for parameter in self._parameters()]
         for _, unit, placement in found:
             unit.gradients.refuse_interrupted(placement)
         return [one for one in found if one[2].parameter.grad is not None]
 
     def _norms(self, graded: Sequence[tuple[Pager, Unit, Placement]], order: float) -> list[torch.Tensor]:
-        """Of each whole gradient."""
+        """Return the norm of each whole gradient."""
         norms: dict[Placement, torch.Tensor] = {}
         for pager in dict.fromkeys(pager for pager, _, _ in graded):
             mine = [(unit, placement) for home, unit, placement in graded if home is pager]
             here = [unit.gradients.norm(placement, order) for unit, placement in mine]
             if pager.partition.shares > 1:
                 partial = torch.stack(here)
-                here = list(pager.exchange.norms(partial.double(), order).to(partial.dtype))
+                here = list(pager.gradient_sync.norms(partial.double(), order).to(partial.dtype))
             norms.update(zip((placement for _, placement in mine), here, strict=True))
         return [norms[placement] for _, _, placement in graded]
 
     def grad(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """A copy of the gradient of ``parameter``, of its shape and dtype, or None when it has none. Raises MisuseError for a
-        parameter that is not paged, where there is no store."""
+        """Return a copy of the gradient of ``parameter``, of its shape and dtype, or None when it has none. Raises MisuseError
+        for a parameter that is not paged, where there is no store."""
         if self._resident is not None:
             return None if parameter.grad is None else parameter.grad.detach().clone()
         pager, unit, placement = placement_of(parameter)
         pager.start()
         if not pager.computing:
-            pager.exchange.synchronise()
+            pager.gradient_sync.synchronise()
         return unit.gradient(placement)
 
     def flush(self) -> None:
@@ -316,12 +316,13 @@ class AdamW(Optimizer):
         for pager in self._pagers():
             pager.start_anew()
         for unit in self._units():
-            unit.settle()
+            unit.apply_update()
 
     # -- state -------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies, in the form of ``torch.optim.AdamW``'s: step, exp_avg and exp_avg_sq per parameter, and the param groups.
+        """Return copies in the form of ``torch.optim.AdamW``'s: step, exp_avg and exp_avg_sq per parameter, and the param
+        groups.
 
         bf16 and fp16 parameters also have their fp32 ``master``. Those of a DTensor are DTensors with its placements.
         """
@@ -389,11 +390,11 @@ class AdamW(Optimizer):
 
     @property
     def resident(self) -> bool:
-        """Whether the parameters stay in memory, and only their states are in a store."""
+        """Return whether the parameters stay in memory, and only their states are in a store."""
         return self._resident is not None
 
     def _kept(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Of each parameter in turn how many steps it has had, and copies of its states."""
+        """Yield for each parameter in turn how many steps it has had, and copies of its states."""
         if self._resident is not None:
             yield from zip(self._resident.steps(), self._resident.copies(), strict=True)
             return
@@ -403,8 +404,8 @@ class AdamW(Optimizer):
             yield self.steps.get(placement, 0), unit.state_copies(placement) if placement in self.steps else {}
 
     def _show(self, steps: Sequence[int]) -> None:
-        """In ``state``, as in torch: torch.distributed.checkpoint takes an optimizer without any for a fresh one, and makes a
-        step with it."""
+        """Set ``state`` as torch does, because torch.distributed.checkpoint takes an optimizer without any for a fresh one, and
+        makes a step with it."""
         for parameter, step in zip(self._parameters(), steps, strict=True):
             if step:
                 self.state[parameter] = {"step": torch.tensor(float(step), device="cpu")}
@@ -418,7 +419,7 @@ class AdamW(Optimizer):
             raise MisuseError(MIXED)
 
     def _names(self, group: dict[str, Any]) -> list[str]:
-        """For messages, by parameter of ``group``, the last one."""
+        """Return how errors name each parameter of ``group``, the last one."""
         first = sum(len(other["params"]) for other in self.param_groups) - len(group["params"])
         given = group.get("param_names")
         return [
@@ -427,7 +428,7 @@ class AdamW(Optimizer):
         ]
 
     def _update_now(self, placement: Placement) -> tuple[Update, Callable[[], None]]:
-        """Called within backward when a gradient is complete: the next step, and what counts it."""
+        """Return the next step of a parameter whose gradient is complete within backward, and what counts it."""
         step = self.steps.get(placement, 0) + 1
 
         def count() -> None:
@@ -436,11 +437,11 @@ class AdamW(Optimizer):
         return Update(_rule(self.param_groups[self._group_of[placement]]), step), count
 
     def _unscale(self, factor: torch.Tensor) -> list[bool]:
-        """Multiply all gradients by ``factor`` (0-d) when they are used; says of each whether it was finite before."""
+        """Multiply all gradients by ``factor`` (0-d) when they are used; return for each whether it was finite before."""
         self._refuse_in_backward("GradScaler")
         for pager in self._pagers():
             pager.reset()
-            pager.exchange.synchronise()
+            pager.gradient_sync.synchronise()
         found = [unit.gradients.unscaled(placement, factor) for _, unit, placement in self._graded()]
         self._decide([unscale for _, unscale in found])
         return [finite for finite, _ in found]
@@ -455,7 +456,7 @@ class AdamW(Optimizer):
 
     def _decide(self, deeds: Sequence[Callable[[], object]]) -> None:
         for pager in self._pagers():
-            pager.validity.note()
+            pager.checkpoint.note()
         decide([pager.intent for pager in self._pagers()], deeds)
 
     def _parameters(self) -> Iterable[torch.nn.Parameter]:
@@ -501,7 +502,7 @@ def _refuse_little_room(params: Sequence[Any]) -> None:
 
 
 def _ranks(stage: Stage | None, group: dist.ProcessGroup | None, timeout: float | None) -> Ranks | None:
-    """Who has a share of the states of parameters that stay in memory."""
+    """Return who has a share of the states of parameters that stay in memory."""
     if stage is None:
         if group is not None or timeout is not None:
             raise MisuseError("group= and timeout= are for states that are divided: give stage=zero.Stage1()")
@@ -541,7 +542,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch; ``unscale_`` may come next, for gradients that were scaled before."""
+        """Load a state, as in torch; ``unscale_`` may come next, for gradients that were scaled before."""
         super().load_state_dict(state_dict)
         if self._enabled and self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
@@ -549,7 +550,8 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        """What torch calls from ``unscale_``. Sets ``found_inf`` (0-d) to 1 where a gradient is infinite or NaN."""
+        """Unscale the gradients, as torch asks from ``unscale_``. Sets ``found_inf`` (0-d) to 1 where one is infinite or NaN.
+        """
         if not isinstance(optimizer, AdamW) or optimizer.resident:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         finite = optimizer._unscale(inv_scale)

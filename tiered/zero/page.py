@@ -1,8 +1,7 @@
-"""What paging a model took.
+"""Page a model: move its parameters into the store, one module at a time, and have them paged from then on.
 
-Several backward passes for one step, over several ranks.
-
-Moves a model's parameters into the store, one module at a time, and has them paged from then on.
+``page`` checks its arguments, divides the model, fills the units, and makes the pager; where it raises, the model is as before.
+``statistics`` and ``no_sync`` ask the pager of a model that is paged.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,20 +23,19 @@ from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint.reshard import Source, opened, reshard
 from tiered.zero.checkpoint.safetensors import Pretrained
 from tiered.zero.collectives import Ranks
-from tiered.zero.paging.micro_batch import KEPT_SHARE, refuse_batch_dependent, split_modules
-from tiered.zero.paging.pager import Pager
-from tiered.zero.paging.sharding import Alone, Partition, Shared, Stage, Stage3
+from tiered.zero.paging.micro_batch import SAVED_SHARE, refuse_batch_dependent, split_modules
+from tiered.zero.paging.pager import Pager, PagerConfig, pager_of
+from tiered.zero.paging.sharding import Partition, Sharded, Stage, Stage3, Unsharded
 from tiered.zero.paging.step_trace import Prefetch
-from tiered.zero.paging.storage import UpdateTier, updates_of
-from tiered.zero.paging.unit import placement_of
-from tiered.zero.paging.units import Limits, Placement, Plan, Policy, UnitPlan, divide
+from tiered.zero.paging.storage import UpdateTier, in_update_tier
+from tiered.zero.paging.units import Limits, ModelPlan, Placement, Policy, UnitPlan, divide
 from tiered.zero.rank_stores import newest_set, number_of
 
 __all__ = ["PagingStatistics", "no_sync", "page", "statistics"]
 
 @dataclass(frozen=True, slots=True)
 class PagingStatistics:
-    """Of one paged model, since ``page``.
+    """Counters of one paged model, since ``page``.
 
     ``units``: how many there are. ``largest_unit``: bytes of the largest one's parameters. ``updates``: how many updates of a
     unit were applied, ``update_seconds``: what they took, without the time that they waited for the store. ``split``: names of
@@ -53,35 +50,29 @@ class PagingStatistics:
 
 
 def statistics(model: nn.Module) -> PagingStatistics:
-    """What paging ``model`` took so far. Raises MisuseError for a model that is not paged."""
-    for parameter in model.parameters():
-        pager = placement_of(parameter)[0]
-        units = pager.units
-        return PagingStatistics(
-            units=len(units),
-            largest_unit=max(unit.plan.nbytes for unit in units),
-            updates=sum(unit.updates for unit in units),
-            update_seconds=sum(unit.states.update_seconds for unit in units),
-            split=pager.splitter.split if pager.splitter is not None else (),
-        )
-    raise MisuseError("this model has no parameters")
+    """Return what paging ``model`` took so far. Raises MisuseError for a model that is not paged."""
+    pager = pager_of(model)
+    units = pager.units
+    return PagingStatistics(
+        units=len(units),
+        largest_unit=max(unit.plan.nbytes for unit in units),
+        updates=sum(unit.updates for unit in units),
+        update_seconds=sum(unit.states.update_seconds for unit in units),
+        split=pager.splitter.split if pager.splitter is not None else (),
+    )
 
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backward passes in this block only add up their gradients in this rank's store; the next one outside of it, or
-    ``optimizer.step()``, reduces the sums: once, as in ``DistributedDataParallel.no_sync``. Raises MisuseError for a model
-    that is not paged. With one process, and with ``zero.Stage1``, that is how it is anyway."""
-    for parameter in model.parameters():
-        exchange = placement_of(parameter)[0].exchange
-        break
-    else:
-        raise MisuseError("this model has no parameters")
-    before, exchange.paused = exchange.paused, True
+    """Have backward passes in this block only add up their gradients in this rank's store. The next pass outside of it, or
+    ``optimizer.step()``, reduces the sums: once, as in ``DistributedDataParallel.no_sync``. With one process, and with
+    ``zero.Stage1``, that is how it is anyway. Raises MisuseError for a model that is not paged."""
+    sync = pager_of(model).gradient_sync
+    before, sync.paused = sync.paused, True
     try:
         yield
     finally:
-        exchange.paused = before
+        sync.paused = before
 
 
 AS_IT_IS = Policy()
@@ -151,25 +142,67 @@ def page(
     parameters), what a ``policy`` stores as another type may be rounded, and where reading ``weights`` failed in between,
     some parameters may have their values from there.
     """
-    if existing not in ("refuse", "overwrite", "resume") or prefetch not in ("on", "off"):
-        raise MisuseError("existing is 'refuse', 'overwrite' or 'resume', prefetch is 'on' or 'off'")
-    if type(micro_batch) is not int or micro_batch < 1:
-        raise MisuseError(f"micro_batch is into how many parts units divide the batch, at least 1, not {micro_batch!r}")
-    if source is not None and existing != "resume":
-        raise MisuseError("source= is for existing='resume': where the checkpoint is that this model goes on from")
-    if weights is not None and (existing == "resume" or param_init_fn is not None):
-        raise MisuseError("weights= gives a model its values: leave out param_init_fn=, and existing='resume'")
-    if current.get() is not None:
-        raise MisuseError("page the model after its zero.init block, not inside it")
-    if f"{name}/".startswith(PREFIX):
-        raise MisuseError(f"names that begin with {PREFIX!r} belong to zero.init: give another name=")
-    updates_of(store, update_tier)
+    options = _Options(
+        name=name,
+        existing=existing,
+        prefetch=prefetch,
+        micro_batch=micro_batch,
+        param_init_fn=param_init_fn,
+        policy=policy,
+        weights=weights,
+        source=source,
+        stage=stage,
+        group=group,
+        timeout=timeout,
+        update_tier=update_tier,
+    )
+    options.refuse_contradictions()
+    return _page(model, store, options)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The arguments of ``page``."""
+
+    name: str
+    existing: str
+    prefetch: Prefetch
+    micro_batch: int
+    param_init_fn: Init | None
+    policy: Policy
+    weights: str | os.PathLike[str] | None
+    source: str | os.PathLike[str] | None
+    stage: Stage | None
+    group: dist.ProcessGroup | None
+    timeout: float | None
+    update_tier: UpdateTier
+
+    def refuse_contradictions(self) -> None:
+        """Raise MisuseError for values that there are not, or that do not go together."""
+        if self.existing not in ("refuse", "overwrite", "resume") or self.prefetch not in ("on", "off"):
+            raise MisuseError("existing is 'refuse', 'overwrite' or 'resume', prefetch is 'on' or 'off'")
+        if type(self.micro_batch) is not int or self.micro_batch < 1:
+            raise MisuseError(
+                f"micro_batch is into how many parts units divide the batch, at least 1, not {self.micro_batch!r}"
+            )
+        if self.source is not None and self.existing != "resume":
+            raise MisuseError("source= is for existing='resume': where the checkpoint is that this model goes on from")
+        if self.weights is not None and (self.existing == "resume" or self.param_init_fn is not None):
+            raise MisuseError("weights= gives a model its values: leave out param_init_fn=, and existing='resume'")
+        if current.get() is not None:
+            raise MisuseError("page the model after its zero.init block, not inside it")
+        if f"{self.name}/".startswith(PREFIX):
+            raise MisuseError(f"names that begin with {PREFIX!r} belong to zero.init: give another name=")
+
+
+def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
+    in_update_tier(store, options.update_tier)
     window = Window.of(store)
-    held = [key for key in store if key.startswith(f"{name}/")]
-    if held and existing == "refuse":
+    held = [key for key in store if key.startswith(f"{options.name}/")]
+    if held and options.existing == "refuse":
         raise MisuseError(
-            f"the store already holds a model named {name!r} ({len(held)} tensors): give another name=, existing='overwrite', "
-            "or existing='resume' to go on with it"
+            f"the store already holds a model named {options.name!r} ({len(held)} tensors): give another name=, "
+            "existing='overwrite', or existing='resume' to go on with it"
         )
     for qualified, parameter in model.named_parameters():
         if hasattr(parameter, "_tiered"):
@@ -181,70 +214,60 @@ def page(
             )
     staged = _staged(model, window)
     strides = {parameter: found.stride for parameter, found in staged.items()}
-    partition = _partition(stage, group, timeout)
-    pool = partition.least(min(tier.capacity for tier in store.statistics().tiers if tier.name != "nvme"))
+    partition = _partition(options.stage, options.group, options.timeout)
+    pool = partition.all_min(min(tier.capacity for tier in store.statistics().tiers if tier.name != "nvme"))
     limits = Limits.of(pool, partition.shares)
-    if existing == "resume":
+    if options.existing == "resume":
         partition.refuse_apart(store)
-    if existing == "resume" and source is not None and f"{name}/checkpoint" in store:
-        _refuse_newer(source, store, partition)
-    elif existing == "resume" and source is not None:
-        _take_over(source, model, store, name, limits, policy, partition, pool, micro_batch)
-    if existing == "resume":
-        limits, kept = checkpoint.layout(store, name)
+    if options.existing == "resume" and options.source is not None and f"{options.name}/checkpoint" in store:
+        _refuse_newer(options.source, store, partition)
+    elif options.existing == "resume" and options.source is not None:
+        _take_over(model, store, options, limits, partition, pool)
+    if options.existing == "resume":
+        limits, kept = checkpoint.layout(store, options.name)
         strides |= {parameter: kept[qualified] for qualified, parameter in model.named_parameters() if qualified in kept}
-    tentative = divide(model, limits, strides, policy, partition.shares)
-    _refuse_small_pool(tentative, model, store, pool, micro_batch, partition.shares)
-    together = 0 if existing == "resume" or weights is not None else _largest_meta(model)
+    tentative = divide(model, limits, strides, options.policy, partition.shares)
+    _refuse_small_pool(tentative, model, store, pool, options.micro_batch, partition.shares)
+    together = 0 if options.existing == "resume" or options.weights is not None else _largest_meta(model)
     refuse_little_room(store, "paging this model", largest=together)
-    for module, qualified in split_modules(model, tentative).items() if micro_batch > 1 else ():
+    for module, qualified in split_modules(model, tentative).items() if options.micro_batch > 1 else ():
         refuse_batch_dependent(module, qualified)
-    made = partial(
-        Pager,
-        model,
-        store,
-        name,
-        pool=pool,
-        prefetch=prefetch,
-        micro_batch=micro_batch,
-        partition=partition,
-        update_tier=update_tier,
-    )
-    if existing == "resume":
-        checkpoint.refuse_other(store, name, tentative, partition, model)
+    config = PagerConfig(options.name, pool, partition, options.prefetch, options.micro_batch, options.update_tier)
+    if options.existing == "resume":
+        checkpoint.refuse_other(store, options.name, tentative, partition, model)
         strides |= {fresh: strides[meta] for fresh, meta in _replace_meta(model, store).items()}
-        plan = divide(model, limits, strides, policy, partition.shares)
+        plan = divide(model, limits, strides, options.policy, partition.shares)
         buffers = _buffers_for(model, store)
         _release(plan, store)
         window.sweep()
-        pager = made(plan)
+        pager = Pager(model, store, plan, config)
         _place(buffers)
         checkpoint.recall(pager)
         unguard(model, window)
         return model
-    if param_init_fn is None and weights is None:
+    if options.param_init_fn is None and options.weights is None:
         _refuse_without_reset(model)
     with ExitStack() as stack:
         stack.enter_context(returned_at_once())
-        pretrained = None if weights is None else stack.enter_context(_opened(model, weights))
+        pretrained = None if options.weights is None else stack.enter_context(_opened(model, options.weights))
         meta = _replace_meta(model, store)
-        adoption = _Adoption(model, store, window, partition, staged, meta, param_init_fn, pretrained)
+        adoption = _Adoption(model, store, window, partition, staged, meta, options.param_init_fn, pretrained)
         try:
             if pretrained is not None:
                 pretrained.renamed(meta)
-            plan = divide(model, limits, strides, policy, partition.shares)
+            plan = divide(model, limits, strides, options.policy, partition.shares)
             for key in held:
                 store.delete(key)
-            adoption.move(plan, name, Trimmer(pool))
+            adoption.move(plan, options.name, Trimmer(pool))
             if pretrained is not None:
                 pretrained.fill_buffers(model)
             partition.same_buffers(model)
             buffers = _buffers_for(model, store)
-            made(plan)
+            Pager(model, store, plan, config)
         except BaseException as error:
             adoption.undo()
             if isinstance(error, OSError):
-                raise _unreadable(error, weights) from error
+                raise _unreadable(error, options.weights) from error
             raise
     _place(buffers)
     unguard(model, window)
@@ -256,12 +279,12 @@ def _partition(stage: Stage | None, group: dist.ProcessGroup | None, timeout: fl
     if not several:
         if group is not None or timeout is not None:
             raise MisuseError("group= and timeout= are for several processes: call torch.distributed.init_process_group first")
-        return Alone()
-    return Shared(Ranks(group, timeout), stage if stage is not None else Stage3())
+        return Unsharded()
+    return Sharded(Ranks(group, timeout), stage if stage is not None else Stage3())
 
 
 def _refuse_newer(source: str | os.PathLike[str], store: TieredStore, partition: Partition) -> None:
-    """Where another training went on since what is in ``store``. Of what rank 0 sees."""
+    """Raise MisuseError where another training went on, in ``source``, since the commit that ``store`` has. Rank 0 looks."""
     newest = newest_set(source) if partition.rank == 0 else None
     mine, there = number_of(store.meta), 0 if newest is None else newest.number
     if there > mine:
@@ -269,27 +292,21 @@ def _refuse_newer(source: str | os.PathLike[str], store: TieredStore, partition:
             f"{store} has a checkpoint already, of commit {mine}, and {source} a newer one, {there}: open the store in another "
             "folder to take that over, or leave source= out to go on from here"
         )
-    if not all(partition.everywhere([there <= mine], "whether a checkpoint is the newest")):
+    if not all(partition.all_true([there <= mine], "whether a checkpoint is the newest")):
         raise MisuseError(error if there > mine else f"rank 0 finds a newer checkpoint in {source}, and says which")
 
 
 def _take_over(
-    source: str | os.PathLike[str],
-    model: nn.Module,
-    store: TieredStore,
-    name: str,
-    limits: Limits,
-    policy: Policy,
-    partition: Partition,
-    pool: int,
-    micro_batch: int,
+    model: nn.Module, store: TieredStore, options: _Options, limits: Limits, partition: Partition, pool: int
 ) -> None:
+    """Have in ``store`` the checkpoint of ``options.source``, divided as the model is."""
+    assert options.source is not None
     with ExitStack() as stack:
-        stores = opened(source, stack)
-        there = Source(stores, name)
+        stores = opened(options.source, stack)
+        there = Source(stores, options.name)
         strides = {p: there.named(qualified).stride for qualified, p in model.named_parameters()}
-        plan = divide(model, limits, strides, policy, partition.shares)
-        _refuse_small_pool(plan, model, store, pool, micro_batch, partition.shares)
+        plan = divide(model, limits, strides, options.policy, partition.shares)
+        _refuse_small_pool(plan, model, store, pool, options.micro_batch, partition.shares)
         reshard(there, store, plan, partition)
         partition.goes_on(number_of(stores[0].manifest.meta))
 
@@ -305,8 +322,8 @@ def _unreadable(error: OSError, weights: object) -> TieredError:
     return TieredError(f"cannot read {error.filename or weights}: {error.strerror} (errno {error.errno})")
 
 
-def _release(plan: Plan, store: TieredStore) -> None:
-    """Give up the values that parameters have."""
+def _release(plan: ModelPlan, store: TieredStore) -> None:
+    """Release the values that parameters have."""
     for unit in plan.units:
         for placement in unit.placements:
             placement.parameter.data = _nothing(placement.shape, placement.dtype, store.device)
@@ -320,7 +337,8 @@ Buffers = list[tuple[nn.Module, str, torch.Tensor]]
 
 
 def _buffers_for(model: nn.Module, store: TieredStore) -> Buffers:
-    """Those that modules need where they will compute, and have elsewhere. One that several modules have stays one."""
+    """Return the buffers that modules need where they will compute, and have elsewhere. A buffer that several modules have
+    stays one."""
     moved: dict[torch.Tensor, torch.Tensor] = {}
     found: Buffers = []
     for module in model.modules():
@@ -338,7 +356,8 @@ def _place(buffers: Buffers) -> None:
 
 
 def _staged(model: nn.Module, window: Window) -> dict[nn.Parameter, Staged]:
-    """Parameters whose values wait in the store. Raises MisuseError for those that wait in another, or have lost them."""
+    """Return the parameters whose values wait in the store. Raises MisuseError for those that wait in another, or have lost
+    them."""
     staged = {}
     for qualified, parameter in model.named_parameters():
         found = find(parameter)
@@ -355,11 +374,12 @@ def _staged(model: nn.Module, window: Window) -> dict[nn.Parameter, Staged]:
 
 
 def _refuse_small_pool(
-    plan: Plan, model: nn.Module, store: TieredStore, pool: int, micro_batch: int, shares: int
+    plan: ModelPlan, model: nn.Module, store: TieredStore, pool: int, micro_batch: int, shares: int
 ) -> None:
-    """A unit, its gradient, and what the modules around it hold must fit at the same time, wherever they happen to lie. Where
-    units divide the batch, a piece of what is kept for backward, too; and the largest unit twice more, for it may lie in the
-    middle. Of several ranks one has what it gathers or sends of a unit beside what it receives, and its share."""
+    """Raise CapacityError for a pool in which a unit, its gradient, and what the modules around it hold do not fit at the same
+    time, wherever they happen to lie. Where units divide the batch, a piece of the saved activations has to fit, too; and the
+    largest unit twice more, for it may lie in the middle. One of several ranks has what it gathers or sends of a unit beside
+    what it receives, and its share."""
     sizes = [-(-unit.nbytes // 4096) * 4096 for unit in plan.units]
 
     def deepest(module: nn.Module, above: frozenset[int]) -> int:
@@ -371,7 +391,7 @@ def _refuse_small_pool(
     together += (max(sizes, default=0) if shares == 1 else 4 * max(sizes, default=0)) + converted
     if micro_batch > 1:
         together += 2 * max(sizes, default=0)
-        together = -(-together * KEPT_SHARE // (KEPT_SHARE - 1) // 4096) * 4096
+        together = -(-together * SAVED_SHARE // (SAVED_SHARE - 1) // 4096) * 4096
     needed = -(-max(3 * max(sizes, default=0) + converted, together, 1 << 20) // 4096) * 4096
     if pool < needed:
         largest = max(plan.units, key=lambda unit: unit.nbytes)
@@ -394,7 +414,7 @@ def _refuse_without_reset(model: nn.Module) -> None:
 
 
 def _largest_meta(model: nn.Module) -> int:
-    """Bytes of the parameters on the meta device that are given memory together: those directly on one module."""
+    """Return the bytes of the parameters on the meta device that are given memory together: those directly on one module."""
     return max(
         (
             sum(p.numel() * p.itemsize for p in module._parameters.values() if p is not None and p.is_meta)
@@ -405,7 +425,7 @@ def _largest_meta(model: nn.Module) -> int:
 
 
 def _replace_meta(model: nn.Module, store: TieredStore) -> dict[nn.Parameter, nn.Parameter]:
-    """Put parameters without memory in the place of meta ones, which cannot be given any; tied ones stay tied.
+    """Replace meta parameters, which cannot be given memory, by parameters without memory; tied ones stay tied.
 
     Returns the meta parameter of each new one.
     """
@@ -424,7 +444,7 @@ def _replace_meta(model: nn.Module, store: TieredStore) -> dict[nn.Parameter, nn
 
 @dataclass
 class _Adoption:
-    """One call of ``page`` as far as it moves values, and the way back."""
+    """One call of ``page`` as far as it moves values, and how to undo it."""
 
     model: nn.Module
     store: TieredStore
@@ -438,7 +458,7 @@ class _Adoption:
     stored: dict[nn.Parameter, tuple[str, Placement, torch.device]] = field(default_factory=dict)
     created: list[str] = field(default_factory=list)
 
-    def move(self, plan: Plan, name: str, trimmer: Trimmer) -> None:
+    def move(self, plan: ModelPlan, name: str, trimmer: Trimmer) -> None:
         owner: dict[nn.Parameter, nn.Module] = {}
         for module in self.model.modules():
             for parameter in module._parameters.values():

@@ -1,6 +1,6 @@
-"""A store for each rank, all of them as of one commit.
+"""Open a store for each rank, all of them as of one commit.
 
-Each rank commits to its own store; a commit is acknowledged once all of them have. It has a name and a number in each store's
+Each rank commits to its own store; a commit is acknowledged once all have committed. It has a name and a number in each store's
 meta, and after a restart the ranks open the newest one that is in all of their stores: what only some of them have was never
 acknowledged, and is given up. No file is shared, so each node may use a drive of its own.
 """
@@ -28,8 +28,8 @@ from tiered.zero.collectives import Ranks
 __all__ = [
     "BEGUN",
     "META",
-    "Joint",
-    "Set",
+    "CommitSet",
+    "RankCommit",
     "folder_of",
     "has_commit",
     "joints",
@@ -54,7 +54,7 @@ _MANIFEST = re.compile(r"manifest\.\d+")
 
 
 class _Said(msgspec.Struct, forbid_unknown_fields=True):
-    """What a commit's meta has under ``META``: of which commit of all ranks it is, and of how many."""
+    """What a commit's meta has under ``META``: the rank commit that it belongs to, and of how many ranks that is."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
     number: _Number
@@ -63,7 +63,7 @@ class _Said(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Rank(msgspec.Struct, forbid_unknown_fields=True):
-    """What each rank tells the others as it opens its store. ``joints``: the fields of its ``Joint``s."""
+    """What each rank tells the others as it opens its store. ``joints``: the fields of its ``RankCommit``s."""
 
     problem: str
     joints: list[tuple[_Number, str, _Number, list[str], bool]]
@@ -73,8 +73,8 @@ class _Rank(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Joint:
-    """A commit of all ranks, as one rank has it: the ``generation`` of its store."""
+class RankCommit:
+    """Commit of all ranks, as one rank has it: the ``generation`` of its store."""
 
     number: int
     name: str
@@ -84,11 +84,11 @@ class Joint:
 
 
 @dataclass(frozen=True)
-class Set:
-    """The stores of all ranks, in order, as of the newest commit that all have."""
+class CommitSet:
+    """Stores of all ranks, in order, as of the newest commit that all have."""
 
     folders: tuple[Path, ...]
-    joints: tuple[Joint, ...]
+    joints: tuple[RankCommit, ...]
 
     @property
     def ranks(self) -> int:
@@ -96,24 +96,24 @@ class Set:
 
     @property
     def number(self) -> int:
-        """Of the commit: it goes on where another number of ranks goes on."""
+        """Return the number of the commit, on which another number of ranks counts on."""
         return self.joints[0].number
 
 
 def folder_of(path: str | os.PathLike[str], rank: int, ranks: int) -> Path:
-    """Of one rank's store below ``path``."""
+    """Return the folder of one rank's store below ``path``."""
     return Path(os.path.expanduser(path)) / f"rank-{rank}-of-{ranks}"
 
 
 def has_commit(folder: Path) -> bool:
-    """Whether a store there has ever committed; what a commit that was killed was about to write is none."""
+    """Return whether a store there has ever committed; what a commit that was killed was about to write does not count."""
     return folder.is_dir() and any(map(_MANIFEST.fullmatch, os.listdir(folder)))
 
 
-def joints(folder: Path) -> list[Joint]:
-    """The commits of all ranks that are in one rank's store, as far as they have checkpoints; of each the newest generation.
-    Raises ManifestError where what is newer is damaged."""
-    found: dict[str, Joint] = {}
+def joints(folder: Path) -> list[RankCommit]:
+    """Return the rank commits in one rank's store that have checkpoints, each with its newest generation. Raises ManifestError
+    where what is newer is damaged."""
+    found: dict[str, RankCommit] = {}
     damaged: ListedGeneration | None = None
     if not has_commit(folder):
         return []
@@ -123,7 +123,7 @@ def joints(folder: Path) -> list[Joint]:
             keys = [tensor.key for tensor in listing(folder, one.number).tensors]
             models = tuple(sorted(key.removesuffix("/checkpoint") for key in keys if key.endswith("/checkpoint")))
             if models:
-                found[said.name] = Joint(said.number, said.name, one.number, models, said.first)
+                found[said.name] = RankCommit(said.number, said.name, one.number, models, said.first)
         elif one.problem is not None:
             damaged = one
     newest = max((joint.generation for joint in found.values()), default=0)
@@ -135,12 +135,13 @@ def joints(folder: Path) -> list[Joint]:
 
 
 def _others(folder: Path) -> int:
-    """Generations that ranks did not commit."""
+    """Return how many generations ranks did not commit."""
     return sum(not {META, BEGUN} & one.meta.keys() for one in listing(folder).generations) if has_commit(folder) else 0
 
 
 def sets_in(path: str | os.PathLike[str], *, whole: bool = True) -> dict[int, list[Path]]:
-    """The folders of all ranks below ``path``, by how many ranks they are of; ``whole``: only those of which all are there."""
+    """Return the folders of all ranks below ``path``, by the number of ranks; ``whole``: only sets of which all folders exist.
+    """
     root = Path(os.path.expanduser(path))
     names = [_NAME.fullmatch(name) for name in os.listdir(root)] if root.is_dir() else []
     sizes = {int(match[2]) for match in names if match}
@@ -148,8 +149,8 @@ def sets_in(path: str | os.PathLike[str], *, whole: bool = True) -> dict[int, li
     return {size: folders for size, folders in sets.items() if not whole or all(folder.is_dir() for folder in folders)}
 
 
-def in_all(of_each: Iterable[list[Joint]]) -> list[Joint] | None:
-    """The newest commit that all ranks have, with the most models, as each has it."""
+def in_all(of_each: Iterable[list[RankCommit]]) -> list[RankCommit] | None:
+    """Return the newest commit that all ranks have, with the most models, as each has it."""
     named = [{joint.name: joint for joint in found} for found in of_each]
     shared = set.intersection(*(set(found) for found in named))
     if not shared:
@@ -160,18 +161,19 @@ def in_all(of_each: Iterable[list[Joint]]) -> list[Joint] | None:
     return [found[newest] for found in named]
 
 
-def newest_set(path: str | os.PathLike[str], *, apart: int = 0) -> Set | None:
-    """Of those below ``path`` whose ranks have a commit in common, the one with the newest: of any number of ranks.
+def newest_set(path: str | os.PathLike[str], *, apart: int = 0) -> CommitSet | None:
+    """Return the newest commit set below ``path``, of any number of ranks; None where no set has a commit in common.
 
     Raises ManifestError where there is a newer commit, of ranks not all of which are here: a drive is not mounted. (Of
-    ``apart`` ranks it may be so: the others' stores are on other nodes.)"""
+    ``apart`` ranks it may be so: the others' stores are on other nodes.)
+    """
     found, broken = [], []
     for size, folders in sets_in(path, whole=False).items():
         there = [folder for folder in folders if folder.is_dir()]
         each = [joints(folder) for folder in there]
         common = in_all(each) if len(there) == size else None
         if common is not None:
-            found.append(Set(tuple(folders), tuple(common)))
+            found.append(CommitSet(tuple(folders), tuple(common)))
         elif size != apart:
             numbers = [joint.number for had in each for joint in had]
             lacking = next((folder for folder in folders if folder not in there), there[0])
@@ -187,14 +189,14 @@ def newest_set(path: str | os.PathLike[str], *, apart: int = 0) -> Set | None:
 
 
 def number_of(meta: Mapping[str, object]) -> int:
-    """Of the commit of all ranks that has this meta; 0 where it is none."""
+    """Return the number of the rank commit that has this meta; 0 where it is none."""
     said = said_in(meta, "the store")
     return 0 if said is None else said.number
 
 
 def said_in(meta: Mapping[str, object], whose: str) -> _Said | None:
-    """Of which commit of all ranks a commit with this meta is; None: of none. Raises ManifestError for what ranks do not
-    write there."""
+    """Return what a meta says of the rank commit that it belongs to; None: it belongs to none. Raises ManifestError for what
+    ranks do not write there."""
     if META not in meta:
         return None
     try:
@@ -205,8 +207,8 @@ def said_in(meta: Mapping[str, object], whose: str) -> _Said | None:
 
 
 def open_store(path: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None, **options: Any) -> TieredStore:
-    """This rank's store below ``path``, made or reopened as of the newest commit that all ranks have; ``options`` are those of
-    ``TieredStore.open``. All ranks call it. With one process it is ``TieredStore.open(path)``.
+    """Open this rank's store below ``path``, made or reopened as of the newest commit that all ranks have; ``options`` are
+    those of ``TieredStore.open``. All ranks call it. With one process it is ``TieredStore.open(path)``.
 
     The store is in ``path/rank-R-of-N``. ``path`` may be on a drive of the node, or on a filesystem that all share. What a rank
     committed and another did not, because the training ended in between, was never acknowledged, and is given up. Only what
@@ -243,7 +245,7 @@ def open_store(path: str | os.PathLike[str], *, group: dist.ProcessGroup | None 
             raise ManifestError(f"the store of rank {rank} cannot be read: {one['problem']}")
     if not any(one["generations"] for one in everybody):
         return TieredStore.open(folder, **options)
-    common = in_all([[Joint(*joint) for joint in one["joints"]] for one in everybody])
+    common = in_all([[RankCommit(*joint) for joint in one["joints"]] for one in everybody])
     in_each = set.intersection(*({name for _, name, *_ in one["joints"]} for one in everybody))
     last = common[0].number if common else 0
     behind = [sum(number > last and name not in in_each for number, name, *_ in one["joints"]) for one in everybody]
@@ -257,8 +259,8 @@ def open_store(path: str | os.PathLike[str], *, group: dist.ProcessGroup | None 
 
 
 def _were_beginning(everybody: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether all ranks had opened their stores, and have nothing in them but what may be their part of the very first commit;
-    of which none has any before all have begun."""
+    """Return whether all ranks had opened their stores, and have nothing in them but what may be their part of the very first
+    commit, of which none has any before all have begun."""
     if not all(one["opened"] and not one["others"] and all(first for *_, first in one["joints"]) for one in everybody):
         return False
     return all(one["generations"] for one in everybody) or not any(one["joints"] for one in everybody)
@@ -277,17 +279,18 @@ def _described(everybody: Sequence[Mapping[str, Any]]) -> str:
 
 
 def shared_json(ranks: Ranks, value: Any, kind: Any) -> list[Any]:
-    """Everybody's ``value``, each of which is a ``kind``. Raises RankError for what is not: a rank is not believed."""
+    """Return the values ``value`` of all ranks, each checked to be a ``kind``. Raises RankError for one that is not, because a
+    rank is not trusted."""
     data = json.dumps(value).encode()
     if len(data) > MOST_SAID:
         raise MisuseError(f"a rank would tell the others {len(data):,} bytes; the limit is {MOST_SAID:,}")
-    longest = int(ranks.shared(torch.tensor([len(data)], device="cpu"), "the length of what ranks say").amax())
+    longest = int(ranks.all_gather(torch.tensor([len(data)], device="cpu"), "the length of what ranks say").amax())
     if longest > MOST_SAID:
         raise RankError(f"a rank says that it will tell the others {longest:,} bytes; the limit is {MOST_SAID:,}")
     padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     found = []
-    for rank, row in enumerate(ranks.shared(padded, "what ranks say")):
+    for rank, row in enumerate(ranks.all_gather(padded, "what ranks say")):
         try:
             found.append(msgspec.convert(json.loads(row.numpy().tobytes().rstrip(b"\0")), kind, strict=True))
         except (ValueError, RecursionError, OverflowError) as error:  # msgspec's and Unicode's errors are ValueErrors

@@ -1,13 +1,13 @@
-"""What a checkpoint says beside the tensors of a model, as JSON: numbers, names, small tensors. Nothing in it can run.
+"""Write and read the record of a checkpoint, and check it: numbers, names and small tensors beside the tensors of a model, as
+JSON. Nothing in it can run.
 
-JSON has lists, dicts with string keys, strings, numbers, bools and null. What else there is, is a dict with one key, its kind:
-``{"tuple": […]}``, ``{"dict": […pairs]}``, ``{"tensor": [dtype, shape, base64]}``, ``{"stored": key}``. So a dict is always
-written as pairs. Floats come back bit for bit, NaN and infinity too.
+JSON has lists, dicts with string keys, strings, numbers, bools and null. Any other value is written as a dict with one key, its
+kind: ``{"tuple": […]}``, ``{"dict": […pairs]}``, ``{"tensor": [dtype, shape, base64]}``, ``{"stored": key}``. So a dict is
+always written as pairs. Floats come back bit for bit, NaN and infinity too.
 
-What the record of a checkpoint holds: every field with its type, and what must agree with what.
-
-A record is looked at as a whole, before anything follows from it: first by itself (``checked``), then beside the tensors of
-its store (``refuse_other_tensors``). What it says of a model's and an optimizer's is compared with these in ``checkpoint.py``.
+A record is checked as a whole before anything follows from it: first by itself (``checked``: every field with its type, and
+what must agree with what), then beside the tensors of its store (``refuse_other_tensors``). ``checkpoint.py`` compares it with
+a model and an optimizer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tiered import ManifestError, MisuseError, TensorSpec
 from tiered.errors import shown
 from tiered.types import LARGEST
 from tiered.zero.paging.units import Limits, Placement, UnitPlan, even_chunks
-from tiered.zero.paging.update import PIECE, States
+from tiered.zero.paging.update import UPDATED_AT_ONCE, States
 
 __all__ = ["VERSION", "checked", "dumps", "loads", "plans", "refuse_other_states", "refuse_other_tensors", "type_named"]
 
@@ -50,7 +50,7 @@ Fetch = Callable[[str], torch.Tensor]
 
 
 def dumps(value: Any, what: str, store: Store) -> bytes:
-    """``value`` as JSON. ``store`` keeps a large tensor and gives its key.
+    """Encode ``value`` as JSON. ``store`` keeps a large tensor and returns its key.
 
     Raises MisuseError for what cannot be written down, with the way to it, which begins with ``what``.
     """
@@ -61,7 +61,7 @@ def dumps(value: Any, what: str, store: Store) -> bytes:
 
 
 def loads(data: bytes, what: str, fetch: Fetch) -> Any:
-    """The opposite. Raises ManifestError for what ``dumps`` cannot have written."""
+    """Decode what ``dumps`` encoded. Raises ManifestError for what ``dumps`` cannot have written."""
     if len(data) > MOST:
         raise ManifestError(f"{what} has {len(data):,} bytes; the limit is {MOST:,}")
     try:
@@ -114,7 +114,7 @@ def _tensor(tensor: torch.Tensor, where: str, store: Store) -> dict[str, Any]:
 
 
 class _Kind(NamedTuple):
-    """What is no JSON value, as it is written: a dict with one key."""
+    """Value that JSON does not have, as it is written: a dict with one key."""
 
     name: str
     value: Any
@@ -186,7 +186,8 @@ def _read_tensor(name: object, shape: object, text: str) -> torch.Tensor:
 
 
 def type_named(name: object) -> torch.dtype:
-    """Of torch's name without the prefix. Raises ManifestError for what is no type of dense tensors."""
+    """Return the type with torch's name ``name`` without the prefix. Raises ManifestError for what is no type of dense tensors.
+    """
     found = vars(torch).get(name) if isinstance(name, str) else None  # not getattr, which imports what has such a name
     if not isinstance(found, torch.dtype) or str(name).startswith("q"):
         raise ManifestError(f"this torch ({torch.__version__}) has no element type {name!r}")
@@ -216,7 +217,7 @@ class _Share(_Struct):
 
 
 class _Layout(_Struct):
-    """Of each unit the name, and of each parameter name, shape, type, type in the store, strides."""
+    """Layout of a model: of each unit the name, and of each parameter name, shape, type, type in the store, strides."""
 
     limit: _Size
     chunk: Annotated[int, msgspec.Meta(ge=16, le=2**40, multiple_of=16)]
@@ -259,7 +260,7 @@ class _Optimizer(_Struct):
 
 
 class _Random(_Struct):
-    """``checkpoint.py`` tries whether the generators take them."""
+    """States of random generators; ``checkpoint.py`` tries whether the generators take them."""
 
     python: tuple[Any, ...]
     numpy: tuple[Any, ...] | None
@@ -268,7 +269,7 @@ class _Random(_Struct):
 
 
 class _Record(_Struct):
-    """``scheduler``, ``scaler`` and ``data`` are what these said of themselves."""
+    """The whole record. ``scheduler``, ``scaler`` and ``data`` are what these returned as their state."""
 
     version: int
     layout: _Layout
@@ -284,7 +285,7 @@ class _Record(_Struct):
 
 
 def checked(record: object, what: str) -> dict[str, Any]:
-    """``record`` itself, which is all that the record of a checkpoint is. Raises ManifestError, which says what is wrong; it
+    """Return ``record`` itself, checked to be the record of a checkpoint. Raises ManifestError, which says what is wrong and
     begins with ``what``."""
     version = record.get("version") if isinstance(record, dict) else None
     if not isinstance(record, dict) or type(version) is not int or version != VERSION:
@@ -305,7 +306,7 @@ def _as_tensor(kind: type, value: object) -> object:
 
 
 def _problems(found: _Record) -> Iterator[str]:
-    """What contradicts itself, in words."""
+    """Yield what contradicts itself, in words."""
     layout = found.layout
     yield from _twice("unit", [name for name, _ in layout.units])
     yield from _twice("parameter", [parameter[0] for _, described in layout.units for parameter in described])
@@ -393,7 +394,8 @@ def _type(shown: str) -> torch.dtype:
 
 
 def plans(record: Mapping[str, Any]) -> tuple[list[UnitPlan], Limits]:
-    """The units that a record describes, with parameters on the meta device, and by what the model was divided."""
+    """Return the units that a record describes, with parameters on the meta device, and the limits by which the model was
+    divided."""
     found, units = record["layout"], []
     for name, described in found["units"]:
         placements = [
@@ -424,7 +426,7 @@ class Specified(Protocol):
 def refuse_other_tensors(
     store: Specified, name: str, record: Mapping[str, Any], units: Sequence[UnitPlan], limits: Limits
 ) -> None:
-    """Raises ManifestError where ``store`` does not have the tensors of which the record of model ``name`` speaks, as large as
+    """Raise ManifestError where ``store`` does not have the tensors of which the record of model ``name`` speaks, as large as
     they must be."""
     share = record["layout"].get("share", {"rank": 0, "stage": "Alone"})
     for unit, found in zip(units, record["units"], strict=True):
@@ -449,7 +451,7 @@ def refuse_other_tensors(
         if found["pending"] is not None:
             chunks = states.chunks(parts[p] for p in pending["updates"])
             left = chunks[pending["chunks_done"] :]
-            pieces = sum(-(-min(parts[p].numel, chunk) // PIECE) + 1 for p in pending["updates"]) if left else 0
+            pieces = sum(-(-min(parts[p].numel, chunk) // UPDATED_AT_ONCE) + 1 for p in pending["updates"]) if left else 0
             if pending["chunks_done"] > len(chunks) or pending["pieces_done"] > pieces:
                 raise ManifestError(
                     f"the checkpoint of {name!r} is damaged: more of the pending update of {unit.name!r} is done than it has"
@@ -457,8 +459,8 @@ def refuse_other_tensors(
 
 
 def refuse_other_states(store: Specified, states: States, parts: Sequence[Placement]) -> None:
-    """Raises ManifestError where a chunk of states neither ends where the next one begins, nor where a parameter ends, or is
-    not of every kind."""
+    """Raise ManifestError where a chunk of states neither ends where the next one begins, nor where a parameter ends, or is not
+    of every kind."""
     ends = {part.element + part.numel for part in parts}
     for index, keys in states.chunks(parts):
         if keys[0] not in store:
@@ -475,7 +477,7 @@ def refuse_other_states(store: Specified, states: States, parts: Sequence[Placem
 
 
 def _expect(store: Specified, key: str, dtype: str, least: int, most: int | None = None) -> None:
-    """``least`` elements, or up to ``most``."""
+    """Raise ManifestError unless a tensor has ``least`` elements, or up to ``most``."""
     if key not in store:
         raise ManifestError(f"{store} lacks {key!r}, of which its checkpoint speaks: it is damaged, or of another time")
     spec = store.spec(key)

@@ -1,4 +1,4 @@
-"""Adam states in the store of parameters that stay in memory: of a model, of a DTensor's shard, or of a replica's share.
+"""Keep the Adam states of parameters that stay in memory in a store: of a model, of a DTensor's shard, or of a replica's share.
 
 The elements of a param group that are of one type are a row. It is cut into *rounds*, each of which has a chunk of states for
 every rank that has a share, and of which each is updated, and gathered, before the next but one begins. So what a step takes
@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from tiered import ManifestError, MisuseError, TieredStore
 from tiered.zero.collectives import Ranks, Under
-from tiered.zero.paging.storage import Tensors, dram_of, host
+from tiered.zero.paging.storage import TensorStore, host, in_dram
 from tiered.zero.paging.units import Limits, Placement
 from tiered.zero.paging.update import Pending, States, Update, UpdateRule
 from tiered.zero.rank_stores import shared_json
 from tiered.zero.record import MOST, MOST_STEPS, refuse_other_states
-from tiered.zero.resident_shard import Local
+from tiered.zero.resident_shard import LocalShard
 
 __all__ = ["Resident"]
 
@@ -55,16 +55,16 @@ class _Layout(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(eq=False)
 class Segment(Placement):
-    """Elements ``begin`` to ``end`` of what a ``Local`` has, whose states are at ``element`` of a chunk."""
+    """Elements ``begin`` to ``end`` of a ``LocalShard``, whose states are at ``element`` of a chunk."""
 
     begin: int = 0
     end: int = 0
-    local: Local = field(kw_only=True)
+    local: LocalShard = field(kw_only=True)
     _here: torch.Tensor | None = None  # its values in host memory, while they are updated there
     _gradient: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, local: Local, begin: int, end: int, element: int) -> Segment:
+    def of(cls, local: LocalShard, begin: int, end: int, element: int) -> Segment:
         return cls(
             local.parameter, local.name, 0, (1,), local.dtype, element=element, begin=begin, end=end, local=local
         )
@@ -74,7 +74,7 @@ class Segment(Placement):
 
     @contextmanager
     def at_hand(self) -> Iterator[None]:
-        """Values and gradient are in host memory meanwhile, and where they are elsewhere, values go back."""
+        """Have values and gradient in host memory meanwhile; values that are elsewhere are written back."""
         self._here, self._gradient = host(self.all), host(self.local.gradient[self.begin : self.end])
         try:
             yield
@@ -93,32 +93,32 @@ class Segment(Placement):
 
     @property
     def all(self) -> torch.Tensor:
-        """Its values, in their own memory."""
+        """Return the values, in their own memory."""
         return self.local.values[self.begin : self.end]
 
     def take(self, row: torch.Tensor) -> torch.Tensor:
-        """This of a rank's chunk, or of what is as long."""
+        """Return this segment's elements of ``row``, a rank's chunk or what is as long."""
         return row[self.element : self.element + self.numel]
 
 
 class Round:
-    """``segments[rank]``: in order. ``share``: elements of each rank's chunk."""
+    """One round: ``segments[rank]`` in order; ``share``: elements of each rank's chunk."""
 
-    def __init__(self, store: Tensors, key: str, segments: list[list[Segment]], share: int, rank: int) -> None:
+    def __init__(self, store: TensorStore, key: str, segments: list[list[Segment]], share: int, rank: int) -> None:
         self.segments, self.share, self.rank = segments, share, rank
         self.own = segments[rank]
         self.dtype = segments[0][0].dtype
         self.states = States(store, key, self.own, share, {self.dtype})
         self.states.stale_masters.clear()  # a first step begins with the parameter anyway
 
-    def concerns(self, locals_: Mapping[Local, object]) -> bool:
+    def concerns(self, locals_: Mapping[LocalShard, object]) -> bool:
         return any(segment.local in locals_ for mine in self.segments for segment in mine)
 
-    def keys(self, locals_: Mapping[Local, object]) -> list[str]:
-        """What of the store ``update`` will use."""
+    def keys(self, locals_: Mapping[LocalShard, object]) -> list[str]:
+        """Return the keys of the store that ``update`` will use."""
         return [key for _, keys in self.states.chunks(s for s in self.own if s.local in locals_) for key in keys]
 
-    def update(self, updates: Mapping[Local, Update]) -> None:
+    def update(self, updates: Mapping[LocalShard, Update]) -> None:
         mine: dict[Placement, Update] = {s: updates[s.local] for s in self.own if s.local in updates}
         if self.dtype is torch.float16:
             for segment in self.own:
@@ -131,8 +131,8 @@ class Round:
             self.states.apply(Pending(mine), NOTHING, NOTHING)
 
     def _follow(self, segment: Segment) -> None:
-        """Where a value was changed otherwise since the last step, its fp16 master begins with it. (The master of a bf16 one is
-        the value itself and more bits.)"""
+        """Restart the fp16 master of elements whose value was changed since the last step. (The master of a bf16 value is the
+        value itself and more bits.)"""
         value = host(segment.all)
         copies = self.states.copies(segment, value)
         kept = copies["master"].to(torch.float16) == value
@@ -140,7 +140,8 @@ class Round:
             self.load(segment, {**copies, "master": torch.where(kept, copies["master"], value.float())})
 
     def load(self, segment: Segment, state: dict[str, torch.Tensor]) -> None:
-        """``States.load``, with the master that belongs to the value where there is none, or another's."""
+        """Load a state as ``States.load`` does, with a master made from the value where there is none, or that of another
+        value."""
         value = host(segment.all)
         self.states.load(segment, value, state)
         if segment in self.states.stale_masters and segment.dtype in (torch.bfloat16, torch.float16):
@@ -149,8 +150,8 @@ class Round:
 
     # -- what the ranks tell each other --------------------------------------------------------------------------------------
 
-    def gather(self, ranks: Ranks, updates: Mapping[Local, Update]) -> tuple[Under, torch.Tensor]:
-        """Begin to exchange the values that each rank has updated."""
+    def gather(self, ranks: Ranks, updates: Mapping[LocalShard, Update]) -> tuple[Under, torch.Tensor]:
+        """Begin to gather the values that each rank has updated."""
         size = self.share * self.dtype.itemsize
         whole = torch.empty(ranks.size * size, dtype=torch.uint8, device="cpu")
         own = whole[self.rank * size : (self.rank + 1) * size]
@@ -160,16 +161,16 @@ class Round:
                 segment.take(values).copy_(segment.all)
         return ranks.gather(whole, own, f"the updated parameters of {self.states.key!r}"), whole
 
-    def scatter(self, whole: torch.Tensor, updates: Mapping[Local, Update]) -> None:
-        """Take over those of the others."""
+    def scatter(self, whole: torch.Tensor, updates: Mapping[LocalShard, Update]) -> None:
+        """Take over the updated values of the other ranks."""
         rows = whole.view(self.dtype).view(len(self.segments), -1)
         for rank, segments in enumerate(self.segments):
             for segment in segments if rank != self.rank else ():
                 if segment.local in updates:
                     segment.all.copy_(segment.take(rows[rank]))
 
-    def copies(self, into: Mapping[Local, dict[str, torch.Tensor]], ranks: Ranks | None) -> None:
-        """All states of this round, those of other ranks too, into flat tensors of each parameter's size."""
+    def copies(self, into: Mapping[LocalShard, dict[str, torch.Tensor]], ranks: Ranks | None) -> None:
+        """Copy all states of this round, those of other ranks too, into flat tensors of each parameter's size."""
         kinds = self.states.blank(self.segments[0][0])
         own = {name: torch.zeros(self.share, dtype=kind.dtype, device="cpu") for name, kind in kinds.items()}
         for segment in self.own:
@@ -178,7 +179,7 @@ class Round:
                 for name, value in found.items():
                     segment.take(own[name]).copy_(value)
         for name, row in own.items():
-            rows = row.view(1, -1) if ranks is None else ranks.shared(row, f"{name} of {self.states.key!r}")
+            rows = row.view(1, -1) if ranks is None else ranks.all_gather(row, f"{name} of {self.states.key!r}")
             for here, segments in zip(rows, self.segments, strict=True):
                 for segment in segments:
                     if segment.local in into:
@@ -188,7 +189,7 @@ class Round:
 
 
 class Resident:
-    """The states of one optimizer's parameters, under ``name``; ``ranks``: who has a share of each (None: this process all).
+    """States of one optimizer's parameters, under ``name``; ``ranks``: who has a share of each (None: this process has all).
 
     ``NAME/steps`` says how many steps each parameter has had. While a step is under way it is not there, so that neither a
     commit nor a step goes on from one that was interrupted. It is what counts: after ``store.rollback()`` it is the older one.
@@ -198,14 +199,14 @@ class Resident:
         if existing not in ("refuse", "overwrite", "resume"):
             raise MisuseError(f"existing is 'refuse', 'overwrite' or 'resume', not {existing!r}")
         self.store, self.name, self._ranks, self._resume = store, name, ranks, existing == "resume"
-        self.locals: list[Local] = []
+        self.locals: list[LocalShard] = []
         self._rounds: list[Round] = []
         self._layouts: list[bytes] = []
         self._written = False
         self._forward = True
         pool = store.statistics().tier("dram").capacity
         if ranks is not None:
-            pool = int(ranks.shared(torch.tensor([pool], device="cpu"), "the smallest pool").amin())
+            pool = int(ranks.all_gather(torch.tensor([pool], device="cpu"), "the smallest pool").amin())
         self._limit = min(Limits.of(pool).chunk, max(1, ROUND // self._size // STEP) * STEP)
         self._held = [key for key in store if key.startswith(f"{name}/")]
         if self._held and existing == "refuse":
@@ -236,9 +237,9 @@ class Resident:
     # -- parameters --------------------------------------------------------------------------------------------------------
 
     def add(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
-        """One more param group. Changes nothing in the store, and nothing here where it raises MisuseError."""
+        """Add a param group. Changes nothing in the store, and nothing here where it raises MisuseError."""
         group = len(self._layouts)
-        fresh = [Local(parameter, name, group) for parameter, name in zip(parameters, names, strict=True)]
+        fresh = [LocalShard(parameter, name, group) for parameter, name in zip(parameters, names, strict=True)]
         for local in fresh:
             if local.divided and self._ranks is not None:
                 raise MisuseError(f"{local.name} is a DTensor, whose states are divided as it is: leave stage= out")
@@ -264,7 +265,7 @@ class Resident:
         self._layouts.append(json.dumps(layout).encode())
         self.locals += fresh
 
-    def _divided(self, locals_: Sequence[Local], group: int, limit: int) -> list[Round]:
+    def _divided(self, locals_: Sequence[LocalShard], group: int, limit: int) -> list[Round]:
         rounds: list[Round] = []
         for dtype in dict.fromkeys(local.dtype for local in locals_):
             row = [local for local in locals_ if local.dtype is dtype]
@@ -283,11 +284,11 @@ class Resident:
                     at, begin = at + _up(end - begin), end
             first = len(rounds)
             for number, segments in enumerate(cut, first):
-                rounds.append(Round(dram_of(self.store), f"{self.name}/{group}/{number}", segments, share, self._rank))
+                rounds.append(Round(in_dram(self.store), f"{self.name}/{group}/{number}", segments, share, self._rank))
         return rounds
 
     def write(self) -> list[int]:
-        """Have what was added in the store; returns ``steps``. Raises MisuseError where the ranks' stores differ in these."""
+        """Write what was added to the store; return ``steps``. Raises MisuseError where the ranks' stores differ in these."""
         fresh = not self._written and not self._resume
         counted = torch.zeros(0, dtype=torch.int64, device="cpu") if fresh else self._counted()
         more = max(0, len(self.locals) - len(counted))
@@ -311,7 +312,7 @@ class Resident:
         return mine[: len(self.locals)]
 
     def _everybody(self, steps: torch.Tensor) -> list[list[int]]:
-        """The step counts of all ranks that have a share of the same states, or of the same parameters."""
+        """Return the step counts of all ranks that have a share of the same states, or of the same parameters."""
         if self._ranks is not None:
             return shared_json(self._ranks, steps.tolist(), _Steps)  # of another length where a rank's store is another
         found: list[list[int]] = []
@@ -323,7 +324,7 @@ class Resident:
     # -- stepping ----------------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """How many each parameter has had. Raises MisuseError after a step that was interrupted."""
+        """Return how many steps each parameter has had. Raises MisuseError after a step that was interrupted."""
         found = [int(step) for step in self._counted()]
         if len(found) != len(self.locals):
             raise MisuseError(
@@ -359,13 +360,13 @@ class Resident:
             return steps
         try:
             for local in updates:
-                local.show()
+                local.bind()
                 local.refuse_infinite()
             self.store.delete(self._key)
             self._run(updates)
         finally:
             for local in updates:
-                local.hide()
+                local.unbind()
         steps = [step + (local in updates) for local, step in zip(self.locals, steps, strict=True)]
         self.store.put(self._key, torch.tensor(steps, dtype=torch.int64, device="cpu"))
         return steps
@@ -375,7 +376,7 @@ class Resident:
         if self._ranks is None or not self.locals:
             return
         flags = torch.tensor([local.parameter.grad is not None for local in self.locals], dtype=torch.uint8, device="cpu")
-        everybody = self._ranks.shared(flags, "which parameters have a gradient")
+        everybody = self._ranks.all_gather(flags, "which parameters have a gradient")
         different = (everybody.amax(0) != everybody.amin(0)).nonzero().flatten().tolist()
         if different:
             raise MisuseError(
@@ -383,8 +384,9 @@ class Resident:
                 "gradients that are the same everywhere, as those of DistributedDataParallel are"
             )
 
-    def _run(self, updates: Mapping[Local, Update]) -> None:
-        """There and back in turn: what a step used last, the next uses first, and it may still be in memory."""
+    def _run(self, updates: Mapping[LocalShard, Update]) -> None:
+        """Update round after round, forward and backward in turn: what a step used last, the next uses first, and it may still
+        be in memory."""
         rounds = [found for found in self._rounds if found.concerns(updates)]
         if not self._forward:
             rounds.reverse()
@@ -402,32 +404,32 @@ class Resident:
     # -- state -------------------------------------------------------------------------------------------------------------
 
     def copies(self) -> list[dict[str, torch.Tensor]]:
-        """Of each parameter ``m``, ``v`` and, of bf16 and fp16 ones, ``master``, all like it; nothing of one without a step.
-        All ranks call it."""
-        found: dict[Local, dict[str, torch.Tensor]] = {
+        """Return for each parameter ``m``, ``v`` and, for bf16 and fp16, ``master``, all like it; nothing for one without a
+        step. All ranks call it."""
+        found: dict[LocalShard, dict[str, torch.Tensor]] = {
             local: {} for local, step in zip(self.locals, self.steps(), strict=True) if step
         }
         try:
             for local in found:
-                local.show()
+                local.bind()
                 if not local.numel:
-                    empty = States(dram_of(self.store), "", [], 1, {local.dtype}).blank(Segment.of(local, 0, 0, 0))
+                    empty = States(in_dram(self.store), "", [], 1, {local.dtype}).blank(Segment.of(local, 0, 0, 0))
                     found[local] = dict(empty)
             for here in self._rounds:
                 if here.concerns(found):
                     here.copies(found, self._ranks)
         finally:
             for local in found:
-                local.hide()
+                local.unbind()
         return [{name: local.like(value) for name, value in found.get(local, {}).items()} for local in self.locals]
 
     def load(self, states: Mapping[int, Mapping[str, torch.Tensor]], steps: Mapping[int, int]) -> list[int]:
-        """The opposite, by the parameters' numbers; those that are missing begin anew. Returns ``steps``."""
+        """Load what ``copies`` returned, by the parameters' numbers; those that are missing begin anew. Return ``steps``."""
         given = {self.locals[index]: state for index, state in states.items()}
-        flat: dict[Local, dict[str, torch.Tensor]] = {}
+        flat: dict[LocalShard, dict[str, torch.Tensor]] = {}
         try:
             for local, state in given.items():
-                local.show()
+                local.bind()
                 wide = torch.float64 if local.dtype is torch.float64 else torch.float32
                 flat[local] = {name: local.flat(value, wide) for name, value in state.items()}
             if self._key in self.store:
@@ -439,13 +441,13 @@ class Resident:
                         here.load(segment, parts)
         finally:
             for local in given:
-                local.hide()
+                local.unbind()
         counts = [steps.get(index, 0) for index in range(len(self.locals))]
         self.store.put(self._key, torch.tensor(counts, dtype=torch.int64, device="cpu"))
         return counts
 
 
-def _finish(under: tuple[Round, Under, torch.Tensor] | None, updates: Mapping[Local, Update]) -> None:
+def _finish(under: tuple[Round, Under, torch.Tensor] | None, updates: Mapping[LocalShard, Update]) -> None:
     if under is not None:
         here, moving, whole = under
         moving.wait()
@@ -453,7 +455,7 @@ def _finish(under: tuple[Round, Under, torch.Tensor] | None, updates: Mapping[Lo
 
 
 def _even(elements: int, limit: int) -> int:
-    """Elements of each chunk where ``elements`` are cut into as few as ``limit`` allows, alike."""
+    """Return the elements of each chunk where ``elements`` are cut evenly into as few chunks as ``limit`` allows."""
     return max(STEP, min(limit, _up(math.ceil(elements / max(1, math.ceil(elements / limit))))))
 
 
@@ -466,7 +468,7 @@ def _in_words(steps: Sequence[int]) -> str:
 
 
 def _read(store: TieredStore, key: str) -> dict[str, Any]:
-    """The layout of a param group. Raises ManifestError."""
+    """Read the layout of a param group. Raises ManifestError."""
     try:
         spec = store.spec(key)
         if spec.dtype != "uint8" or len(spec.shape) != 1 or spec.nbytes > MOST:
@@ -482,7 +484,7 @@ def _read(store: TieredStore, key: str) -> dict[str, Any]:
 
 
 def _difference(committed: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """The first one, in words."""
+    """Describe the first difference of two layouts."""
     for what in ("ranks", "rank"):
         if committed.get(what) != here[what]:
             return f"it was {what} {committed.get(what)}, and is {what} {here[what]}"

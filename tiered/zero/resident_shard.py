@@ -1,4 +1,4 @@
-"""A parameter that stays in memory, as far as it is in this process: itself, or this rank's shard of a DTensor."""
+"""Find the part of a parameter in memory that this process has: the parameter itself, or this rank's shard of a DTensor."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from torch import nn
 
 from tiered import MisuseError
 from tiered.zero.paging.units import is_dense
-from tiered.zero.paging.update import all_finite
+from tiered.zero.paging.update import all_finite, flat_view
 
-__all__ = ["Local"]
+__all__ = ["LocalShard"]
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-class Local:
-    """``shape`` and ``stride`` are those of the part that is here; *flat* is its elements in memory order.
+class LocalShard:
+    """Part of a parameter in this process. ``shape`` and ``stride`` are those of the part; *flat* is its elements in memory
+    order.
 
     Raises MisuseError for a parameter that cannot have states: on the meta device, of another type, with gaps in memory.
     """
@@ -36,7 +37,7 @@ class Local:
             raise MisuseError(f"{name} has gaps in memory: make it contiguous before making the optimizer")
 
     values: torch.Tensor
-    """Its own memory, flat, wherever it is; from ``show`` to ``hide``."""
+    """Its own memory, flat, wherever it is; from ``bind`` to ``unbind``."""
     gradient: torch.Tensor
     """The same of its gradient, or a copy in the parameter's order."""
 
@@ -46,18 +47,18 @@ class Local:
 
     @property
     def divided(self) -> bool:
-        """Whether it is a DTensor."""
+        """Return whether the parameter is a DTensor."""
         return hasattr(self.parameter, "to_local")
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """Those of the ranks that have other parts of it."""
+        """Return the process groups of the ranks that have other parts of the parameter."""
         if not self.divided:
             return []
         mesh: Any = self.parameter.device_mesh  # type: ignore[attr-defined]
         return [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
 
     def describe(self) -> list[Any]:
-        """What must be the same for its states to fit, as JSON."""
+        """Return what must be the same for its states to fit, as JSON."""
         found: list[Any] = [list(self.shape), list(self.stride), str(self.dtype)]
         if self.divided:
             whole: Any = self.parameter
@@ -66,12 +67,13 @@ class Local:
 
     # -- for a step --------------------------------------------------------------------------------------------------------
 
-    def show(self) -> None:
-        """Raises MisuseError where it is not what it was, or its gradient is sparse."""
+    def bind(self) -> None:
+        """Set ``values`` and ``gradient`` for a step. Raises MisuseError where the parameter is not what it was, or its
+        gradient is sparse."""
         here = _part(self.parameter.detach())
         if (here.shape, here.stride(), here.dtype, here.device) != (self.shape, self.stride, self.dtype, self.device):
             raise MisuseError(f"{self.name} has another shape, type or device than when the optimizer was made: make a new one")
-        self.values = _flat(here)
+        self.values = flat_view(here)
         gradient: Any = self.parameter.grad
         if gradient is None:
             return
@@ -80,14 +82,14 @@ class Local:
         gradient = _part(gradient.detach())
         if gradient.layout is not torch.strided:
             raise MisuseError(f"{self.name} has a sparse gradient, which AdamW does not have a step for")
-        self.gradient = _flat(gradient) if gradient.stride() == self.stride else self.flat(gradient, gradient.dtype)
+        self.gradient = flat_view(gradient) if gradient.stride() == self.stride else self.flat(gradient, gradient.dtype)
 
-    def hide(self) -> None:
+    def unbind(self) -> None:
         for what in ("values", "gradient"):
             self.__dict__.pop(what, None)
 
     def refuse_infinite(self) -> None:
-        """Raises MisuseError for a bf16 parameter whose gradient is not finite: its master could not be."""
+        """Raise MisuseError for a bf16 parameter whose gradient is not finite, because its master could not be."""
         if self.dtype is torch.bfloat16 and not all_finite(self.gradient):
             raise MisuseError(
                 f"the gradient of {self.name} is not finite, and a bfloat16 parameter cannot follow it: nothing was updated; "
@@ -97,11 +99,11 @@ class Local:
     # -- what is like it ---------------------------------------------------------------------------------------------------
 
     def flat(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A flat copy of ``value``, which has the shape of the parameter or of the part that is here."""
-        return _flat(torch.empty_strided(self.shape, self.stride, dtype=dtype, device="cpu").copy_(self._cut(value)))
+        """Return a flat copy of ``value``, which has the shape of the parameter or of the part that is here."""
+        return flat_view(torch.empty_strided(self.shape, self.stride, dtype=dtype, device="cpu").copy_(self._cut(value)))
 
     def like(self, flat: torch.Tensor) -> torch.Tensor:
-        """The opposite: as the parameter is, a DTensor with its placements where it is one."""
+        """Return ``flat`` in the shape of the parameter, as a DTensor with its placements where it is one."""
         part = flat.as_strided(self.shape, self.stride)
         if not self.divided:
             return part
@@ -129,11 +131,6 @@ class Local:
 
 
 def _part(tensor: Any) -> torch.Tensor:
-    """What is here of a tensor, as an ordinary one."""
+    """Return the part of a tensor that is here, as an ordinary tensor."""
     found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found.detach()
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in memory order, without a copy; ``tensor`` is dense."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

@@ -77,7 +77,7 @@ class TestStore:
                 if line["where"] == "on disk" and not line["operation"].startswith("prefetch"):
                     assert line["misses"] == line["operations"]
         assert [line["size_bytes"] for line in report["skipped"]] == [MIB]
-        assert "needs room for two of it, and --dram is 1.0 MiB" in report["skipped"][0]["why"]
+        assert "needs room for two tensors, and --dram is 1.0 MiB" in report["skipped"][0]["why"]
         assert not list(tmp_path.iterdir())
 
     def test_the_table(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,7 +85,7 @@ class TestStore:
         shown = capsys.readouterr()
         lines = shown.out.splitlines()
         head = next(line for line in lines if line.startswith("size "))
-        assert head.split() == ["size", "operation", "tensor", "runs", "per", "s", "GB/s", "p50", "p90", "p99", "max"]
+        assert head.split() == ["size", "operation", "tensor", "runs", "per", "s", "rate", "p50", "p90", "p99", "max"]
         assert sum(line.startswith("64KiB ") for line in lines) == 9
         assert lines[-1].startswith("1MiB: skipped, ")
         assert shown.err.splitlines()[-1] == "done"
@@ -141,6 +141,14 @@ class TestIo:
         assert any(line.startswith("posix on ") for line in lines)
         assert json.loads((tmp_path / "it.json").read_text())["backend"] == "posix"
 
+    def test_sizes_that_are_not_those_of_the_options_are_named(self) -> None:
+        setup = walk.Setup.of(size=64 * MIB + 1, dram=256 * MIB, backend="auto")
+        dram, tensors, size = setup.notes()
+        assert dram.startswith("not --dram 256MiB: the store has a quarter of --size 67,108,865B")
+        assert tensors.startswith("not tensors of 16MiB: ")
+        assert size.startswith("not --size 67,108,865B: ")
+        assert walk.Setup.of(size=1 << 30, dram=256 * MIB, backend="auto").notes() == []
+
     @root
     def test_without_o_direct_it_says_so(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with mounted(tmp_path / "memory", "-t", "ramfs", "none") as memory:
@@ -195,7 +203,7 @@ class TestFio:
             fio.huge_buffers(MIB) as buffers,
             StopRequest() as stop,
         ):
-            passes = walk.Walk(store, setup, stop)
+            passes = walk.Workload(store, setup, stop)
             passes.prepare()
             data = bench_io._descriptor(store.folder)
             assert data is not None
@@ -292,7 +300,6 @@ class TestUsage:
     @pytest.mark.parametrize(
         ("arguments", "names"),
         [
-            (["bench"], "what"),
             (["bench", "nonsense"], "nonsense"),
             (["bench", "store", "--sizes", "4KiB,,"], "--sizes"),
             (["bench", "store", "--sizes", "0"], "--sizes"),
@@ -406,7 +413,7 @@ class TestReports:
     @pytest.mark.parametrize("contents", [b"years of work", b"{}", b'{"a": 1}', b"\x89PNG of a cat", PACKAGE])
     def test_anything_else_stays(self, tmp_path: Path, contents: bytes) -> None:
         (tmp_path / "thesis").write_bytes(contents)
-        with pytest.raises(MisuseError, match=r"thesis is there already and is none of our reports, .* with --plot"):
+        with pytest.raises(MisuseError, match=r"thesis exists already and is not a report of tiered, .* with --plot"):
             refuse_unwritable(str(tmp_path / "thesis"), "--plot")
         assert (tmp_path / "thesis").read_bytes() == contents
 

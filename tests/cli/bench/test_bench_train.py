@@ -88,7 +88,7 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("more", "why"),
         [
-            (["--update", "in_backward", "--accumulate", 2], "without --accumulate"),
+            (["--update", "in_backward", "--accumulate", 2], "leave out --accumulate"),
             (["--layers", 100_000, "--width", 4000], "lower --layers or --width"),
             (["--text", "/nowhere"], "training on disk: cannot read the text /nowhere"),
             (["--width", 256], "training on disk: .*budget"),
@@ -122,7 +122,7 @@ def test_a_training_that_was_killed_is_told(monkeypatch: pytest.MonkeyPatch, tmp
         process.begin()
         process._child.kill()
         process._child.wait()
-        with pytest.raises(Exception, match="training in memory was killed by signal 9; was it for memory"):
+        with pytest.raises(Exception, match="training in memory was killed by signal 9, perhaps because memory ran out"):
             process.step()
 
 

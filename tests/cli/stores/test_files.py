@@ -82,15 +82,52 @@ def test_ls_of_a_model_also_while_it_is_open(model: Path, capsys: pytest.Capture
     assert found["models"][0]["step"] == 1
     units = found["models"][0]["units"]
     assert main(["ls", str(model)]) == 0
-    assert f"model 'model': {count:,} parameters in {units} units, " in capsys.readouterr().out
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].split() == ["model", "parameters", "units", "states", "size", "step"]
+    assert shown[1].split()[:3] == ["model", f"{count:,}", str(units)]
+    assert shown[1].split()[-1] == "1"
+    assert "of models, listed with --all)" in shown[-1]
+    assert not any("model/param/" in line for line in shown)
     with TieredStore.open(model, dram="2MiB") as store:
         assert main(["ls", str(model)]) == 0
         shown = capsys.readouterr().out
-        assert f"model 'model': {units} units, " in shown
+        assert shown.splitlines()[1].split()[:3] == ["model", "?", str(units)]
         assert f"{model} is in use by process {os.getpid()}" in shown
         assert main(["export", str(model), "--out", str(model.parent / "out")]) == 1
         assert f"in use by process {os.getpid()}" in capsys.readouterr().err
         store.close()
+
+
+def test_ls_of_pieces(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The tensors of a model with --all, those that match a pattern, and one tensor in the singular."""
+    model = tmp_path / "stepped"
+    with TieredStore.open(model, dram="2MiB") as store:
+        paged = zero.page(Tied(), store)
+        optimizer = zero.AdamW(paged.parameters())
+        paged.loss(1).backward()  # type: ignore[operator]
+        optimizer.step()
+        optimizer.flush()  # makes the moments
+        zero.commit(paged, optimizer)
+        store.close()
+    assert main(["ls", str(model), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    names = [one["name"] for one in found["tensors"]]
+    states = sum(one["bytes"] for one in found["tensors"] if "#" in one["name"])
+    assert 0 < found["models"][0]["state_bytes"] == states < found["models"][0]["bytes"]
+    assert main(["ls", str(model), "--all"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"{name} " in shown for name in names)
+    assert "listed with" not in shown
+    assert main(["ls", str(model), "*/param/*", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in found["tensors"]] == [name for name in names if "/param/" in name]
+    assert main(["ls", str(plain), "b/[c]"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3] == "b/c     bfloat16  [3, 4]  24 bytes           1"
+    assert lines[0] == "generation 2:"
+    assert lines[-1].startswith(f"{plain}: 1 tensor matching 'b/[c]' in generation 2, 24 bytes; ")
+    assert main(["ls", str(plain), "none"]) == 0
+    assert f"{plain}: 0 tensors matching 'none' in generation 2" in capsys.readouterr().out
 
 
 def test_ls_of_what_is_damaged(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,7 +54,8 @@ def test_stopped_and_resumed(whole: Path, tmp_path: Path) -> None:
             shown = running.end()
             assert running.child.returncode == 128 + number
         found = re.fullmatch(
-            rf"tiered: stopped at step (\d+); generation (\d+) has step \1; go on with: tiered train --resume --dir {folder}\n",
+            r"tiered: stopped at step (\d+); generation (\d+) has step \1; continue with: "
+            rf"tiered train --resume --dir {folder}\n",
             shown,
         )
         assert found, shown
@@ -74,7 +75,7 @@ def test_more_steps_than_were_said_at_first(tmp_path: Path, capsys: pytest.Captu
     folder = tmp_path / "store"
     assert main(["train", *TINY, "--steps", "3", "--dir", str(folder), "--warmup", "1"]) == 0
     assert f"more steps: tiered train --resume --dir {folder} --steps 6" in capsys.readouterr().out
-    assert "has had 3 of its 3 steps: for more of them give --steps" in failure(capsys, "train", "--resume", "--dir", folder)
+    assert "has completed 3 of its 3 steps: for more give --steps" in failure(capsys, "train", "--resume", "--dir", folder)
     again = ["train", "--resume", "--dir", str(folder), "--steps", "5", "--dram", "2MiB", "--no-prefetch", "--json", "-"]
     assert main([*again, "--text", _shipped(tmp_path)]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -102,7 +103,7 @@ def test_with_a_device_and_without(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main([*run[:-1], "2", "--hbm", "1MiB", "--device", "cpu"]) == 0
     assert "1.0 MiB on cpu and 1.0 MiB of memory" in capsys.readouterr().out
     assert main(["train", "--resume", *run[-4:-1], "4"]) == 0
-    assert "device    1.0 MiB of it" in capsys.readouterr().out
+    assert "device    1.0 MiB for parameters" in capsys.readouterr().out
     assert main(["train", "--resume", *run[-4:-1], "6", "--hbm", "0"]) == 0
     assert "device  " not in capsys.readouterr().out
 
@@ -127,9 +128,10 @@ def test_what_would_be_another_training_is_refused(whole: Path, tmp_path: Path, 
         ("--seed", 1, 0),
     ):
         shown = failure(capsys, *resume, option, wanted)
-        assert shown.startswith(f"{option} {wanted} would make it another training, this one has {option} {kept}: "), shown
+        assert shown.startswith(f"{option} {wanted} would make this a different training; "), shown
+        assert f"; this one has {option} {kept}: " in shown
     shown = failure(capsys, *resume, "--text", text)
-    assert re.search(r"has 135 bytes, that of this training had [\d,]+: name that one", shown)
+    assert re.search(r"has 135 bytes, that of this training had [\d,]+: name the text", shown)
     with TieredStore.open(whole / "store", dram=MIB) as store:
         assert (store.generation, store.meta["step"]) == (1, STEPS)
         store.close()
@@ -160,7 +162,7 @@ def test_what_no_training_says_of_itself(
 ) -> None:
     kept = {"options": {}, "step": 3, "seconds": 1.0, "text_bytes": 5, "losses": torch.ones(3)}
     monkeypatch.setattr(resuming, "read_record", lambda store, name: {"extra": {**kept, **changes}})
-    with pytest.raises(ManifestError, match="the training in it is damaged, or of another version"):
+    with pytest.raises(ManifestError, match="the training in it is damaged, or of a version"):
         resuming.earlier({}, "it", "model", {})  # type: ignore[arg-type]
 
 
@@ -173,7 +175,7 @@ def test_where_there_is_nothing_to_resume(tmp_path: Path, capsys: pytest.Capture
     assert not list(empty.iterdir())
     with TieredStore.open(other, dram=MIB) as store:
         store.put("mine", torch.arange(3))
-    assert "no training that can be resumed" in failure(capsys, "train", "--resume", "--dir", other)
+    assert "is not that of a training that can be resumed" in failure(capsys, "train", "--resume", "--dir", other)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +236,7 @@ def test_stopped_anywhere_in_a_step(
                 ended = main([*begin, "--dir", str(folder)])
             assert ended == 130
             shown = capsys.readouterr().err
-            assert re.search(r"stopped at step ([123]); generation \d has step \1; go on with", shown), shown
+            assert re.search(r"stopped at step ([123]); generation \d has step \1; continue with", shown), shown
             assert main(["train", "--resume", "--dir", str(folder), "--json", str(report)]) == 0
             assert losses(report) == losses(tmp_path / "whole.json"), f"stopped at call {at}"
             assert same(values(folder), values(tmp_path / "whole")), f"stopped at call {at}"

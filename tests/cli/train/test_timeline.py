@@ -170,7 +170,7 @@ class TestParts:
     def test_dropped_events_are_told(self) -> None:
         timeline = made()
         timeline.dropped = 7
-        assert "the first 100 events are in it, 7 are not" in describe_timeline(timeline, 1)
+        assert "recorded: the first 100 events; dropped: 7" in describe_timeline(timeline, 1)
 
 
 class TestPicture:
@@ -217,7 +217,7 @@ class TestUsage:
     def test_a_file_that_is_not_ours(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "thesis").write_text("years of work")
         shown = failure(capsys, "train", "--timeline", tmp_path / "thesis", "--dir", tmp_path / "store")
-        assert "none of our reports, so it stays: name another file with --timeline" in shown
+        assert "not a report of tiered, so it stays: name another file with --timeline" in shown
 
 
 @pytest.mark.parametrize("more", [["--micro-batch", "2"], ["--update", "in_backward"]])

@@ -21,7 +21,8 @@ from tests import programs
 from tests.cli.train.trainings import ONE_THREAD, TINY, command, stop_at, tiered
 from tiered import TieredStore
 from tiered.cli.main import main
-from tiered.cli.output import Counters, Progress
+from tiered.cli.measure import Usage
+from tiered.cli.output import Progress
 
 MIB = 1 << 20
 
@@ -110,7 +111,9 @@ class TestTraining:
             "time ",
             "overlap ",
             "saved ",
-            "without fetching ahead: tiered train",
+            "without prefetching: tiered train",
+            "weights as safetensors: tiered export",
+            "model of your own: docs/training.md",
         ):
             assert re.search(f"^{line}", shown, re.M), line
         assert "--no-prefetch" in shown
@@ -186,7 +189,6 @@ class TestUsage:
     @pytest.mark.parametrize(
         ("arguments", "names"),
         [
-            ([], "command"),
             (["nonsense"], "nonsense"),
             (["train", "--layers", "0"], "--layers"),
             (["train", "--dram", "1XB"], "1XB"),
@@ -293,8 +295,8 @@ class TestBadWorld:
         folder = tmp_path / "store"
         assert train_tiny(folder).returncode == 0
         shown = failure(capsys, "train", *TINY, "--dir", folder)
-        assert f"{folder} holds a model already (generation 1, step 2)" in shown
-        assert "go on with it with --resume, name another --dir, or replace it with --existing overwrite" in shown
+        assert f"{folder} has a model already (generation 1, step 2)" in shown
+        assert "continue it with --resume, name another --dir, or replace it with --existing overwrite" in shown
         done = train_tiny(folder, "--existing", "overwrite", "--backend", "posix")
         assert done.returncode == 0, done.stderr
         with TieredStore.open(folder, dram=MIB) as store:
@@ -391,7 +393,7 @@ def test_live_display(monkeypatch: pytest.MonkeyPatch) -> None:
     with Progress(terminal) as progress:
         progress.preparing(5, 10)
         progress.begin()
-        progress.stepped(7, 40, 7 / 40, 4.321, 512, Counters(4.0, 4 * 10**9, 2 * 10**9, 0.5, 0.5), 0.98)
+        progress.stepped(7, 40, 7 / 40, 4.321, 512, Usage(4.0, 0.0, 4 * 10**9, 2 * 10**9, None, None, 0.5, 0.5), 0.98)
     shown = terminal.getvalue()
     assert "step 7/40" in shown
     assert "loss 4.321  128 tokens/s  read 1.00 write 0.50 GB/s  stalled 25%  pool 98%" in shown

@@ -25,7 +25,7 @@ from tests.cli.train.launched import PIDS
 from tests.cli.train.trainings import ONE_THREAD, TINY, command, losses, same, tiered
 from tiered import MisuseError
 from tiered.cli.arguments import Launched
-from tiered.cli.train.ranks import One
+from tiered.cli.train.ranks import SingleRank
 from tiered.cli.train.resume import refuse_others
 from tiered.format.generations import generations
 from tiered.store.at_rest import StoreAtRest
@@ -187,7 +187,7 @@ def test_ctrl_c_stops_all_after_one_step_and_resuming_goes_on(
         _, err = child.communicate(timeout=100)
     (line,) = ours(err)
     found = re.fullmatch(
-        r"stopped at step (\d); generation 2 has step \1; go on with: torchrun --nproc-per-node 2 -m tiered train --resume "
+        r"stopped at step (\d); generation 2 has step \1; continue with: torchrun --nproc-per-node 2 -m tiered train --resume "
         rf"--dir {folder}",
         line,
     )
@@ -207,23 +207,23 @@ def test_other_numbers_of_ranks_go_on_with_the_newest_commit(
     old = losses(whole[0] / "many.json")
     done = tiered("train", "--resume", "--dir", folder, "--steps", STEPS + 2, "--json", written)
     assert done.returncode == 0, done.stderr
-    assert f"resumed   after step {STEPS}, what other ranks committed in {folder}" in done.stdout
+    assert f"resumed   after step {STEPS}, the commit of another number of ranks in {folder}" in done.stdout
     assert losses(written)[:STEPS] == old
     assert len(losses(written)) == STEPS + 2
     done = tiered("train", "--resume", "--dir", folder, "--steps", STEPS + 3, "--json", written)
     assert f"resumed   after step {STEPS + 2}, generation 1" in done.stdout
     one = losses(written)
     for ranks in (1, 2):
-        with pytest.raises(MisuseError, match="the training of one process already"):
+        with pytest.raises(MisuseError, match="a training of one process already"):
             refuse_others(str(folder), ranks)
     done = forked_ranks("--resume", "--dir", folder, "--steps", STEPS + 4, "--stage", 1, "--json", tmp_path / "two.json")
     assert done.returncode == 0, done.stderr
-    assert f"resumed   after step {STEPS + 3}, what other ranks committed" in done.stdout
+    assert f"resumed   after step {STEPS + 3}, the commit of another number of ranks" in done.stdout
     assert losses(tmp_path / "two.json")[: STEPS + 3] == one
     assert step_of(folder) == STEPS + 4
     done = tiered("train", *TRAINING, "--dir", folder)
     assert done.returncode == 1
-    assert f"{folder} holds the training of 2 ranks already: go on with it with --resume" in done.stderr
+    assert f"{folder} has a training of 2 ranks already: continue it with --resume" in done.stderr
 
 
 def test_what_one_rank_cannot_do_is_said_once(whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
@@ -260,7 +260,8 @@ def test_a_training_that_is_over_is_no_failure_when_all_start_again(
     done = forked_ranks("--resume", "--dir", many)
     assert done.returncode == 1
     for line in (*said, *ours(done.stderr)):
-        assert re.sub(r"^rank \d: ", "", line).startswith(f"the training in {many} has had {STEPS} of its {STEPS} steps: ")
+        said_by_one = re.sub(r"^rank \d: ", "", line)
+        assert said_by_one.startswith(f"the training in {many} has completed {STEPS} of its {STEPS} steps: ")
     assert len(said) == len(ours(done.stderr)) == 1
 
 
@@ -297,5 +298,5 @@ def test_what_is_said_of_the_command_line_is_said_once(tmp_path: Path) -> None:
 def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Launched(1, 4, 2).command == ["torchrun", "--nnodes", "2", "--nproc-per-node", "2", "-m", "tiered"]
     assert Launched(0, 2, 2).command == ["torchrun", "--nproc-per-node", "2", "-m", "tiered"]
-    assert One().launched.command == ["tiered"]
+    assert SingleRank().launched.command == ["tiered"]
     assert "RANK" not in os.environ

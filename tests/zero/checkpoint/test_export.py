@@ -134,11 +134,11 @@ def test_an_update_that_was_interrupted_is_finished(tmp_path: Path) -> None:
                 raise KeyboardInterrupt
             original(*args)
 
-        pager_unit = max((unit for unit in model.norm.weight._tiered.found()[0].units), key=lambda u: len(u.plan.placements))  # type: ignore[union-attr]
+        pager_unit = max((unit for unit in model.norm.weight._tiered.resolve()[0].units), key=lambda u: len(u.plan.placements))  # type: ignore[union-attr]
         original = pager_unit.pending.begin  # of a piece: between two of them
         pager_unit.pending.begin = failing
         with pytest.raises(KeyboardInterrupt):
-            pager_unit.settle()
+            pager_unit.apply_update()
         pager_unit.pending.begin = original
         assert pager_unit.pending.pieces_done == 2
         zero.commit(model, optimizer)
@@ -257,10 +257,10 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
         assert sorted(os.listdir(out)) == ["config.json", "model.safetensors", INDEX]
         assert same(loaded(out), expected(model))
         (out / "model-00001-of-00002.safetensors").write_text("of somebody else")
-        with pytest.raises(MisuseError, match=r"model-00001-of-00002\.safetensors is there already"):
+        with pytest.raises(MisuseError, match=r"model-00001-of-00002\.safetensors exists already"):
             zero.export(model, out, existing="overwrite")
         (out / INDEX).write_text("{}")
-        with pytest.raises(MisuseError, match="it stays"):
+        with pytest.raises(MisuseError, match="it is kept"):
             zero.export(model, out, existing="overwrite")
         store.close()
 

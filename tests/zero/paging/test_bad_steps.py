@@ -13,7 +13,7 @@ from torch import nn
 from tests.zero.harness import equal
 from tests.zero.models import Tied
 from tiered import MisuseError, TieredStore, zero
-from tiered.zero.paging.unit import placement_of
+from tiered.zero.paging.pager import placement_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])

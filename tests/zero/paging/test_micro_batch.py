@@ -15,7 +15,7 @@ from tests.zero.harness import clipping, equal, train
 from tests.zero.models import parameter_groups
 from tests.zero.paging.splitting import Language, split_in_memory
 from tiered import MisuseError, TieredStore, zero
-from tiered.zero.paging.unit import placement_of
+from tiered.zero.paging.pager import placement_of
 
 STEPS = 6
 DRAM = "1.25MiB"

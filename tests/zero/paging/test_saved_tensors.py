@@ -11,7 +11,7 @@ import torch
 
 from tiered import TieredStore
 from tiered.zero.paging.micro_batch import flatten, paths, rebuild
-from tiered.zero.paging.saved_tensors import SMALL, Keeper
+from tiered.zero.paging.saved_tensors import SMALL, ActivationStore
 
 PIECE = 32 << 10
 MANY = torch.arange(40 * 30 * 20, dtype=torch.float32).view(40, 30, 20)
@@ -40,7 +40,7 @@ LITTLE = torch.arange(5 * 4 * 3, dtype=torch.float32).view(5, 4, 3)
     ],
 )
 def test_it_comes_back_as_it_was(store: TieredStore, tensor: torch.Tensor, look: Any) -> None:
-    keeper = Keeper(store, "m", PIECE)
+    keeper = ActivationStore(store, "m", PIECE)
     original = look(tensor)
     whole = keeper.keep("x", original, [original.numel()])
     assert whole is not None
@@ -67,7 +67,7 @@ def test_it_comes_back_as_it_was(store: TieredStore, tensor: torch.Tensor, look:
 
 
 def test_large_ones_go_to_the_store_in_pieces_and_small_ones_do_not(store: TieredStore) -> None:
-    keeper = Keeper(store, "m", PIECE)
+    keeper = ActivationStore(store, "m", PIECE)
     small = keeper.keep("small", torch.zeros(SMALL - 1, dtype=torch.uint8), [SMALL - 1])
     assert len(store) == 0
     large = keeper.keep("large", torch.zeros(3 * PIECE + 1, dtype=torch.uint8), [3 * PIECE + 1])
@@ -81,7 +81,7 @@ def test_large_ones_go_to_the_store_in_pieces_and_small_ones_do_not(store: Tiere
 
 
 def test_a_tensor_that_did_not_change_is_kept_once(store: TieredStore) -> None:
-    keeper = Keeper(store, "m", PIECE)
+    keeper = ActivationStore(store, "m", PIECE)
     tensor = torch.randn(5000)
     first, second = keeper.keep("a", tensor, [5000]), keeper.keep("b", tensor, [5000])
     assert first == second
@@ -103,7 +103,7 @@ def test_a_tensor_that_did_not_change_is_kept_once(store: TieredStore) -> None:
 
 
 def test_overlapping_and_sparse_ones_are_left_to_the_caller(store: TieredStore) -> None:
-    keeper = Keeper(store, "m", PIECE)
+    keeper = ActivationStore(store, "m", PIECE)
     assert keeper.keep("windows", torch.randn(9000).unfold(0, 8, 1), [8993]) is None
     assert keeper.keep("sparse", torch.eye(3).to_sparse(), [3]) is None
     assert keeper.keep("conjugated", torch.ones(3, dtype=torch.complex64).conj(), [3]) is None

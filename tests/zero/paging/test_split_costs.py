@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiered import TieredStore, zero
-from tiered.engine.state import Traffic
+from tiered.engine.state import TransferQueues
 from tiered.types import Direction, Use
 
 LAYERS, WIDTH = 40, 160
@@ -25,14 +25,14 @@ class Reads:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bytes: collections.Counter[str] = collections.Counter()
-        add = Traffic.add
+        add = TransferQueues.add
 
-        def counting(traffic: Traffic, index: int, entry: Any, transfer: Any) -> None:
+        def counting(traffic: TransferQueues, index: int, entry: Any, transfer: Any) -> None:
             if transfer.direction is Direction.UP:
                 self.bytes[transfer.key] += transfer.nbytes
             add(traffic, index, entry, transfer)
 
-        monkeypatch.setattr(Traffic, "add", counting)
+        monkeypatch.setattr(TransferQueues, "add", counting)
 
 
 @pytest.mark.parametrize("parts", [2, 8])

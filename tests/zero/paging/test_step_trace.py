@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tiered import TieredStore, Touch, zero
-from tiered.zero.paging.step_trace import Rehearsal, _Loop
+from tiered.zero.paging.step_trace import StepTrace, _Loop
 
 
 def rounds(words: str) -> list[list[Touch]]:
@@ -81,7 +81,7 @@ def test_a_followed_step_moves_fewer_bytes(tmp_path: Path, monkeypatch: pytest.M
             return moved(store) - before
 
     followed = bytes_of_four_steps("followed")
-    monkeypatch.setattr(Rehearsal, "_end_round", lambda self, kind: None)
+    monkeypatch.setattr(StepTrace, "_end_round", lambda self, kind: None)
     by_use = bytes_of_four_steps("by_use")
     assert followed < 0.75 * by_use
 
@@ -121,7 +121,7 @@ def test_models_in_one_store_share_an_order_and_the_store_is_let_go(tmp_path: Pa
         for model, optimizer in zip((first, second), optimizers, strict=True):
             model(torch.ones(1, 8)).sum().backward()
             optimizer.step()
-    assert Rehearsal.of(store).following
+    assert StepTrace.of(store).following
     store.close()
     gone = weakref.ref(store)
     del store, first, second, optimizers, model, optimizer

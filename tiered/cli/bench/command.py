@@ -1,13 +1,28 @@
-"""``tiered bench``: its options. torch is imported only when something runs, so that ``--help`` is quick."""
+"""``tiered bench``: the parsers of its four commands. torch is imported only when a measurement runs, so that ``--help`` is
+quick."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from tiered.cli.arguments import BACKENDS, add_json, command, count, counts, names, positive, seconds, size, sizes
-from tiered.cli.train.command import DEMO
+from tiered.cli.arguments import (
+    BACKENDS,
+    add_backend,
+    add_json,
+    add_scratch_folder,
+    command,
+    count,
+    counts,
+    names,
+    positive,
+    seconds,
+    size,
+    sizes,
+)
+from tiered.cli.train.options import MODEL_HELP, UPDATES, default_of
 
 if TYPE_CHECKING:
     from tiered.cli.arguments import Commands
@@ -15,28 +30,29 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 DESCRIPTION = """\
-Measure this machine's drive through the store. Everything happens in a new folder inside of DIR, which is
-removed afterwards, also after Ctrl-C; what else is in DIR stays as it is.
+Measure the drive of this machine through a store. Everything happens in a new folder inside FOLDER, which is
+removed afterwards, also after Ctrl-C. Nothing else in FOLDER is changed.
 """
 
 EXAMPLES = """\
 examples:
-  tiered bench io --dir /mnt/nvme           large tensors: what the drive gives
-  tiered bench store --dir /mnt/nvme        4 KiB to 1 GiB: how long each call takes
+  tiered bench io --dir /mnt/nvme           large tensors: the rates of the drive
+  tiered bench store --dir /mnt/nvme        4 KiB to 1 GiB: the time of each call
   tiered bench step --dir /mnt/nvme --fio   an optimizer step whose state is on disk
   tiered bench train --dir /mnt/nvme        training on disk beside training in memory
+
+Each command has its own help: tiered bench io --help
 """
 
 IO_DESCRIPTION = """\
-Large tensors through the store, checksums on: read in sequence with the next ones fetched ahead, written
-until everything is on disk, and both at once. The rounds of all kinds are interleaved; what is printed is
-the median with the least and the most, and how long one tensor took. With --fio, fio does the same
-between them, with the buffers that the drive likes best.
+Move large tensors through a store, with checksums: read them in sequence with prefetching, write them until all
+bytes are on disk, and do both at once. Rounds of all modes are interleaved. The table has the median with the least
+and the most, and the time of one tensor. With --fio, rounds of fio stand between them, with the buffers that are
+fastest on this machine.
 
-Mode "flood" tells how long a lease waits while another thread writes as fast as it can, beside alone.
---duration writes for that long and tells how the rate changes. --sweep goes without the store: blocks
-of a plain file, for every block, depth, backend and order. There checksums can be switched off and on;
-a store's are always on.
+The mode "flood" measures how long a lease waits while another thread writes as fast as it can. --duration writes for
+that long and shows how the rate changes. --sweep uses no store: it reads and writes blocks of a plain file, for every
+combination of block, depth, backend and order. Checksums, which a store always has, can be off there.
 """
 
 IO_EXAMPLES = """\
@@ -49,9 +65,9 @@ examples:
 """
 
 STORE_DESCRIPTION = """\
-Every call of the store on tensors of many sizes: put, get, lease and prefetch, of tensors that are in
-memory and of tensors that are not; how many a second, and how long one takes. Sizes that do not fit are
-listed with the reason.
+Time every call of a store on tensors of many sizes: put, get, lease and prefetch, of tensors in memory and of
+tensors on disk. The table has the calls per second and the time of one call. Sizes that do not fit are listed with
+the reason.
 """
 
 STORE_EXAMPLES = """\
@@ -61,9 +77,9 @@ examples:
 """
 
 STEP_DESCRIPTION = """\
-An optimizer step whose parameters and Adam states are on disk and whose computing is next to nothing: how
-long it takes, how many bytes it moves for each parameter, and how long the disk needs for these bytes alone,
-which with --fio is what fio gets out of it between the steps.
+Run optimizer steps whose parameters and Adam states are on disk and which compute almost nothing. The table has the
+time of a step, the bytes that it moves per parameter, and the time that the disk alone needs for these bytes. The
+rates of the disk are measured between the steps, with --fio by fio.
 """
 
 STEP_EXAMPLES = """\
@@ -74,10 +90,10 @@ examples:
 """
 
 TRAIN_DESCRIPTION = """\
-One model trained three times, side by side: in memory with torch.optim.AdamW, in a store without a disk,
-and on disk with little memory. Each is a process of its own; a step of each follows a step of another. What
-a step takes, phase by phase, what the kernel counted, how much memory each had, and whether their losses
-are the same bit by bit. Without options: 113 million parameters, some minutes, 6 GB of memory.
+Train one model three times side by side: in memory with torch.optim.AdamW, in a store without a disk, and on disk
+with little memory. Each training is a process of its own, and their steps take turns. The table has the time of a
+step by phase, the bytes that the kernel counted and the memory of each process; then the command says whether the
+losses are the same bit by bit. Without options: 113 million parameters, some minutes, 6 GB of memory.
 """
 
 TRAIN_EXAMPLES = """\
@@ -90,125 +106,157 @@ examples:
 BLOCKS = "256KiB,1MiB,4MiB"
 DEPTHS = "1,4,16"
 SIZES = "4KiB,64KiB,1MiB,16MiB,256MiB,1GiB"
+MODES = ("read", "write", "mixed", "flood")
+ORDERS = ("sequential", "random")
+FIO = "measure fio beside it (Debian: apt-get install fio)"
 
 
 def add_parser(commands: Commands) -> None:
-    """Add ``bench`` to the commands, with those below it."""
-    group = command(commands, "bench", "how fast stores are on this drive", DESCRIPTION, EXAMPLES)
-    below = group.add_subparsers(metavar="what", dest="what", required=True)
+    """Add ``bench`` to the commands, with the commands below it."""
+    group = command(commands, "bench", "measure how fast stores are on this drive", DESCRIPTION, EXAMPLES)
+    below = group.add_subparsers(title="commands", metavar="COMMAND", dest="what")
+    _add_io(below)
+    _add_store(below)
+    _add_step(below)
+    _add_train(below)
 
-    io = command(below, "io", "large tensors: what the drive gives", IO_DESCRIPTION, IO_EXAMPLES)
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [options]"
+    add_scratch_folder(parser)
+    add_backend(parser)
+    add_json(parser)
+
+
+def _add_rounds(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", metavar="N", type=count, default=5, help="number of rounds (default: %(default)s)")
+
+
+def _add_update(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--update", choices=UPDATES, default=UPDATES[0], help="when parameters are updated (default: %(default)s)"
+    )
+
+
+def _add_model_option(parser: argparse.ArgumentParser, name: str) -> None:
+    option = "--" + name.replace("_", "-")
+    what = f"{MODEL_HELP[name]} (default: %(default)s)"
+    parser.add_argument(option, metavar="N", type=count, default=default_of(name), help=what)
+
+
+def _add_io(below: Commands) -> None:
+    io = command(below, "io", "large tensors: the rates of the drive", IO_DESCRIPTION, IO_EXAMPLES)
     _add_common(io)
     io.add_argument(
         "--size", metavar="SIZE", type=size, default=1 << 30, help="bytes that each round moves each way (default: 1GiB)"
     )
-    io.add_argument("--dram", metavar="SIZE", type=size, default=256 << 20, help="memory of the store (default: 256MiB)")
-    modes = names("read", "write", "mixed", "flood")
-    io.add_argument("--mode", metavar="M,...", type=modes, help="some of read,write,mixed,flood (default: the first three)")
-    orders = names("sequential", "random")
-    io.add_argument("--order", metavar="O,...", type=orders, help="sequential or random; with --sweep both (default)")
-    io.add_argument("--rounds", metavar="N", type=count, help="(default: 5; with --sweep 3)")
-    io.add_argument("--fio", action="store_true", help="put fio beside it (Debian: apt-get install fio)")
-    io.add_argument("--plot", metavar="FILE.png", help="draw it (pip install '.[plot]')")
+    io.add_argument("--dram", metavar="SIZE", type=size, default=256 << 20, help="host memory of the store (default: 256MiB)")
+    io.add_argument("--mode", metavar="M,...", type=names(*MODES), help=f"some of {','.join(MODES)} (default: the first three)")
+    io.add_argument("--order", metavar="O,...", type=names(*ORDERS), help="sequential (default) or random; with --sweep both")
+    io.add_argument("--rounds", metavar="N", type=count, help="number of rounds (default: 5; with --sweep 3)")
+    io.add_argument("--fio", action="store_true", help=FIO)
+    io.add_argument("--plot", metavar="FILE.png", help="draw the results (pip install '.[plot]')")
     instead = io.add_mutually_exclusive_group()
-    instead.add_argument("--duration", metavar="TIME", type=seconds, help="write for so long, like 60s or 5min")
-    instead.add_argument("--sweep", action="store_true", help="blocks of a plain file instead of a store's tensors")
+    instead.add_argument("--duration", metavar="TIME", type=seconds, help="write for this long, like 60s or 5min")
+    instead.add_argument("--sweep", action="store_true", help="measure blocks of a plain file instead of tensors of a store")
     sweep = io.add_argument_group("with --sweep")
-    sweep.add_argument("--block", metavar="SIZE,...", type=sizes, help=f"(default: {BLOCKS})")
-    sweep.add_argument("--depth", metavar="N,...", type=counts, help=f"requests in flight (default: {DEPTHS})")
-    known = names(*(name for name in BACKENDS if name != "auto"))
-    sweep.add_argument("--backends", metavar="B,...", type=known, help="(default: libaio,aiofiles,posix)")
+    sweep.add_argument("--block", metavar="SIZE,...", type=sizes, help=f"sizes of blocks (default: {BLOCKS})")
+    sweep.add_argument("--depth", metavar="N,...", type=counts, help=f"numbers of requests in flight (default: {DEPTHS})")
+    known = [name for name in BACKENDS if name != "auto"]
+    sweep.add_argument("--backends", metavar="B,...", type=names(*known), help=f"I/O backends (default: {','.join(known)})")
     sweep.add_argument("--checksums", metavar="C,...", type=names("off", "on"), help="off, on, or off,on (default: off)")
-    sweep.add_argument("--buffered", action="store_const", const="buffered", help="through the page cache, not O_DIRECT")
-    sweep.add_argument("--seconds", metavar="S", type=positive, help="of one pass at most (default: 0.5)")
+    sweep.add_argument("--buffered", action="store_const", const="buffered", help="use the page cache, not O_DIRECT")
+    sweep.add_argument("--seconds", metavar="S", type=positive, help="longest time of one pass (default: 0.5)")
     io.set_defaults(run=partial(_run_io, io))
 
+
+def _add_store(below: Commands) -> None:
     store = command(below, "store", "every call, on tensors of many sizes", STORE_DESCRIPTION, STORE_EXAMPLES)
     _add_common(store)
-    store.add_argument("--sizes", metavar="SIZE,...", type=sizes, default=sizes(SIZES), help=f"(default: {SIZES})")
     store.add_argument(
-        "--dram", metavar="SIZE", type=size, help="most memory of a store (default: 4GiB, or half of what is available)"
+        "--sizes", metavar="SIZE,...", type=sizes, default=sizes(SIZES), help=f"sizes of tensors (default: {SIZES})"
     )
     store.add_argument(
-        "--seconds", metavar="S", type=positive, default=0.5, help="for each line of the table (default: %(default)s)"
+        "--dram", metavar="SIZE", type=size, help="most host memory of a store (default: 4GiB, or half of what is free)"
+    )
+    store.add_argument(
+        "--seconds", metavar="S", type=positive, default=0.5, help="time for each line of the table (default: %(default)s)"
     )
     store.set_defaults(run=_run_store)
 
 
+def _add_step(below: Commands) -> None:
     step = command(below, "step", "an optimizer step whose state is on disk", STEP_DESCRIPTION, STEP_EXAMPLES)
     _add_common(step)
-    step.add_argument("--parameters", metavar="N", type=count, default=50_000_000, help="about so many (default: 50000000)")
-    step.add_argument("--dram", metavar="SIZE", type=size, help="memory of the store (default: a tenth of the state)")
-    step.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default: float32)")
-    updates = ("on_fetch", "in_backward")
-    step.add_argument("--update", choices=updates, default="on_fetch", help="when units are updated (default: on_fetch)")
-    step.add_argument("--passes", metavar="N", type=count, default=1, help="forward and backward per step (default: 1)")
-    step.add_argument("--micro-batch", metavar="K", type=count, default=1, help="parts of a batch inside units (default: 1)")
-    step.add_argument("--threads", metavar="N", type=count, help="that torch computes with (default: all but one)")
-    step.add_argument("--rounds", metavar="N", type=count, default=5, help="(default: 5)")
-    step.add_argument("--fio", action="store_true", help="let fio say what the disk gives (Debian: apt-get install fio)")
+    step.add_argument(
+        "--parameters", metavar="N", type=count, default=50_000_000, help="approximate number (default: %(default)s)"
+    )
+    step.add_argument("--dram", metavar="SIZE", type=size, help="host memory of the store (default: a tenth of the state)")
+    step.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="type of parameters (default: %(default)s)"
+    )
+    _add_update(step)
+    step.add_argument(
+        "--passes", metavar="N", type=count, default=1, help="forward and backward passes per step (default: %(default)s)"
+    )
+    _add_model_option(step, "micro_batch")
+    step.add_argument("--threads", metavar="N", type=count, help="threads that torch computes with (default: all but one)")
+    _add_rounds(step)
+    step.add_argument("--fio", action="store_true", help="measure the disk with fio (Debian: apt-get install fio)")
     step.set_defaults(run=_run_step)
 
+
+def _add_train(below: Commands) -> None:
     train = command(below, "train", "training on disk beside training in memory", TRAIN_DESCRIPTION, TRAIN_EXAMPLES)
     _add_common(train)
-    train.add_argument("--text", metavar="FILE", help="text to learn (default: the Shakespeare that ships with this)")
-    told = {
-        "layers": "transformer blocks",
-        "width": "a multiple of --heads",
-        "heads": "attention heads",
-        "context": "bytes of text that are seen at once",
-        "batch": "texts at once",
-        "accumulate": "batches per step",
-    }
-    for name, what in told.items():
-        train.add_argument(f"--{name}", metavar="N", type=count, default=DEMO[name], help=f"{what} (default: %(default)s)")
-    train.add_argument("--micro-batch", metavar="K", type=count, default=1, help="parts of a batch inside units (default: 1)")
-    train.add_argument("--dram", metavar="SIZE", type=size, help="memory of the store on disk (default: a tenth of the state)")
-    train.add_argument("--update", choices=updates, default="on_fetch", help="when units are updated (default: on_fetch)")
-    train.add_argument("--rounds", metavar="N", type=count, default=5, help="(default: 5)")
+    train.add_argument("--text", metavar="FILE", help="text to learn, any bytes (default: the Shakespeare of this package)")
+    for name in MODEL_HELP:
+        _add_model_option(train, name)
+    train.add_argument(
+        "--dram", metavar="SIZE", type=size, help="host memory of the store on disk (default: a tenth of the state)"
+    )
+    _add_update(train)
+    _add_rounds(train)
     train.set_defaults(run=partial(_run_train, train))
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dir", metavar="DIR", dest="folder", default=".", help="a folder on the drive (default: this one)")
-    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="how to do I/O (default: auto)")
-    add_json(parser)
-
-
 def _run_io(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: list[str]) -> int:
-    modes: Any = parsed.mode or ("read", "write", "mixed")
-    orders: Any = parsed.order or ("sequential", "random")
-    beside: Literal["fio", "nothing"] = "fio" if parsed.fio else "nothing"
+    modes: Any = parsed.mode or MODES[:3]
+    orders: Any = parsed.order or ORDERS
     if parsed.sweep:
-        if "flood" in modes or parsed.backend != "auto":
-            parser.error("--sweep has no mode flood, and --backends instead of --backend")
+        if "flood" in modes:
+            parser.error("--sweep has no mode flood")
+        if parsed.backend != "auto":
+            parser.error("--sweep takes --backends instead of --backend")
         from tiered.cli.bench import sweep
 
         return sweep.sweep(
             sweep.Options(
-                parsed.folder,
-                parsed.size,
-                modes,
-                orders,
-                parsed.block or sizes(BLOCKS),
-                parsed.depth or counts(DEPTHS),
-                parsed.backends or ("libaio", "aiofiles", "posix"),
-                parsed.checksums or ("off",),
-                parsed.buffered or "direct",
-                parsed.seconds or 0.5,
-                parsed.rounds or 3,
-                beside,
-                parsed.plot,
+                folder=parsed.folder,
+                size=parsed.size,
+                modes=modes,
+                orders=orders,
+                blocks=parsed.block or sizes(BLOCKS),
+                depths=parsed.depth or counts(DEPTHS),
+                backends=parsed.backends or ("libaio", "aiofiles", "posix"),
+                checksums=parsed.checksums or ("off",),
+                cache=parsed.buffered or "direct",
+                seconds=parsed.seconds or 0.5,
+                rounds=parsed.rounds or 3,
+                beside=_beside(parsed),
+                plot=parsed.plot,
             ),
             parsed.json,
         )
     for name in "block", "depth", "backends", "checksums", "buffered", "seconds":
         if getattr(parsed, name) is not None:
-            parser.error(f"--{name} is for --sweep")
+            parser.error(f"--{name} needs --sweep")
     if len(orders) > 1 and parsed.order:
-        parser.error("several orders are for --sweep: name one")
+        parser.error("only --sweep takes several orders: name one")
     if parsed.duration and (parsed.mode or parsed.order or parsed.rounds or parsed.fio):
-        parser.error("--duration only writes: without --mode, --order, --rounds and --fio")
+        parser.error("--duration only writes: leave out --mode, --order, --rounds and --fio")
+    if parsed.plot and modes == ("flood",):
+        parser.error("--plot draws rates: name a --mode besides flood")
     from tiered.cli.bench.series import Setup
 
     setup = Setup.of(size=parsed.size, dram=parsed.dram, backend=parsed.backend, order=orders[0])
@@ -218,44 +266,35 @@ def _run_io(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: 
         return sustained(parsed.folder, setup, parsed.duration, parsed.json, parsed.plot)
     from tiered.cli.bench.io import Options, bench
 
-    if parsed.plot and modes == ("flood",):
-        parser.error("--plot draws rates: name another --mode, too")
-    return bench(Options(parsed.folder, modes, parsed.rounds or 5, beside, parsed.plot), setup, parsed.json)
+    return bench(Options(parsed.folder, modes, parsed.rounds or 5, _beside(parsed), parsed.plot), setup, parsed.json)
 
 
 def _run_store(parsed: argparse.Namespace, given: list[str]) -> int:
     from tiered.cli.bench.store import Options, bench
 
-    return bench(Options(parsed.folder, parsed.sizes, parsed.dram, parsed.backend, parsed.seconds), parsed.json)
+    return bench(_options(Options, parsed), parsed.json)
 
 
 def _run_train(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: list[str]) -> int:
     if parsed.width % parsed.heads:
         parser.error(f"--width {parsed.width} is not a multiple of --heads {parsed.heads}")
-    from dataclasses import fields
-
     from tiered.cli.bench.train import bench
     from tiered.cli.bench.trainer import Options
 
-    return bench(Options(**{field.name: getattr(parsed, field.name) for field in fields(Options)}), parsed.json)
+    return bench(_options(Options, parsed), parsed.json)
 
 
 def _run_step(parsed: argparse.Namespace, given: list[str]) -> int:
     from tiered.cli.bench.step import Options, bench
 
-    return bench(
-        Options(
-            parsed.folder,
-            parsed.parameters,
-            parsed.dram,
-            parsed.dtype,
-            parsed.update,
-            parsed.passes,
-            parsed.micro_batch,
-            parsed.backend,
-            parsed.rounds,
-            "fio" if parsed.fio else "nothing",
-            parsed.threads,
-        ),
-        parsed.json,
-    )
+    parsed.beside = _beside(parsed)
+    return bench(_options(Options, parsed), parsed.json)
+
+
+def _beside(parsed: argparse.Namespace) -> Any:
+    return "fio" if parsed.fio else "nothing"
+
+
+def _options(kind: Any, parsed: argparse.Namespace) -> Any:
+    """Make the options of a command from the arguments that have the names of its fields."""
+    return kind(**{field.name: getattr(parsed, field.name) for field in fields(kind)})

@@ -1,7 +1,8 @@
-"""fio as the measure of a drive: direct I/O in blocks of 1 MiB, depth 16, with buffers on huge pages where they can be had.
+"""Runs of fio, which measures the drive itself: direct I/O in blocks of 1 MiB, depth 16, with buffers on huge pages where there
+are any.
 
-What holds the data decides the rate: a block in 4 KiB pages is 256 segments for the drive, in huge pages it is one. So a
-comparison with fio's default buffers would flatter whoever does better.
+The buffers decide the rate: a block in 4 KiB pages is 256 segments for the drive, and one segment in a huge page. A comparison
+with fio's default buffers would favour a store that uses huge pages.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ DEPTH = 16
 HUGE_PAGE = 2 << 20
 RESERVED = Path("/proc/sys/vm/nr_hugepages")
 DURABLE = ("--end_fsync=1",)
-"""What is written counts when it is on disk, in ours and so in fio: a drive may have a cache of its own."""
+"""Writes count when they are on disk, as in a store's commit: a drive may have a cache of its own."""
 
 
 def version() -> str:
-    """Raises MisuseError when there is no fio."""
+    """Return the version of fio. Raises MisuseError where fio is not installed."""
     if shutil.which("fio") is None:
         raise MisuseError("fio is not installed; install it (Debian, Ubuntu: apt-get install fio), or leave out --fio")
     return subprocess.run(["fio", "--version"], capture_output=True, text=True).stdout.strip()
@@ -44,14 +45,14 @@ def version() -> str:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Options and environment with which fio takes its buffers, and what they are in words."""
+    """Options and environment variables that select fio's buffers, and a description."""
 
     words: str
     options: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
 
 
-PLAIN = Buffers("4 KiB pages (no huge page can be had: what a drive gives is more than this)", ("--iomem=mmap",))
+PLAIN = Buffers("4 KiB pages (there are no huge pages here; the drive itself is faster)", ("--iomem=mmap",))
 RESERVED_PAGES = Buffers("reserved huge pages (iomem=mmaphuge)", ("--iomem=mmaphuge", f"--hugepage-size={HUGE_PAGE}"))
 TRANSPARENT = Buffers(
     "transparent huge pages (malloc advised by glibc)",
@@ -62,7 +63,8 @@ TRANSPARENT = Buffers(
 
 @contextmanager
 def huge_buffers(nbytes: int) -> Iterator[Buffers]:
-    """Buffers of ``nbytes`` on huge pages: reserved ones, for root by reserving them meanwhile; else transparent ones."""
+    """Choose buffers of ``nbytes``: reserved huge pages, which root reserves until the end of the context; else
+    transparent huge pages; else plain pages."""
     pages = nbytes // HUGE_PAGE + 8
     added = _reserve(pages) if _free_pages() < pages else 0
     try:
@@ -78,7 +80,8 @@ def huge_buffers(nbytes: int) -> Iterator[Buffers]:
 
 
 def _reserve(pages: int) -> int:
-    """How many more are reserved now; fewer than asked for where memory is in pieces, none without the right to do so."""
+    """Reserve more huge pages; returns how many, which are fewer than ``pages`` where memory is fragmented, and none
+    without the permission."""
     try:
         before = int(RESERVED.read_text())
         RESERVED.write_text(str(before + pages))
@@ -97,7 +100,7 @@ def _free_pages() -> int:
 
 
 def _transparent() -> bool:
-    """Whether malloc can be told to advise huge pages, which glibc does since 2.35, and the kernel listens."""
+    """Whether malloc can advise huge pages, as glibc does since 2.35, and the kernel allows them."""
     library, number = platform.libc_ver()
     if library != "glibc" or tuple(map(int, number.split(".")[:2])) < (2, 35):
         return False
@@ -109,7 +112,7 @@ def _transparent() -> bool:
 
 @dataclass(frozen=True)
 class Job:
-    """What fio is to do: ``mode`` through ``engine``."""
+    """One run of fio: ``mode`` through ``engine``. It ends after ``seconds``, where given, or at the end of the file."""
 
     mode: Mode
     engine: str
@@ -118,16 +121,16 @@ class Job:
     order: Literal["sequential", "random"] = "sequential"
     cache: Literal["direct", "buffered"] = "direct"
     seconds: float | None = None
-    """It ends then, also where the file is not done."""
 
     @property
     def name(self) -> str:
+        """The name in tables and reports."""
         return f"fio {self.engine}"
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of one job. ``cpu_seconds`` in user and system mode."""
+    """The result of one job. ``cpu_seconds`` are in user and system mode."""
 
     bytes: int
     seconds: float
@@ -145,24 +148,25 @@ class Result:
 
 
 class Fio:
-    """Runs jobs on ``nbytes`` of one file in ``folder``, from ``offset`` on; where that is new, ``prepare`` lays it out and
-    writes it over once."""
+    """Runs jobs on ``nbytes`` of a file in ``folder``, from ``offset`` on. ``prepare`` writes a new file twice, so that jobs
+    find existing extents."""
 
     def __init__(self, folder: str, nbytes: int, buffers: Buffers, name: str = "fio", offset: int = 0) -> None:
         self._file, self._nbytes, self._buffers, self._offset = os.path.join(folder, name), nbytes, buffers, offset
 
     def prepare(self) -> None:
+        """Write the file twice."""
         for _ in range(2):
             self.run(Job("write", "libaio"))
 
     def run(self, job: Job) -> Result:
-        """Raises TieredError with what fio said."""
+        """Run fio. Raises TieredError with fio's message."""
         done = subprocess.run(
             [*self.command(job), "--output-format=json"],
             capture_output=True,
             text=True,
             env=os.environ | self._buffers.environment,
-            start_new_session=True,  # Ctrl-C is for us, who then end it
+            start_new_session=True,  # Ctrl-C reaches this process only, which then ends fio
         )
         if done.returncode:
             said = " ".join((done.stderr or done.stdout).split())
@@ -170,7 +174,7 @@ class Fio:
         return _result(done.stdout)
 
     def command(self, job: Job) -> Sequence[str]:
-        """One process that ends with us: its jobs are threads."""
+        """Return the command line. fio runs as one process, whose jobs are threads, so that it ends with this one."""
         return [
             "fio",
             "--name=tiered",

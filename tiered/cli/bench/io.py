@@ -1,7 +1,5 @@
-"""How long a read waits while another thread writes as fast as the store takes it, beside how long it takes alone.
-
-``tiered bench io``: large tensors through the store, in rounds that are interleaved, with fio between them.
-"""
+"""``tiered bench io``: the rates of a store with large tensors, in rounds interleaved with fio, and the time of a lease while
+another thread writes as fast as the store allows."""
 
 from __future__ import annotations
 
@@ -19,14 +17,17 @@ from typing import Any, Literal
 
 from tiered import TieredError, TieredStore
 from tiered.cli.bench import fio
-from tiered.cli.bench.plot import plot_rounds, refuse_unplottable
-from tiered.cli.bench.series import Run, Series, Setup, Walk, in_rounds, ratios, refuse_full_disk, series_as_json
+from tiered.cli.bench.plot import plot_rounds
+from tiered.cli.bench.series import Run, Series, Setup, Workload, in_rounds, ratios, refuse_full_disk, series_as_json
 from tiered.cli.machine import store_facts
 from tiered.cli.measure import DATA_FILE, Noise, Spread, Usage, environment, quantiles, scratch_folder, scratch_store
 from tiered.cli.output import (
     Progress,
+    counted,
     duration,
     exact_size,
+    rate_unit,
+    refuse_unplottable,
     refuse_unwritable,
     table,
     told_environment,
@@ -40,12 +41,12 @@ from tiered.types import format_size
 __all__ = ["MODES", "Beside", "Flood", "Options", "bench"]
 
 RUNNING = 2
-"""Pools that the other thread has written before any read counts: by then its write-backs are what room has to wait for."""
+"""The other thread writes this many times the pool before any read counts; by then reads wait for its write-backs."""
 
 
 @dataclass
 class Flood:
-    """Rounds of both. ``alone`` and ``flooded``: seconds of each lease of a tensor that was on disk."""
+    """Measures leases of tensors on disk, ``alone`` and ``flooded`` by the writes of another thread, in seconds each."""
 
     store: TieredStore
     setup: Setup
@@ -56,8 +57,8 @@ class Flood:
     """Bytes per second that went to the disk during each round's flood."""
 
     def round(self) -> None:
-        """Lease every tensor once, one after the other, with nothing fetched ahead; then the same in the flood."""
-        self.store.commit()  # what is dirty is on disk, so that reads are alone
+        """Lease every tensor once, one after the other, without prefetching; then do the same in the flood."""
+        self.store.commit()  # writes back all dirty tensors, so that the reads are alone
         self.alone.extend(self._leases())
         with self._flood():
             began, before = time.perf_counter(), self._written()
@@ -77,12 +78,12 @@ class Flood:
 
     @contextmanager
     def _flood(self) -> Iterator[None]:
-        """Another thread replaces tensors until this context ends; its error, if any, is raised here."""
+        """Run a thread that replaces tensors until this context ends, and raise its error, if any."""
         over, begun = threading.Event(), threading.Event()
         errors: list[BaseException] = []
 
         def write() -> None:
-            walk = Walk(self.store, self.setup, StopRequest())
+            walk = Workload(self.store, self.setup, StopRequest())
             count = 0
             try:
                 while not over.is_set():
@@ -109,11 +110,12 @@ class Flood:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """Of the same percentile, in the flood by alone."""
+        """The ratio of each percentile, in the flood by alone."""
         alone, flooded = quantiles(self.alone), quantiles(self.flooded)
         return {name: flooded[name] / max(alone[name], 1e-9) for name in alone}
 
     def as_json(self) -> dict[str, Any]:
+        """Return the percentiles, their ratios and the rate of writing."""
         return {
             "alone_seconds": quantiles(self.alone),
             "flooded_seconds": quantiles(self.flooded),
@@ -123,14 +125,15 @@ class Flood:
         }
 
     def described(self) -> str:
-        """A table for people."""
+        """Format the percentiles as a table."""
         alone, flooded = quantiles(self.alone), quantiles(self.flooded)
         rows = [["one lease", *alone]]
         rows += [[name, *map(duration, found.values())] for name, found in (("alone", alone), ("in the flood", flooded))]
         rows.append(["ratio", *(f"{ratio:.2f}" for ratio in self.ratios.values())])
+        unit, factor = rate_unit(*self.written)
         told = (
-            f"flood: {len(self.flooded)} leases each way, nothing fetched ahead; another thread meanwhile wrote "
-            f"{Spread.of(self.written).shown(1e-9)} GB/s"
+            f"flood: {counted(len(self.flooded), 'lease')} each way, without prefetching; another thread meanwhile wrote "
+            f"{Spread.of(self.written).shown(factor)} {unit}"
         )
         return f"{told}\n{table(rows)}"
 
@@ -138,12 +141,13 @@ class Flood:
 MODES = ("read", "write", "mixed", "flood")
 Beside = Literal["fio", "nothing"]
 DEPENDS = {"read": "lease", "write": "room for one", "mixed": "lease"}
-"""What a latency is the time of."""
+"""What a latency of each mode is the time of."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """``folder`` around the scratch store; ``modes`` are some of MODES; ``beside``: what is measured with it."""
+    """Options of ``tiered bench io``. ``folder``: where the scratch store is made; ``modes``: some of MODES; ``beside``: what
+    else is measured in the same rounds."""
 
     folder: str
     modes: Sequence[str]
@@ -166,9 +170,9 @@ def bench(options: Options, setup: Setup, json: str | None) -> int:
             progress = stack.enter_context(Progress(sys.stderr))
             report |= store_facts(options.folder, setup.backend)
             refuse_full_disk(options.folder, setup.disk_bytes + (setup.moved if options.beside == "fio" else 0))
-            progress.working("writing what will be read", 0.0)
+            progress.working("writing the tensors to read", 0.0)
             store = stack.enter_context(scratch_store(options.folder, dram=setup.pool, backend=setup.backend))
-            walk = Walk(store, setup, stop)
+            walk = Workload(store, setup, stop)
             walk.prepare()
             ours: dict[fio.Mode, Run] = {"read": walk.read, "write": walk.write, "mixed": walk.mixed}
             runs = {mode: {"tiered": run} for mode, run in ours.items() if mode in options.modes}
@@ -178,7 +182,7 @@ def bench(options: Options, setup: Setup, json: str | None) -> int:
             if "flood" in options.modes:
                 flood = Flood(store, setup, stop)
                 for turn in range(options.rounds):
-                    progress.working(f"round {turn + 1} of {options.rounds}: flood", turn / options.rounds)
+                    progress.working(f"flood: round {turn + 1} of {options.rounds}", turn / options.rounds)
                     flood.round()
                 progress.working("done", 1.0)
     except Stopped as stopped:
@@ -189,7 +193,7 @@ def bench(options: Options, setup: Setup, json: str | None) -> int:
     if flood is not None:
         report["flood"] = flood.as_json()
     if json != "-":
-        print(_describe(report, measured))
+        print(_describe(report, setup, measured))
         if flood is not None:
             print(f"\n{flood.described()}")
     write_report(json, report)
@@ -199,13 +203,14 @@ def bench(options: Options, setup: Setup, json: str | None) -> int:
 
 
 def _descriptor(folder: str) -> tuple[str, str] | None:
-    """Where another process finds the data file of the scratch store in ``folder``, which has no name any more: folder and
-    name. None where there is no /proc."""
+    """Find the folder and name under which another process opens the unlinked data file of the scratch store in ``folder``.
+
+    None where there is no /proc."""
     open_files = "/proc/self/fd"
     for number in os.listdir(open_files) if os.path.isdir(open_files) else ():
         try:
             found = os.readlink(f"{open_files}/{number}")
-        except OSError:  # that of listing them
+        except OSError:  # the descriptor of listdir itself
             continue
         if found.removesuffix(" (deleted)") == os.path.join(os.path.realpath(folder), DATA_FILE):
             return f"/proc/{os.getpid()}/fd", number
@@ -213,15 +218,16 @@ def _descriptor(folder: str) -> tuple[str, str] | None:
 
 
 class _Beside:
-    """fio, where the store reads and writes: its own ``data`` file, for one part of a drive may be quicker than another.
+    """Runs fio in the store's own ``data`` file, because one part of a drive may be faster than another.
 
-    What is read are its first bytes; what is written takes turns between the two sets of extents behind them, as a store that
-    overwrites nothing does. Nobody reads the tensors there (``Walk``). Without ``data``, a file of its own in ``folder``.
+    fio reads the first bytes of the file. It writes in turn to the two sets of extents behind them, as the store does, which
+    never overwrites in place; the tensors there are never read (``Workload``). Without ``data``, fio has its own file in
+    ``folder``.
     """
 
     def __init__(self, folder: str, data: tuple[str, str] | None, nbytes: int, buffers: fio.Buffers) -> None:
         end = os.stat(os.path.join(*data)).st_size if data is not None else 0
-        if data is not None and end > 3 * nbytes:  # and a header
+        if data is not None and end > 3 * nbytes:  # three sets of extents and a header
             at, name = data
             self.where = "the store's own data file"
             self.reader, *self.writers = (
@@ -234,6 +240,7 @@ class _Beside:
             self.writers = [self.reader]
 
     def of(self, job: fio.Job) -> Run:
+        """Make the run of ``job``."""
         if job.mode == "read":
             return partial(self.reader.run, job)
         places = cycle(self.writers)
@@ -243,7 +250,7 @@ class _Beside:
 def _add_fio(
     folder: str, setup: Setup, runs: Mapping[fio.Mode, dict[str, Run]], stack: ExitStack, data: tuple[str, str] | None
 ) -> dict[str, Any]:
-    """A run of every mode for every engine that works here; what there is to know about them."""
+    """Add a run of fio to each mode for each engine that works here; returns the facts about fio for the report."""
     buffers = stack.enter_context(fio.huge_buffers(fio.BLOCK * fio.DEPTH))
     beside = _Beside(stack.enter_context(scratch_folder(folder)), data, setup.moved, buffers)
     unavailable = {}
@@ -260,13 +267,14 @@ def _add_fio(
     return {"buffers": buffers.words, "place": beside.where, "unavailable": unavailable, "command": " ".join(command)}
 
 
-def _describe(report: Mapping[str, Any], measured: Mapping[fio.Mode, Sequence[Series]]) -> str:
-    rows = [["", "", "GB/s", "CPU s per GiB", "p50", "p99", "p99.9", "of one", "moved", "by the kernel", "tiered by this"]]
+def _describe(report: Mapping[str, Any], setup: Setup, measured: Mapping[fio.Mode, Sequence[Series]]) -> str:
+    unit, factor = rate_unit(*(value for series in measured.values() for one in series for value in one.rates))
+    rows = [["", "", unit, "CPU s per GiB", "p50", "p99", "p99.9", "of one", "moved", "by the kernel", "tiered by this"]]
     for mode, series in measured.items():
         by = ratios(series)
         for one in series:
             row = [mode if one is series[0] else "", one.name]
-            row += [Spread.of(one.rates).shown(1e-9), f"{Spread.of(one.cpu).median:.2f}"]
+            row += [Spread.of(one.rates).shown(factor), f"{Spread.of(one.cpu).median:.2f}"]
             times = one.latency()
             row += [duration(times[name]) if times else "" for name in ("p50", "p99", "p99.9")]
             row += [DEPENDS[mode] if times else "", *(_counted(one.usages) if one.usages else ["", ""])]
@@ -276,35 +284,36 @@ def _describe(report: Mapping[str, Any], measured: Mapping[fio.Mode, Sequence[Se
     told = [
         told_environment(report),
         told_io(report),
-        f"{report['tensors']} tensors of {format_size(report['tensor_bytes'])} each way through "
-        f"{format_size(report['pool_bytes'])} of memory, {report['ahead']} fetched ahead, {report['order']}, checksums on",
-        f"{report['rounds']} rounds, interleaved: median [least - most]; {told_noise(report['noise'])}",
+        f"{counted(report['tensors'], 'tensor')} of {format_size(report['tensor_bytes'])} each way through "
+        f"{format_size(report['pool_bytes'])} of memory, {report['ahead']} prefetched, {report['order']}, checksums on",
+        *setup.notes(),
+        f"{counted(report['rounds'], 'round')}, interleaved: median [least - most]; {told_noise(report['noise'])}",
     ]
     if "fio" in report and measured:
         told.append(
             f"{report['fio']['version']}: direct, {exact_size(report['fio']['block_bytes'])} blocks, depth "
-            f"{report['fio']['depth']}, {report['fio']['buffers']}, in {report['fio']['place']}; what it writes ends with an "
-            "fsync (end_fsync=1), as ours with a commit"
+            f"{report['fio']['depth']}, {report['fio']['buffers']}, in {report['fio']['place']}; its writes end with an "
+            "fsync (end_fsync=1), as those of the store end with a commit"
         )
         told += [f"fio {engine} left out: {why}" for engine, why in report["fio"]["unavailable"].items()]
     if measured:
-        told += ["", table(rows, left=2), *_doubts(measured)]
+        told += ["", table(rows, "llr"), *_doubts(measured)]
     return "\n".join(told)
 
 
 def _counted(usages: Sequence[Usage]) -> list[str]:
-    """Bytes of a round, as the store and as the kernel count them."""
+    """Format the bytes of a round, as the store and as the kernel count them."""
     ours = Spread.of([usage.bytes for usage in usages]).median
     kernel = [usage.kernel_bytes for usage in usages if usage.kernel_bytes is not None]
-    return [format_size(ours), format_size(Spread.of(kernel).median) if kernel else "does not tell"]
+    return [format_size(ours), format_size(Spread.of(kernel).median) if kernel else "not counted"]
 
 
 def _doubts(measured: Mapping[fio.Mode, Sequence[Series]]) -> list[str]:
-    """Where the kernel saw less than we moved, something other than a local drive answered."""
+    """Warn where the kernel counted fewer bytes than the store moved: then something other than a local drive answered."""
     for mode, series in measured.items():
         for usage in series[0].usages:
             if usage.kernel_bytes is not None and usage.kernel_bytes < 0.9 * usage.bytes:
                 return [
-                    f"of {mode} the kernel counted less than was moved: a cache or a network filesystem answered, not a drive"
+                    f"{mode}: the kernel counted less than was moved: a cache or a network filesystem answered, not a drive"
                 ]
     return []

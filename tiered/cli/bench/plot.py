@@ -1,4 +1,4 @@
-"""What ``tiered bench io --plot`` draws, from the same reports that ``--json`` writes. matplotlib is optional."""
+"""Pictures of ``tiered bench io --plot``, drawn from the same reports that ``--json`` writes. matplotlib is optional."""
 
 from __future__ import annotations
 
@@ -6,33 +6,20 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tiered import MisuseError, __version__
-from tiered.cli.output import exact_size, refuse_unwritable
+from tiered import __version__
+from tiered.cli.output import exact_size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["plot_rounds", "plot_sustained", "plot_sweep", "refuse_unplottable"]
+__all__ = ["plot_rounds", "plot_sustained", "plot_sweep"]
 
 Report = Mapping[str, Any]
 STYLES = ("-", "--", ":", "-.")
 
 
-def refuse_unplottable(path: str | None) -> None:
-    """Raises MisuseError when there could be no picture in the end: no matplotlib, another suffix, a file that is not ours."""
-    if path is None:
-        return
-    if not path.endswith(".png"):
-        raise MisuseError(f"--plot {path} does not end in .png, which is what it would be")
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise MisuseError("--plot needs matplotlib: pip install '.[plot]' in a clone, or pip install matplotlib") from error
-    refuse_unwritable(path, "--plot")
-
-
 def plot_rounds(path: str, report: Report) -> None:
-    """Bars: the rate of each mode, ours and fio's, with the least and the most."""
+    """Draw a bar for the rate of each mode, ours and fio's, with the least and the most."""
     figure = _figure(8, 4.5)
     axes = figure.subplots()
     modes = report["modes"]
@@ -52,7 +39,7 @@ def plot_rounds(path: str, report: Report) -> None:
 
 
 def plot_sweep(path: str, report: Report) -> None:
-    """A panel for each mode and order: rate by depth; a colour for each backend, a style for each block."""
+    """Draw a panel for each mode and order: the rate by depth, a colour for each backend, a line style for each block."""
     points: Sequence[Report] = report["points"]
     names = list(dict.fromkeys(name for point in points for name in point["by"]))
     blocks = list(dict.fromkeys(point["block_bytes"] for point in points))
@@ -95,7 +82,7 @@ def plot_sweep(path: str, report: Report) -> None:
 
 
 def plot_sustained(path: str, report: Report) -> None:
-    """The rate over time."""
+    """Draw the rate over time."""
     figure = _figure(8, 4)
     axes = figure.subplots()
     windows = report["sustained"]["windows"]

@@ -1,7 +1,5 @@
-"""Results of what is measured again and again, in rounds that are interleaved: what changes with time meets all alike.
-
-Passes over large tensors in a store: read, written until they are durable, and both.
-"""
+"""Measurements in interleaved rounds, so that changes over time affect all runs alike; and the workload of ``tiered bench io``,
+which reads and writes large tensors in a store."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ __all__ = [
     "Run",
     "Series",
     "Setup",
-    "Walk",
+    "Workload",
     "in_rounds",
     "ratios",
     "refuse_full_disk",
@@ -37,7 +35,7 @@ Group = TypeVar("Group", bound=Hashable)
 
 
 class Result(Protocol):
-    """Of one round. ``latencies``: seconds of each operation, where they were taken; ``usage``: None of other programs."""
+    """The result of one round. ``latencies``: seconds of each operation, where measured; ``usage``: None for other programs."""
 
     @property
     def rate(self) -> float: ...
@@ -54,7 +52,7 @@ Run = Callable[[], Result]
 
 @dataclass
 class Series:
-    """Results of one thing that is measured, one per round; ``latencies`` of all together."""
+    """The results of one run over all rounds: one rate per round, and the latencies of all rounds together."""
 
     name: str
     rates: list[float] = field(default_factory=list)
@@ -63,6 +61,7 @@ class Series:
     latencies: array[float] = field(default_factory=lambda: array("d"))
 
     def add(self, result: Result) -> None:
+        """Add the result of a round."""
         self.rates.append(result.rate)
         self.cpu.append(result.cpu_seconds_per_gib)
         self.latencies.extend(result.latencies)
@@ -70,7 +69,7 @@ class Series:
             self.usages.append(result.usage)
 
     def latency(self) -> dict[str, float]:
-        """Empty where none was taken."""
+        """Return the percentiles of the latencies; empty where none were measured."""
         return quantiles(self.latencies)
 
     def as_json(self) -> dict[str, Any]:
@@ -89,8 +88,10 @@ class Series:
 def in_rounds(
     runs: Mapping[Group, Mapping[str, Run]], rounds: int, stop: StopRequest, progress: Progress
 ) -> dict[Group, list[Series]]:
-    """Everything once in each round; by group, in the order of names. Who begins, and from three on who follows whom, changes
-    from round to round, for what ran before leaves its trace: a drive's cache, a warm CPU."""
+    """Run everything once in each round; returns the results by group, in the order of names.
+
+    The order of the runs changes from round to round, because each run affects the next one through the cache of the drive and
+    the temperature of the CPU."""
     measured = {group: {name: Series(name) for name in named} for group, named in runs.items()}
     total, done = rounds * sum(map(len, runs.values())), 0
     for turn in range(rounds):
@@ -106,12 +107,13 @@ def in_rounds(
 
 
 def ratios(series: Sequence[Series]) -> dict[str, Spread]:
-    """The first one's rate by each other's, of the pairs in each round."""
+    """Divide the rate of the first series by that of each other one, round by round."""
     ours, *others = series
     return {other.name: Spread.of([a / b for a, b in zip(ours.rates, other.rates, strict=True)]) for other in others}
 
 
 def series_as_json(series: Sequence[Series]) -> dict[str, Any]:
+    """Return all series by name, and their ratios."""
     return {
         **{one.name: one.as_json() for one in series},
         "ratios": {name: spread.as_json() for name, spread in ratios(series).items()},
@@ -121,17 +123,19 @@ def series_as_json(series: Sequence[Series]) -> dict[str, Any]:
 Order = Literal["sequential", "random"]
 
 TENSOR = 16 << 20
-"""Bytes of a tensor, unless --tensor says another; smaller where --size is small."""
+"""Bytes of a tensor; smaller where --size or --dram is small."""
 AHEAD = 4
-"""Tensors that are asked for while one is leased."""
+"""Tensors that are prefetched while one is leased."""
 SMALLEST = 4 * SMALLEST_DRAM
 WARM_UP = 2
-"""Passes before any counts: what is written takes turns between two sets of extents, and fresh ones are slower."""
+"""Passes that do not count: writes alternate between two sets of extents, and new extents are slower."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One configuration that is measured. ``pool``: bytes of the store's memory; ``tensors`` of ``tensor`` bytes each way."""
+    """One configuration: ``pool`` bytes of the store's memory, and ``tensors`` of ``tensor`` bytes each way.
+
+    ``asked``: the bytes each way and the bytes of memory that the options asked for."""
 
     pool: int
     tensor: int
@@ -139,28 +143,44 @@ class Setup:
     backend: BackendName = "auto"
     ahead: int = AHEAD
     order: Order = "sequential"
+    asked: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, *, size: int, dram: int, backend: BackendName, order: Order = "sequential") -> Setup:
-        """At least eight tensors in the pool, and four times as many in all. Raises MisuseError."""
+        """Choose sizes so that the pool has room for eight tensors and a quarter of all tensors. Raises MisuseError."""
         for name, given, least in (("size", size, SMALLEST), ("dram", dram, SMALLEST_DRAM)):
             if given < least:
                 raise MisuseError(f"--{name} {exact_size(given)} is too small to measure: the least is {exact_size(least)}")
         pool = min(dram, size // 4)
         tensor = min(TENSOR, pool // 8 // 4096 * 4096)
-        return cls(pool, tensor, size // tensor, backend, order=order)
+        return cls(pool, tensor, size // tensor, backend, order=order, asked=(size, dram))
+
+    def notes(self) -> list[str]:
+        """Say which of the sizes that were asked for are not those of the measurement, and why."""
+        found = []
+        if self.asked is not None and self.pool < self.asked[1]:
+            found.append(
+                f"not --dram {exact_size(self.asked[1])}: the store has a quarter of --size {exact_size(self.asked[0])}, "
+                "so that most reads come from the disk"
+            )
+        if self.tensor < TENSOR:
+            found.append(f"not tensors of {exact_size(TENSOR)}: the store's memory has room for eight, to prefetch some")
+        if self.asked is not None and self.moved != self.asked[0]:
+            found.append(f"not --size {exact_size(self.asked[0])}: {exact_size(self.moved)} are whole tensors")
+        return found
 
     @property
     def moved(self) -> int:
-        """Bytes each way in each round."""
+        """Bytes that a round moves each way."""
         return self.tensor * self.tensors
 
     @property
     def disk_bytes(self) -> int:
-        """What is read, and two sets of what is written."""
+        """Bytes of disk: the tensors to read, and two sets of extents to write."""
         return 3 * self.moved + (128 << 20)
 
     def as_json(self) -> dict[str, Any]:
+        """Return the sizes."""
         return {
             "pool_bytes": self.pool,
             "tensor_bytes": self.tensor,
@@ -172,8 +192,10 @@ class Setup:
 
 @dataclass(frozen=True)
 class Pass:
-    """``asked``: bytes that were to be moved. Only these count, and only if they were: neither what was read twice (because it
-    was evicted again before it was used) nor what was found in memory makes a rate better. ``latencies``: seconds of calls."""
+    """The result of one pass. ``asked``: the bytes to move; ``latencies``: seconds of each call.
+
+    The rate counts at most the bytes that were asked for, and at most those that moved: a tensor that was evicted before its
+    use and read twice does not improve the rate, and neither does one that was found in memory."""
 
     usage: Usage
     asked: int
@@ -181,6 +203,7 @@ class Pass:
 
     @property
     def useful(self) -> int:
+        """The bytes that count."""
         return min(self.asked, self.usage.bytes)
 
     @property
@@ -193,7 +216,7 @@ class Pass:
 
 
 def refuse_full_disk(folder: str, needed: int) -> None:
-    """Raises CapacityError where the filesystem has no room for ``needed`` bytes."""
+    """Raise CapacityError where the filesystem of ``folder`` has no room for ``needed`` bytes."""
     free = free_on(folder)
     if needed > free:
         raise CapacityError(
@@ -202,8 +225,8 @@ def refuse_full_disk(folder: str, needed: int) -> None:
         )
 
 
-class Walk:
-    """Passes over a store's tensors: those of ``r/`` are only read, those of ``w/`` only written."""
+class Workload:
+    """Makes passes over a store's tensors. Tensors below ``r/`` are only read, tensors below ``w/`` only written."""
 
     def __init__(self, store: TieredStore, setup: Setup, stop: StopRequest) -> None:
         self._store, self._setup, self._stop = store, setup, stop
@@ -215,7 +238,7 @@ class Walk:
         self._latencies: list[float] = []
 
     def prepare(self) -> None:
-        """Put what will be read, at the begin of the file, and write until extents are written over."""
+        """Put the tensors to read at the beginning of the file, and write until writes reuse extents."""
         value = bytes_of(self._setup.tensor)
         for key in self._reads:
             self._stop.check()
@@ -225,14 +248,14 @@ class Walk:
             self.write()
 
     def read(self) -> Pass:
-        """Lease one tensor after the other while the next ones are on their way. Latencies: of these leases."""
+        """Lease one tensor after the other while the next ones are prefetched. The latencies are those of the leases."""
         self._begin()
         for index in range(len(self._reads)):
             self._read(index)
         return self._end(self._setup.moved)
 
     def write(self) -> Pass:
-        """Replace all tensors, and commit: the time until everything is on disk. Latencies: until there is room for each."""
+        """Replace all tensors and commit, which ends when all bytes are on disk. The latencies are the waits for room."""
         self._begin()
         for key in self._writes:
             began = time.perf_counter()
@@ -242,7 +265,7 @@ class Walk:
         return self._end(self._setup.moved)
 
     def mixed(self) -> Pass:
-        """Read one, write one, and commit. Latencies: of the reads."""
+        """Read and replace tensors in turn, and commit. The latencies are those of the reads."""
         self._begin()
         for index, key in enumerate(self._writes):
             self.replace(key)
@@ -251,8 +274,8 @@ class Walk:
         return self._end(2 * self._setup.moved)
 
     def replace(self, key: str) -> None:
-        """New contents as a WRITE lease leaves them, made in place, a byte of each piece that has a checksum: what
-        is measured is their way to the disk."""
+        """Replace a tensor and change one byte of each checksummed piece in place, so that hardly anything but the way to the
+        disk is measured."""
         self._stop.check()
         self._store.create(key, self._spec)
         with self._store.lease(key, access="write") as tensor:

@@ -1,4 +1,5 @@
-"""``tiered bench step``: what an optimizer step costs whose state is on disk, beside what its bytes cost by themselves."""
+"""``tiered bench step``: the time of an optimizer step whose state is on disk, and the time that the disk needs for the bytes
+of this step alone."""
 
 from __future__ import annotations
 
@@ -13,11 +14,31 @@ import torch
 from torch import nn
 
 from tiered import CapacityError, MisuseError, TieredStore, zero
-from tiered.cli import measure as rates
 from tiered.cli.bench import fio
 from tiered.cli.machine import store_facts
-from tiered.cli.measure import Meter, Noise, Spread, Usage, environment, free_on, scratch_folder, scratch_store
-from tiered.cli.output import Progress, refuse_unwritable, table, told_environment, told_io, told_noise, write_report
+from tiered.cli.measure import (
+    Meter,
+    Noise,
+    Rates,
+    Spread,
+    Usage,
+    environment,
+    free_on,
+    measure,
+    scratch_folder,
+    scratch_store,
+)
+from tiered.cli.output import (
+    Progress,
+    counted,
+    rate_unit,
+    refuse_unwritable,
+    table,
+    told_environment,
+    told_io,
+    told_noise,
+    write_report,
+)
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.store.opening import SMALLEST_DRAM
 from tiered.types import BackendName, format_size
@@ -26,19 +47,20 @@ __all__ = ["Options", "Stack", "Stepper", "bench"]
 
 Dtype = Literal["float32", "bfloat16"]
 STATE_BYTES = {"float32": 12, "bfloat16": 12}
-"""Per parameter, without gradients: the master, which is the parameter or has it in it, and two moments."""
+"""Bytes per parameter without gradients: the fp32 value (of which a bf16 parameter is the upper half) and two moments."""
 WARM_UP = 4
-"""Steps before any counts: the first has no updates, the second makes the moments, the third shows the order."""
+"""Steps that do not count: the first has no updates, the second makes the moments, in the third the store learns the order."""
 TOKENS = 4
 LAYERS = 16
-"""At least; and a layer's parameters are a 32nd of the memory at most."""
+"""Least number of layers; a layer's parameters also take at most a 32nd of the memory."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """``dram``: bytes, or None for a tenth of the state. ``threads``: None for one less than torch takes by itself, for a core
-    is the store's own thread's. ``passes``: micro-batches per step, one after the other;
-    ``micro_batch``: parts of each inside units."""
+    """Options of ``tiered bench step``.
+
+    ``dram``: bytes, None for a tenth of the state. ``threads``: None for one less than torch's default, because the store's own
+    thread needs a core. ``passes``: batches per step; ``micro_batch``: parts of each batch inside units."""
 
     folder: str
     parameters: int
@@ -54,17 +76,18 @@ class Options:
 
     @property
     def state(self) -> int:
-        """Bytes."""
+        """Bytes of parameters and moments."""
         return self.parameters * STATE_BYTES[self.dtype]
 
     @property
     def pool(self) -> int:
+        """Bytes of the store's memory."""
         return self.state // 10 if self.dram is None else self.dram
 
 
 class Stack(nn.Module):
-    """Square layers one after the other, hardly any computing. They are residual: else gradients and moments would be so
-    small that a processor takes many times as long for them."""
+    """Square layers one after the other, with hardly any computing. The layers are residual, because without that gradients and
+    moments become subnormal numbers, with which a processor computes many times more slowly."""
 
     def __init__(self, layers: int, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -73,7 +96,7 @@ class Stack(nn.Module):
 
     @classmethod
     def of(cls, options: Options) -> Stack:
-        """Of about ``options.parameters``."""
+        """Make a stack of about ``options.parameters``."""
         dtype: torch.dtype = getattr(torch, options.dtype)
         most = min(options.parameters // LAYERS, options.pool // 32 // dtype.itemsize)
         width = max(64, math.isqrt(most) // 64 * 64)
@@ -85,14 +108,8 @@ class Stack(nn.Module):
         return x
 
 
-@dataclass(frozen=True)
-class Step:
-    usage: Usage
-    waited: float
-
-
 class Stepper:
-    """Steps of one model in one store."""
+    """Runs training steps of one model in one store."""
 
     def __init__(self, store: TieredStore, options: Options) -> None:
         torch.manual_seed(0)
@@ -101,31 +118,16 @@ class Stepper:
         self.model = zero.page(stack, store, micro_batch=options.micro_batch)
         self._optimizer = zero.AdamW(self.model.parameters(), lr=1e-4, update=options.update)
         self._inputs = torch.ones(TOKENS * options.micro_batch, stack.width, dtype=next(stack.parameters()).dtype)
-        self._passes, self._store, self._meter = options.passes, store, Meter(store)
+        self._passes, self._meter = options.passes, Meter(store)
 
-    def step(self) -> Step:
-        """Forward and backward of every pass, and the optimizer's step; its updates happen where ``update`` says."""
-        before = self._store.statistics()
+    def step(self) -> Usage:
+        """Run forward and backward of each pass and the optimizer's step, and measure them."""
         self._meter.lap()
         for _ in range(self._passes):
             self.model(self._inputs).float().square().mean().backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        usage, after = self._meter.lap(), self._store.statistics()
-        waits = (after.stalled_for_reads - before.stalled_for_reads, after.stalled_for_room - before.stalled_for_room)
-        return Step(usage, sum(waits))
-
-
-@dataclass(frozen=True)
-class Disk:
-    """Bytes per second, of each way by itself."""
-
-    read: float
-    write: float
-
-    def seconds(self, usage: Usage) -> float:
-        """What these bytes take, one way after the other: both at once are not quicker."""
-        return usage.read / self.read + usage.written / self.write
+        return self._meter.lap()
 
 
 def bench(options: Options, json: str | None) -> int:
@@ -177,32 +179,32 @@ def _refuse_full_disk(options: Options) -> None:
         )
 
 
-def _disk(options: Options, store: TieredStore, stack: ExitStack) -> Callable[[], Disk]:
-    """Measures what the disk gives now: fio at its best, or the store itself with large tensors."""
+def _disk(options: Options, store: TieredStore, stack: ExitStack) -> Callable[[], Rates]:
+    """Make a function that measures the disk now: with fio, or through the store with large tensors."""
     if options.beside == "nothing":
 
-        def through_the_store() -> Disk:
-            found = rates.measure(store)
+        def through_the_store() -> Rates:
+            found = measure(store)
             if found is None:
-                raise CapacityError("there is no room to measure the disk: lower --parameters")
-            return Disk(found.read, found.write)
+                raise CapacityError("the disk has no room for the measurement: lower --parameters")
+            return found
 
         return through_the_store
     buffers = stack.enter_context(fio.huge_buffers(fio.BLOCK * fio.DEPTH))
     program = fio.Fio(stack.enter_context(scratch_folder(options.folder)), 1 << 30, buffers)
     program.prepare()
 
-    def by_fio() -> Disk:
+    def by_fio() -> Rates:
         read, write = (program.run(fio.Job(mode, "libaio")).rate for mode in ("read", "write"))
-        return Disk(read, write)
+        return Rates(read, write)
 
     return by_fio
 
 
 def _rounds(
-    stepper: Stepper, disk: Callable[[], Disk], rounds: int, stop: StopRequest, progress: Progress
-) -> tuple[list[Step], list[Disk]]:
-    """Steps and measurements of the disk in turn."""
+    stepper: Stepper, disk: Callable[[], Rates], rounds: int, stop: StopRequest, progress: Progress
+) -> tuple[list[Usage], list[Rates]]:
+    """Run steps and measurements of the disk in turn."""
     total = WARM_UP + rounds
     for number in range(WARM_UP):
         stop.check()
@@ -213,55 +215,58 @@ def _rounds(
         stop.check()
         progress.working(f"round {number + 1} of {rounds}", (WARM_UP + number) / total)
         disks.append(disk())
-        stepper.step()  # what measuring left in memory is none of the step's
+        stepper.step()  # a step that does not count: the measurement has displaced the model in memory
         steps.append(stepper.step())
     progress.working("done", 1.0)
     return steps, disks
 
 
-def _numbers(parameters: int, steps: list[Step], disks: list[Disk]) -> dict[str, Any]:
+def _numbers(parameters: int, steps: list[Usage], disks: list[Rates]) -> dict[str, Any]:
     def spread(values: list[float]) -> dict[str, float]:
         return Spread.of(values).as_json()
 
-    kernel = [step.usage.kernel_bytes for step in steps if step.usage.kernel_bytes is not None]
-    alone = [disk.seconds(step.usage) for step, disk in zip(steps, disks, strict=True)]
+    kernel = [step.kernel_bytes for step in steps if step.kernel_bytes is not None]
+    alone = [disk.seconds(step.read, step.written) for step, disk in zip(steps, disks, strict=True)]
     return {
-        "seconds": spread([step.usage.seconds for step in steps]),
-        "waited_seconds": spread([step.waited for step in steps]),
-        "read_bytes_per_parameter": spread([step.usage.read / parameters for step in steps]),
-        "written_bytes_per_parameter": spread([step.usage.written / parameters for step in steps]),
+        "seconds": spread([step.seconds for step in steps]),
+        "waited_seconds": spread([step.stalled for step in steps]),
+        "read_bytes_per_parameter": spread([step.read / parameters for step in steps]),
+        "written_bytes_per_parameter": spread([step.written / parameters for step in steps]),
         "kernel_bytes_per_parameter": spread([n / parameters for n in kernel]) if kernel else None,
         "disk_read_bytes_per_second": spread([disk.read for disk in disks]),
         "disk_write_bytes_per_second": spread([disk.write for disk in disks]),
         "disk_seconds": spread(alone),
-        "step_by_disk": spread([step.usage.seconds / seconds for step, seconds in zip(steps, alone, strict=True)]),
+        "step_by_disk": spread([step.seconds / seconds for step, seconds in zip(steps, alone, strict=True)]),
     }
 
 
 def _describe(report: dict[str, Any]) -> str:
     def told(name: str, factor: float = 1.0) -> str:
         found = report[name]
-        return Spread(found["median"], found["min"], found["max"]).shown(factor) if found else "the kernel does not tell"
+        return Spread(found["median"], found["min"], found["max"]).shown(factor) if found else "the kernel does not count them"
 
+    slow = [report[f"disk_{way}_bytes_per_second"]["median"] for way in ("read", "write")]
+    unit, factor = rate_unit(*slow)
     rows = [
         ["seconds per step", told("seconds")],
-        ["of these waited for the store", told("waited_seconds")],
+        ["  of these waiting for the store", told("waited_seconds")],
         ["bytes read per parameter", told("read_bytes_per_parameter")],
         ["bytes written per parameter", told("written_bytes_per_parameter")],
-        ["both, by the kernel", told("kernel_bytes_per_parameter")],
-        ["the disk alone reads, GB/s", told("disk_read_bytes_per_second", 1e-9)],
-        ["and writes", told("disk_write_bytes_per_second", 1e-9)],
-        ["seconds that it needs for these bytes", told("disk_seconds")],
-        ["the step by that", told("step_by_disk")],
+        ["both, as the kernel counts them", told("kernel_bytes_per_parameter")],
+        [f"the disk alone reads, {unit}", told("disk_read_bytes_per_second", factor)],
+        [f"the disk alone writes, {unit}", told("disk_write_bytes_per_second", factor)],
+        ["seconds the disk alone needs for these bytes", told("disk_seconds")],
+        ["step by disk alone", told("step_by_disk")],
     ]
     return "\n".join(
         [
             told_environment(report),
             told_io(report),
-            f"{report['parameters']:,} parameters, {report['dtype']}, in {report['units']} units; {report['update']}, "
-            f"{report['passes']} passes of {report['micro_batch']} parts, threads of torch: {report['threads']}; "
+            f"{report['parameters']:,} parameters, {report['dtype']}, in {counted(report['units'], 'unit')}; "
+            f"{report['update']}, {counted(report['passes'], 'pass')} of {counted(report['micro_batch'], 'part')}, "
+            f"{counted(report['threads'], 'thread')} of torch; "
             f"{format_size(report['pool_bytes'])} of memory, {format_size(report['peak_bytes'])} used at most",
-            f"{report['rounds']} rounds: median [least - most]; {told_noise(report['noise'])}",
+            f"{counted(report['rounds'], 'round')}: median [least - most]; {told_noise(report['noise'])}",
             "",
             table(rows),
         ]

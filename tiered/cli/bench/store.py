@@ -1,4 +1,4 @@
-"""``tiered bench store``: every call of a store on tensors of many sizes, each size in a scratch store of its own."""
+"""``tiered bench store``: time every call of a store on tensors of many sizes, each size in a scratch store of its own."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tiered.cli.machine import store_facts
 from tiered.cli.measure import Noise, bytes_of, environment, free_on, percentile, scratch_store
 from tiered.cli.output import (
     Progress,
-    bandwidth,
     duration,
     exact_size,
+    rate,
     refuse_unwritable,
     table,
     told_environment,
@@ -35,18 +35,19 @@ __all__ = ["Options", "bench"]
 USUAL_DRAM = 4 << 30
 USUAL_POOL = 256 << 20
 FEWEST, MOST = 4, 256
-"""Tensors that a size's pool has room for: as many as USUAL_POOL holds, within these bounds."""
+"""Bounds for the number of tensors in the pool of one size, which is otherwise as many as USUAL_POOL holds."""
 AHEAD = 4
-"""Tensors that are asked for while one is leased."""
+"""Tensors that are prefetched while one is leased."""
 LEAST_RUNS = 3
 SLOT = 4096
 STAGES = 9
-"""Of one size, for the progress that is shown."""
+"""Stages of the measurement of one size, for the progress display."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """``folder`` around the scratch stores, ``sizes`` and ``dram`` in bytes, ``seconds`` for each line."""
+    """Options of ``tiered bench store``. ``folder``: where the scratch stores are made; ``sizes`` and ``dram`` in bytes;
+    ``seconds`` for each line."""
 
     folder: str
     sizes: tuple[int, ...]
@@ -57,9 +58,9 @@ class Options:
 
 @dataclass(frozen=True)
 class Line:
-    """One operation on tensors of ``nbytes``. ``latencies`` in seconds, ascending; ``seconds`` they took together.
+    """The measurement of one operation on tensors of ``nbytes``: ``latencies`` in seconds, ascending, in ``seconds`` together.
 
-    ``misses`` are the leases among them that had to wait. ``moves``: whether each operation moves the tensor's bytes.
+    ``misses``: leases that had to wait. ``moves``: whether the operation moves the bytes of the tensor.
     """
 
     nbytes: int
@@ -75,6 +76,7 @@ class Line:
         return len(self.latencies) / max(self.seconds, 1e-9)
 
     def latency(self) -> dict[str, float]:
+        """Return the percentiles of the latencies."""
         shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
         return {name: percentile(self.latencies, share) for name, share in shares.items()}
 
@@ -92,15 +94,16 @@ class Line:
         }
 
     def row(self) -> list[str]:
-        rate = bandwidth(self.per_second * self.nbytes) if self.moves else "-"
+        """Format the row of the table."""
+        moved = rate(self.per_second * self.nbytes) if self.moves else "-"
         times = [duration(seconds) for seconds in self.latency().values()]
         count = f"{self.per_second:,.0f}" if self.per_second >= 10 else f"{self.per_second:.1f}"
-        return [exact_size(self.nbytes), self.operation, self.where, f"{len(self.latencies):,}", count, rate, *times]
+        return [exact_size(self.nbytes), self.operation, self.where, f"{len(self.latencies):,}", count, moved, *times]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one size: ``pool`` bytes of memory, room for ``slots`` tensors in it, ``tensors`` in all, more than fit."""
+    """The measurement of one size: ``pool`` bytes of memory with room for ``slots`` tensors, and more ``tensors`` than fit."""
 
     nbytes: int
     pool: int
@@ -108,6 +111,7 @@ class Plan:
 
     @classmethod
     def of(cls, nbytes: int, dram: int) -> Plan:
+        """Plan tensors of ``nbytes`` in at most ``dram`` bytes of memory."""
         slot = -(-nbytes // SLOT) * SLOT
         slots = min(MOST, max(FEWEST, USUAL_POOL // slot), dram // slot)
         return cls(nbytes, max(SMALLEST_DRAM, slots * slot), slots)
@@ -123,12 +127,13 @@ class Plan:
 
     @property
     def memory_bytes(self) -> int:
-        """The pool, what is put, and what get gives."""
+        """Bytes of the pool, of the tensor to put, and of the tensor that get returns."""
         return self.pool + 2 * self.nbytes
 
     def why_not(self, dram: int, disk: int, memory: int) -> str | None:
+        """Say why this size cannot be measured; None where it can."""
         if self.slots < 2:
-            return f"needs room for two of it, and --dram is {format_size(dram)}"
+            return f"needs room for two tensors, and --dram is {format_size(dram)}"
         if self.memory_bytes > memory:
             return f"needs {format_size(self.memory_bytes)} of memory, {format_size(memory)} is available: lower --dram"
         if self.disk_bytes > disk:
@@ -185,7 +190,7 @@ def _measure_size(
     value = bytes_of(plan.nbytes)
     with scratch_store(options.folder, dram=plan.pool, backend=options.backend) as store:
         keys = [str(index) for index in range(plan.tensors)]
-        few = keys[: max(1, plan.slots // 8)]  # so few that background write-backs do not begin
+        few = keys[: max(1, plan.slots // 8)]  # too few for background write-backs to begin
         runs = _Runs(store, plan.nbytes, options.seconds, stop)
 
         def put(key: str) -> None:
@@ -195,7 +200,7 @@ def _measure_size(
             with store.lease(key):
                 pass
 
-        for key in [*few, *few]:  # twice: the second slot of a replaced tensor is new to the system, too
+        for key in [*few, *few]:  # twice, because a replaced tensor has a second slot whose pages are new
             put(key)
         for name, operation in (("put", put), ("get", store.get)):
             now(f"{name}, in memory")
@@ -204,17 +209,17 @@ def _measure_size(
             now(f"{name}, in memory")
             yield runs.line(name, "in memory", itertools.cycle(few), operation, moves=False)
         now("put, memory full")
-        for key in keys:  # until it is full, and full of what has to be written back
+        for key in keys:  # until memory is full of tensors that have to be written back
             stop.check()
             put(key)
-        walk = itertools.cycle(keys)  # one walk for all: what comes next is always what was used longest ago
+        walk = itertools.cycle(keys)  # one walk for all operations: the next tensor is always the one that was used longest ago
         yield runs.line("put", "memory full", walk, put)
         now("writing everything back")
-        store.commit()  # what is clean leaves memory before what is dirty, and only what was on disk should be measured below
+        store.commit()  # clean tensors leave memory before dirty ones, and only tensors on disk are measured below
         for name, operation in (("get", store.get), ("lease", lease)):
             now(f"{name}, on disk")
             yield runs.line_of_misses(name, walk, operation, 4 * len(keys))
-        now("fetched ahead")
+        now("prefetched")
         yield from runs.lines_ahead(walk, max(1, min(AHEAD, plan.slots - 2)))
 
 
@@ -231,7 +236,7 @@ class _Runs:
     def line(
         self, name: str, where: str, walk: Iterator[str], operation: Callable[[str], object], *, moves: bool = True
     ) -> Line:
-        """``operation`` on one key after the other."""
+        """Time ``operation`` on one key after the other."""
         latencies: list[float] = []
         misses, began = self._store.statistics().misses, time.perf_counter()
         for key in walk:
@@ -244,7 +249,7 @@ class _Runs:
         return self._made(name, where, latencies, seconds, self._store.statistics().misses - misses, moves=moves)
 
     def line_of_misses(self, name: str, walk: Iterator[str], operation: Callable[[str], object], most: int) -> Line:
-        """The same, where only those count that found the tensor on disk; of ``most`` tries, whatever a policy keeps."""
+        """Time ``operation`` in the same way, and count only the calls that found their tensor on disk, of at most ``most``."""
         latencies: list[float] = []
         began = time.perf_counter()
         for runs, key in enumerate(walk, 1):
@@ -258,9 +263,9 @@ class _Runs:
         return self._made(name, "on disk", latencies, sum(latencies), len(latencies))
 
     def lines_ahead(self, walk: Iterator[str], ahead: int) -> Iterator[Line]:
-        """The walk goes on where the next ``ahead`` ones are always asked for: the asking, and the leases.
+        """Time leases along the walk while the next ``ahead`` tensors are prefetched, and the calls of ``prefetch``.
 
-        The leases' ``seconds`` are those of the whole walk, since bytes arrive while somebody asks.
+        The ``seconds`` of the leases are those of the whole walk, because bytes also arrive during the calls of ``prefetch``.
         """
         asking: list[float] = []
         leasing: list[float] = []
@@ -288,7 +293,7 @@ class _Runs:
 
 
 def _describe(report: dict[str, Any], lines: Sequence[Line]) -> str:
-    head = ["size", "operation", "tensor", "runs", "per s", "GB/s", "p50", "p90", "p99", "max"]
+    head = ["size", "operation", "tensor", "runs", "per s", "rate", "p50", "p90", "p99", "max"]
     told = [
         told_environment(report),
         told_io(report),
@@ -296,6 +301,6 @@ def _describe(report: dict[str, Any], lines: Sequence[Line]) -> str:
         "",
     ]
     if lines:
-        told.append(table([head, *(line.row() for line in lines)], left=3))
+        told.append(table([head, *(line.row() for line in lines)], "lllr"))
     told += [f"{exact_size(found['size_bytes'])}: skipped, {found['why']}" for found in report["skipped"]]
     return "\n".join(told)

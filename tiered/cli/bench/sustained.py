@@ -1,4 +1,4 @@
-"""``tiered bench io --duration``: writing for minutes, and how the rate changes. Caches fill, drives grow hot and slow down."""
+"""``tiered bench io --duration``: write for minutes and show how the rate changes as caches fill and the drive grows hot."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiered import TieredStore
-from tiered.cli.bench.plot import plot_sustained, refuse_unplottable
-from tiered.cli.bench.series import Setup, Walk, refuse_full_disk
+from tiered.cli.bench.plot import plot_sustained
+from tiered.cli.bench.series import Setup, Workload, refuse_full_disk
 from tiered.cli.machine import store_facts
 from tiered.cli.measure import Noise, environment, scratch_store
 from tiered.cli.output import (
     Progress,
-    bandwidth,
+    counted,
     duration,
+    rate,
+    rate_unit,
+    refuse_unplottable,
     refuse_unwritable,
     table,
     told_environment,
@@ -31,13 +34,13 @@ from tiered.types import format_size
 __all__ = ["Window", "sustained"]
 
 WINDOWS = 120
-"""At most so many, and none shorter than SHORTEST seconds: what is moved at a time must not look like a change of rate."""
+"""Most windows; none is shorter than SHORTEST seconds, because single transfers would look like changes of the rate."""
 SHORTEST = 1.0
 
 
 @dataclass(frozen=True)
 class Window:
-    """``bytes`` that went to the disk between two moments, in seconds since the beginning."""
+    """The ``bytes`` written to the disk between two moments, which are seconds since the beginning."""
 
     began: float
     ended: float
@@ -63,22 +66,22 @@ def sustained(folder: str, setup: Setup, seconds: float, json: str | None, plot:
             report |= store_facts(folder, setup.backend)
             refuse_full_disk(folder, setup.disk_bytes)
             store = stack.enter_context(scratch_store(folder, dram=setup.pool, backend=setup.backend))
-            windows = _windows(store, Walk(store, setup, stop), setup, seconds, progress)
+            windows = _windows(store, Workload(store, setup, stop), setup, seconds, progress)
     except Stopped as stopped:
         print("tiered: stopped; the scratch store is removed", file=sys.stderr)
         return stopped.exit_code
     report["noise"] = noise.seen()
     report["sustained"] = _as_json(windows)
     if json != "-":
-        print(_describe(report, windows))
+        print(_describe(report, setup, windows))
     write_report(json, report)
     if plot is not None:
         plot_sustained(plot, report)
     return 0
 
 
-def _windows(store: TieredStore, walk: Walk, setup: Setup, seconds: float, progress: Progress) -> list[Window]:
-    """Replace one tensor after the other, from the first write of each extent on; a commit when all were, and at the end."""
+def _windows(store: TieredStore, walk: Workload, setup: Setup, seconds: float, progress: Progress) -> list[Window]:
+    """Replace one tensor after the other, and commit when all were replaced and at the end."""
     least = max(SHORTEST, seconds / WINDOWS)
     windows: list[Window] = []
     start = began = time.perf_counter()
@@ -86,8 +89,8 @@ def _windows(store: TieredStore, walk: Walk, setup: Setup, seconds: float, progr
     for count in itertools.count(1):
         walk.replace(f"w/{count % setup.tensors}")
         now = time.perf_counter()
-        rate = bandwidth(count * setup.tensor / (now - start))
-        progress.working(f"writing, {rate} GB/s so far", min(0.999, (now - start) / seconds))
+        so_far = rate(count * setup.tensor / (now - start))
+        progress.working(f"writing, {so_far} so far", min(0.999, (now - start) / seconds))
         over = now - start >= seconds
         if over or count % setup.tensors == 0:
             store.commit()
@@ -99,7 +102,7 @@ def _windows(store: TieredStore, walk: Walk, setup: Setup, seconds: float, progr
         if over:
             break
     progress.working("done", 1.0)
-    if len(windows) > 1 and windows[-1].ended - windows[-1].began < least / 2:  # too short to say anything by itself
+    if len(windows) > 1 and windows[-1].ended - windows[-1].began < least / 2:  # too short for a rate of its own
         last, rest = windows.pop(), windows.pop()
         windows.append(Window(rest.began, last.ended, rest.bytes + last.bytes))
     return windows
@@ -117,21 +120,24 @@ def _as_json(windows: list[Window]) -> dict[str, Any]:
     }
 
 
-def _describe(report: dict[str, Any], windows: list[Window]) -> str:
+def _describe(report: dict[str, Any], setup: Setup, windows: list[Window]) -> str:
     found = report["sustained"]
-    rows = [["", "GB/s", "from", "to"]]
-    for name in "whole", "first", "last", "least":
+    names = ("whole", "first", "last", "least")
+    unit, factor = rate_unit(*(found[name]["bytes_per_second"] for name in names))
+    rows = [["", unit, "from", "to"]]
+    for name in names:
         one = found[name]
         times = [duration(one[f"{end}_seconds"]) for end in ("began", "ended")]
-        rows.append([name, bandwidth(one["bytes_per_second"]), *times])
+        rows.append([name, f"{one['bytes_per_second'] * factor:.2f}", *times])
     return "\n".join(
         [
             told_environment(report),
             told_io(report),
-            f"{report['tensors']} tensors of {format_size(report['tensor_bytes'])} written over and over through "
+            f"{counted(report['tensors'], 'tensor')} of {format_size(report['tensor_bytes'])} written over and over through "
             f"{format_size(report['pool_bytes'])} of memory, checksums on, a commit each time; {told_noise(report['noise'])}",
+            *setup.notes(),
             f"{format_size(found['whole']['bytes'])} written in {duration(found['whole']['ended_seconds'])}, "
-            f"{len(windows)} windows",
+            f"{counted(len(windows), 'window')}",
             "",
             table(rows),
         ]

@@ -1,7 +1,5 @@
-"""A file of a drive, read and written in blocks through an ``IOBackend``: what the drive gives, without a store around it.
-
-``tiered bench io --sweep``: blocks by depths by backends on a plain file, without a store, with fio between them.
-"""
+"""``tiered bench io --sweep``: read and write blocks of a plain file through the I/O backends, without a store, for every
+combination of block, depth and backend, with fio in the same rounds."""
 
 from __future__ import annotations
 
@@ -23,14 +21,18 @@ from tiered import MisuseError, TieredError
 from tiered.cli.bench import fio
 from tiered.cli.bench.fio import Mode
 from tiered.cli.bench.io import Beside
-from tiered.cli.bench.plot import plot_sweep, refuse_unplottable
+from tiered.cli.bench.plot import plot_sweep
 from tiered.cli.bench.series import Order, Run, Series, in_rounds, ratios, refuse_full_disk, series_as_json
 from tiered.cli.machine import IN_MEMORY, backends, filesystem
 from tiered.cli.measure import GIB, Meter, Noise, Spread, Usage, bytes_of, environment, scratch_folder
 from tiered.cli.output import (
     Progress,
+    counted,
     duration,
     exact_size,
+    rate,
+    rate_unit,
+    refuse_unplottable,
     refuse_unwritable,
     table,
     told_environment,
@@ -57,7 +59,7 @@ UUID = bytes(16)
 
 @dataclass(frozen=True)
 class Point:
-    """How blocks are moved: what is measured of each backend (and of fio)."""
+    """One combination of mode, order, block size, depth and checksums, which is measured with each backend and with fio."""
 
     mode: Mode
     order: Order
@@ -70,6 +72,7 @@ class Point:
         return f"{self.mode} {self.order} {exact_size(self.block)} x {self.depth}{checked}"
 
     def as_json(self) -> dict[str, Any]:
+        """Return the combination."""
         return {
             "mode": self.mode,
             "order": self.order,
@@ -81,7 +84,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Result of one pass: ``bytes`` that were moved, ``latencies`` in seconds, of each block from its submission to its end."""
+    """The result of one pass: the ``bytes`` moved, and the seconds of each block from its submission to its completion."""
 
     bytes: int
     usage: Usage
@@ -97,9 +100,10 @@ class Blocks:
 
 
 class Drive:
-    """A new file ``folder/name`` of ``nbytes``, written once, and buffers of ``memory`` bytes on huge pages. Close it.
+    """Makes a file ``folder/name`` of ``nbytes`` and buffers of ``memory`` bytes on huge pages, and runs passes. Close it.
 
-    ``cache``: "direct" is "buffered", too, where the filesystem has no direct I/O (``direct`` says). Raises MisuseError.
+    Where the filesystem has no direct I/O, ``cache="direct"`` means "buffered" as well, and ``direct`` is False. Raises
+    MisuseError.
     """
 
     def __init__(self, folder: str, name: str, nbytes: int, memory: int, cache: Cache, stop: StopRequest) -> None:
@@ -112,7 +116,7 @@ class Drive:
         ctypes.memmove(self._memory.address, contents.ctypes.data, self._memory.capacity)
 
     def refuse(self, point: Point) -> None:
-        """Raises MisuseError for a block that cannot be."""
+        """Raise MisuseError for a block size that this file cannot have."""
         if point.block % self.alignment:
             raise MisuseError(
                 f"--block {exact_size(point.block)} is not aligned: direct I/O takes multiples of {self.alignment} bytes here"
@@ -121,14 +125,14 @@ class Drive:
             raise MisuseError(f"--block {exact_size(point.block)} is more than --size {exact_size(self._nbytes)}")
 
     def prepare(self) -> None:
-        """Write all of it: written extents are written over at another rate than fresh ones."""
+        """Write the whole file once, because new extents are written at another rate than existing ones."""
         whole = Point("write", "sequential", min(LAYOUT_BLOCK, self._nbytes), 1)
         self.run(whole, "posix", float("inf"))
 
     def run(self, point: Point, backend: BackendName, seconds: float) -> Blocks:
-        """Each block of the file once, as far as ``seconds`` go; what was written is durable in the end.
+        """Move each block of the file once, for at most ``seconds``, and make the written blocks durable.
 
-        Raises TieredError when a block cannot be moved.
+        Raises TieredError where a block cannot be moved.
         """
         blocks = list(range(self._nbytes // point.block))
         chance = random.Random(point.depth)
@@ -192,7 +196,7 @@ class Drive:
         digest(UUID, 0, 0, request.offset, (ctypes.c_char * request.nbytes).from_address(request.address))
 
     def close(self) -> None:
-        """The file stays, for whoever made the folder."""
+        """Close the file and free the buffers. The file itself stays, to be removed with its folder."""
         os.close(self._fd)
         self._memory.close()
 
@@ -207,7 +211,8 @@ NAME = "tiered-sweep"
 
 @dataclass(frozen=True)
 class Options:
-    """All combinations of these are measured. ``size``: bytes of the file; ``seconds``: most of one pass."""
+    """Options of ``--sweep``, all combinations of which are measured. ``size``: bytes of the file; ``seconds``: longest time of
+    a pass."""
 
     folder: str
     size: int
@@ -229,6 +234,7 @@ class Options:
         return max(self.blocks) * max(self.depths)
 
     def points(self) -> list[Point]:
+        """Combine the options."""
         combined = itertools.product(self.modes, self.orders, self.blocks, self.depths, self.checksums)
         return [Point(*each) for each in combined]
 
@@ -278,7 +284,7 @@ def sweep(options: Options, json: str | None) -> int:
 
 
 def _working(options: Options) -> tuple[list[BackendName], dict[str, str]]:
-    """The backends that work here, and why others are left out. Raises MisuseError when all are."""
+    """Return the backends that work here, and the reasons why others do not. Raises MisuseError where none works."""
     known, working = backends(), []
     left_out: dict[str, str] = {}
     for name in options.backends:
@@ -298,7 +304,7 @@ def _working(options: Options) -> tuple[list[BackendName], dict[str, str]]:
 
 
 def _add_fio(options: Options, folder: str, runs: Mapping[Point, dict[str, Run]], stack: ExitStack) -> dict[str, Any]:
-    """Beside every point without checksums, which fio does not make as we do; what there is to know about it."""
+    """Add a run of fio to each point without checksums, because fio computes other ones; returns the facts about fio."""
     buffers = stack.enter_context(fio.huge_buffers(options.memory))
     bench = fio.Fio(folder, options.size, buffers, NAME)
     unavailable = {}
@@ -323,14 +329,15 @@ def _point_as_json(point: Point, series: Sequence[Series]) -> dict[str, Any]:
 def _describe(report: Mapping[str, Any], options: Options, measured: Mapping[Point, Sequence[Series]]) -> str:
     checked = len(options.checksums) > 1 or options.checksums[0] == "on"
     first = next(iter(measured.values()))[0].name
-    head = ["", "", "block", "depth", "by", "GB/s", "CPU s per GiB", "p50", "p99", "p99.9", f"{first} by this"]
+    unit, factor = rate_unit(*(value for series in measured.values() for one in series for value in one.rates))
+    head = ["", "", "block", "depth", "by", unit, "CPU s per GiB", "p50", "p99", "p99.9", f"{first} by this"]
     rows = [[*head[:4], "checksums", *head[4:]] if checked else list(head)]
     for point, series in measured.items():
         by = ratios(series)
         for one in series:
             row = [point.mode, point.order, exact_size(point.block), str(point.depth)]
             row += [point.checksums] if checked else []
-            row += [one.name, Spread.of(one.rates).shown(1e-9), f"{Spread.of(one.cpu).median:.2f}"]
+            row += [one.name, Spread.of(one.rates).shown(factor), f"{Spread.of(one.cpu).median:.2f}"]
             times = one.latency()
             row += [duration(times[name]) if times else "" for name in ("p50", "p99", "p99.9")]
             rows.append([*row, by[one.name].shown() if one.name in by else ""])
@@ -339,26 +346,30 @@ def _describe(report: Mapping[str, Any], options: Options, measured: Mapping[Poi
     told = [
         told_environment(report),
         told_io({**report, "backend": "blocks of a plain file, no store"}),
-        f"{report['rounds']} rounds, interleaved: median [least - most], each pass at most {report['seconds']} s of a file of "
-        f"{format_size(report['size_bytes'])}; {told_noise(report['noise'])}",
-        "latencies: of a block, from its submission to its end; what is written ends with an fsync, which counts in the rate",
+        f"{counted(report['rounds'], 'round')}, interleaved: median [least - most], each pass at most {report['seconds']} s of "
+        f"a file of {format_size(report['size_bytes'])}; {told_noise(report['noise'])}",
+        "latencies: of a block, from its submission to its completion; writes end with an fsync, which counts in the rate",
     ]
     if options.cache == "buffered":
         told[1] = f"blocks of a plain file, no store, on {report['filesystem']}: BUFFERED, through the page cache, as asked"
     if checked:
-        told.append("checksums: of each block, before it is written or after it was read, in the thread that submits")
+        told.append("checksums: of each block, before its write or after its read, in the thread that submits")
+    uneven = [block for block in options.blocks if options.size % block]
+    if uneven:
+        their = ", ".join(map(exact_size, uneven))
+        told.append(f"not --size {exact_size(options.size)} for blocks of {their}: the file has no whole number of them")
     told += [f"{name} left out: {why}" for name, why in report["unavailable"].items()]
     if "fio" in report:
         told.append(f"{report['fio']['version']}: same file, blocks and depths, {report['fio']['buffers']}; end_fsync=1")
         told += [f"fio {engine} left out: {why}" for engine, why in report["fio"]["unavailable"].items()]
-    return "\n".join([*told, "", table(rows, left=2), "", *_best(measured)])
+    return "\n".join([*told, "", table(rows, "llr"), "", *_best(measured)])
 
 
 def _best(measured: Mapping[Point, Sequence[Series]]) -> list[str]:
-    """The fastest of each mode and order, which is what the drive can do."""
+    """Name the fastest combination of each mode and order."""
     best: dict[tuple[str, str], tuple[float, str]] = {}
     for point, series in measured.items():
         for one in series:
             found = (Spread.of(one.rates).median, f"{exact_size(point.block)} x {point.depth}, {one.name}")
             best[point.mode, point.order] = max(best.get((point.mode, point.order), found), found)
-    return [f"best of {mode}, {order}: {rate / 1e9:.2f} GB/s ({how})" for (mode, order), (rate, how) in best.items()]
+    return [f"best of {mode}, {order}: {rate(found)} ({how})" for (mode, order), (found, how) in best.items()]

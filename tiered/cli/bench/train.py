@@ -1,4 +1,4 @@
-"""``tiered bench train``: one model trained in memory, in a store without a disk, and on disk, side by side."""
+"""``tiered bench train``: train one model in memory, in a store without a disk, and on disk, side by side."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tiered import CapacityError, MisuseError, TieredError
 from tiered.cli.bench.trainer import PHASES, Options, Variant, as_lines
 from tiered.cli.machine import store_facts
 from tiered.cli.measure import Noise, Spread, environment, free_on, scratch_folder
-from tiered.cli.output import Progress, refuse_unwritable, table, told_environment, told_io, told_noise, write_report
+from tiered.cli.output import Progress, counted, refuse_unwritable, table, told_environment, told_io, told_noise, write_report
 from tiered.cli.stop import Stopped, StopRequest
-from tiered.cli.train.run import GRADIENT_BYTES, STATE_BYTES
+from tiered.cli.train.model import GRADIENT_BYTES, STATE_BYTES
 from tiered.types import format_size
 
 __all__ = ["WARM_UP", "bench", "describe"]
 
 WARM_UP = 5
-"""Steps before any counts: the moments are made, the order is learnt."""
+"""Steps that do not count: they make the moments, and the store learns the order of a step."""
 VARIANTS: tuple[Variant, ...] = ("disk", "dram", "memory")
-"""In the order in which they are begun: the first one says what the last one has to divide."""
+"""The order in which they start: the first one decides which modules the last one computes in parts."""
 NAMES = {"memory": "in memory", "dram": "DRAM only", "disk": "on disk"}
 
 
 class _Process:
-    """A training in a process of its own. Ctrl-C does not reach it: who made it ends it."""
+    """A training in a process of its own, which Ctrl-C does not reach: ``close`` ends it."""
 
     def __init__(self, options: Options, variant: Variant, split: tuple[str, ...]) -> None:
         self._variant = variant
@@ -45,18 +45,21 @@ class _Process:
         self._first = as_lines(options, variant, split)
 
     def begin(self) -> dict[str, Any]:
-        """Wait until the model is made."""
+        """Start the training, and wait until the model is made."""
         return self._ask(self._first)
 
     def step(self) -> dict[str, Any]:
+        """Run one step; returns its measurements."""
         return self._ask("step\n")
 
     def end(self) -> dict[str, Any]:
+        """End the training; returns the memory that it used."""
         found = self._ask("end\n")
         self._child.wait()
         return found
 
     def close(self) -> None:
+        """Kill the process where it has not ended."""
         self._child.kill()
         self._child.wait()
         for pipe in self._pipes():
@@ -74,11 +77,11 @@ class _Process:
             to.write(line)
             to.flush()
         except BrokenPipeError:
-            pass  # it has ended, and what it said last says why
+            pass  # the process has ended, and its last line says why
         answer = back.readline()
         if not answer:
             code = self._child.wait()
-            why = f"was killed by signal {-code}; was it for memory?" if code < 0 else f"ended with code {code}"
+            why = f"was killed by signal {-code}, perhaps because memory ran out" if code < 0 else f"ended with code {code}"
             raise TieredError(f"training {NAMES[self._variant]} {why}")
         found: dict[str, Any] = json.loads(answer)
         if "error" in found:
@@ -99,7 +102,7 @@ def bench(options: Options, json: str | None) -> int:
     """Measure and print; returns the exit code."""
     refuse_unwritable(json)
     if options.update == "in_backward" and options.accumulate > 1:
-        raise MisuseError("--update in_backward makes each batch a step: without --accumulate")
+        raise MisuseError("--update in_backward makes each batch a step: leave out --accumulate")
     _refuse_small_machine(options)
     noise = Noise()
     report: dict[str, Any] = environment() | {
@@ -124,12 +127,12 @@ def bench(options: Options, json: str | None) -> int:
 
 
 def _refuse_small_machine(options: Options) -> None:
-    """Raises CapacityError: all three are there at once."""
+    """Raise CapacityError where the three trainings, which run at the same time, do not fit in memory or on disk."""
     needed = (STATE_BYTES + GRADIENT_BYTES) * options.shape.parameters + options.whole + options.pool
     available = psutil.virtual_memory().available
     if needed > available:
         raise CapacityError(
-            f"the three trainings hold {format_size(needed)} of memory beside activations, {format_size(available)} is "
+            f"the three trainings need {format_size(needed)} of memory without activations, {format_size(available)} is "
             "available: lower --layers or --width"
         )
     disk, free = 2 * options.state, free_on(options.folder)
@@ -141,7 +144,7 @@ def _refuse_small_machine(options: Options) -> None:
 
 
 def _train(options: Options, stack: ExitStack, stop: StopRequest, progress: Progress) -> dict[str, Any]:
-    """Steps of all in turn, so that what changes with time meets all alike."""
+    """Run steps of all three in turn, so that changes over time affect all alike."""
     processes: dict[Variant, _Process] = {}
     begun: dict[Variant, dict[str, Any]] = {}
     split: tuple[str, ...] = ()
@@ -194,15 +197,16 @@ def _numbers(steps: list[dict[str, Any]], beside: list[dict[str, Any]], paramete
 
 
 def _difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str | None:
-    """Where the losses and norms are first not the same bit by bit."""
+    """Describe the first loss or norm that is not the same bit by bit; None where all are."""
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True), 1):
         for a, b in zip([*one["losses"], one["norm"]], [*other["losses"], other["norm"]], strict=True):
-            if repr(a) != repr(b):  # so that a NaN is the same as a NaN; other floats have a shortest form each
+            if repr(a) != repr(b):  # compares NaNs as equal; every other float has its own shortest form
                 return f"step {number}: {a!r}, not {b!r}"
     return None
 
 
 def describe(report: Mapping[str, Any]) -> str:
+    """Format the report as text."""
     variants: Mapping[str, Mapping[str, Any]] = report["variants"]
 
     def told(spread: Mapping[str, float] | None, digits: int = 2) -> str:
@@ -213,25 +217,25 @@ def describe(report: Mapping[str, Any]) -> str:
 
     rows = [["", *(NAMES[variant] for variant in variants)]]
     rows.append(["seconds per step", *(told(v["seconds"], 3) for v in variants.values())])
-    rows.append(["by that in memory", *(told(v["by_memory"]) for v in variants.values())])
+    rows.append(["by training in memory", *(told(v["by_memory"]) for v in variants.values())])
     for phase in PHASES:
         rows.append([f"  {phase}", *(told(v["phases"][phase], 3) for v in variants.values())])
     for name, what in ("kernel_read", "bytes read per parameter"), ("kernel_written", "bytes written per parameter"):
         rows.append([what, *(told(v["bytes_per_parameter"][name]) for v in variants.values())])
-    rows.append(["most in memory", *(size(v["peak_rss"]) for v in variants.values())])
+    rows.append(["peak memory", *(size(v["peak_rss"]) for v in variants.values())])
     rows.append(["  before the model", *(size(v["baseline_rss"]) for v in variants.values())])
-    rows.append(["  of the pool", *(size(v["pool"] and v["pool"]["peak_bytes"]) for v in variants.values())])
+    rows.append(["  pool of the store", *(size(v["pool"] and v["pool"]["peak_bytes"]) for v in variants.values())])
     model = report["model"]
     disk = variants["disk"]
     lines = [
         told_environment(report),
         told_io(report),
-        f"GPT of {report['parameters']:,} parameters: {model['layers']} layers of {model['width']}, context "
+        f"GPT of {report['parameters']:,} parameters: {counted(model['layers'], 'layer')} of width {model['width']}, context "
         f"{model['context']}",
-        f"{model['accumulate']} x {model['batch']} texts per step, {report['micro_batch']} parts inside units, "
-        f"{report['update']}",
-        f"on disk with {format_size(disk['pool']['budget_bytes'])} of memory in {disk['units']} units",
-        f"{report['rounds']} rounds, interleaved: median [least - most]; bytes as the kernel counts them; "
+        f"{model['accumulate']} x {counted(model['batch'], 'text')} per step, {counted(report['micro_batch'], 'part')} inside "
+        f"units, {report['update']}",
+        f"on disk with {format_size(disk['pool']['budget_bytes'])} of memory in {counted(disk['units'], 'unit')}",
+        f"{counted(report['rounds'], 'round')}, interleaved: median [least - most]; bytes as the kernel counts them; "
         f"{told_noise(report['noise'])}",
         "",
         table(rows),
@@ -241,5 +245,5 @@ def describe(report: Mapping[str, Any]) -> str:
         differs = variants[variant]["differs"]
         steps = len(variants[variant]["losses"])
         same = f"the same losses and norms as in memory in all {steps} steps, bit by bit"
-        lines.append(f"{NAMES[variant]}: {same if differs is None else f'other numbers than in memory from {differs}'}")
+        lines.append(f"{NAMES[variant]}: {same if differs is None else f'differs from training in memory at {differs}'}")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
-"""One training of ``tiered bench train``: in memory, in a store without a disk, or on disk; a step at a time, timed by phase.
+"""One training of ``tiered bench train``, in memory, in a store without a disk, or on disk: single steps, timed by phase.
 
-``python -m tiered.cli.bench.trainer`` is such a training as a process of its own, so that its memory is its own:
-it reads lines from stdin, the options first and then "step" or "end", and answers each with a line of JSON.
+``python -m tiered.cli.bench.trainer`` runs such a training as a process of its own, so that its memory can be measured. The
+process reads lines from stdin, the options first and then "step" or "end", and answers each with a line of JSON.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,9 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from tiered import TieredError, TieredStore, zero
-from tiered.cli.measure import Meter, scratch_store
-from tiered.cli.train.model import GPT, Shape, Text, build, in_parts, initialiser, open_text
-from tiered.cli.train.run import STATE_BYTES, decayed
+from tiered.cli.measure import Meter, peak_memory, scratch_store
+from tiered.cli.train.model import GPT, STATE_BYTES, Shape, Text, build, in_parts, initialiser, open_text
+from tiered.cli.train.run import decayed
 from tiered.store.opening import SMALLEST_DRAM
 from tiered.types import BackendName
 
@@ -31,16 +30,17 @@ __all__ = ["PHASES", "Options", "Trainer", "Variant", "as_lines"]
 Variant = Literal["memory", "dram", "disk"]
 PHASES = ("forward", "backward", "update", "waiting", "other")
 CLIP = 1.0
-"""The largest norm, where updates are not within backward, which goes without."""
+"""Largest norm of the gradients; updates within backward work without clipping."""
 DRAM_BYTES = 17
-"""Per parameter, of a store without a disk: value, moments, gradient, and some room between them."""
+"""Bytes per parameter in a store without a disk: value, moments, gradient, and room for fragmentation."""
 KEPT = 8
-"""Inputs that wait for backward at most, per block, each of the size of its output."""
+"""Most inputs that a block saves for backward, each as large as its output."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """``dram``: bytes of the variant on disk, None for a tenth of the state. ``text`` None: the one that ships with this."""
+    """Options of ``tiered bench train``. ``dram``: bytes of memory of the variant on disk, None for a tenth of the state;
+    ``text`` None: the text of this package."""
 
     folder: str
     text: str | None
@@ -58,27 +58,28 @@ class Options:
 
     @property
     def shape(self) -> Shape:
+        """The shape of the model."""
         return Shape(self.layers, self.width, self.heads, self.context)
 
     @property
     def state(self) -> int:
-        """Bytes, without gradients."""
+        """Bytes of parameters and moments."""
         return STATE_BYTES * self.shape.parameters
 
     @property
     def pool(self) -> int:
-        """Bytes of memory, on disk."""
+        """Bytes of memory of the store on disk."""
         return max(SMALLEST_DRAM, self.state // 10) if self.dram is None else self.dram
 
     @property
     def whole(self) -> int:
-        """Bytes of memory, without a disk."""
+        """Bytes of memory of the store without a disk."""
         kept = KEPT * 4 * self.layers * self.batch * self.context * self.width if self.micro_batch > 1 else 0
         return DRAM_BYTES * self.shape.parameters + kept + (32 << 20)
 
 
 class _Clock:
-    """Adds up what each phase takes, without updates and waiting, which count as such wherever they happen."""
+    """Adds up the seconds of each phase. Updates and waiting are phases of their own, in whichever phase they happen."""
 
     def __init__(self, model: nn.Module, store: TieredStore | None) -> None:
         self._model, self._store = model, store
@@ -101,7 +102,7 @@ class _Clock:
 
 
 class Trainer:
-    """``store`` None: in memory, with the modules named ``split`` computed in parts as the others do it by themselves."""
+    """Trains in ``store``; None: in memory, with the modules named ``split`` computed in parts as ``zero.page`` does."""
 
     def __init__(self, options: Options, text: Text, store: TieredStore | None, split: tuple[str, ...] = ()) -> None:
         self._options, self._text, self.store = options, text, store
@@ -157,7 +158,7 @@ class Trainer:
 
 
 def _initialiser(model: GPT, shape: Shape) -> Any:
-    """Gives each module its values in any order: what was given before makes no difference."""
+    """Make an initialiser whose values do not depend on the order of the modules."""
     numbers = {module: number for number, module in enumerate(model.modules())}
     numbers[model.head] = numbers[model.embed]  # one and the same parameter
     initialise = initialiser(shape)
@@ -170,21 +171,12 @@ def _initialiser(model: GPT, shape: Shape) -> Any:
     return seeded
 
 
-def peak_memory() -> int | None:
-    """Bytes that this process had in memory at most. Not ``getrusage``, which begins with what the parent had."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), None)
-
-
 def _answer(**found: Any) -> None:
     print(json.dumps(found), flush=True)
 
 
 def main() -> int:
-    """The loop of the process."""
+    """Run the process: answer the lines of stdin."""
     given = json.loads(sys.stdin.readline())
     options, variant = Options(**given["options"]), given["variant"]
     try:
@@ -221,7 +213,7 @@ def main() -> int:
 
 
 def as_lines(options: Options, variant: Variant, split: tuple[str, ...]) -> str:
-    """What the process reads first."""
+    """Write the first line that the process reads."""
     return json.dumps({"options": asdict(options), "variant": variant, "split": split}) + "\n"
 
 

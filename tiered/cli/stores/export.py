@@ -1,4 +1,4 @@
-"""``tiered export``: a checkpoint, or the tensors of a store, as safetensors files."""
+"""``tiered export``: write the parameters of a model, or all tensors of a store, as safetensors files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from tiered.cli.arguments import command, count, size
+from tiered.cli.arguments import add_generation, add_store, command, size
 
 if TYPE_CHECKING:
     from tiered.cli.arguments import Commands
@@ -16,9 +16,10 @@ __all__ = ["add_parser"]
 DTYPES = ("float32", "bfloat16", "float16")
 
 DESCRIPTION = """\
-Write the parameters of a model that was committed with zero.commit, or all tensors of a store without one, as
-safetensors files with an index, which safetensors and transformers load. The store must not be in use; nothing
-in it is changed. Updates that are pending are applied on the way. Takes little memory, however large the model.
+Write the parameters of a model that was committed with zero.commit, or all tensors of a store without a model, as
+safetensors files with an index, which safetensors and transformers can load. The store must not be open for writing
+by another process. Nothing in it is changed. Pending optimizer updates are applied to the exported values. The
+command needs little memory, however large the model is.
 """
 
 EXAMPLES = """\
@@ -30,16 +31,18 @@ examples:
 
 def add_parser(commands: Commands) -> None:
     """Add ``export`` to the commands."""
-    parser = command(commands, "export", "take tensors out as safetensors", DESCRIPTION, EXAMPLES)
-    parser.add_argument("folder", metavar="FOLDER", help="the store's own, or the one above those of all ranks")
-    parser.add_argument("--out", metavar="FOLDER", required=True, help="where the files go; it is made where absent")
-    parser.add_argument("--paths", metavar="PATH", nargs="+", help="folders of its data files, where it has several drives")
-    parser.add_argument("--generation", metavar="N", type=count, help="as of this one (default: the newest)")
-    parser.add_argument("--model", metavar="NAME", help="which one, where the store has several")
-    parser.add_argument("--dtype", choices=DTYPES, help="type of what is floating point (default: as it is)")
-    parser.add_argument("--shard", metavar="SIZE", type=size, default="5GB", help="bytes of a file at most (default: 5GB)")
+    parser = command(commands, "export", "write tensors of a store as safetensors", DESCRIPTION, EXAMPLES)
+    add_store(parser, "the store's folder, or the folder that has the stores of all ranks")
+    parser.add_argument("--out", metavar="FOLDER", required=True, help="where the files are written; made where absent")
+    add_generation(parser, "export this generation (default: the newest)")
+    parser.add_argument("--model", metavar="NAME", help="name of the model, for a store with several")
+    parser.add_argument("--dtype", choices=DTYPES, help="type of all floating-point tensors (default: the stored type)")
+    parser.add_argument("--shard", metavar="SIZE", type=size, default="5GB", help="largest size of a file (default: 5GB)")
     parser.add_argument(
-        "--existing", choices=("refuse", "overwrite"), default="refuse", help="an earlier export in --out (default: refuse)"
+        "--existing",
+        choices=("refuse", "overwrite"),
+        default="refuse",
+        help="what to do where --out has an earlier export (default: refuse)",
     )
     parser.set_defaults(run=_run)
 

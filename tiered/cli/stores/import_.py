@@ -1,4 +1,4 @@
-"""``tiered import``: safetensors files into a store."""
+"""``tiered import``: put the tensors of safetensors files into a store."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from tiered.cli.arguments import command, size
+from tiered.cli.arguments import add_paths, command, size
 
 if TYPE_CHECKING:
     from tiered.cli.arguments import Commands
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 DESCRIPTION = """\
-Put the tensors of a safetensors file, or of a folder with several and their index, into a store under their names,
-and commit. The store is made where there is none. Takes no more memory than --dram, however large they are
-together; the largest single tensor must fit. When it is stopped, nothing was committed.
+Put the tensors of a safetensors file, or of a folder with several such files and their index, into a store under
+their names, and commit. The store is made where absent. The command needs --dram of memory, however large the files
+are; the largest single tensor must fit. A command that is stopped has committed nothing.
 """
 
 EXAMPLES = """\
@@ -30,21 +30,21 @@ def add_parser(commands: Commands) -> None:
     """Add ``import`` to the commands."""
     parser = command(commands, "import", "put safetensors into a store", DESCRIPTION, EXAMPLES)
     parser.add_argument("source", metavar="SOURCE", help="a .safetensors file, or a folder with model.safetensors or an index")
-    parser.add_argument("--dir", metavar="FOLDER", required=True, help="the store's own")
-    parser.add_argument("--paths", metavar="PATH", nargs="+", help="folders of its data files, where it has several drives")
-    parser.add_argument("--dram", metavar="SIZE", type=size, help="memory (default: half of what is free)")
+    parser.add_argument("--dir", metavar="STORE", required=True, help="the store's folder")
+    add_paths(parser)
+    parser.add_argument("--dram", metavar="SIZE", type=size, help="host memory of the store (default: half of what is free)")
     parser.add_argument(
         "--existing",
         choices=("refuse", "overwrite"),
         default="refuse",
-        help="tensors of the same name in the store (default: refuse)",
+        help="what to do with tensors that have the same name in the store (default: refuse)",
     )
     parser.set_defaults(run=_run)
 
 
 def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     from tiered import TieredStore, import_safetensors
-    from tiered.cli.output import Progress
+    from tiered.cli.output import Progress, counted
     from tiered.cli.stop import Stopped, StopRequest
     from tiered.errors import shown
     from tiered.types import format_size
@@ -68,5 +68,5 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     except Stopped as stopped:
         print("tiered: stopped; nothing was committed", file=sys.stderr)
         return stopped.exit_code
-    print(f"{shown(parsed.dir, 1000)}: {tensors:,} tensors, {format_size(read)}, in generation {generation}")
+    print(f"{shown(parsed.dir, 1000)}: {counted(tensors, 'tensor')}, {format_size(read)}, in generation {generation}")
     return 0

@@ -1,13 +1,15 @@
-"""``tiered ls``: generations, tensors and models of a store that need not be open."""
+"""``tiered ls``: list the models, generations and tensors of a store, also while another process has it open."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from tiered.cli.arguments import add_json, command, count
+from tiered.cli.arguments import add_generation, add_json, add_store, command
 
 if TYPE_CHECKING:
     from tiered.cli.arguments import Commands
@@ -16,28 +18,34 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 DESCRIPTION = """\
-List what the commits in a store's folder hold: generations with their meta, the tensors of one of them, models
-with a checkpoint, sums. Nothing is changed; it works while a job has the store open, and after one died. The
-exit code is 1 when a manifest is damaged. Names and meta are shown with control characters escaped, and long ones
-without their middle; --json has all of them.
+List what the commits in a store hold: the models that have a checkpoint, the generations with their meta, and the
+tensors of one generation. The tensors that a model consists of are listed with --all, or where PATTERN matches.
+Nothing is changed. The command works while another process has the store open, and after one died; parameters are
+only counted while no process has the store open for writing.
+
+The exit code is 1 where a manifest is damaged. Control characters in names and meta are escaped, and long names
+are shortened in the middle; --json has all of them.
 """
 
 LINE = 1000
-"""Characters of a path or an error."""
+"""Most characters of a path or an error."""
 
 EXAMPLES = """\
 examples:
   tiered ls state/
+  tiered ls state/ --all
+  tiered ls state/ 'layer*'             tensors whose names begin with layer; * also matches /
   tiered ls state/ --generation 7 --json
 """
 
 
 def add_parser(commands: Commands) -> None:
     """Add ``ls`` to the commands."""
-    parser = command(commands, "ls", "list what is in a store", DESCRIPTION, EXAMPLES)
-    parser.add_argument("folder", metavar="FOLDER", help="the store's own")
-    parser.add_argument("--paths", metavar="PATH", nargs="+", help="folders of its data files, where it has several drives")
-    parser.add_argument("--generation", metavar="N", type=count, help="the tensors of this one (default: the newest)")
+    parser = command(commands, "ls", "list the models and tensors of a store", DESCRIPTION, EXAMPLES)
+    add_store(parser)
+    parser.add_argument("pattern", metavar="PATTERN", nargs="?", help="list only tensors whose names match (*, ? and [...])")
+    parser.add_argument("--all", action="store_true", help="list the tensors that models consist of, too")
+    add_generation(parser, "list this generation (default: the newest)")
     add_json(parser)
     parser.set_defaults(run=_run)
 
@@ -50,14 +58,19 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     found = listing(parsed.folder, parsed.generation)
     meta = next(one.meta for one in found.generations if one.number == found.number)
     models, note = _models(found, meta, parsed.paths)
+    if parsed.pattern is not None:
+        found = replace(found, tensors=tuple(one for one in found.tensors if fnmatchcase(one.key, parsed.pattern)))
+        models, note = [], None
     if parsed.json != "-":
-        print(_described(found, models, note))
+        print(_described(found, models, note, parsed.pattern, pieces=parsed.all))
     write_report(parsed.json, _as_json(found, models, note))
     return 1 if any(one.problem for one in found.generations) else 0
 
 
 def _models(found: Listing, meta: Mapping[str, object], paths: list[str] | None) -> tuple[list[dict[str, Any]], str | None]:
-    """Those with a checkpoint; and why their parameters could not be counted, which takes a look into the data files."""
+    """List the models that have a checkpoint, and say why their parameters could not be counted (None where they were).
+
+    Counting reads the data files, which needs the lock that readers share."""
     names = sorted(one.key.removesuffix("/checkpoint") for one in found.tensors if one.key.endswith("/checkpoint"))
     if not names:
         return [], None
@@ -73,68 +86,66 @@ def _models(found: Listing, meta: Mapping[str, object], paths: list[str] | None)
                 counted[name] = parameters_of(store, name)
     except TieredError as error:
         note = str(error)
-    return [
-        {
-            "name": name,
-            "parameters": counted[name],
-            "units": len({key for key in _keys(found, f"{name}/param/") if _is_unit(key)}),
-            "bytes": sum(one.spec.nbytes for one in found.tensors if one.key.startswith(f"{name}/")),
-            "step": meta.get("step"),
-        }
-        for name in names
-    ], note
+    return [_model(found, name) | {"parameters": counted[name], "step": meta.get("step")} for name in names], note
 
 
-def _keys(found: Listing, prefix: str) -> list[str]:
-    return [one.key.removeprefix(prefix) for one in found.tensors if one.key.startswith(prefix)]
+def _model(found: Listing, name: str) -> dict[str, Any]:
+    """Sum up the tensors of one model. Below ``name/param/`` each unit has its parameters under its own name, and its gradient
+    and optimizer states under names that continue after a slash."""
+    prefix = f"{name}/param/"
+    pieces = {one.key.removeprefix(prefix): one.spec.nbytes for one in found.tensors if one.key.startswith(prefix)}
+    return {
+        "name": name,
+        "parameters": None,
+        "units": sum("/" not in piece for piece in pieces),
+        "bytes": sum(one.spec.nbytes for one in found.tensors if one.key.startswith(f"{name}/")),
+        "state_bytes": sum(nbytes for piece, nbytes in pieces.items() if "#" in piece.rpartition("/")[2] and "/" in piece),
+        "step": None,
+    }
 
 
-def _is_unit(key: str) -> bool:
-    """Not one of its gradients or states, whose names go on after a slash."""
-    return "/" not in key
-
-
-def _described(found: Listing, models: list[dict[str, Any]], note: str | None) -> str:
-    from tiered.cli.output import table
+def _described(
+    found: Listing, models: list[dict[str, Any]], note: str | None, pattern: str | None, *, pieces: bool
+) -> str:
+    from tiered.cli.output import counted, table
     from tiered.errors import shown
     from tiered.types import format_size
 
     lines = []
-    rows = [("generation", "tensors", "size", "meta")]
+    if models:
+        rows = [("model", "parameters", "units", "states", "size", "step")]
+        for model in models:
+            count = "?" if model["parameters"] is None else f"{model['parameters']:,}"
+            step = "" if model["step"] is None else str(model["step"])
+            sizes = format_size(model["state_bytes"]), format_size(model["bytes"])
+            rows.append((model["name"], count, str(model["units"]), *sizes, step))
+        lines += [table(rows), *([f"parameters were not counted: {shown(note, LINE)}"] if note else []), ""]
+    generations = [("generation", "tensors", "size", "meta")]
     for one in found.generations:
         told = one.problem or (json.dumps(one.meta) if one.meta else "")
         numbers = ("?", "?") if one.problem else (f"{one.tensors:,}", format_size(one.nbytes))
-        rows.append((str(one.number), *numbers, shown(told)))
-    lines += [_aligned(row) for row in _padded(rows)]
-    if found.tensors:
-        lines += ["", f"generation {found.number}:"]
+        generations.append((str(one.number), *numbers, told))
+    if pattern is None:
+        lines += [table(generations, "rrrl"), ""]
+    listed = [one for one in found.tensors if pieces or not any(one.key.startswith(f"{m['name']}/") for m in models)]
+    if listed:
+        lines.append(f"generation {found.number}:")
         tensors = [("tensor", "type", "shape", "size", "written in")]
-        for each in found.tensors:
+        for each in listed:
             spec = each.spec
             tensors.append((each.key, spec.dtype, str(list(spec.shape)), format_size(spec.nbytes), str(each.written)))
-        lines.append(table(tensors, left=3))
-    if models:
-        lines.append("")
-    for model in models:
-        has = "" if model["parameters"] is None else f"{model['parameters']:,} parameters in "
-        step = "" if model["step"] is None else f", step {shown(str(model['step']))}"
-        size = format_size(model["bytes"])
-        lines.append(f"model '{shown(model['name'])}': {has}{model['units']} units, {size} with what training needs{step}")
-    if note:
-        lines.append(f"parameters were not counted: {shown(note, LINE)}")
+        lines += [table(tensors, "lllr"), ""]
     total, where = sum(one.spec.nbytes for one in found.tensors), shown(found.folder, LINE)
-    lines += ["", f"{where}: {len(found.tensors):,} tensors in generation {found.number}, {format_size(total)}; "
-              f"{format_size(found.nbytes)} in all {len(found.generations)} generations"]  # fmt: skip
+    hidden = len(found.tensors) - len(listed)
+    told = f" ({hidden:,} of models, listed with --all)" if hidden else ""
+    matching = "" if pattern is None else f" matching {shown(pattern)!r}"
+    number = f"{counted(len(found.tensors), 'tensor')}{matching} in generation {found.number}{told}"
+    lines.append(f"{where}: {number}, {format_size(total)}; {format_size(found.nbytes)} in {_all(len(found.generations))}")
     return "\n".join(lines)
 
 
-def _padded(rows: list[tuple[str, str, str, str]]) -> list[list[str]]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [[cell.rjust(width) for cell, width in zip(row[:3], widths[:3], strict=True)] + [row[3]] for row in rows]
-
-
-def _aligned(cells: list[str]) -> str:
-    return "  ".join(cells).rstrip()
+def _all(generations: int) -> str:
+    return "its only generation" if generations == 1 else f"all {generations} generations"
 
 
 def _as_json(found: Listing, models: list[dict[str, Any]], note: str | None) -> dict[str, Any]:

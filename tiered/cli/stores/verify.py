@@ -1,4 +1,4 @@
-"""``tiered verify``: its options, and how it tells what ``tiered.verify`` found."""
+"""``tiered verify``: check every byte of a store, and print what ``tiered.verify`` found."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from tiered.cli.arguments import BACKENDS, add_json, command, count
+from tiered.cli.arguments import add_backend, add_generation, add_json, add_store, command
 
 if TYPE_CHECKING:
     from tiered import Verification
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 DESCRIPTION = """\
-Read back every byte that the commits in a store's folder need, compare the checksums, and name what is
-damaged: tensor, generation, file, offset. The store must not be in use; nothing in it is changed. The exit
-code is 0 when all is sound, and 1 otherwise.
+Read every byte that the commits of a store need, compare the checksums, and name all damage by tensor, generation,
+file and offset. The store must not be open for writing by another process. Nothing in it is changed. The exit code
+is 0 where all bytes are sound, and 1 otherwise.
 """
 
 LINE = 1000
-"""Characters of what is said of one damage; --json has all."""
+"""Most characters printed of one damage; --json has all."""
 
 EXAMPLES = """\
 examples:
-  tiered verify state/                      every generation that is kept
+  tiered verify state/                      all generations
   tiered verify state/ --generation 7 --json report.json
   tiered verify state/ --paths /mnt/a /mnt/b     a store on several drives
 """
@@ -36,10 +36,9 @@ examples:
 def add_parser(commands: Commands) -> None:
     """Add ``verify`` to the commands."""
     parser = command(commands, "verify", "check every byte of a store", DESCRIPTION, EXAMPLES)
-    parser.add_argument("folder", metavar="FOLDER", help="the store's own")
-    parser.add_argument("--paths", metavar="PATH", nargs="+", help="folders of its data files, where it has several drives")
-    parser.add_argument("--generation", metavar="N", type=count, help="only what this one needs (default: all that are kept)")
-    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="how to do I/O (default: auto)")
+    add_store(parser)
+    add_generation(parser, "check only the tensors of this generation (default: of all generations)")
+    add_backend(parser)
     add_json(parser)
     parser.set_defaults(run=_run)
 
@@ -73,6 +72,7 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
 
 
 def _described(found: Verification) -> str:
+    from tiered.cli.output import counted
     from tiered.errors import shortened, shown
     from tiered.types import format_size
 
@@ -82,12 +82,14 @@ def _described(found: Verification) -> str:
         if one.tensors is None or one.nbytes is None:
             lines.append(f"generation {one.number}: its manifest cannot be read")
         else:
-            told = f"{one.damaged} of {one.tensors} tensors damaged" if one.damaged else f"{one.tensors} tensors sound"
+            tensors = counted(one.tensors, "tensor")
+            told = f"{one.damaged} of {tensors} damaged" if one.damaged else f"{tensors} sound"
             closed = f"cannot be opened ({shown(one.obstacle, LINE)}); " if one.obstacle else ""
             lines.append(f"generation {one.number}: {closed}{told}, {format_size(one.nbytes)}")
     if not found.generations:
-        lines.append("nothing was ever committed")
-    read = f"{format_size(found.read)} read, {found.tensors} different tensors in {len(found.generations)} generations"
+        lines.append("the store has no commit")
+    number = counted(found.tensors, "different tensor")
+    read = f"{format_size(found.read)} read, {number} in {counted(len(found.generations), 'generation')}"
     lines.append(f"{shown(found.folder, LINE)}: {'sound' if found.sound else 'DAMAGED'}; {read}")
     return "\n".join(lines)
 

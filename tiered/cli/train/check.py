@@ -14,11 +14,11 @@ from torch import nn
 
 from tiered import TieredStore, zero
 from tiered.cli.arguments import launched
-from tiered.cli.output import refuse_unwritable, write_report
+from tiered.cli.output import counted, refuse_unwritable, write_report
 from tiered.cli.stop import Stopped, StopRequest
-from tiered.cli.train.command import Options
-from tiered.cli.train.loop import Course, Result, Schedule
+from tiered.cli.train.loop import Result, Schedule, TrainingLoop
 from tiered.cli.train.model import GPT, Text, build, in_parts, open_text
+from tiered.cli.train.options import Options
 from tiered.cli.train.run import (
     describe_model,
     groups,
@@ -38,33 +38,37 @@ Named = Iterator[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """All numbers of one training. ``state``: the moments by position in the optimizer, as ``torch.optim.AdamW`` has them."""
+    """All numbers of one training. ``state``: the moments, by the position of the parameter, as in ``torch.optim.AdamW``."""
 
     results: list[Result]
     parameters: dict[str, torch.Tensor]
     state: dict[int, dict[str, torch.Tensor]]
 
     def losses(self) -> Named:
+        """Name the losses of each step."""
         for result in self.results:
             yield f"loss of step {result.step}", torch.tensor(result.losses, dtype=torch.float64)
 
     def norms(self) -> Named:
+        """Name the gradient norm of each step."""
         for result in self.results:
             if result.norm is not None:
                 yield f"gradient norm of step {result.step}", torch.tensor(result.norm, dtype=torch.float64)
 
     def values(self) -> Named:
+        """Name the parameters."""
         for name, value in self.parameters.items():
             yield f"parameter {name!r}", value
 
     def moments(self) -> Named:
+        """Name the moments of each parameter."""
         for index, states in sorted(self.state.items()):
             for name, value in sorted(states.items()):
                 yield f"{name} of parameter {index}", value
 
 
 def check(options: Options) -> int:
-    """Print what was compared; returns 0 when every number is identical, 1 otherwise."""
+    """Train in a store and in memory, and print the comparison; returns 0 where all numbers are identical, else 1."""
     stream = sys.stderr if options.json == "-" else sys.stdout
     refuse_unwritable(options.json)
     with ExitStack() as stack:
@@ -78,8 +82,8 @@ def check(options: Options) -> int:
         model = build(shape_of(options))
         print(
             f"{describe_model(options, parameters)}\n"
-            f"{options.steps} steps, activations {'computed again' if options.recompute else 'kept'} for backward\n"
-            f"first on the store with {format_size(options.dram)} of memory, then in memory",
+            f"{counted(options.steps or 0, 'step')}, activations {'recomputed' if options.recompute else 'kept'} for backward\n"
+            f"first in the store with {format_size(options.dram)} of memory, then in memory",
             file=stream,
             flush=True,
         )
@@ -88,8 +92,8 @@ def check(options: Options) -> int:
                 page(model, store, options, options.existing, lambda done: None, stop)
                 start = model.state_dict()
                 optimizer = zero.AdamW(groups(model, options), lr=options.lr, betas=(0.9, 0.95), update=options.update)
-                course = Course(model, optimizer, optimizer.clip_grad_norm_, text, options, Schedule(options))
-                stored = _outcome(course.steps(), model, optimizer, stop)
+                loop = TrainingLoop(model, optimizer, optimizer.clip_grad_norm_, text, options, Schedule(options))
+                stored = _outcome(loop.steps(), model, optimizer, stop)
                 evictions = store.statistics().evictions
                 remembered = _in_memory(start, text, options, zero.statistics(model).split, stop)
         except Stopped as stopped:
@@ -101,7 +105,7 @@ def check(options: Options) -> int:
             "final parameters": _compare(stored.values(), remembered.values()),
             "optimizer states": _compare(stored.moments(), remembered.moments()),
         }
-        print(f"{evictions:,} evictions from memory on the way", file=stream)
+        print(f"{counted(evictions, 'eviction')} from memory during training in the store", file=stream)
         for what, (numbers, difference) in compared.items():
             print(f"  {what:<18}{numbers:>12,} numbers  {difference or 'identical'}", file=stream)
         same = not any(difference for _, difference in compared.values())
@@ -130,8 +134,8 @@ def _in_memory(
     def clip(norm: float) -> torch.Tensor:
         return torch.nn.utils.clip_grad_norm_(parameters, norm)
 
-    course = Course(model, optimizer, clip, text, options, Schedule(options))
-    return _outcome(course.steps(), model, optimizer, stop)
+    loop = TrainingLoop(model, optimizer, clip, text, options, Schedule(options))
+    return _outcome(loop.steps(), model, optimizer, stop)
 
 
 def _outcome(steps: Iterable[Result], model: nn.Module, optimizer: torch.optim.Optimizer, stop: StopRequest) -> Outcome:
@@ -144,23 +148,23 @@ def _outcome(steps: Iterable[Result], model: nn.Module, optimizer: torch.optim.O
 
 
 def _compare(ours: Named, theirs: Named) -> tuple[int, str | None]:
-    """How many numbers there are, and what the first difference is."""
+    """Count the numbers, and describe the first difference; None where all are identical."""
     mine, reference = dict(ours), dict(theirs)
     numbers = sum(tensor.numel() for tensor in reference.values())
     for name in sorted(mine.keys() ^ reference.keys()):
-        return numbers, f"{name} is on one side only"
+        return numbers, f"{name} exists in one of the trainings only"
     for name, expected in reference.items():
         value = mine[name]
         if value.shape != expected.shape or value.dtype != expected.dtype:
-            return numbers, f"{name} has another shape or type: {tuple(value.shape)}, not {tuple(expected.shape)}"
+            return numbers, f"{name} has another shape or type in the store: {tuple(value.shape)}, not {tuple(expected.shape)}"
         unequal = (_bits(value) != _bits(expected)).any(-1)
         if unequal.any():
             where = int(unequal.nonzero()[0])
             got, want = value.reshape(-1)[where].item(), expected.reshape(-1)[where].item()
-            return numbers, f"{name} differs first at element {where}: {got!r} on the store, {want!r} in memory"
+            return numbers, f"{name} differs first at element {where}: {got!r} in the store, {want!r} in memory"
     return numbers, None
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes of each element, shape (elements, bytes): NaNs and signed zeros compare by what they are."""
+    """View the bytes of each element, shape (elements, bytes), so that NaNs and signed zeros compare by their bits."""
     return tensor.detach().reshape(-1, 1).contiguous().view(torch.uint8)

@@ -1,7 +1,5 @@
-"""A training under way, on a store or in memory: an ordinary PyTorch loop that can be left after, or within, any step.
-
-Commits of a training that ``tiered train`` makes, and what is in them beside the state: how to go on with it.
-"""
+"""The training loop, an ordinary PyTorch loop that works on a store and in memory and can stop after or within any step; and
+the commits of its state."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,22 +15,22 @@ import torch.nn.functional as F
 from torch import nn
 
 from tiered import zero
-from tiered.cli.train.command import Options
-from tiered.cli.train.ranks import One, Peers
+from tiered.cli.train.options import Options, StoreOptions, names_of
+from tiered.cli.train.ranks import Peers, SingleRank
 from tiered.errors import MisuseError
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from tiered.cli.train.model import Text
-    from tiered.cli.train.ranks import Peers
     from tiered.zero import AdamW
 
-__all__ = ["Course", "Result", "Saving", "Schedule"]
+__all__ = ["Checkpointer", "Result", "Schedule", "TrainingLoop"]
+
 
 @dataclass(frozen=True)
 class Result:
-    """One step. ``losses``: of each batch; ``norm``: of the gradients before clipping, None without clipping."""
+    """The numbers of one step: the loss of each batch, and the norm of the gradients (None without clipping)."""
 
     step: int
     losses: tuple[float, ...]
@@ -40,13 +38,14 @@ class Result:
 
     @property
     def loss(self) -> float:
+        """The mean over the batches."""
         return sum(self.losses) / len(self.losses)
 
 
 class Schedule:
-    """How far training is, and from that the learning rate: a linear warm-up, then a cosine down to a tenth.
+    """The progress of a training and its learning rate: a linear warm-up, then a cosine down to a tenth.
 
-    ``seconds`` of it went by in earlier processes. ``clock``: in seconds.
+    ``seconds`` have passed in earlier processes. ``clock`` returns seconds.
     """
 
     def __init__(self, options: Options, seconds: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -57,22 +56,24 @@ class Schedule:
 
     @property
     def seconds(self) -> float:
-        """Since training began, without the time between two processes."""
+        """Seconds of training so far, without the time between two processes."""
         return self._clock() - self._began
 
     def share(self, step: int) -> float:
-        """Of the training, after ``step`` steps; 1 at its end."""
+        """The completed share of the training after ``step`` steps: 1 at its end."""
         by_steps = step / self._steps if self._steps else 0.0
         by_time = self.seconds / self._seconds if self._seconds else 0.0
         return min(1.0, max(by_steps, by_time))
 
     def factor(self, step: int) -> float:
-        """Of the learning rate, for the step after ``step`` steps."""
+        """The factor on the highest learning rate in the step that follows ``step`` steps."""
         return min(1.0, (step + 1) / self._warmup) * (0.55 + 0.45 * math.cos(math.pi * self.share(step)))
 
 
-class Course:
-    """The order of the data depends on the seed alone. ``data`` and ``scheduler`` are a checkpoint's, ``done`` counts steps."""
+class TrainingLoop:
+    """Trains ``model`` step by step. The order of the data depends on the seed alone.
+
+    A checkpoint has ``data``, the generator of the batches, and ``scheduler``. ``done`` counts completed steps."""
 
     def __init__(
         self,
@@ -88,19 +89,20 @@ class Course:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor)
         self.schedule = schedule
         self.done = 0
-        self._peers = One() if peers is None else peers
+        self._peers = SingleRank() if peers is None else peers
         self._model, self._optimizer, self._clip, self._text, self._options = model, optimizer, clip, text, options
         self._begun: tuple[torch.Tensor, torch.Tensor] | None = None
         self._device = next(model.parameters()).device
 
-    def go_on(self, done: int) -> None:
-        """From here: all has been loaded. The learning rate is the schedule's, which may have another end than it had."""
+    def continue_after(self, done: int) -> None:
+        """Continue after step ``done``, whose state has been loaded. The learning rate follows the schedule of this process,
+        which may end later than the one that the checkpoint was made with."""
         self.done = done
         for group, base in zip(self._optimizer.param_groups, self.scheduler.base_lrs, strict=True):
             group["lr"] = base * self.schedule.factor(done)
 
     def steps(self) -> Iterator[Result]:
-        """Train until the schedule is over, a step at least."""
+        """Train until the schedule ends, but at least one step."""
         while True:
             yield self._step()
             if self.schedule.share(self.done) >= 1:
@@ -126,16 +128,17 @@ class Course:
         return Result(self.done, tuple(losses), norm)
 
     def _finite(self, what: str, found: float) -> float:
-        """Raises MisuseError where it is NaN or infinite: this step would make every parameter NaN."""
+        """Return ``found``. Raises MisuseError where it is NaN or infinite, because the step would make every parameter NaN."""
         if not math.isfinite(found):
             raise MisuseError(
-                f"the {what} of step {self.done + 1} is {found}: training diverged, and nothing of that step was kept; begin "
+                f"the {what} of step {self.done + 1} is {found}: training diverged, and nothing of that step was kept; start "
                 "again with a smaller --lr"
             )
         return found
 
     def give_up_step(self) -> None:
-        """All as before the step that an exception in forward or backward interrupted; its graph must be gone."""
+        """Restore the state before the step that an exception in forward or backward interrupted. The graph of that step must
+        have been freed."""
         if self._begun is not None:
             data, random = self._begun
             self.data.set_state(data)
@@ -144,81 +147,80 @@ class Course:
             self._begun = None
 
 
-NOT_KEPT = {"folder", "existing", "prefetch", "json", "timeline", "plot", "timeline_steps"}
-"""Options that are about one process."""
+class Checkpointer:
+    """Commits the state of a training: every ``commit_every`` steps in the background, one commit at a time, and on request.
 
-
-class Saving:
-    """At most one commit is open. ``losses`` is the caller's, of every step since training began. With several ranks all wait
-    for a commit, which is one only when all have it."""
+    ``losses`` is the caller's list, with the loss of every step since the beginning of the training. Several ranks commit
+    together: each waits until all of them have the commit."""
 
     def __init__(
         self,
         model: torch.nn.Module,
         optimizer: AdamW,
-        course: Course,
+        loop: TrainingLoop,
         options: Options,
         text: Text,
         losses: list[float],
         peers: Peers,
     ) -> None:
-        self._model, self._optimizer, self._course, self._losses = model, optimizer, course, losses
+        self._model, self._optimizer, self._loop, self._losses = model, optimizer, loop, losses
         self._options, self._text_bytes, self._ranks = options, text.nbytes, peers.launched.ranks
-        self._kept = {name: value for name, value in asdict(options).items() if name not in NOT_KEPT}
+        session = names_of("session")
+        self._recorded = {name: value for name, value in asdict(options).items() if name not in session}
         if options.text is not None:
-            self._kept["text"] = os.path.abspath(options.text)
+            self._recorded["text"] = os.path.abspath(options.text)
         self._open: Future[int] | None = None
-        self._step = course.done
+        self._step = loop.done
 
     def stepped(self) -> None:
-        """After each step: begin a commit where one is due. Raises what an earlier one failed with."""
+        """Begin a commit where one is due after this step. Raises the exception with which an earlier commit failed."""
         if self._open is not None and self._open.done():
-            self._settle()
+            self._wait()
         every = self._options.commit_every
-        if every is None or self._course.done % every:
+        if every is None or self._loop.done % every:
             return
         if self._ranks > 1:
             self.commit()
         else:
-            self._settle()
-            self._open = zero.commit_async(self._model, self._optimizer, **self._what())
-            self._step = self._course.done
+            self._wait()
+            self._open = zero.commit_async(self._model, self._optimizer, **self._record())
+            self._step = self._loop.done
 
     def finish(self) -> None:
-        """When it returns, the step that training is at is durable. Raises what ``zero.commit`` raises."""
-        self._settle()
-        if self._step != self._course.done:
+        """Make the last completed step durable. Raises the exceptions of ``zero.commit``."""
+        self._wait()
+        if self._step != self._loop.done:
             self.commit()
 
     def commit(self) -> int:
-        """All as it is now; returns the generation."""
-        self._settle()
-        generation = zero.commit(self._model, self._optimizer, **self._what())
-        self._step = self._course.done
+        """Commit the present state; returns the generation."""
+        self._wait()
+        generation = zero.commit(self._model, self._optimizer, **self._record())
+        self._step = self._loop.done
         return generation
 
-    def _settle(self) -> None:
+    def _wait(self) -> None:
         if self._open is not None:
             future, self._open = self._open, None
             future.result()
 
-    def _what(self) -> dict[str, Any]:
+    def _record(self) -> dict[str, Any]:
         return {
-            "scheduler": self._course.scheduler,
-            "data": self._course.data,
+            "scheduler": self._loop.scheduler,
+            "data": self._loop.data,
             "extra": {
                 "command": "train",
-                "options": self._kept,
+                "options": self._recorded,
                 "text_bytes": self._text_bytes,
-                "step": self._course.done,
-                "seconds": self._course.schedule.seconds,
+                "step": self._loop.done,
+                "seconds": self._loop.schedule.seconds,
                 "losses": torch.tensor(self._losses, dtype=torch.float64),
             },
             "meta": {
                 "command": "train",
-                "step": self._course.done,
+                "step": self._loop.done,
                 "loss": self._losses[-1],
                 "seed": self._options.seed,
-                "opening": {name: self._kept[name] for name in ("dram", "hbm", "device", "backend", "commit_every")},
+                "opening": {one.name: self._recorded[one.name] for one in fields(StoreOptions)},
             },
         }

@@ -1,7 +1,5 @@
-"""A byte-level decoder-only GPT in plain PyTorch: nothing in it knows of the store.
-
-The text that ``tiered train`` learns.
-"""
+"""The model of ``tiered train``, a byte-level decoder-only GPT in plain PyTorch that knows nothing of the store, and the text
+that it learns."""
 
 from __future__ import annotations
 
@@ -20,14 +18,18 @@ from torch.utils.checkpoint import checkpoint
 
 from tiered import MisuseError
 
-__all__ = ["GPT", "Block", "Shape", "Text", "build", "in_parts", "initialiser", "open_text"]
+__all__ = ["GPT", "GRADIENT_BYTES", "STATE_BYTES", "Block", "Shape", "Text", "build", "in_parts", "initialiser", "open_text"]
 
 BYTES = 256
+STATE_BYTES = 12
+"""Bytes per parameter: the fp32 value and the two moments of Adam."""
+GRADIENT_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Shape:
-    """``context`` in bytes of text; ``width`` is a multiple of ``heads``. ``recompute``: each block again in backward."""
+    """The sizes of a model. ``context`` is in bytes of text, ``width`` a multiple of ``heads``. ``recompute``: backward
+    recomputes the activations of each block."""
 
     layers: int
     width: int
@@ -37,17 +39,17 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the model of this shape has, without building it."""
+        """Count the parameters of a model of this shape without building it."""
         block = 12 * self.width**2 + 13 * self.width
         return (BYTES + self.context + 2) * self.width + self.layers * block
 
 
 class Residual(nn.Linear):
-    """A linear layer whose result is added to the block's input; it starts smaller."""
+    """A linear layer whose result is added to the block's input; its initial values are smaller."""
 
 
 class Positions(nn.Embedding):
-    """What is added for each place in the context; it starts small, so that the bytes themselves are learnt first."""
+    """The embedding of positions; its initial values are small, so that the bytes themselves are learnt first."""
 
 
 class Block(nn.Module):
@@ -96,8 +98,8 @@ class GPT(nn.Module):
 
 
 def in_parts(model: nn.Module, names: Iterable[str], parts: int) -> None:
-    """Have the named modules run on one part of the batch after the other, and compute each again in backward: what
-    ``zero.page(..., micro_batch=parts)`` does, in memory."""
+    """Make the named modules process the batch in ``parts``, one after the other, and recompute each part in backward, as
+    ``zero.page(..., micro_batch=parts)`` does in a store."""
 
     def divided(original: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
         def forward(x: torch.Tensor) -> torch.Tensor:
@@ -112,13 +114,13 @@ def in_parts(model: nn.Module, names: Iterable[str], parts: int) -> None:
 
 
 def build(shape: Shape) -> GPT:
-    """On the meta device: shapes without memory. Give the parameters theirs module by module, with ``initialiser``."""
+    """Build a model on the meta device, without memory. ``initialiser`` gives values to its parameters module by module."""
     with torch.device("meta"):
         return GPT(shape)
 
 
 def initialiser(shape: Shape) -> Callable[[nn.Module], None]:
-    """GPT-2's: normal with deviation 0.02, smaller by sqrt(2 layers) where a block adds to its input; biases zero."""
+    """Make the initialiser of GPT-2: normal with deviation 0.02, divided by sqrt(2 layers) in ``Residual``; biases zero."""
     small = 0.02 / math.sqrt(2 * shape.layers)
 
     def initialise(module: nn.Module) -> None:
@@ -139,7 +141,7 @@ def initialiser(shape: Shape) -> Callable[[nn.Module], None]:
 
 
 class Text:
-    """A file of bytes to learn, read as needed."""
+    """A file of bytes to learn, which is read batch by batch."""
 
     def __init__(self, path: str, context: int) -> None:
         try:
@@ -164,8 +166,9 @@ class Text:
     def batch(
         self, size: int, generator: torch.Generator, rank: int = 0, ranks: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bytes at random places and those that follow them: two int64 tensors of shape (size, context). All ``ranks`` draw the
-        same places, and each has its part of them."""
+        """Read bytes at random places, and the bytes that follow each: two int64 tensors of shape (size, context).
+
+        All ``ranks`` draw the same places, and each reads its own part of them."""
         starts = torch.randint(0, self.nbytes - self._context, (ranks * size,), generator=generator)
         rows = []
         for start in starts[rank * size : (rank + 1) * size].tolist():
@@ -181,7 +184,7 @@ class Text:
 
 
 def open_text(path: str | None, context: int, stack: ExitStack) -> Text:
-    """The text in file ``path``, or that which ships with this; closed with ``stack``. Raises MisuseError."""
+    """Open the text in the file ``path`` (None: the text of this package), and close it with ``stack``. Raises MisuseError."""
     if path is None:
         path = str(stack.enter_context(as_file(files("tiered.data") / "shakespeare.txt")))
     text = Text(path, context)

@@ -1,7 +1,7 @@
-"""The processes that ``tiered train`` runs in: one, or as many ranks as torchrun started.
+"""The processes of ``tiered train``: one, or as many ranks as torchrun started.
 
-Ranks end what they do together at the same place: a step that one of them was asked to stop in is left by all of them, what
-one of them cannot begin none of them begins, and of what went wrong each thing is told once.
+Ranks act together. When one rank is asked to stop, all leave the same step. When one rank cannot start, none starts. Each error
+is printed once.
 """
 
 from __future__ import annotations
@@ -25,69 +25,69 @@ from tiered.cli.stop import StopNoted, StopRequest
 from tiered.zero.collectives import Ranks
 from tiered.zero.rank_stores import shared_json
 
-__all__ = ["One", "Peers", "Several", "joined"]
+__all__ = ["Peers", "RankGroup", "SingleRank", "joined"]
 
 PATIENCE = 5.0
-"""Seconds that a rank has to tell what went wrong."""
+"""Seconds that a silent rank leaves to the rank that prints the error."""
 ANSWER = 2.0
-"""Seconds that the store in which the ranks met has for an answer: what it runs in may be what was lost."""
+"""Seconds to wait for an answer of torch's rendezvous store, because its own process may be the one that was lost."""
 SIGNUMS = frozenset(map(int, signal.valid_signals()))
 STAGES: dict[int, zero.Stage] = {1: zero.Stage1(), 2: zero.Stage2(), 3: zero.Stage3()}
 
 
 class Peers(Protocol):
-    """``launched``: as which of how many."""
+    """What a training needs of the other ranks. ``launched``: the number of this rank, and of all."""
 
     launched: Launched
 
     def open(self, folder: str, **options: Any) -> TieredStore:
-        """This process's store."""
+        """Open this rank's store."""
         ...
 
     def staged(self, stage: int) -> dict[str, Any]:
-        """Arguments of ``zero.page``."""
+        """Return the arguments of ``zero.page`` for ``stage``."""
         ...
 
     def disk_share(self, stage: int) -> float:
-        """Of 16 bytes for each parameter: what is kept on this node."""
+        """Return the share of the 16 bytes per parameter that the ranks of this node keep."""
         ...
 
     def clock(self) -> float:
-        """Seconds, the same for all until the next ``agree``."""
+        """Return seconds, which are the same on all ranks until the next ``agree``."""
         ...
 
     def agree(self, loss: torch.Tensor) -> float:
-        """The mean over all. Raises StopNoted, with several on all, where one was asked to stop."""
+        """Return the mean loss over all ranks. Raises StopNoted, on all ranks, where one rank was asked to stop."""
         ...
 
     def together(self, but: type[Exception] | None = None) -> AbstractContextManager[None]:
-        """What one fails with in this block ends all of them, and the first that fails tells; but ``but``, where all fail so,
-        all raise."""
+        """End all ranks where one rank fails in this block; the first failing rank prints. All ranks raise an exception of type
+        ``but`` where all of them fail with it."""
         ...
 
     def said(self, value: Any, kind: Any) -> list[Any]:
-        """Everybody's ``value``, which is JSON, each as a ``kind``."""
+        """Return the JSON ``value`` of every rank, each converted to ``kind``."""
         ...
 
     def watch(self, stop: StopRequest) -> None:
-        """From here on its request is what ``agree`` and ``check`` are about."""
+        """Make ``agree`` and ``check`` look at ``stop`` from now on."""
         ...
 
     def start(self) -> None:
-        """The clock, at 0."""
+        """Start the clock at 0."""
         ...
 
     def check(self) -> None:
-        """Raises what ``stop.check`` does, where this one can leave alone."""
+        """Raise as ``stop.check`` does where this rank may leave without the others."""
         ...
 
     def check_together(self) -> None:
-        """The same on all."""
+        """Raise StopNoted on all ranks where one of them was asked to stop."""
         ...
 
 
-class One:
-    """Nobody else."""
+class SingleRank:
+    """Peers of a process that trains alone."""
 
     def __init__(self) -> None:
         self.launched = Launched()
@@ -128,15 +128,15 @@ class One:
 
 
 class _How(IntEnum):
-    """A rank came to the end of ``together``. EXCEPTED: with what all may raise."""
+    """How a rank left ``together``. EXCEPTED: with the exception that all may raise."""
 
     FAILED = 0
     FINE = 1
     EXCEPTED = 2
 
 
-class Several:
-    """Ranks of the default process group. That one was asked to stop, all see in ``agree``; no rank leaves a step alone."""
+class RankGroup:
+    """Peers in the default process group. All ranks learn in ``agree`` that one was asked to stop; none leaves a step alone."""
 
     def __init__(self, launched: Launched) -> None:
         self.launched = launched
@@ -161,7 +161,7 @@ class Several:
     def agree(self, loss: torch.Tensor) -> float:
         signum = self._stop.signum if self._stop is not None else 0
         mine = torch.tensor([loss.item(), signum, time.monotonic() - self._began], dtype=torch.float64)
-        said = self._ranks.shared(mine, "the loss")
+        said = self._ranks.all_gather(mine, "the loss")
         self._now = float(said[0, 2])
         self._leave_together(said[:, 1])
         return float(said[:, 0].mean())
@@ -183,11 +183,11 @@ class Several:
             _end_silently()
 
     def _everybody(self, how: _How) -> list[_How]:
-        said = self._ranks.shared(torch.tensor([how]), "whether all can begin (one that cannot says why)")
+        said = self._ranks.all_gather(torch.tensor([how]), "whether all can start (a rank that cannot prints why)")
         try:
             return [_How(one) for one in said.view(-1).tolist()]
         except ValueError as error:
-            raise RankError(f"a rank says what no rank of this release says: {error}") from error
+            raise RankError(f"a rank sent a value that no rank of this release sends: {error}") from error
 
     def said(self, value: Any, kind: Any) -> list[Any]:
         return shared_json(self._ranks, value, kind)
@@ -202,58 +202,62 @@ class Several:
 
     def check_together(self) -> None:
         signum = self._stop.signum if self._stop is not None else 0
-        self._leave_together(self._ranks.shared(torch.tensor([signum]), "whether to stop"))
+        self._leave_together(self._ranks.all_gather(torch.tensor([signum]), "whether to stop"))
 
     def _leave_together(self, signums: torch.Tensor) -> None:
         signum = float(signums.amax())
         if signum:
             if signum not in SIGNUMS:
-                raise RankError(f"a rank says that it was asked to stop by signal {signum:g}, which there is not")
+                raise RankError(f"a rank was asked to stop by signal {signum:g}, which does not exist")
             raise StopNoted(int(signum))
 
 
 @contextmanager
 def joined(launched: Launched, timeout: float) -> Iterator[Peers]:
-    """Those that torchrun started. ``timeout``: seconds that a rank waits for the others. Raises RankError where they do not
-    come together, and SystemExit in the place of an error that another rank tells."""
+    """Join the ranks that torchrun started. ``timeout``: seconds that a rank waits for the others.
+
+    Raises RankError where they do not meet in time, and SystemExit in the place of an error that another rank prints."""
     if launched.ranks == 1:
-        yield One()
+        yield SingleRank()
         return
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
     try:
-        # torchrun keeps its store from one start to the next, with the addresses of ranks that are no more
+        # torchrun keeps its store over restarts, with the addresses of ranks that have ended
         store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
         own = dist.distributed_c10d.PrefixStore(f"start {launched.restarts}", store)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
-        raise RankError(f"the {launched.ranks} ranks did not come together within {timeout:g} s: {error}") from error
-    peers = Several(launched)
+        raise RankError(f"the {launched.ranks} ranks did not meet within {timeout:g} s: {error}") from error
+    peers = RankGroup(launched)
     try:
         yield peers
     except Exception as error:
-        if not _is_to_be_told(error):
+        if not _is_to_be_printed(error):
             _end_silently()
         raise
     dist.destroy_process_group()
 
 
 def _end_silently() -> NoReturn:
-    """Another rank tells; torchrun ends all as soon as one has ended."""
+    """Exit without a message, because another rank prints it. Waits first: torchrun ends all ranks when one has ended."""
     time.sleep(PATIENCE)
     raise SystemExit(1) from None
 
 
-def _is_to_be_told(error: Exception) -> bool:
-    """What several ranks say in the same words, one tells; that a rank is lost is told unless that rank says why. Where the
-    store in which the ranks met does not say, each tells: it blocks without a limit when its host or process is lost."""
+def _is_to_be_printed(error: Exception) -> bool:
+    """Whether this rank prints ``error``: of several ranks with the same error one does, and the loss of a rank is printed only
+    where that rank does not print why.
+
+    The ranks agree through torch's rendezvous store. Where it does not answer in time, as when its process was lost, every rank
+    prints."""
     import torch.distributed as dist
 
     first: list[bool] = []
 
     def ask() -> None:
-        with suppress(RuntimeError, ValueError):  # the store was rank 0's, which has ended
+        with suppress(RuntimeError, ValueError):  # rank 0, whose store it was, has ended
             store = dist.distributed_c10d._get_default_store()
             if isinstance(error, RankError):
                 first.append(store.add("tiered/told", 1) == 1)

@@ -1,41 +1,36 @@
-"""What a training run was like, for people and as JSON.
-
-Records some steps of a training and leaves them as a trace and as a picture.
-"""
+"""The report of a training: its summary as text and as JSON, and the recording of some steps as a trace and a picture."""
 
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiered import TieredStore, Timeline
-from tiered.cli.bench.plot import refuse_unplottable
-from tiered.cli.measure import Rates
-from tiered.cli.output import Counters, refuse_unwritable
+from tiered.cli.measure import Rates, Usage
+from tiered.cli.output import counted, rate_unit, refuse_unplottable, refuse_unwritable
+from tiered.cli.train.model import GRADIENT_BYTES, STATE_BYTES
 from tiered.cli.train.timeline import describe_timeline, plot_timeline, write_timeline
 from tiered.telemetry import StoreStatistics
 from tiered.types import format_size
 
 if TYPE_CHECKING:
-    from tiered.cli.train.command import Options
     from tiered.cli.train.loop import Result
+    from tiered.cli.train.options import Options
 
 __all__ = ["Recording", "Summary", "describe"]
 
-STATE_BYTES = 12
-IN_MEMORY_BYTES = 16
-"""Per parameter, fp32: value, gradient, two moments."""
-
-
 @dataclass(frozen=True)
 class Summary:
-    """Measured from the first step's beginning to the last one's update; ``rates`` right afterwards, ``seen`` in between.
+    """The measurements of a training: ``moved`` from the beginning of the first step to the update of the last one, then
+    ``seen``, the store's statistics, then the ``rates`` of the disk.
 
-    ``earlier_losses`` are of the steps before, where training was resumed: in nothing else. Of several ``ranks`` the losses are
-    means, and ``tokens`` are all ranks'; the rest is rank 0's, ``generation`` and ``folder``, too.
+    In a resumed training, only ``earlier_losses`` are of the steps before. With several ``ranks`` the losses are means,
+    ``tokens`` are those of all ranks, and everything else is rank 0's.
     """
 
     steps: int
@@ -43,11 +38,10 @@ class Summary:
     earlier_losses: tuple[float, ...]
     tokens: int
     parameters: int
-    moved: Counters
+    moved: Usage
     update_seconds: float
     rates: Rates | None
     seen: StoreStatistics
-    counted_by: str
     peak_rss: int
     baseline_rss: int
     generation: int
@@ -58,24 +52,27 @@ class Summary:
 
     @property
     def last_loss(self) -> float:
-        """Mean of the last steps, since single ones scatter."""
+        """The mean of the last five losses, because single losses scatter."""
         last = self.losses[-min(5, len(self.losses)) :]
         return sum(last) / len(last)
 
     @property
     def serial_seconds(self) -> float | None:
-        """How long the same bytes take one after the other when the disk does nothing else; None if that was not measured."""
-        if self.rates is None:
-            return None
-        return self.moved.read / self.rates.read + self.moved.written / self.rates.write
+        """How long the same bytes take one after the other when the disk does nothing else; None where not measured."""
+        return None if self.rates is None else self.rates.seconds(self.moved.disk_read, self.moved.disk_written)
 
     @property
     def waited_share(self) -> float | None:
-        """Of ``serial_seconds``: what was not hidden behind the compute."""
+        """The share of ``serial_seconds`` that was not hidden behind the compute."""
         return self.moved.stalled / self.serial_seconds if self.serial_seconds else None
 
+    @property
+    def fitted(self) -> bool:
+        """Whether the store evicted nothing from memory."""
+        return self.seen.evictions == 0
+
     def as_json(self) -> dict[str, Any]:
-        """Bytes and seconds."""
+        """Return the summary in bytes and seconds."""
         moved, steps, dram = self.moved, self.steps, self.seen.tier("dram")
         losses = [*self.earlier_losses, *self.losses]
         return {
@@ -90,10 +87,10 @@ class Summary:
             "hbm": {"budget_bytes": top.capacity, "peak_bytes": top.peak} if (top := self.seen.tiers[0]) is not dram else None,
             "per_step": {
                 "seconds": moved.seconds / steps,
-                "read_bytes": moved.read / steps,
-                "written_bytes": moved.written / steps,
-                "read_bytes_per_parameter": moved.read / steps / self.parameters,
-                "written_bytes_per_parameter": moved.written / steps / self.parameters,
+                "read_bytes": moved.disk_read / steps,
+                "written_bytes": moved.disk_written / steps,
+                "read_bytes_per_parameter": moved.disk_read / steps / self.parameters,
+                "written_bytes_per_parameter": moved.disk_written / steps / self.parameters,
             },
             "time": {
                 "compute_seconds": moved.seconds - moved.stalled - self.update_seconds,
@@ -107,10 +104,11 @@ class Summary:
                 "waited_share": self.waited_share,
                 "read_bytes_per_second_alone": self.rates.read if self.rates else None,
                 "write_bytes_per_second_alone": self.rates.write if self.rates else None,
-                "counted_by": self.counted_by,
+                "counted_by": moved.counted_by,
             },
             "peak_rss_bytes": self.peak_rss,
-            "in_memory_bytes": IN_MEMORY_BYTES * self.parameters,
+            "baseline_rss_bytes": self.baseline_rss,
+            "in_memory_bytes": (STATE_BYTES + GRADIENT_BYTES) * self.parameters,
             "backend": self.seen.backend,
             "direct": self.seen.direct,
             "prefetch": self.prefetch,
@@ -121,10 +119,9 @@ class Summary:
 
 
 def describe(summary: Summary, other_way: str | None, again: str) -> str:
-    """Several lines. ``other_way`` is a command to compare with, ``again`` one to go on with."""
+    """Format the summary in several lines. ``other_way`` is a command to compare with, ``again`` one that continues."""
     moved, steps = summary.moved, summary.steps
     dram = summary.seen.tier("dram")
-    state = STATE_BYTES * summary.parameters
 
     def spent(what: str, seconds: float) -> str:
         return f"  {what:<22}{seconds / steps:8.2f} s {seconds / moved.seconds:6.0%}"
@@ -133,23 +130,25 @@ def describe(summary: Summary, other_way: str | None, again: str) -> str:
         return f"{what} {_amount(nbytes / steps)} per step, {nbytes / steps / summary.parameters:.1f} bytes per parameter"
 
     how = f"{summary.seen.backend}, {'O_DIRECT' if summary.seen.direct else 'no O_DIRECT here'}"
+    rest = max(0, summary.peak_rss - summary.baseline_rss - dram.peak)
     return "\n".join(
         [
             "",
-            f"loss      {summary.losses[0]:.3f} -> {summary.last_loss:.3f} in {steps} steps of {summary.tokens // steps:,} "
-            f"tokens, {moved.seconds:.0f} s, {summary.tokens / moved.seconds:.0f} tokens/s",
-            f"state     {format_size(state)}, {state / dram.capacity:.1f} times the budget of {format_size(dram.capacity)} "
-            f"(the pool's peak: {format_size(dram.peak)})",
+            f"loss      {summary.losses[0]:.3f} -> {summary.last_loss:.3f} in {counted(steps, 'step')} "
+            f"of {counted(summary.tokens // steps, 'token')}, {moved.seconds:.0f} s, "
+            f"{summary.tokens / moved.seconds:.0f} tokens/s",
+            *_state(summary),
             *(
-                f"device    {format_size(tier.capacity)} of it for parameters (its peak: {format_size(tier.peak)})"
+                f"device    {format_size(tier.capacity)} for parameters, {format_size(tier.peak)} used at the peak"
                 for tier in summary.seen.tiers
                 if tier.name == "hbm"
             ),
-            f"memory    {format_size(summary.peak_rss)} at most, {format_size(summary.baseline_rss)} of it torch itself;",
-            f"          training in memory holds {format_size(IN_MEMORY_BYTES * summary.parameters)} of parameters, gradients, "
-            "states",
-            f"disk      {flow('read', moved.read)}",
-            f"          {flow('wrote', moved.written)}; {how}",
+            f"memory    {format_size(summary.peak_rss)} at the peak: {format_size(summary.baseline_rss)} Python and torch, "
+            f"{format_size(dram.peak)} the store's pool,",
+            f"          {format_size(rest)} activations and everything else; in memory, parameters, gradients and",
+            f"          Adam states alone would take {format_size((STATE_BYTES + GRADIENT_BYTES) * summary.parameters)}",
+            f"disk      {flow('read', moved.disk_read)}",
+            f"          {flow('wrote', moved.disk_written)}; {how}",
             "time      per step",
             spent("forward and backward", moved.seconds - moved.stalled - summary.update_seconds),
             spent("optimizer", summary.update_seconds),
@@ -159,19 +158,42 @@ def describe(summary: Summary, other_way: str | None, again: str) -> str:
             _overlap(summary),
             f"saved     {summary.folder}, generation {summary.generation}",
             "",
-            *([f"{'without' if summary.prefetch == 'on' else 'with'} fetching ahead: {other_way}"] if other_way else []),
+            *([f"{'without' if summary.prefetch == 'on' else 'with'} prefetching: {other_way}"] if other_way else []),
             f"more steps: {again} --steps {2 * (len(summary.earlier_losses) + steps)}",
+            f"weights as safetensors: {shlex.join(['tiered', 'export', _exported(summary), '--out', 'weights'])}",
+            "text of your own: tiered train --text FILE --dir STORE",
+            "model of your own: docs/training.md",
         ]
     )
+
+
+def _exported(summary: Summary) -> str:
+    """The folder that ``tiered export`` takes: of several ranks the one above their stores."""
+    return summary.folder if summary.ranks == 1 else str(Path(summary.folder).parent)
+
+
+def _state(summary: Summary) -> list[str]:
+    state, dram = STATE_BYTES * summary.parameters, summary.seen.tier("dram")
+    if summary.fitted:
+        return [
+            f"state     {format_size(state)}; everything fitted in the budget of {format_size(dram.capacity)} "
+            f"({format_size(dram.peak)} used at the peak): nothing",
+            "          was evicted, and a smaller --dram may work as well",
+        ]
+    return [
+        f"state     {format_size(state)}, {state / dram.capacity:.1f} times the budget of {format_size(dram.capacity)} "
+        f"({format_size(dram.peak)} used at the peak)"
+    ]
 
 
 def _overlap(summary: Summary) -> str:
     waited = summary.moved.stalled / summary.steps
     if not summary.serial_seconds or summary.rates is None:
         return f"overlap   training waited {waited:.2f} s per step for the disk; the disk alone was not measured"
-    read, write = summary.rates.read / 1e9, summary.rates.write / 1e9
+    unit, factor = rate_unit(summary.rates.read, summary.rates.write)
+    read, write = summary.rates.read * factor, summary.rates.write * factor
     return (
-        f"overlap   for these bytes the disk by itself (just now: read {read:.1f}, write {write:.1f} GB/s) needs\n"
+        f"overlap   for these bytes the disk alone (just now: read {read:.1f}, write {write:.1f} {unit}) needs\n"
         f"          {summary.serial_seconds / summary.steps:.2f} s per step; training waited {waited:.2f} s, "
         f"{summary.waited_share:.0%} of that"
     )
@@ -182,13 +204,13 @@ def _amount(nbytes: float) -> str:
 
 
 WARM_UP = 5
-"""Steps before: until then the order of a step is not known, and the moments are made."""
+"""Steps before the recording: they make the moments, and the store learns the order of a step."""
 
 
 class Recording:
-    """Of ``options.timeline_steps`` steps after ``WARM_UP``, or of the last ones where there are fewer.
+    """Records ``options.timeline_steps`` steps after ``WARM_UP``, or the last steps where there are fewer.
 
-    ``done`` were made before.
+    ``done``: steps of earlier processes.
     """
 
     def __init__(self, options: Options, done: int = 0) -> None:
@@ -200,15 +222,16 @@ class Recording:
 
     @property
     def wanted(self) -> bool:
+        """Whether an option asks for a recording."""
         return self._options.timeline is not None or self._options.plot is not None
 
     def refuse_unwritable(self) -> None:
-        """Raises MisuseError when there could be no file in the end."""
+        """Raise MisuseError where a file could not be written in the end."""
         refuse_unwritable(self._options.timeline, "--timeline")
         refuse_unplottable(self._options.plot)
 
     def of(self, results: Iterator[Result], store: TieredStore) -> Iterator[Result]:
-        """The same results; the steps that make some of them are recorded."""
+        """Yield the same results, and record the steps that make some of them."""
         if not self.wanted:
             yield from results
             return
@@ -226,7 +249,7 @@ class Recording:
                 yield result
 
     def write(self, title: str) -> str | None:
-        """Leave the files; returns what there is to be told."""
+        """Write the files; returns a description for people."""
         if not self.wanted:
             return None
         if self._timeline is None or not self._steps:

@@ -1,7 +1,5 @@
-"""``tiered train --resume``: what a store says of the training in it, and which of its options may be other ones now.
-
-Where a training goes on that any number of ranks began, and where its stores are then.
-"""
+"""``tiered train --resume``: find the newest commit of a training that any number of ranks made, and read the record of the
+training in it: its options, its progress, its losses."""
 
 from __future__ import annotations
 
@@ -17,18 +15,16 @@ import torch
 
 from tiered import ManifestError, MisuseError
 from tiered.cli.arguments import Launched
-from tiered.cli.train.command import Options
 from tiered.cli.train.model import Text
+from tiered.cli.train.options import Options, StoreOptions, default_of, names_of
 from tiered.cli.train.ranks import Peers
 from tiered.errors import shown
 from tiered.format.generations import load
-from tiered.types import BackendName
 from tiered.zero.checkpoint.checkpoint import Readable, read_record
-from tiered.zero.rank_stores import Joint, folder_of, has_commit, in_all, joints, newest_set
+from tiered.zero.rank_stores import RankCommit, folder_of, has_commit, in_all, joints, newest_set
 
 __all__ = [
     "Earlier",
-    "Opening",
     "Over",
     "Place",
     "earlier",
@@ -41,38 +37,19 @@ __all__ = [
     "refuse_others",
 ]
 
-SAME = (
-    *("layers", "width", "heads", "context", "batch", "accumulate", "micro_batch", "update"),
-    *("lr", "warmup", "weight_decay", "clip", "seed"),
-)
-"""Options that make it this training."""
-
-
-ADDED = {"device": "cuda", "update_tier": "dram"}
-"""Options that a training of an earlier release does not have written down, where they are not None."""
-
+ADDED = ("device", "update_tier", "stage")
+"""Options that records of earlier releases lack; such a training has their defaults."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Over(MisuseError):
-    """The training has had all its steps."""
-
-
-@dataclass(frozen=True)
-class Opening:
-    """How the store of a training is opened: as it was, where nothing else is given."""
-
-    dram: int
-    hbm: int | None
-    device: str
-    backend: BackendName
-    commit_every: int | None
+    """The training has completed all its steps."""
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """What earlier processes did of a training. ``losses``: of each step; ``seconds``: what these took."""
+    """The progress that a commit has recorded. ``losses``: one per step; ``seconds``: the time that the steps took."""
 
     options: Options
     text_bytes: int
@@ -81,8 +58,8 @@ class Earlier:
     losses: list[float]
 
 
-class _Kept(msgspec.Struct):
-    """What ``zero.commit`` was given for ``extra``, as far as it is needed here."""
+class _Record(msgspec.Struct):
+    """The part of the ``extra`` given to ``zero.commit`` that resuming reads."""
 
     options: dict[str, Any]
     text_bytes: _Count
@@ -91,56 +68,61 @@ class _Kept(msgspec.Struct):
     losses: torch.Tensor
 
 
-def opening(folder: str, wishes: Mapping[str, Any]) -> Opening:
-    """Opens and makes nothing. Raises MisuseError where there is no training to go on with."""
+def opening(folder: str, wishes: Mapping[str, Any]) -> StoreOptions:
+    """Read from the newest manifest in ``folder`` how the store is opened, without opening it.
+
+    ``wishes`` are the options of the command line, None where absent. Raises MisuseError where ``folder`` has no training."""
     manifest = load(folder) if os.path.isdir(folder) else None
     if manifest is None:
-        raise MisuseError(f"nothing is committed in {folder}: name the --dir of a training, or begin one without --resume")
+        raise MisuseError(f"nothing is committed in {folder}: name the --dir of a training, or start one without --resume")
     kept = manifest.meta.get("opening")
     if manifest.meta.get("command") != "train" or not isinstance(kept, Mapping):
         raise MisuseError(
-            f"what is committed in {folder} is no training that can be resumed: name the --dir of one, or begin one without "
-            "--resume"
+            f"the commit in {folder} is not that of a training that can be resumed: name the --dir of one, or start one "
+            "without --resume"
         )
-    found = {field.name: _chosen(field.name, kept, wishes) for field in fields(Opening)}
+    found = {field.name: _chosen(field.name, kept, wishes) for field in fields(StoreOptions)}
     try:
-        return msgspec.convert(found, Opening, strict=True)
+        return msgspec.convert(found, StoreOptions, strict=True)
     except (ValueError, OverflowError) as error:
         raise ManifestError(f"the meta of {folder} does not say how its store is opened: {shown(str(error), 300)}") from error
 
 
 def _chosen(name: str, kept: Mapping[str, Any], wishes: Mapping[str, Any]) -> Any:
-    return kept.get(name, ADDED.get(name)) if wishes[name] is None else wishes[name]
+    if wishes[name] is not None:
+        return wishes[name]
+    return kept.get(name, default_of(name)) if name in ADDED else kept.get(name)
 
 
 def keep(every: int | None, ranks: int) -> int:
-    """How many generations, with ``--commit-every`` or without. Of ranks each keeps what all have until all have the next."""
+    """Return how many generations a store keeps. Each of several ranks keeps the last common one until all have the next."""
     return 1 if every is None and ranks == 1 else 2
 
 
 def earlier(store: Readable, folder: str, name: str, wishes: Mapping[str, Any]) -> Earlier:
-    """What ``store``, in ``folder``, has of the training, with ``wishes``, the options that were given (others are None).
+    """Read the record of the training in ``store``, which is in ``folder``, and merge the options of the command line into it.
 
-    Raises MisuseError for a wish that would make it another training, and Over.
+    ``wishes`` are these options, None where absent. Raises MisuseError for one that would make the training a different one,
+    and Over.
     """
     extra = read_record(store, name)["extra"]
     try:
-        kept = msgspec.convert(extra, _Kept, strict=True, dec_hook=_losses)
+        kept = msgspec.convert(extra, _Record, strict=True, dec_hook=_losses)
         options, losses, step, seconds = _merged(kept.options, wishes), kept.losses.tolist(), kept.step, kept.seconds
     except (TypeError, KeyError, ValueError, OverflowError, AttributeError) as error:
         raise ManifestError(
-            f"{store}: the training in it is damaged, or of another version, which this release does not read "
+            f"{store}: the record of the training in it is damaged, or of a version that this release does not read "
             f"({shown(str(error), 300)})"
         ) from error
     if options.steps is not None and step >= options.steps:
         raise Over(
-            f"the training in {folder} has had {step} of its {options.steps} steps: for more of them give --steps, "
-            "counted from its beginning"
+            f"the training in {folder} has completed {step} of its {options.steps} steps: for more give --steps, counted from "
+            "its beginning"
         )
     if options.minutes is not None and seconds >= 60 * options.minutes:
         raise Over(
-            f"the training in {folder} has had its {options.minutes:g} minutes: for more of them give --minutes, counted "
-            "from its beginning"
+            f"the training in {folder} has completed its {options.minutes:g} minutes: for more give --minutes, counted from "
+            "its beginning"
         )
     return Earlier(options, kept.text_bytes, step, seconds, losses)
 
@@ -152,51 +134,54 @@ def _losses(kind: type, value: object) -> object:
 
 
 def _merged(kept: Mapping[str, Any], wishes: Mapping[str, Any]) -> Options:
-    for name in SAME:
+    """Merge the options of the command line into the recorded ones, each as its role says."""
+    for name in names_of("model"):
         if wishes[name] is not None and wishes[name] != kept[name]:
             option = "--" + name.replace("_", "-")
             raise MisuseError(
-                f"{option} {wishes[name]} would make it another training, this one has {option} {kept[name]}: leave it out, or "
-                "begin one in another --dir"
+                f"{option} {wishes[name]} would make this a different training; this one has {option} {kept[name]}: leave it "
+                "out, or start a training in another --dir"
             )
-    merged = {**wishes, **{name: kept[name] for name in SAME}, "existing": "refuse", "prefetch": wishes["prefetch"] or "on"}
-    anew = ("text", "update_tier", *(field.name for field in fields(Opening)))
-    merged |= {name: _chosen(name, kept, wishes) for name in anew}
-    if wishes["steps"] is None and wishes["minutes"] is None:
-        merged |= {name: kept[name] for name in ("steps", "minutes")}
-    merged["stage"] = kept.get("stage", 3) if wishes["stage"] is None else wishes["stage"]
-    merged["recompute"] = wishes["recompute"] or kept["recompute"]
+    merged = {name: kept[name] for name in names_of("model")}
+    merged |= {name: default_of(name) if wishes[name] is None else wishes[name] for name in names_of("session")}
+    merged |= {name: _chosen(name, kept, wishes) for name in names_of("changeable")}
+    ends = kept if wishes["steps"] is None and wishes["minutes"] is None else wishes
+    merged |= {name: ends[name] for name in ("steps", "minutes")}
     if merged["recompute"] and merged["micro_batch"] > 1:
-        raise MisuseError(f"--micro-batch {kept['micro_batch']} computes units again in backward: resume without --checkpoint")
-    return msgspec.convert({field.name: merged[field.name] for field in fields(Options)}, Options, strict=True)
+        raise MisuseError(f"--micro-batch {kept['micro_batch']} recomputes activations already: resume without --checkpoint")
+    return msgspec.convert(merged, Options, strict=True)
 
 
 def refuse_other_stage(store: Readable, name: str, stage: int) -> None:
-    """Raises MisuseError where ranks have divided the model otherwise."""
+    """Raise MisuseError where the ranks that made these stores divided the model in another way than ``stage``."""
     kept = read_record(store, name)["layout"].get("share", {}).get("stage")
     if kept is not None and kept != f"Stage{stage}":
         raise MisuseError(
-            f"--stage {stage} would divide the model otherwise than these stores, which have {kept}: leave it out; another "
-            "number of ranks may have another stage"
+            f"--stage {stage} would divide the model in another way than these stores, which have {kept}: leave --stage "
+            "out, or resume with another number of ranks"
         )
 
 
 def refuse_other_text(text: Text, nbytes: int) -> None:
-    """Raises MisuseError unless ``text`` has as many bytes as that which the training began with."""
+    """Raise MisuseError unless ``text`` has ``nbytes``, as the text had at the beginning of the training."""
     if text.nbytes != nbytes:
         raise MisuseError(
-            f"the text {text.path} has {text.nbytes:,} bytes, that of this training had {nbytes:,}: name that one with --text"
+            f"the text {text.path} has {text.nbytes:,} bytes, that of this training had {nbytes:,}: name the text of this "
+            "training with --text"
         )
 
 
 def go_on_command(folder: str, launched: Launched) -> str:
+    """Return the command that resumes the training in ``folder``."""
     return shlex.join([*launched.command, "train", "--resume", "--dir", folder])
 
 
 @dataclass(frozen=True)
 class Place:
-    """``opened``: what ``peers.open`` is given. ``newest``: a store with the newest commit. ``source``: what another number of
-    ranks committed there is taken over from, as of ``generation`` of ``newest``; None where these stores have it."""
+    """Where a training is resumed. ``opened``: the folder for ``peers.open``. ``newest``: a store with the newest commit.
+
+    ``source``: the folder from which a commit of another number of ranks is copied, as of ``generation`` of ``newest``; None
+    where the stores of these ranks have the newest commit."""
 
     opened: str
     newest: str
@@ -205,8 +190,8 @@ class Place:
 
 
 class _Seen(msgspec.Struct, forbid_unknown_fields=True):
-    """What a rank finds: number and ranks of the newest commit, whether one process committed there, and the commits of all
-    ranks that are in its own store."""
+    """The commits that one rank sees: number and ranks of the newest one, whether a single process committed in the folder, and
+    the common commits of all ranks in the rank's own store."""
 
     newest: tuple[int, int]
     plain: bool
@@ -214,10 +199,10 @@ class _Seen(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def find(folder: str, peers: Peers) -> Place | None:
-    """From the newest commit in ``folder``, whoever made it: one process in ``folder`` itself, or N ranks in
-    ``folder/rank-R-of-N``. None where there is none. All ranks call it.
+    """Find the newest commit in ``folder``: of one process in ``folder`` itself, or of N ranks in ``folder/rank-R-of-N``.
 
-    Raises MisuseError where other ranks' stores have it and some rank here cannot see all of them.
+    Returns None where nothing is committed. All ranks call this function. Raises MisuseError where another number of ranks made
+    the newest commit and some rank here cannot see all of their stores.
     """
     ranks, rank = peers.launched.ranks, peers.launched.rank
     own = str(folder_of(folder, rank, ranks))
@@ -239,7 +224,7 @@ def find(folder: str, peers: Peers) -> Place | None:
         },
         _Seen,
     )
-    common = in_all([[Joint(*joint) for joint in said.mine] for said in everybody])
+    common = in_all([[RankCommit(*joint) for joint in said.mine] for said in everybody])
     newest = max(said.newest for said in everybody)
     if common is not None and common[0].number >= newest[0]:
         return Place(folder, own)
@@ -248,15 +233,15 @@ def find(folder: str, peers: Peers) -> Place | None:
         if blind or seen is None:
             raise MisuseError(
                 f"the newest commit in {folder} is of {newest[1]} ranks, and rank {', '.join(blind)} does not see the stores "
-                f"of all of them: go on with {newest[1]} ranks, or copy these stores to where all ranks read them"
+                f"of all of them: resume with {newest[1]} ranks, or copy these stores to where all ranks can read them"
             )
         return Place(folder, str(seen.folders[0]), folder, seen.joints[0].generation)
     return Place(folder, folder, folder) if all(said.plain for said in everybody) else None
 
 
 def refuse_others(folder: str, ranks: int) -> None:
-    """Raises MisuseError where a training that begins in ``folder`` would be one of two: another number of ranks has one, or
-    one process that took it over from several."""
+    """Raise MisuseError where ``folder`` already has a training of another number of ranks, because a new one would be a second
+    training in the same folder."""
     seen = newest_set(folder)
     if seen is not None and (ranks == 1 or seen.ranks != ranks):
         who = f"of {seen.ranks} ranks" if seen.ranks > 1 else "of one process"
@@ -265,7 +250,7 @@ def refuse_others(folder: str, ranks: int) -> None:
     else:
         return
     raise MisuseError(
-        f"{folder} holds the training {who} already: go on with it with --resume, name another --dir, or delete it first"
+        f"{folder} has a training {who} already: continue it with --resume, name another --dir, or delete it first"
     )
 
 

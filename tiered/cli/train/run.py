@@ -1,14 +1,14 @@
-"""Trains the GPT of ``tiered train``: an ordinary PyTorch loop, on a store or in memory."""
+"""``tiered train`` from its options to its summary: open the store, page the model, train, commit, report; and resume."""
 
 from __future__ import annotations
 
 import os
-import resource
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NoReturn, TextIO
 
 import psutil
@@ -17,23 +17,20 @@ from torch import nn
 
 from tiered import CapacityError, MisuseError, RankError, TieredStore, zero
 from tiered.cli.arguments import Launched, launched
-from tiered.cli.measure import measure
-from tiered.cli.output import Gauge, Progress, Silent, refuse_unwritable, write_report
+from tiered.cli.measure import Meter, measure, peak_memory
+from tiered.cli.output import Progress, Silent, counted, refuse_unwritable, write_report
 from tiered.cli.stop import StopNoted, Stopped, StopRequest
-from tiered.cli.train import resume as places
 from tiered.cli.train import resume as resuming
-from tiered.cli.train.command import Options
-from tiered.cli.train.loop import Course, Saving, Schedule
-from tiered.cli.train.model import GPT, Shape, Text, build, initialiser, open_text
+from tiered.cli.train.loop import Checkpointer, Schedule, TrainingLoop
+from tiered.cli.train.model import GPT, GRADIENT_BYTES, STATE_BYTES, Shape, Text, build, initialiser, open_text
+from tiered.cli.train.options import DEFAULT_FOLDER, NAME, Options, StoreOptions
 from tiered.cli.train.ranks import Peers, joined
 from tiered.cli.train.report import Recording, Summary, describe
-from tiered.cli.train.resume import Earlier, Opening, Place
+from tiered.cli.train.resume import Earlier, Place
 from tiered.store.at_rest import StoreAtRest
 from tiered.types import format_size
 
 __all__ = [
-    "GRADIENT_BYTES",
-    "STATE_BYTES",
     "decayed",
     "describe_model",
     "groups",
@@ -47,28 +44,24 @@ __all__ = [
     "train",
 ]
 
-DEFAULT_FOLDER = "tiered-store"
-NAME = "model"
-STATE_BYTES = 12
-"""Per parameter: fp32 value and the two moments of Adam."""
-GRADIENT_BYTES = 4
 LAYER_BYTES = 24 << 10
-"""Of host memory, for a layer's modules without their parameters; measured over thousands of them."""
+"""Bytes of host memory for the modules of a layer without its parameters; measured over thousands of layers."""
 RESERVE = 1.05
-"""Of the disk space that is asked for, for padding."""
+"""Factor on the disk space that the model needs, for padding."""
 
 
 def shape_of(options: Options) -> Shape:
+    """Return the shape of the model that the options describe."""
     return Shape(options.layers, options.width, options.heads, options.context, options.recompute)
 
 
 def groups(model: nn.Module, options: Options) -> list[dict[str, Any]]:
-    """Parameter groups, with the decay of the options."""
+    """Make parameter groups with the weight decay of the options."""
     return decayed(model, options.weight_decay)
 
 
 def decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups: decay is for matrices."""
+    """Make parameter groups in which only matrices decay."""
     parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -86,7 +79,7 @@ def page(
     peers: Peers | None = None,
     source: str | None = None,
 ) -> None:
-    """Put the model, which is on the meta device, into the store. ``tell`` is given the parameters done so far."""
+    """Move the model from the meta device into the store. ``tell`` is called with the number of initialised parameters."""
     staged = {} if peers is None else peers.staged(options.stage)
     torch.manual_seed(options.seed)
     initialise = initialiser(shape_of(options))
@@ -100,12 +93,12 @@ def page(
         tell(done)
 
     def pass_by(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        """A block is about to compute; the hook on its input runs when backward comes by."""
+        """Check for a stop request before a block computes, and in backward by a hook on the block's input."""
         stop.check()
         if inputs[0].requires_grad:
             inputs[0].register_hook(lambda gradient: stop.check())  # type: ignore[no-untyped-call]
 
-    # else a backward that is left has updated some units and not others, or other ranks wait in theirs
+    # Otherwise a backward pass that stops halfway has updated some units and not others, or other ranks wait in theirs.
     if options.update == "on_fetch" and not staged:
         for block in model.blocks:
             block.register_forward_pre_hook(pass_by)
@@ -115,8 +108,8 @@ def page(
     )
 
 
-def opened(options: Options | Opening, launched: Launched) -> dict[str, Any]:
-    """How ``TieredStore.open`` is called. Each rank of a node has a device of its own."""
+def opened(options: StoreOptions, launched: Launched) -> dict[str, Any]:
+    """Return the arguments of ``TieredStore.open``. Each rank of a node has a device of its own."""
     device = options.device
     if device == "cuda" and launched.ranks > 1:
         device = f"cuda:{launched.local}"
@@ -124,11 +117,13 @@ def opened(options: Options | Opening, launched: Launched) -> dict[str, Any]:
 
 
 def describe_model(options: Options, parameters: int) -> str:
-    return f"GPT of {parameters:,} parameters: {options.layers} layers of {options.width}, context {options.context}"
+    """Describe the model in one line."""
+    layers = counted(options.layers, "layer")
+    return f"GPT of {parameters:,} parameters: {layers} of width {options.width}, context {options.context}"
 
 
 def refuse_endless(options: Options) -> None:
-    """Raises CapacityError when the layers, without their parameters, will not fit into memory."""
+    """Raise CapacityError where the layers, even without their parameters, do not fit in memory."""
     needed, available = LAYER_BYTES * options.layers, psutil.virtual_memory().available
     if needed > available:
         raise CapacityError(
@@ -138,9 +133,9 @@ def refuse_endless(options: Options) -> None:
 
 
 def refuse_full_disk(store: TieredStore, parameters: int, states: int = 1, held: int = 0, share: float = 1.0) -> None:
-    """Raises CapacityError when the model will not fit on the store's device, ``states`` times with commits that differ.
+    """Raise CapacityError where the store's drive has no room for ``states`` versions of the model, one per kept commit.
 
-    ``held`` bytes of these are there already. ``share``: what is there of a model of which several ranks have parts."""
+    ``held`` bytes of them are on the drive already. ``share``: the part of the model that the ranks of this node keep."""
     needed = max(0, RESERVE * (STATE_BYTES + GRADIENT_BYTES) * parameters * states * share - held)
     disk = store.statistics().tiers[-1]
     free = disk.capacity - disk.used
@@ -153,24 +148,27 @@ def refuse_full_disk(store: TieredStore, parameters: int, states: int = 1, held:
 
 
 def refuse_existing(store: TieredStore, options: Options) -> None:
+    """Raise MisuseError where the store has a model and ``--existing`` does not allow to overwrite it."""
     held = [key for key in store if key.startswith(f"{NAME}/")]
     if held and options.existing == "refuse":
         at = f", step {store.meta['step']}" if "step" in store.meta else ""
         raise MisuseError(
-            f"{store.folder} holds a model already (generation {store.generation}{at}): go on with it with --resume, name "
-            "another --dir, or replace it with --existing overwrite"
+            f"{store.folder} has a model already (generation {store.generation}{at}): continue it with --resume, name another "
+            "--dir, or replace it with --existing overwrite"
         )
 
 
 def train(options: Options, given: Sequence[str], timeout: float) -> int:
-    """Train and print; returns the exit code. ``given`` is the command line, to be shown with a change. ``timeout``: seconds
-    that a rank waits for the others."""
+    """Train and print the summary; returns the exit code.
+
+    ``given`` is the command line, from which the summary suggests another. ``timeout``: seconds that a rank waits for the
+    others."""
     with joined(launched(), timeout) as peers:
         return _begin(options, given, peers)
 
 
 def _begin(options: Options, given: Sequence[str], peers: Peers) -> int:
-    baseline = _peak_memory()
+    baseline = peak_memory()
     options = _of_first(options, peers)
     with ExitStack() as stack:
         with peers.together():
@@ -179,28 +177,29 @@ def _begin(options: Options, given: Sequence[str], peers: Peers) -> int:
             refuse_endless(options)
             folder = options.folder or DEFAULT_FOLDER
             kept = resuming.keep(options.commit_every, peers.launched.ranks)
-            places.refuse_others(folder, peers.launched.ranks)
+            resuming.refuse_others(folder, peers.launched.ranks)
         with peers.together():
             store = peers.open(folder, keep=kept, **opened(options, peers.launched))
-            stack.enter_context(closing(store))  # what is committed, is so together with all that resuming needs
+            stack.enter_context(closing(store))  # uncommitted changes are dropped: every commit has all that resuming needs
             refuse_existing(store, options)
-        return _run(options, store, text, recording, None, None, baseline, given, peers)
+        return _run(_Session(options, store, text, recording, peers, baseline, given))
 
 
 def resume(
     wishes: Mapping[str, Any], given: Sequence[str], timeout: float, anew: Callable[[], Options] | None = None
 ) -> int:
-    """Go on with the training in a store. ``wishes`` are fields of Options, None where nothing was given. As ``train``.
+    """Resume the training in a store and print as ``train`` does; ``wishes`` are fields of Options, None where absent.
 
-    ``anew``: where nothing is committed yet, a training with these options begins; and it has ended well where it is over.
+    With ``anew``, a training with these options starts where nothing is committed yet, and a training that is complete is a
+    success after a restart by torchrun.
     """
     with joined(launched(), timeout) as peers:
         folder = wishes["folder"] or DEFAULT_FOLDER
-        place = places.find(folder, peers)
+        place = resuming.find(folder, peers)
         if place is None and anew is not None:
             return _begin(anew(), given, peers)
         try:
-            return _go_on(Place(folder, folder) if place is None else place, wishes, given, peers)
+            return _continue(Place(folder, folder) if place is None else place, wishes, given, peers)
         except resuming.Over as over:
             if anew is None or not peers.launched.restarts:
                 raise
@@ -209,8 +208,8 @@ def resume(
             return 0
 
 
-def _go_on(place: Place, wishes: Mapping[str, Any], given: Sequence[str], peers: Peers) -> int:
-    baseline = _peak_memory()
+def _continue(place: Place, wishes: Mapping[str, Any], given: Sequence[str], peers: Peers) -> int:
+    baseline = peak_memory()
     with ExitStack() as stack:
         with peers.together():
             opening = resuming.opening(place.newest, wishes)
@@ -219,22 +218,205 @@ def _go_on(place: Place, wishes: Mapping[str, Any], given: Sequence[str], peers:
             store = peers.open(place.opened, keep=kept, **opened(opening, peers.launched))
             stack.enter_context(closing(store))
             if place.source is None:
-                earlier = resuming.earlier(store, place.opened, NAME, wishes)  # in the same words on all
+                earlier = resuming.earlier(store, place.opened, NAME, wishes)  # the message is the same on all ranks
                 resuming.refuse_other_stage(store, NAME, earlier.options.stage)
             else:
                 with StoreAtRest(place.newest, generation=place.generation) as other:
                     earlier = resuming.earlier(other, place.newest, NAME, wishes)
-                for key in [key for key in store if key.startswith(f"{NAME}/")]:  # older; the next commit gives it up
+                for key in [key for key in store if key.startswith(f"{NAME}/")]:  # an older model; the next commit drops it
                     store.delete(key)
             options = _of_first(earlier.options, peers)
             recording = _refuse_unwritable(options, earlier.step)
             text = open_text(options.text, options.context, stack)
             resuming.refuse_other_text(text, earlier.text_bytes)
-        return _run(options, store, text, recording, earlier, place.source, baseline, given, peers)
+        return _run(_Session(options, store, text, recording, peers, baseline, given, earlier, place.source))
+
+
+@dataclass(frozen=True)
+class _Session:
+    """Everything that one process needs to train: the open store and text, and where it starts.
+
+    ``given`` is the command line. ``baseline``: bytes of memory before training. ``earlier`` and ``source``: the progress that
+    was resumed, and the folder of another number of ranks that it is copied from."""
+
+    options: Options
+    store: TieredStore
+    text: Text
+    recording: Recording
+    peers: Peers
+    baseline: int
+    given: Sequence[str]
+    earlier: Earlier | None = None
+    source: str | None = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that prints."""
+        return self.peers.launched.rank == 0
+
+    @cached_property
+    def parameters(self) -> int:
+        """The number of parameters of the model."""
+        return shape_of(self.options).parameters
+
+    @cached_property
+    def stream(self) -> TextIO:
+        """Where progress and summary are printed."""
+        if not self.first:
+            return Silent()
+        return sys.stderr if self.options.json == "-" else sys.stdout
+
+    @cached_property
+    def losses(self) -> list[float]:
+        """The losses of all steps since the beginning of the training; training appends to it."""
+        return [] if self.earlier is None else [*self.earlier.losses]
+
+
+def _run(session: _Session) -> int:
+    options, store, peers, earlier = session.options, session.store, session.peers, session.earlier
+    ranks = peers.launched.ranks
+    kept = resuming.keep(options.commit_every, ranks)
+    share = peers.disk_share(options.stage)
+    with peers.together():
+        if earlier is not None:
+            held = store.statistics().tiers[-1].used * peers.launched.here
+            refuse_full_disk(store, session.parameters, kept + 1, held, share)
+        else:
+            refuse_full_disk(store, session.parameters, 1 if options.commit_every is None else kept + 1, share=share)
+    model = build(shape_of(options))
+    print(_heading(session), file=session.stream, flush=True)
+    again = resuming.go_on_command(options.folder or DEFAULT_FOLDER, peers.launched)
+    try:
+        with StopRequest() as stop:
+            summary = _train(session, model, stop)
+    except Stopped as stopped:
+        store.close()
+        if session.first:
+            where = _whereabouts(store, session.losses, again)
+            print(f"tiered: stopped at step {len(session.losses)}; {where}", file=sys.stderr)
+        return stopped.exit_code
+    if not session.first:
+        return 0
+    other_way = _other_way(options, session.given) if earlier is None and ranks == 1 else None
+    print(describe(summary, other_way, again), file=session.stream)
+    told = session.recording.write(describe_model(options, session.parameters))
+    if told is not None:
+        print(f"\n{told}", file=session.stream)
+    write_report(options.json, summary.as_json())
+    return 0
+
+
+def _heading(session: _Session) -> str:
+    options, earlier, ranks = session.options, session.earlier, session.peers.launched.ranks
+    device = f"{format_size(options.hbm)} on {options.device} and " if options.hbm else ""
+    lines = [
+        f"model     {describe_model(options, session.parameters)}",
+        f"budget    {device}{format_size(options.dram)} of memory for {format_size(STATE_BYTES * session.parameters)} of "
+        "parameters and Adam states",
+        f"text      {session.text.path} ({format_size(session.text.nbytes)})",
+        f"store     {session.store.folder}",
+    ]
+    if ranks > 1:
+        lines.append(f"ranks     {ranks}, stage {options.stage}; budget, memory, disk and time are rank 0's")
+    if earlier is not None:
+        copied = f"the commit of another number of ranks in {session.source}"
+        whence = f"generation {session.store.generation}" if session.source is None else copied
+        lines.append(f"resumed   after step {earlier.step}, {whence}")
+    return "\n".join(lines)
+
+
+def _whereabouts(store: TieredStore, losses: list[float], again: str) -> str:
+    """Say which commit a training can be resumed from, and with which command."""
+    if losses and store.generation:
+        return f"generation {store.generation} has step {store.meta['step']}; continue with: {again}"
+    last = f"the last commit is generation {store.generation}" if store.generation else "nothing was committed"
+    return f"{last}; the store in {store.folder} reopens"
+
+
+def _train(session: _Session, model: GPT, stop: StopRequest) -> Summary:
+    """Train, and commit the last step. Raises Stopped where somebody asked to stop, after a commit of the completed steps."""
+    options, store, peers, earlier = session.options, session.store, session.peers, session.earlier
+    losses, stream = session.losses, session.stream
+
+    def leave(exit_code: int) -> NoReturn:
+        """End the process at once, which leaves a store that opens as of its last commit."""
+        if stream.isatty():
+            os.write(stream.fileno(), b"\x1b[?25h\n")  # shows the cursor, which the live display hides
+        if session.first:
+            os.write(2, f"tiered: left at step {len(losses)} without a commit; the store in {store.folder} reopens\n".encode())
+        os._exit(exit_code)
+
+    begun = len(losses)
+    with Progress(stream) as progress:
+        existing = options.existing if earlier is None else "resume"
+        peers.watch(stop)
+        try:
+            page(
+                model, store, options, existing, lambda done: progress.preparing(done, session.parameters), stop, peers,
+                session.source,
+            )  # fmt: skip
+        except RankError:
+            if stop.signum:  # the other ranks were asked to stop as well, and have left
+                raise Stopped(stop.signum) from None
+            raise
+        optimizer = zero.AdamW(groups(model, options), lr=options.lr, betas=(0.9, 0.95), update=options.update)
+        peers.start()
+        schedule = Schedule(options, earlier.seconds if earlier is not None else 0.0, peers.clock)
+        loop = TrainingLoop(model, optimizer, optimizer.clip_grad_norm_, session.text, options, schedule, peers)
+        if earlier is not None:
+            zero.resume(model, optimizer, scheduler=loop.scheduler, data=loop.data)
+            loop.continue_after(earlier.step)
+        checkpointer = Checkpointer(model, optimizer, loop, options, session.text, losses, peers)
+        tokens = options.batch * options.context * options.accumulate * peers.launched.ranks
+        whole, step = Meter(store), Meter(store)
+        progress.begin(schedule.share(loop.done))
+        stopped: Stopped | None = None
+        try:
+            stop.interrupt_nothing(leave)
+            peers.check()
+            for result in session.recording.of(loop.steps(), store):
+                losses.append(result.loss)
+                share, dram = schedule.share(result.step), store.statistics().tier("dram")
+                used = dram.used / dram.capacity
+                progress.stepped(result.step, options.steps, share, result.loss, tokens, step.lap(), used)
+                checkpointer.stepped()
+                peers.check()
+        except StopNoted as noted:
+            stopped = Stopped(noted.signum)  # without the traceback, which keeps the graph of the interrupted step alive
+        if stopped is not None:
+            loop.give_up_step()
+            checkpointer.finish()
+            raise stopped
+        optimizer.flush()  # the update of the last step
+        moved = whole.lap()
+    seen, peak = store.statistics(), peak_memory()  # before the measurement of the disk, which fills the pool
+    generation = checkpointer.commit()
+    try:
+        peers.check_together()
+    except StopNoted as noted:
+        raise Stopped(noted.signum) from None
+    return Summary(
+        steps=len(losses) - begun,
+        losses=tuple(losses[begun:]),
+        earlier_losses=tuple(losses[:begun]),
+        tokens=tokens * (len(losses) - begun),
+        parameters=session.parameters,
+        moved=moved,
+        update_seconds=zero.statistics(model).update_seconds,
+        rates=measure(store) if session.first else None,
+        seen=seen,
+        peak_rss=peak,
+        baseline_rss=session.baseline,
+        generation=generation,
+        folder=store.folder,
+        prefetch=options.prefetch,
+        ranks=peers.launched.ranks,
+        stage=options.stage,
+    )
 
 
 def _of_first(options: Options, peers: Peers) -> Options:
-    """Files are rank 0's to write."""
+    """Return the options without output files, except on rank 0."""
     return options if peers.launched.rank == 0 else replace(options, json=None, timeline=None, plot=None)
 
 
@@ -245,175 +427,8 @@ def _refuse_unwritable(options: Options, done: int) -> Recording:
     return recording
 
 
-def _run(
-    options: Options,
-    store: TieredStore,
-    text: Text,
-    recording: Recording,
-    earlier: Earlier | None,
-    source: str | None,
-    baseline: int,
-    given: Sequence[str],
-    peers: Peers,
-) -> int:
-    first, ranks = peers.launched.rank == 0, peers.launched.ranks
-    stream = (sys.stderr if options.json == "-" else sys.stdout) if first else Silent()
-    parameters = shape_of(options).parameters
-    kept = resuming.keep(options.commit_every, ranks)
-    share = peers.disk_share(options.stage)
-    with peers.together():
-        if earlier is not None:
-            held = store.statistics().tiers[-1].used * peers.launched.here
-            refuse_full_disk(store, parameters, kept + 1, held, share)
-        else:
-            refuse_full_disk(store, parameters, 1 if options.commit_every is None else kept + 1, share=share)
-    model = build(shape_of(options))
-    among = f"\nranks     {ranks}, stage {options.stage}; budget, memory, disk and time are rank 0's" if ranks > 1 else ""
-    print(
-        f"model     {describe_model(options, parameters)}\n"
-        f"budget    {_budget(options)} for {format_size(STATE_BYTES * parameters)} of parameters and "
-        f"Adam states\ntext      {text.path} ({format_size(text.nbytes)})\nstore     {store.folder}{among}",
-        file=stream,
-        flush=True,
-    )
-    if earlier is not None:
-        whence = f"generation {store.generation}" if source is None else f"what other ranks committed in {source}"
-        print(f"resumed   after step {earlier.step}, {whence}", file=stream, flush=True)
-    losses = [] if earlier is None else [*earlier.losses]
-    again = resuming.go_on_command(options.folder or DEFAULT_FOLDER, peers.launched)
-    try:
-        with StopRequest() as stop:
-            summary = _train(
-                model, store, text, options, stop, stream, parameters, baseline, losses, recording, earlier, source, peers
-            )
-    except Stopped as stopped:
-        store.close()
-        if first:
-            print(f"tiered: stopped at step {len(losses)}; {_whereabouts(store, losses, again)}", file=sys.stderr)
-        return stopped.exit_code
-    if not first:
-        return 0
-    print(describe(summary, _other_way(options, given) if earlier is None and ranks == 1 else None, again), file=stream)
-    told = recording.write(describe_model(options, parameters))
-    if told is not None:
-        print(f"\n{told}", file=stream)
-    write_report(options.json, summary.as_json())
-    return 0
-
-
-def _budget(options: Options) -> str:
-    device = f"{format_size(options.hbm)} on {options.device} and " if options.hbm else ""
-    return f"{device}{format_size(options.dram)} of memory"
-
-
-def _whereabouts(store: TieredStore, losses: list[float], again: str) -> str:
-    """What there is to go on from, and how."""
-    if losses and store.generation:
-        return f"generation {store.generation} has step {store.meta['step']}; go on with: {again}"
-    last = f"the last commit is generation {store.generation}" if store.generation else "nothing was committed"
-    return f"{last}; the store in {store.folder} reopens"
-
-
-def _train(
-    model: GPT,
-    store: TieredStore,
-    text: Text,
-    options: Options,
-    stop: StopRequest,
-    stream: TextIO,
-    parameters: int,
-    baseline: int,
-    losses: list[float],
-    recording: Recording,
-    earlier: Earlier | None,
-    source: str | None,
-    peers: Peers,
-) -> Summary:
-    """Raises Stopped when somebody asked for it; what was trained is committed then. ``losses`` gets every step's."""
-    first = peers.launched.rank == 0
-
-    def leave(exit_code: int) -> NoReturn:
-        """At once: what a killed process leaves is whole."""
-        if stream.isatty():
-            os.write(stream.fileno(), b"\x1b[?25h\n")  # the cursor that the live display hides
-        if first:
-            os.write(2, f"tiered: left at step {len(losses)} without a commit; the store in {store.folder} reopens\n".encode())
-        os._exit(exit_code)
-
-    begun = len(losses)
-    with Progress(stream) as progress:
-        existing = options.existing if earlier is None else "resume"
-        peers.watch(stop)
-        try:
-            page(model, store, options, existing, lambda done: progress.preparing(done, parameters), stop, peers, source)
-        except RankError:
-            if stop.signum:  # the others were asked to stop, too, and have left
-                raise Stopped(stop.signum) from None
-            raise
-        optimizer = zero.AdamW(groups(model, options), lr=options.lr, betas=(0.9, 0.95), update=options.update)
-        peers.start()
-        gauge, schedule = Gauge(store), Schedule(options, earlier.seconds if earlier is not None else 0.0, peers.clock)
-        course = Course(model, optimizer, optimizer.clip_grad_norm_, text, options, schedule, peers)
-        if earlier is not None:
-            zero.resume(model, optimizer, scheduler=course.scheduler, data=course.data)
-            course.go_on(earlier.step)
-        saving = Saving(model, optimizer, course, options, text, losses, peers)
-        tokens = options.batch * options.context * options.accumulate * peers.launched.ranks
-        begin = before = gauge.read()
-        progress.begin(schedule.share(course.done))
-        stopped: Stopped | None = None
-        try:
-            stop.interrupt_nothing(leave)
-            peers.check()
-            for result in recording.of(course.steps(), store):
-                losses.append(result.loss)
-                now = gauge.read()
-                share = schedule.share(result.step)
-                progress.stepped(result.step, options.steps, share, result.loss, tokens, now - before, gauge.pool())
-                saving.stepped()
-                peers.check()
-                before = now
-        except StopNoted as noted:
-            stopped = Stopped(noted.signum)  # without the traceback, which has the graph of the step that it struck
-        if stopped is not None:
-            course.give_up_step()
-            saving.finish()
-            raise stopped
-        optimizer.flush()  # the last step's update
-        moved = gauge.read() - begin
-    seen = store.statistics()
-    generation = saving.commit()
-    try:
-        peers.check_together()
-    except StopNoted as noted:
-        raise Stopped(noted.signum) from None
-    return Summary(
-        steps=len(losses) - begun,
-        losses=tuple(losses[begun:]),
-        earlier_losses=tuple(losses[:begun]),
-        tokens=tokens * (len(losses) - begun),
-        parameters=parameters,
-        moved=moved,
-        update_seconds=zero.statistics(model).update_seconds,
-        rates=measure(store) if first else None,
-        seen=seen,
-        counted_by=gauge.counted_by,
-        peak_rss=_peak_memory(),
-        baseline_rss=baseline,
-        generation=generation,
-        folder=store.folder,
-        prefetch=options.prefetch,
-        ranks=peers.launched.ranks,
-        stage=options.stage,
-    )
-
-
-def _peak_memory() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def _other_way(options: Options, given: Sequence[str]) -> str:
-    """The command that does the same with prefetch switched."""
+    """Return the command line with prefetching switched on instead of off, or off instead of on."""
     changed = [argument for argument in given if argument != "--no-prefetch"]
     if options.prefetch == "on":
         changed.append("--no-prefetch")

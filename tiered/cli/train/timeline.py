@@ -1,9 +1,7 @@
-"""A store's timeline as a trace that ui.perfetto.dev and chrome://tracing show, and as shares of the time.
+"""A store's timeline as a trace for ui.perfetto.dev and chrome://tracing, as a picture, and as shares of the time.
 
-The format is Google's Trace Event Format: a complete event ("X") has its beginning ``ts`` and its length ``dur`` in
-microseconds, and lies on the line that ``pid`` (here: a group of lines) and ``tid`` (one line of it) name.
-
-A store's timeline as a picture: what was computed, when that waited, what moved meanwhile, how full the pool was.
+The trace has Google's Trace Event Format: a complete event ("X") has its beginning ``ts`` and its length ``dur`` in
+microseconds, and lies on the line that ``pid`` (here a group of lines) and ``tid`` (one line of the group) name.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tiered import Timeline, __version__
-from tiered.cli.output import MADE_BY
+from tiered.cli.output import MADE_BY, counted
 from tiered.types import Direction, Urgency, format_size
 
 if TYPE_CHECKING:
@@ -37,15 +35,15 @@ __all__ = [
 ]
 
 COMPUTE = ("forward", "recompute", "backward", "update")
-"""Kinds of spans that are computing, as ``tiered.zero`` tells them."""
+"""Kinds of spans in which ``tiered.zero`` computes."""
 MARGIN = 1
-"""Nanoseconds: what is shorter is drawn as long as this, or it could not be seen at all."""
+"""Least length of a slice in nanoseconds, so that shorter ones remain visible."""
 
 Item = TypeVar("Item")
 
 
 class Part(NamedTuple):
-    """From ``began`` to ``ended`` the caller did ``kind`` and nothing within it."""
+    """A time from ``began`` to ``ended`` in which the caller did ``kind`` and nothing nested in it."""
 
     kind: str
     began: float
@@ -54,7 +52,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class _Slice:
-    """Nanoseconds since the recording began."""
+    """A slice of a line, in nanoseconds since the recording began."""
 
     name: str
     began: int
@@ -63,17 +61,18 @@ class _Slice:
 
 
 def ways(timeline: Timeline) -> list[tuple[str, str, Direction]]:
-    """Links and directions with transfers, as (src, dst, direction); the lowest link last, what comes up first."""
+    """List the links and directions that have transfers, as (src, dst, direction): the lowest link last, upward first."""
     found = {(transfer.src, transfer.dst, transfer.direction) for transfer in timeline.transfers}
     order = list(timeline.capacity)
     return sorted(found, key=lambda way: (order.index(way[0]), way[2] is Direction.DOWN))
 
 
 def lanes(items: Iterable[Item], ends: Callable[[Item], tuple[float, float]], nested: str = "apart") -> list[list[Item]]:
-    """As few lines as it takes that no two items of one line are at the same time; ``nested="together"``: unless one of them
-    lies within the other. Each line is in the order of beginnings."""
+    """Distribute ``items`` over as few lines as possible so that no two items of a line overlap, each line in order of time.
+
+    ``nested="together"``: an item may lie within another one of its line."""
     found: list[list[Item]] = []
-    open_until: list[list[float]] = []  # by line: ends of those that others could lie in, the outermost first
+    open_until: list[list[float]] = []  # by line: ends of the items that can contain others, the outermost first
     for item in sorted(items, key=lambda item: (ends(item)[0], -ends(item)[1])):
         began, ended = ends(item)
         for line, until in zip(found, open_until, strict=True):
@@ -90,7 +89,8 @@ def lanes(items: Iterable[Item], ends: Callable[[Item], tuple[float, float]], ne
 
 
 def as_trace(timeline: Timeline) -> dict[str, Any]:
-    """What the viewers load. Groups of lines: spans, stalls, each link and direction, leases; and counters of each tier."""
+    """Convert the timeline to a trace with groups of lines for spans, stalls, each link and direction, and leases, and with
+    counters of each tier."""
 
     def slice_of(name: str, began: float, ended: float, **args: Any) -> _Slice:
         first = round((began - timeline.began) * 1e9)
@@ -161,7 +161,7 @@ def as_trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def write_timeline(path: str, timeline: Timeline) -> None:
-    """Compact: a line for each event."""
+    """Write the trace as JSON with a line for each event."""
     trace = as_trace(timeline)
     events = trace.pop("traceEvents")
     head = json.dumps({MADE_BY: __version__, **trace})
@@ -172,14 +172,15 @@ def write_timeline(path: str, timeline: Timeline) -> None:
 
 
 def activity(timeline: Timeline) -> list[Part]:
-    """What the caller did, moment by moment: of several spans that go on the innermost counts, and waiting before any. Other
-    kinds than ``COMPUTE`` do not count. For a store that one thread uses."""
+    """Divide the time of a caller into parts: of nested spans the innermost counts, and waiting counts before computing.
+
+    Only spans of the kinds in ``COMPUTE`` count. Correct for a store that one thread uses."""
     spans = [Part(span.kind, span.began, span.ended) for span in timeline.spans if span.kind in COMPUTE]
     spans += [Part(stall.reason, stall.began, stall.ended) for stall in timeline.stalls]
     spans = sorted((span for span in spans if span.ended > span.began), key=lambda span: span.began)
     moments = sorted({moment for span in spans for moment in (span.began, span.ended)})
     found: list[Part] = []
-    running: list[tuple[float, float, str]] = []  # the one that began last is on top
+    running: list[tuple[float, float, str]] = []  # the span that began last is on top
     waiting = iter([*spans, None])
     coming = next(waiting)
     for moment, following in itertools.pairwise(moments):
@@ -199,7 +200,7 @@ def activity(timeline: Timeline) -> list[Part]:
 
 
 def shares(timeline: Timeline) -> dict[str, dict[str, float]]:
-    """Seconds of each activity, and those in which each link moved something in each direction; ``idle``: in none."""
+    """Sum up the seconds of each activity, and the seconds in which each link moved bytes in each direction, and in none."""
     spent = dict.fromkeys((*COMPUTE, "reads", "room"), 0.0)
     for part in activity(timeline):
         spent[part.kind] += part.ended - part.began
@@ -214,7 +215,7 @@ def shares(timeline: Timeline) -> dict[str, dict[str, float]]:
 
 
 def describe_timeline(timeline: Timeline, steps: int) -> str:
-    """A few lines."""
+    """Describe the shares of time in a few lines."""
     found = shares(timeline)
     whole = max(sum(found["activity_seconds"].values()), 1e-9)
     told = {"reads": "waiting for reads", "room": "waiting for room"}
@@ -222,15 +223,15 @@ def describe_timeline(timeline: Timeline, steps: int) -> str:
     def listed(seconds: dict[str, float]) -> str:
         return ", ".join(f"{told.get(name, name)} {value / whole:.0%}" for name, value in seconds.items() if value)
 
-    lines = [f"timeline  {steps} steps, {whole:.2f} s: {listed(found['activity_seconds'])}"]
+    lines = [f"timeline  {counted(steps, 'step')}, {whole:.2f} s: {listed(found['activity_seconds'])}"]
     lines.append(f"          transfers under way: {listed(found['link_seconds'])}")
     if timeline.dropped:
-        lines.append(f"          the first {timeline.limit:,} events are in it, {timeline.dropped:,} are not")
+        lines.append(f"          recorded: the first {counted(timeline.limit, 'event')}; dropped: {timeline.dropped:,}")
     return "\n".join(lines)
 
 
 def _covered(spans: Sequence[tuple[float, float]]) -> float:
-    """Seconds in at least one of ``spans``."""
+    """Sum up the seconds that lie in at least one of ``spans``."""
     total, until = 0.0, float("-inf")
     for began, ended in sorted(spans):
         total += max(0.0, ended - max(began, until))
@@ -257,13 +258,13 @@ URGENCIES = {
     Urgency.WRITEBACK: ("in the background", "#888888"),
 }
 THIN = 0.3
-"""Points around what is drawn, so that what is very short can be seen."""
+"""Width of outlines in points, so that very short items can be seen."""
 MOST_LANES = 6
-"""More lines than these are drawn over each other: they would be too thin."""
+"""Most lines of a row; more would be too thin, so further lines are drawn over the first ones."""
 
 
 def plot_timeline(path: str, timeline: Timeline, title: str) -> None:
-    """Write a PNG. Rows over one axis of time."""
+    """Draw the timeline as a PNG: rows over one axis of time."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -333,7 +334,7 @@ def _transfers(axes: Axes, timeline: Timeline, way: tuple[str, str, Direction], 
 
 
 def _pool(axes: Axes, timeline: Timeline, at: Any, over: float) -> None:
-    """Of the top tier, in which training computes."""
+    """Draw how full the top tier is, in which training computes."""
     tier = next(iter(timeline.capacity))
     samples = [sample for sample in timeline.pool if sample.tier == tier]
     capacity = timeline.capacity[tier]

@@ -1,7 +1,8 @@
-"""Builds a model that never is whole in memory: torch's own operations, in their order, on parameters that come and go.
+"""Build a model that is never whole in memory: torch's own operations run in their order, and parameters wait in the store.
 
 Within the block torch tells of every parameter that a module is given, and a ``TorchFunctionMode`` sees every torch function
-(methods and properties too) before it runs. A function that may look at, or write to, a released parameter gets it back first.
+(methods and properties too) before it runs. A function that may look at, or write to, a released parameter gets its values back
+first.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _WITHOUT_VALUES = {
 
 @dataclass(frozen=True, slots=True)
 class ConstructionStatistics:
-    """Of one ``zero.init`` block so far. Bytes are those of parameters in ordinary memory.
+    """Counters of one ``zero.init`` block so far. Bytes are those of parameters in ordinary memory.
 
     ``limit``: what the block stays below, as long as no parameter is larger than half of it, no function needs more at once
     than that, and nothing else keeps the memory of parameters. ``peak``: the most there was at a time. ``resident``: now. The
@@ -84,7 +85,7 @@ def init(store: TieredStore, *, window: int | None = None) -> Construction:
 
 
 class Construction:
-    """What ``zero.init`` gives: a context manager, in force in one thread and one block per store at a time."""
+    """Context manager that ``zero.init`` returns, in force in one thread and one block per store at a time."""
 
     def __init__(self, store: TieredStore, limit: int | None) -> None:
         self._store, self._limit = store, limit
@@ -94,7 +95,7 @@ class Construction:
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def statistics(self) -> ConstructionStatistics:
-        """What happened so far."""
+        """Return the counters so far."""
         window = self._window
         return ConstructionStatistics(
             window.limit, window.peak_bytes, window.resident_bytes, window.released, window.fetched
@@ -145,7 +146,7 @@ class Construction:
             )
 
     def _track_unseen(self, modules: Iterable[nn.Module]) -> None:
-        """Parameters that torch does not tell of: copied ones, and those that were given other memory by ``set_``."""
+        """Track parameters that torch does not tell of: copied ones, and those that were given other memory by ``set_``."""
         for module in modules:
             for name, parameter in module._parameters.items():
                 with torch._C.DisableTorchFunction():
@@ -162,7 +163,7 @@ class Construction:
                 self._track(module, name, parameter)
 
     def _module_made(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
-        """Parameters that came into a module without being registered: copies, conversions from meta."""
+        """Track parameters that came into a module without being registered: copies, conversions from meta."""
         if current.get() is self._window and child is not None:
             self._modules.update(child.modules())
             self._track_unseen(child.modules())
@@ -173,7 +174,7 @@ class Construction:
 
 
 class _Serving(TorchFunctionMode):
-    """Brings a function's arguments back before it runs."""
+    """Function mode that brings a function's arguments back before it runs."""
 
     def __init__(self, window: Window) -> None:
         super().__init__()
@@ -215,7 +216,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _save(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias in place of the parameter itself, so that a graph counts among those who use the memory."""
+    """Return an alias in place of a parameter, so that a graph counts among those who use the memory."""
     return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor
 
 
@@ -233,7 +234,7 @@ def _track(window: Window, parameter: nn.Parameter, name: str, context: int) -> 
 
 
 class _Copying:
-    """Stands as ``parameter.__deepcopy__``: nn.Transformer copies its layers, and copies are not registered anywhere.
+    """What stands as ``parameter.__deepcopy__``: nn.Transformer copies its layers, and copies are not registered anywhere.
 
     It also leads from a parameter to its window, whose store may be gone.
     """
@@ -291,7 +292,7 @@ def _refuse_module(module: nn.Module, *rest: Any) -> None:
 
 
 def unguard(model: nn.Module, window: Window) -> None:
-    """``model`` is paged: forget that it was built in a ``zero.init`` block."""
+    """Forget that ``model``, which is paged, was built in a ``zero.init`` block."""
     for module in model.modules():
         for handle in window.guards.pop(module, ()):
             handle.remove()

@@ -1,4 +1,4 @@
-"""Parameters of a model that is not paged yet: the few in memory, and those that wait in the store.
+"""Stage the parameters of a model that is not paged yet: a few in memory, the others in the store.
 
 A *window* of the parameters that were used last is in ordinary memory; what falls out of it is put into the store as a
 tensor ``zero.init/N`` and *released*: its ``data`` becomes a placeholder. Which of the two a parameter is shows in its memory
@@ -43,7 +43,7 @@ SPARE = 64 << 20
 
 @dataclass(eq=False)
 class Staged:
-    """A value in the store, and the parameter (or parameters) that show its placeholder."""
+    """Value in the store, and the parameter (or parameters) that show its placeholder."""
 
     window: Window
     key: str
@@ -59,7 +59,7 @@ class Staged:
 
     @property
     def written(self) -> bool:
-        """Whether somebody wrote to the placeholder, which reaches nothing."""
+        """Return whether somebody wrote to the placeholder, which reaches nothing."""
         memory = self.memory()
         return memory is not None and memory.raw != self.pattern
 
@@ -73,7 +73,7 @@ class _Resident:
 
 
 class Window:
-    """One per open store. Used by one thread at a time."""
+    """Parameters of one open store that are in memory. Used by one thread at a time."""
 
     def __init__(self, store: TieredStore) -> None:
         self._store = weakref.ref(store)
@@ -85,7 +85,7 @@ class Window:
         self.context = 0
         self.resident_bytes = self.peak_bytes = self.released = self.fetched = 0
         self._largest = 0
-        self._settled_at = 0  # resident bytes that the last attempt to release could not get below
+        self._lowest = 0  # resident bytes that the last attempt to release could not get below
         self._numbers = itertools.count()
         self._resident: OrderedDict[int, _Resident] = OrderedDict()
         self._staged: dict[int, Staged] = {}
@@ -98,7 +98,7 @@ class Window:
 
     @staticmethod
     def of(store: TieredStore) -> Window:
-        """The window of an open store. A new one deletes what an earlier process left in the store."""
+        """Return the window of an open store. A new one deletes what an earlier process left in the store."""
         window = _windows.get(store)
         if window is None:
             window = _windows[store] = Window(store)
@@ -128,14 +128,14 @@ class Window:
                 self.store.delete(key)
 
     def staged(self, tensor: torch.Tensor) -> Staged | None:
-        """The value that stands behind a placeholder, if ``tensor`` is on one of this window's."""
+        """Return the value behind a placeholder, if ``tensor`` is on one of this window's."""
         self.sweep()
         if not self._staged or type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return None
         return self._staged.get(tensor.untyped_storage().data_ptr()) if tensor.device.type == "cpu" else None
 
     def known(self, tensor: torch.Tensor) -> tuple[str, int] | None:
-        """Name and context of a parameter of this window."""
+        """Return name and context of a parameter of this window."""
         resident = self._resident.get(id(tensor))
         if resident is not None and resident.parameter() is tensor:
             return resident.name, resident.context
@@ -197,7 +197,7 @@ class Window:
                 self._admit(tensor, found.name, found.context)
 
     def check(self, found: Staged, tensor: torch.Tensor) -> None:
-        """Raises MisuseError where the stored value is not what ``tensor`` should have."""
+        """Raise MisuseError where the stored value is not what ``tensor`` should have."""
         if found.lost:
             raise MisuseError(
                 f"{found.name} was built in a zero.init block that an exception left: its values are deleted, build it again"
@@ -222,12 +222,13 @@ class Window:
         return value
 
     def _make_room(self, incoming: int, keep: set[int]) -> None:
-        """Release the oldest until ``incoming`` bytes fit, and then another parameter as large as the largest yet, which torch
-        makes before it tells of it; but not more than half of the window for that, unless the process had too much then."""
+        """Release the oldest parameters until ``incoming`` bytes fit, and then another parameter as large as the largest yet,
+        which torch makes before it tells of it; but not more than half of the window for that, unless the process had too much
+        then."""
         self.sweep()
         spared = min(self._largest, self.limit // 2)
         target = max(0, min(self.limit - spared, max(self.limit, self._most) - self._largest) - incoming)
-        if self.resident_bytes <= max(target, self._settled_at):
+        if self.resident_bytes <= max(target, self._lowest):
             return
         for where in list(self._resident):
             if self.resident_bytes <= target:
@@ -235,7 +236,7 @@ class Window:
             if where not in keep:
                 self._release(where)
         kept = sum(self._resident[where].nbytes for where in keep if where in self._resident)
-        self._settled_at = self.resident_bytes - kept  # these will not be kept next time
+        self._lowest = self.resident_bytes - kept  # these will not be kept next time
 
     def _release(self, where: int) -> None:
         """Put a parameter into the store, unless something else uses its memory."""
@@ -271,16 +272,16 @@ class Window:
         found = self._resident.pop(where, None)
         if found is not None:
             self.resident_bytes -= found.nbytes
-            self._settled_at = min(self._settled_at, self.resident_bytes)
+            self._lowest = min(self._lowest, self.resident_bytes)
 
     # -- ends --------------------------------------------------------------------------------------------------------------
 
     def flush(self) -> list[str]:
-        """Release all. Returns the names of those that stay in memory because something else uses it."""
+        """Release all parameters. Return the names of those that stay in memory because something else uses it."""
         self.sweep()
         for where in list(self._resident):
             self._release(where)
-        self._settled_at = self.resident_bytes
+        self._lowest = self.resident_bytes
         self._trimmer.trim()
         return [found.name for found in self._resident.values()]
 
@@ -297,7 +298,7 @@ class Window:
                 self._forget(where)
 
     def copy_to(self, target: torch.Tensor, found: Staged) -> None:
-        """The value, into ``target``, of the same shape."""
+        """Copy the value into ``target``, which has the same shape."""
         if found.value is not None:
             target.copy_(found.value)
             return
@@ -315,7 +316,7 @@ current: ContextVar[Window | None] = ContextVar("current", default=None)
 
 
 def find(parameter: nn.Parameter) -> Staged | None:
-    """The value that stands behind a placeholder, in whichever store it is, or was."""
+    """Return the value that stands behind a placeholder, in whichever store it is, or was."""
     own = getattr(parameter.__dict__.get("__deepcopy__"), "window", None)
     for window in [*([own] if isinstance(own, Window) else []), *_windows.values()]:
         found = window.staged(parameter)
@@ -325,7 +326,7 @@ def find(parameter: nn.Parameter) -> Staged | None:
 
 
 def _is_movable(parameter: torch.Tensor) -> bool:
-    """Whether it can go to the store and come back just as it was."""
+    """Return whether a parameter can go to the store and come back just as it was."""
     return (
         type(parameter) is nn.Parameter
         and parameter.layout is torch.strided
@@ -338,7 +339,7 @@ def _is_movable(parameter: torch.Tensor) -> bool:
 
 
 def _users(tensor: torch.Tensor) -> tuple[int, int]:
-    """How many tensors are on this memory, and how many Python objects of it there are; both with an offset."""
+    """Return how many tensors are on this memory, and how many Python objects of it there are; both with an offset."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 

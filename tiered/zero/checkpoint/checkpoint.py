@@ -1,4 +1,5 @@
-"""Every commit of a store is a checkpoint of the models in it: what training needs beside their tensors, and the way back."""
+"""Make every commit of a store a checkpoint of the models in it: write what training needs beside their tensors, and restore
+it."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from tiered import ManifestError, MisuseError, TensorSpec, TieredStore
 from tiered.zero.checkpoint import loaders
 from tiered.zero.checkpoint.loaders import Loader, Stateful, random_states
 from tiered.zero.optimizer import AdamW
-from tiered.zero.paging.pager import Pager, pagers_of
+from tiered.zero.paging.pager import Pager, pager_of, pagers_of, placement_of
 from tiered.zero.paging.sharding import Partition
-from tiered.zero.paging.storage import Validity
-from tiered.zero.paging.unit import Unit, placement_of
-from tiered.zero.paging.units import Limits, Placement, Plan, UnitPlan
+from tiered.zero.paging.storage import CheckpointRecord
+from tiered.zero.paging.unit import Unit
+from tiered.zero.paging.units import Limits, ModelPlan, Placement, UnitPlan
 from tiered.zero.paging.update import AdamWRule, Pending, Update
 from tiered.zero.record import MOST, VERSION, checked, dumps, loads, refuse_other_tensors
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["commit", "commit_async", "resume", "rollback"]
 
 class Readable(Protocol):
-    """A store, as far as a record is read from it."""
+    """The methods of a store that reading a record needs."""
 
     def __contains__(self, key: object) -> bool: ...
 
@@ -57,12 +58,12 @@ def commit(
     committed. ``meta`` is the store's, for people to read (default: as before). Raises MisuseError for what cannot be written
     down, and what ``TieredStore.commit`` raises.
     """
-    pager = _pager_of(model)
+    pager = pager_of(model)
 
     def prepare() -> None:
         _prepare(model, optimizer, scheduler, scaler, data, extra)
 
-    return pager.partition.commit(pager.store, meta, prepare, pager.validity.end)
+    return pager.partition.commit(pager.store, meta, prepare, pager.checkpoint.invalidate)
 
 
 def commit_async(
@@ -76,7 +77,7 @@ def commit_async(
     meta: Mapping[str, object] | None = None,
 ) -> Future[int]:
     """``commit`` all as it is now, while training goes on: see ``TieredStore.commit_async``."""
-    partition = _pager_of(model).partition
+    partition = pager_of(model).partition
     if partition.shares > 1:
         raise MisuseError("ranks acknowledge a commit together, which commit_async does not: call zero.commit")
     store = _prepare(model, optimizer, scheduler, scaler, data, extra)
@@ -97,7 +98,7 @@ def resume(
     step is bit for bit what it would have been. Raises MisuseError where they differ from what was committed, ManifestError
     for a record that is damaged.
     """
-    pager = _pager_of(model)
+    pager = pager_of(model)
     return _load(pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
 
 
@@ -117,12 +118,12 @@ def rollback(
     whole store that goes back: call it for each model that is in it; until then the others raise InterruptedStep. Raises as
     that, with nothing changed where the last commit has no record of the model, and as ``resume``.
     """
-    pager = _pager_of(model)
+    pager = pager_of(model)
     others = pagers_of(pager.store)
     for other in others:
         other.give_up()
     pager.partition.refuse_apart(pager.store)
-    others = [other for other in others if other is pager or other.validity.changed]
+    others = [other for other in others if other is pager or other.checkpoint.changed]
     before = [other.intent.spoiled for other in others]
     for other in others:
         other.intent.spoil(
@@ -130,24 +131,24 @@ def rollback(
             "for it (again, with all that zero.commit was given)"
         )
     try:
-        pager.store.rollback(needs=[pager.validity.key])
+        pager.store.rollback(needs=[pager.checkpoint.key])
     except MisuseError:  # nothing was changed
         for other, why in zip(others, before, strict=True):
             other.intent.spoil(why)
         raise
     if pager.splitter is not None:
-        pager.splitter.keeper.forget()
-    pager.exchange.paused = False
+        pager.splitter.activations.forget()
+    pager.gradient_sync.paused = False
     recall(pager)
     extra = _load(pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
     getattr(scaler, "_per_optimizer_states", {}).clear()  # what torch does after each step, and load_state_dict does not
-    pager.validity.unchanged()
+    pager.checkpoint.unchanged()
     pager.intent.forget()
     return extra
 
 
 def extra_of(store: TieredStore, name: str) -> Any:
-    """What ``resume`` will return, before there is a model: it may say how to make one. Raises as that."""
+    """Return what ``resume`` will return, before there is a model: it may say how to make one. Raises as ``resume``."""
     return read_record(store, name)["extra"]
 
 
@@ -162,8 +163,8 @@ def _prepare(
     data: Stateful | torch.Generator | None,
     extra: Mapping[str, Any] | None,
 ) -> TieredStore:
-    """Put all that a commit of ``model`` has beside what the store has anyway into it."""
-    pager = _pager_of(model)
+    """Put everything that a commit of ``model`` needs beside the model's tensors into the store."""
+    pager = pager_of(model)
     store, name = pager.store, pager.name
     stage = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {}).get("stage")
     if getattr(stage, "name", None) == "UNSCALED":  # which torch's state_dict does not tell
@@ -172,8 +173,8 @@ def _prepare(
     pager.intent.refuse_half_updated()
     if not pager.computing:
         pager.reset()  # what an exception left held
-        pager.exchange.synchronise()
-        pager.exchange.refresh()
+        pager.gradient_sync.synchronise()
+        pager.gradient_sync.refresh()
     for unit in pager.units:
         if unit.held:
             raise MisuseError(f"the parameters of {unit.plan.name!r} are in use: commit outside forward and backward")
@@ -196,7 +197,8 @@ def _prepare(
 
 
 def write_record(store: TieredStore, name: str, record: Mapping[str, Any]) -> None:
-    """As the checkpoint of model ``name``. Raises MisuseError, with nothing changed, for what cannot be written down."""
+    """Write ``record`` as the checkpoint of model ``name``. Raises MisuseError, with nothing changed, for what cannot be
+    written down."""
     larger: list[torch.Tensor] = []
 
     def keep(tensor: torch.Tensor) -> str:
@@ -204,7 +206,7 @@ def write_record(store: TieredStore, name: str, record: Mapping[str, Any]) -> No
         return f"{name}/checkpoint/{len(larger)}"
 
     written = dumps(record, "the checkpoint", keep)
-    Validity(store, name).end()  # what comes now is another record's
+    CheckpointRecord(store, name).invalidate()  # what comes now is another record's
     parts = {f"{name}/checkpoint/{number}": tensor for number, tensor in enumerate(larger, 1)}
     for key in [key for key in store if key.startswith(f"{name}/checkpoint/") and key not in parts]:
         store.delete(key)
@@ -214,23 +216,8 @@ def write_record(store: TieredStore, name: str, record: Mapping[str, Any]) -> No
 
 
 def _of_unit(unit: Unit) -> dict[str, Any]:
-    gradients = {}
-    for placement, state in unit.gradients.states.items():
-        unit.gradients.refuse_interrupted(placement)
-        if unit.gradients.has(placement):
-            unit.gradients.collect(placement)  # what somebody assigned to ``parameter.grad``
-        gradients[placement.name] = {
-            "there": unit.gradients.has(placement),
-            "scales": list(state.scales),
-            "wide_scales": list(state.wide_scales),
-            "expected": state.expected,
-            "norms": state.norms,
-            "orders": sorted(state.orders),
-            "finite": state.finite,
-        }
-    unit.gradients.close()
     return {
-        "gradients": gradients,
+        "gradients": unit.gradients.record(),
         "stale_masters": sorted(placement.name for placement in unit.states.stale_masters),
         "pending": None if unit.pending is None else _of_pending(unit.pending),
     }
@@ -273,7 +260,7 @@ def _names(parameters: list[nn.Parameter], pager: Pager) -> list[str]:
 
 
 def read_record(store: Readable, name: str) -> dict[str, Any]:
-    """The record of model ``name``, checked as a whole (``record_schema``). Raises MisuseError where there is none,
+    """Read the record of model ``name``, checked as a whole (``record.checked``). Raises MisuseError where there is none,
     ManifestError where it is damaged."""
     key = f"{name}/checkpoint"
     if key not in store:
@@ -295,7 +282,7 @@ def read_record(store: Readable, name: str) -> dict[str, Any]:
 
 
 def recall(pager: Pager) -> None:
-    """Have the units and buffers be as they were committed; their tensors are in the store. Raises as ``resume``, with nothing
+    """Restore units and buffers as they were committed; their tensors are in the store. Raises as ``resume``, with nothing
     changed."""
     plan = [unit.plan for unit in pager.units]
     record = _fitting(pager.store, pager.name, plan, pager.limits, pager.partition, pager.model)
@@ -304,15 +291,9 @@ def recall(pager: Pager) -> None:
         unit.states.stale_masters = {named[name] for name in found["stale_masters"]}
         unit.pending = None if found["pending"] is None else pending_of(found["pending"], named)
         unit.version += 1
-        unit.stored.restored()
-        unit.arriving.restored()
-        for placement, state in unit.gradients.states.items():
-            kept = found["gradients"][placement.name]
-            state.scales, state.wide_scales = list(kept["scales"]), list(kept["wide_scales"])
-            state.expected, state.norms, state.orders = kept["expected"], dict(kept["norms"]), set(kept["orders"])
-            state.finite, state.spent, state.accumulate = kept["finite"], False, kept["there"]
-            state.adding = False
-            placement.parameter.grad = state.marker if kept["there"] else None
+        unit.storage.restored()
+        unit.arriving.close()
+        unit.gradients.recall(found["gradients"])
     modules = dict(pager.model.named_modules())
     for name, value in record["buffers"].items():
         where, _, last = name.rpartition(".")
@@ -325,7 +306,7 @@ def recall(pager: Pager) -> None:
 
 
 def pending_of(found: Mapping[str, Any], named: Mapping[str, Placement]) -> Pending:
-    """The update of a unit that a record has, for the placements of these names."""
+    """Return the pending update of a unit that a record has, for the placements of these names."""
     updates = {
         named[name]: Update(
             AdamWRule(*update["rule"]), update["step"], tuple(update["scales"]), tuple(update["wide_scales"])
@@ -343,7 +324,7 @@ def _load(
     scaler: Stateful | None,
     data: Stateful | torch.Generator | None,
 ) -> Any:
-    """All of it, or, where it raises, nothing."""
+    """Load optimizer, scheduler, scaler, data and random states from a record: all of them, or, where it raises, none."""
     for what, given in (("optimizer", optimizer), ("scheduler", scheduler), ("scaler", scaler), ("data", data)):
         if (record[what] is None) is not (given is None):
             has = "has none" if record[what] is None else "has one"
@@ -366,7 +347,7 @@ def _load(
 
 
 def _difference(committed: Any, here: Any) -> str:
-    """The first one, in words."""
+    """Describe the first difference of two layouts."""
     if committed.get("share") != here.get("share"):
         was, is_ = (f"as {found['share']}" if "share" in found else "not" for found in (committed, here))
         return f"it was divided {was}, and is {is_}"
@@ -387,21 +368,16 @@ def _parameter(described: Any) -> str:
     return f"{name!r} of shape {tuple(shape)}, {dtype}{kept}"
 
 
-def _pager_of(model: nn.Module) -> Pager:
-    for parameter in model.parameters():
-        return placement_of(parameter)[0]
-    raise MisuseError("this model has no parameters")
-
-
 def layout(store: TieredStore, name: str) -> tuple[Limits, dict[str, tuple[int, ...]]]:
-    """By what model ``name`` was divided when it was committed, and the strides of its parameters. Raises as ``resume``."""
+    """Return the limits by which model ``name`` was divided when it was committed, and the strides of its parameters. Raises as
+    ``resume``."""
     found = read_record(store, name)["layout"]
     strides = {parameter[0]: tuple(parameter[4]) for _, parameters in found["units"] for parameter in parameters}
     return Limits(found["limit"], found["chunk"]), strides
 
 
 def persistent_buffers(model: nn.Module) -> list[str]:
-    """Names of the buffers that ``state_dict`` has, each once."""
+    """Return the names of the buffers that ``state_dict`` has, each once."""
     transient = {
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
@@ -410,8 +386,8 @@ def persistent_buffers(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_buffers() if name not in transient]
 
 
-def refuse_other(store: TieredStore, name: str, plan: Plan, partition: Partition, model: nn.Module) -> None:
-    """Raises MisuseError where ``model``, divided by ``plan``, is not the one that was committed as ``name``, and ManifestError
+def refuse_other(store: TieredStore, name: str, plan: ModelPlan, partition: Partition, model: nn.Module) -> None:
+    """Raise MisuseError where ``model``, divided by ``plan``, is not the one that was committed as ``name``, and ManifestError
     where its record is damaged, or not of the tensors that are there."""
     buffers = _fitting(store, name, plan.units, plan.limits, partition, model)["buffers"]
     for fresh, _ in model.named_buffers():
@@ -422,7 +398,7 @@ def refuse_other(store: TieredStore, name: str, plan: Plan, partition: Partition
 def _fitting(
     store: TieredStore, name: str, units: Sequence[UnitPlan], limits: Limits, partition: Partition, model: nn.Module
 ) -> dict[str, Any]:
-    """The record of what is a model with these units. Raises as ``refuse_other``."""
+    """Return the record of a model with these units. Raises as ``refuse_other``."""
     record = read_record(store, name)
     committed, here = record["layout"], layout_of(units, limits, partition)
     if committed != here:
@@ -437,8 +413,8 @@ def _fitting(
 
 
 def layout_of(units: Sequence[UnitPlan], limits: Limits, partition: Partition) -> dict[str, Any]:
-    """Where everything lies: of each unit its name, and of each parameter its own, shape, types and strides; and, where several
-    ranks have a share each, which one this is."""
+    """Describe where everything lies: of each unit its name, and of each parameter its name, shape, types and strides; and,
+    where several ranks have a share each, which one this is."""
     described = [
         [
             unit.name,

@@ -1,7 +1,7 @@
-"""What a checkpoint has of an optimizer, a scheduler, a scaler, a position in data and random generators, and these take over.
+"""Load from a checkpoint the state of an optimizer, a scheduler, a scaler, a position in data, and random generators.
 
-All of them, or none: each says first whether it can, then all do, and where one fails after all, those before it go back to
-what they were.
+All of them are loaded, or none: each says first whether it can, then all load, and where one fails after all, those before it
+go back to what they were.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SCALING = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_grow
 
 
 class Stateful(Protocol):
-    """A scheduler, a scaler, a data loader: what can say its state, and take it over."""
+    """Scheduler, scaler or data loader: what can return its state, and load it."""
 
     def state_dict(self) -> Any: ...
 
@@ -49,7 +49,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Loader:
-    """One thing's way there, and the way back. Making it has changed nothing."""
+    """How to load one object's state, and how to undo that. Making a loader has changed nothing."""
 
     what: str
     load: Callable[[], object]
@@ -57,7 +57,7 @@ class Loader:
 
 
 def load_all(loaders: Sequence[Loader]) -> None:
-    """Raises MisuseError, with nothing changed, where one of them cannot take over what it was given."""
+    """Load everything. Raises MisuseError, with nothing changed, where one of them cannot load what it was given."""
     done: list[Loader] = []
     for loader in loaders:
         done.append(loader)
@@ -81,8 +81,11 @@ def load_all(loaders: Sequence[Loader]) -> None:
 def of_optimizer(
     optimizer: AdamW, here: Sequence[list[str]], named: Mapping[str, Placement], found: Mapping[str, Any]
 ) -> Loader:
-    """``here``: the names of the parameters by param group; ``named``: all of the model's. Raises MisuseError where the groups
-    are other ones, ManifestError where one has what no param group has."""
+    """Make the loader of an optimizer.
+
+    ``here``: the names of the parameters by param group; ``named``: all of the model's. Raises MisuseError where the groups are
+    other ones, ManifestError where one has what no param group has.
+    """
     if list(here) != [group["names"] for group in found["groups"]]:
         raise MisuseError("the optimizer's param groups have other parameters than those that were committed")
     groups, first = [], 0
@@ -126,7 +129,7 @@ def _refuse_settings(present: Mapping[str, Any], group: Mapping[str, Any]) -> No
 
 
 def of_stateful(given: Stateful, found: Any, what: str) -> Loader:
-    """Of a scheduler or a scaler. Raises ManifestError where ``found`` is not of the kind that torch's have."""
+    """Make the loader of a scheduler or a scaler. Raises ManifestError where ``found`` is not of the kind that torch's have."""
     try:
         before = given.state_dict()
     except Exception as error:
@@ -146,7 +149,7 @@ def of_stateful(given: Stateful, found: Any, what: str) -> Loader:
 
 
 def of_data(given: Stateful, found: Any) -> Loader:
-    """It comes after all that may fail but itself, so nothing is asked of it."""
+    """Make the loader of a data loader. It comes after everything else that may fail, so nothing is asked of it first."""
     return Loader("data=", lambda: given.load_state_dict(found), lambda: None)
 
 
@@ -189,8 +192,8 @@ def _number(value: Any) -> bool:
 
 
 def _alike(present: Any, found: Any) -> bool:
-    """Whether what was committed may take the place of what is there: a number of a number, a list of a list. None says
-    nothing."""
+    """Return whether what was committed may take the place of what is there: a number of a number, a list of a list. None fits
+    anything."""
     if present is None:
         return True
     if isinstance(present, bool | str):
@@ -210,7 +213,7 @@ def _alike(present: Any, found: Any) -> bool:
 
 
 def random_states() -> dict[str, Any]:
-    """Of Python, NumPy where it was imported, and torch."""
+    """Return the states of the random generators of Python, NumPy where it was imported, and torch."""
     numpy = sys.modules.get("numpy")
     return {
         "python": random.getstate(),
@@ -221,7 +224,8 @@ def random_states() -> dict[str, Any]:
 
 
 def of_random(found: Mapping[str, Any]) -> Loader:
-    """What ``random_states`` gave. Raises ManifestError for what these generators do not take: others try it first."""
+    """Make the loader of what ``random_states`` returned. Raises ManifestError for what these generators do not take: others
+    try it first."""
     cuda = (found["cuda"] or [])[: torch.cuda.device_count()] if torch.cuda.is_available() else []
     numpy = sys.modules.get("numpy")
     _try("Python", lambda: random.Random().setstate(found["python"]))
@@ -246,7 +250,7 @@ def of_random(found: Mapping[str, Any]) -> Loader:
 
 
 def of_generator(generator: torch.Generator, found: Any) -> Loader:
-    """``data=``, where it is a generator."""
+    """Make the loader of ``data=`` where it is a generator."""
     if not isinstance(found, torch.Tensor):
         raise MisuseError(f"data= is a torch.Generator, and what was committed was another: it has {found!r:.100}")
     _try("data=", lambda: torch.Generator(generator.device).set_state(found))

@@ -1,9 +1,8 @@
-"""States over a store that is only read.
+"""Read a checkpoint of any number of ranks by the elements of parameters, so that another number of ranks goes on with it, with
+another stage, or one process exports it.
 
-A checkpoint that any number of ranks made, read by the elements of parameters: so that another number of ranks goes on with
-it, with another stage, or one process exports it.
-
-Updates that are pending are applied to copies: chunks of the ranks that were are not those of the ranks that will be.
+Pending updates are applied to copies, because the chunks of the ranks that committed are not those of the ranks that will be:
+``Copies`` is a store of copies over one that is only read.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tiered import Access, ManifestError, MisuseError, TensorSpec, TieredStore
 from tiered.store.at_rest import StoreAtRest
 from tiered.zero.checkpoint.checkpoint import Readable, layout_of, pending_of, read_record, write_record
 from tiered.zero.paging.sharding import Partition
-from tiered.zero.paging.units import Limits, Placement, Plan, UnitPlan, even_chunks
+from tiered.zero.paging.units import Limits, ModelPlan, Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import States
 from tiered.zero.rank_stores import has_commit, newest_set, sets_in
 from tiered.zero.record import plans, refuse_other_tensors, type_named
@@ -31,8 +30,8 @@ from tiered.zero.record import plans, refuse_other_tensors, type_named
 __all__ = ["Copies", "Source", "opened", "reshard"]
 
 class Copies:
-    """``Tensors`` over ``store``: what is leased are copies. ``kept``: as they leave them, for what is asked for next; else
-    they are gone with the lease."""
+    """``TensorStore`` over ``store`` whose leases give copies. ``kept``: copies stay as their holders leave them, for the next
+    lease; otherwise they are gone with the lease."""
 
     def __init__(self, store: Readable, *, kept: bool) -> None:
         self._store: Any = store
@@ -85,18 +84,18 @@ CACHED = 2
 
 @dataclass
 class _Share:
-    """What one rank had of a unit: by parameter, where its part begins, and by kind the values, flat."""
+    """Share of a unit that one rank had: by parameter, its part, and by kind the values, flat."""
 
     parts: dict[str, Placement] = field(default_factory=dict)
     values: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 
 
 class Source:
-    """Model ``name``, from the stores of all ranks that committed it, in order."""
+    """Checkpoint of model ``name``, in the stores of all ranks that committed it, in order."""
 
     def __init__(self, stores: Sequence[Readable], name: str, *, states: bool = True) -> None:
-        """``states``: whether optimizer states are asked for, too. Raises MisuseError where the stores are not those of one
-        commit, and as ``read_record``."""
+        """Read the records. ``states``: whether optimizer states are asked for, too. Raises MisuseError where the stores are
+        not those of one commit, and as ``read_record``."""
         self._stores, self.name, self._states = stores, name, states
         self.records = [read_record(store, name) for store in stores]
         self.ranks = len(stores)
@@ -120,18 +119,18 @@ class Source:
         self._cache: OrderedDict[tuple[int, int], _Share] = OrderedDict()
 
     def named(self, name: str) -> Placement:
-        """Raises MisuseError for a parameter that was not committed."""
+        """Return the placement of a parameter. Raises MisuseError for one that was not committed."""
         if name not in self._home:
             raise MisuseError(f"this model is not what was committed as {self.name!r}: that has no {name!r}")
         return next(p for p in self.units[self._home[name]].placements if p.name == name)
 
     def of_unit(self, name: str) -> Mapping[str, Any]:
-        """The record of the unit that a parameter is in."""
+        """Return the record of the unit that a parameter is in."""
         found: Mapping[str, Any] = self.records[0]["units"][self._home[name]]
         return found
 
     def values(self, name: str, kind: str, begin: int, end: int) -> torch.Tensor | None:
-        """Elements ``begin`` to ``end`` of a parameter in memory order: of itself ("param", as it was stored), "m", "v",
+        """Return elements ``begin`` to ``end`` of a parameter in memory order: of itself ("param", as it was stored), "m", "v",
         "master" or "grad". None where there are none of that kind."""
         index, pieces = self._home[name], []
         for rank in range(self.ranks):
@@ -148,7 +147,7 @@ class Source:
         return torch.cat(pieces) if pieces else None
 
     def _parts(self, index: int, rank: int) -> dict[str, tuple[int, int]]:
-        """Which elements of each parameter of a unit a rank had."""
+        """Return which elements of each parameter of a unit a rank had."""
         parts = self.units[index].parts(rank)
         begins = {p.name: getattr(part, "begin", 0) for p, part in parts.items()}
         return {p.name: (begins[p.name], begins[p.name] + part.numel) for p, part in parts.items()}
@@ -189,13 +188,13 @@ class Source:
 
 
 def _graded(record: Mapping[str, Any]) -> list[str]:
-    """The parameters that have a gradient."""
+    """Return the names of the parameters that have a gradient."""
     return sorted(name for unit in record["units"] for name, said in unit["gradients"].items() if said["there"])
 
 
 def opened(path: str | os.PathLike[str], stack: ExitStack) -> list[StoreAtRest]:
-    """The stores of the last training below ``path``, to be read: of all of its ranks as of the last commit that all of them
-    have, or the one store that ``path`` is, where none of its ranks committed together.
+    """Open the stores of the last training below ``path`` for reading: of all of its ranks as of the last commit that all of
+    them have, or the one store that ``path`` is, where none of its ranks committed together.
 
     Raises MisuseError where there is none, ManifestError where ranks have no commit in common.
     """
@@ -208,9 +207,9 @@ def opened(path: str | os.PathLike[str], stack: ExitStack) -> list[StoreAtRest]:
     return [stack.enter_context(StoreAtRest(path))]
 
 
-def reshard(source: Source, store: TieredStore, plan: Plan, partition: Partition) -> None:
-    """Have in ``store`` what this rank's share of ``plan`` is of ``source``, with a checkpoint: as if as many ranks with that
-    stage had committed it.
+def reshard(source: Source, store: TieredStore, plan: ModelPlan, partition: Partition) -> None:
+    """Write this rank's share under ``plan`` of ``source`` to ``store``, with a checkpoint: as if as many ranks with that stage
+    had committed it.
 
     Raises MisuseError where the model is another than was committed, and what reading ``source`` raises; then nothing of it
     stays in ``store``.

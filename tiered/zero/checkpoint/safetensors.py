@@ -1,6 +1,7 @@
-"""A pretrained model's weights, from safetensors files into units while they are made.
+"""Read pretrained weights from safetensors files into units, and export models to such files.
 
-Models out of a store as safetensors files, a unit at a time: of a model that is paged, or of its checkpoint at rest.
+Weights are read while units are made, a piece at a time. An export writes a model that is paged, a unit at a time, or a
+checkpoint of a store that is not open, of one process or of all ranks.
 """
 
 from __future__ import annotations
@@ -15,15 +16,13 @@ import torch
 from torch import nn
 
 from tiered import MisuseError, TensorSpec
-from tiered.errors import shortened
-from tiered.format.safetensors import Entry, WeightFiles, entry_of
+from tiered.format.safetensors import Entry, WeightFiles, entry_of, first_of
 from tiered.format.safetensors_writer import Existing, Shards
 from tiered.system import refuse_little_room
 from tiered.zero.checkpoint.checkpoint import Readable, pending_of, persistent_buffers, read_record
 from tiered.zero.checkpoint.reshard import Copies, Source, opened
-from tiered.zero.paging.pager import Pager
-from tiered.zero.paging.sharding import Shared
-from tiered.zero.paging.unit import placement_of
+from tiered.zero.paging.pager import Pager, pager_of
+from tiered.zero.paging.sharding import Sharded
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import States
 from tiered.zero.rank_stores import shared_json
@@ -39,8 +38,8 @@ class Pretrained:
     """Files whose tensors are ``model``'s, by name; a context manager."""
 
     def __init__(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
-        """Raises MisuseError for names that are missing or unexpected, other shapes, and buffers that nothing gives values;
-        SafetensorsError and OSError for the files."""
+        """Open the files and check them. Raises MisuseError for names that are missing or unexpected, other shapes, and buffers
+        that nothing gives values; SafetensorsError and OSError for the files."""
         self.files = WeightFiles(path)
         try:
             self._parameters = _aliases(model)
@@ -62,16 +61,16 @@ class Pretrained:
         missing = [names[0] for names in self._parameters.values() if not any(name in there for name in names)]
         missing += [name for name in self._buffers if name not in there]
         if missing:
-            raise MisuseError(f"{self.files.path} has no tensor for {_some(missing)} of this model")
+            raise MisuseError(f"{self.files.path} has no tensor for {first_of(missing)} of this model")
         expected = {name for names in self._parameters.values() for name in names}
         expected |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
         unexpected = [name for name in there if name not in expected]
         if unexpected:
-            raise MisuseError(f"{self.files.path} has {_some(unexpected)}, which this model does not have")
+            raise MisuseError(f"{self.files.path} has {first_of(unexpected)}, which this model does not have")
         blank = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in self._buffers]
         if blank:
             raise MisuseError(
-                f"the buffer {_some(blank)} is on the meta device and is not among a model's weights: build the model under "
+                f"the buffer {first_of(blank)} is on the meta device and is not among a model's weights: build the model under "
                 "zero.init, which computes it"
             )
 
@@ -86,11 +85,11 @@ class Pretrained:
                 )
 
     def _source(self, parameter: nn.Parameter) -> str:
-        """By which of its names a parameter is in the files."""
+        """Return by which of its names a parameter is in the files."""
         return next(name for name in self._parameters[parameter] if name in self.files.entries)
 
     def renamed(self, meta: dict[nn.Parameter, nn.Parameter]) -> None:
-        """Parameters on the meta device were replaced: ``meta`` has the old one of each new one."""
+        """Note that parameters on the meta device were replaced: ``meta`` has the old one of each new one."""
         for fresh, old in meta.items():
             self._parameters[fresh] = self._parameters.pop(old)
 
@@ -99,7 +98,7 @@ class Pretrained:
         self._read(self._source(placement.parameter), placement.stored_view(unit), placement.dtype)
 
     def fill_buffers(self, model: nn.Module) -> None:
-        """All that ``state_dict`` has."""
+        """Read all buffers that ``state_dict`` has."""
         modules = dict(model.named_modules())
         for name in self._buffers:
             where, _, last = name.rpartition(".")
@@ -111,7 +110,7 @@ class Pretrained:
 
     @torch.no_grad()
     def _read(self, name: str, target: torch.Tensor, between: torch.dtype) -> None:
-        """``between``: the type that values have on the way."""
+        """Read a tensor into ``target``. ``between``: the type that values have on the way."""
         spec = self.files.entries[name].spec
         dtype: torch.dtype = getattr(torch, spec.dtype)
         if not spec.nbytes:
@@ -133,7 +132,7 @@ class Pretrained:
 
 
 def _aliases(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Each parameter's names; the first is the one that paging gives it."""
+    """Return each parameter's names; the first is the one that paging gives it."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -168,7 +167,7 @@ def export(
     Raises MisuseError (not paged, within forward or backward, files that are there, a ``state_dict`` with more than parameters
     and buffers), CapacityError (no room), and what the store raises.
     """
-    pager = _pager_of(model)
+    pager = pager_of(model)
     for unit in pager.units:
         if unit.held:
             raise MisuseError(f"the parameters of {unit.plan.name!r} are in use: export outside forward and backward")
@@ -198,7 +197,7 @@ def export(
             error = problem
     for _ in contents:  # what one rank gathers, all take part in
         pass
-    ended = pager.exchange.everywhere([error is None], "the end of an export")
+    ended = pager.partition.all_true([error is None], "the end of an export")
     if error is not None:
         raise error
     if not all(ended):
@@ -207,15 +206,15 @@ def export(
 
 
 def _of_first(pager: Pager, files: list[str] | None) -> list[str] | None:
-    """Rank 0's."""
-    if not isinstance(pager.partition, Shared):
+    """Return rank 0's ``files``."""
+    if not isinstance(pager.partition, Sharded):
         return files
     found: list[str] | None = shared_json(pager.partition.ranks, files, list[str] | None)[0]
     return found
 
 
 def _passed_on(contents: Iterator[memoryview], unread: list[Exception]) -> Iterator[memoryview]:
-    """``contents``, which stays open when this is closed. ``unread`` gets what it raises."""
+    """Yield ``contents``, which stays open when this generator is closed. ``unread`` gets what it raises."""
     try:
         for piece in contents:
             yield piece
@@ -225,14 +224,8 @@ def _passed_on(contents: Iterator[memoryview], unread: list[Exception]) -> Itera
         raise
 
 
-def _pager_of(model: nn.Module) -> Pager:
-    for parameter in model.parameters():
-        return placement_of(parameter)[0]
-    raise MisuseError("this model has no parameters")
-
-
 def _listed(pager: Pager) -> tuple[dict[nn.Parameter, str], dict[str, torch.Tensor]]:
-    """Of ``state_dict``: the first name of each parameter, and buffers by name, each once."""
+    """Return what ``state_dict`` has: the first name of each parameter, and buffers by name, each once."""
     parameters: dict[nn.Parameter, str] = {}
     buffers: dict[int, tuple[str, torch.Tensor]] = {}
     paged = {placement.parameter for placement in pager.placements}
@@ -282,12 +275,12 @@ class AtRest(Readable, Protocol):
 
 
 def models_in(keys: Iterable[str]) -> list[str]:
-    """Names of the models that have a checkpoint among these keys."""
+    """Return the names of the models that have a checkpoint among these keys."""
     return sorted(key.removesuffix("/checkpoint") for key in keys if key.endswith("/checkpoint"))
 
 
 def parameters_of(store: AtRest, name: str) -> int:
-    """How many numbers the parameters of model ``name`` are. Raises as ``export_at_rest``."""
+    """Return how many numbers the parameters of model ``name`` have together. Raises as ``export_at_rest``."""
     return sum(placement.numel for unit in plans(read_record(store, name))[0] for placement in unit.placements)
 
 
@@ -301,7 +294,7 @@ def export_at_rest(
     existing: Existing = "refuse",
     progress: Progress | None = None,
 ) -> list[str]:
-    """``export`` without the model: of the checkpoint of the one that is named ``model``, or of the only one in ``store``.
+    """Export, without the model, the checkpoint of the one that is named ``model``, or of the only one in ``store``.
 
     A store without a model gives its tensors, under their keys. Updates that are pending are applied to copies: of one unit and
     its gradient, and a chunk of its states at a time. Raises MisuseError (no or several such models, no checkpoint, one that is
@@ -339,8 +332,8 @@ def export_of_ranks(
     existing: Existing = "refuse",
     progress: Progress | None = None,
 ) -> list[str]:
-    """``export_at_rest`` of the last commit of all ranks whose stores are below ``path`` (``zero.open_store``), by one process.
-    In memory are what two ranks have of a unit, and one parameter. Raises as ``export_at_rest`` and ``reshard.opened``."""
+    """Export, by one process, the last commit of all ranks whose stores are below ``path`` (``zero.open_store``). In memory are
+    the shares of two ranks of a unit, and one parameter. Raises as ``export_at_rest`` and ``reshard.opened``."""
     with contextlib.ExitStack() as stack:
         stores = opened(path, stack)
         name = _chosen(stores[0], model)
@@ -369,14 +362,14 @@ def _of_source(
 
 
 def _chosen(store: AtRest, model: str | None) -> str | None:
-    """Whose checkpoint is wanted; None: there is no model."""
+    """Return the name of the model whose checkpoint is wanted; None: there is no model."""
     there = models_in(store)
     if model is not None:
         if model not in there:
-            raise MisuseError(f"{store} has no checkpoint of a model named {model!r}; it has: {_some(there) or 'none'}")
+            raise MisuseError(f"{store} has no checkpoint of a model named {model!r}; it has: {first_of(there) or 'none'}")
         return model
     if len(there) > 1:
-        raise MisuseError(f"{store} has several models: name one of {_some(there)}")
+        raise MisuseError(f"{store} has several models: name one of {first_of(there)}")
     if there:
         return there[0]
     for key in store:
@@ -388,14 +381,9 @@ def _chosen(store: AtRest, model: str | None) -> str | None:
     return None
 
 
-def _some(names: Sequence[str]) -> str:
-    """They are a file's: each may be anything, and there may be many."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(repr(shortened(name)) for name in names[:5]) + more
-
-
 def _refuse_older(store: AtRest, name: str, units: Sequence[UnitPlan]) -> None:
-    """A checkpoint says which updates are pending, so it must be of the same moment as the parameters."""
+    """Raise MisuseError for a checkpoint that is older than the parameters, because it says which updates of these are pending.
+    """
     saved = store.written(f"{name}/checkpoint")
     if any(store.written(f"{name}/param/{unit.name}") > saved for unit in units):
         raise MisuseError(
@@ -442,7 +430,7 @@ def _of_checkpoint(
 
 
 def _updated(store: AtRest, key: str, unit: UnitPlan, chunk: int, found: dict[str, Any]) -> torch.Tensor:
-    """A copy of a unit, with the update that is pending."""
+    """Return a copy of a unit with its pending update applied."""
     named: dict[str, Placement] = {placement.name: placement for placement in unit.placements}
     states = States(Copies(store, kept=False), key, unit.placements, even_chunks(unit.elements, chunk))
     states.stale_masters = {named[name] for name in found["stale_masters"]}
@@ -464,7 +452,7 @@ def _entry(name: str, shape: Iterable[int], dtype: torch.dtype) -> Entry:
 
 @torch.no_grad()
 def _pieces(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """The bytes of ``tensor`` as ``dtype``, row-major, about CONVERTED_AT_ONCE of them at a time."""
+    """Yield the bytes of ``tensor`` as ``dtype``, row-major, about CONVERTED_AT_ONCE of them at a time."""
     if not tensor.numel():
         return
     rows = tensor.detach().resolve_conj().resolve_neg()

@@ -1,8 +1,9 @@
-"""What ``parameter.grad`` shows while the gradient itself is in the store.
+"""Own the gradients of one unit's parameters: what is known of each, what is stored, and what ``parameter.grad`` shows
+meanwhile.
 
-The gradients of one unit's parameters, in one tensor of the store that exists while there are some.
-
-What one of several ranks has of a unit's gradients before they are reduced.
+``GradientState`` has all that is known of one gradient, ``UnitGradients`` the states of a unit, what arrived in the running
+backward pass, and one tensor in the store, which exists while there are gradients. ``LocalGradients`` has what one of several
+ranks accumulated and has not reduced yet. Other files keep sets of units only.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ import torch
 
 from tiered import Access, InterruptedStep, MisuseError, TensorSpec
 from tiered.zero.leases import Opened
-from tiered.zero.paging.storage import Tensors, Validity, host
+from tiered.zero.paging.storage import CheckpointRecord, TensorStore, host
 from tiered.zero.paging.units import Placement, UnitPlan
 from tiered.zero.paging.update import all_finite
 
 __all__ = ["Arriving", "GradientState", "LocalGradients", "SpentGradient", "StoredGradient", "UnitGradients"]
 
 class StoredGradient(torch.Tensor):
-    """Has the gradient's shape and dtype and no memory. It says that there is a gradient; computing with it raises.
+    """Marker in ``parameter.grad`` for a gradient that is in the store. It has the gradient's shape and dtype and no memory;
+    computing with it raises MisuseError.
 
     ``optimizer.grad(parameter)`` gives the values, ``optimizer.clip_grad_norm_`` clips.
     """
@@ -40,7 +42,7 @@ class StoredGradient(torch.Tensor):
     parameter_name: str
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's stub misnames it
-        return f"StoredGradient(of={self.parameter_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"{type(self).__name__}(of={self.parameter_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks the classmethod
@@ -50,8 +52,13 @@ class StoredGradient(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        name = next((arg.parameter_name for arg in _flatten(args) if isinstance(arg, StoredGradient)), "?")
-        raise MisuseError(
+        name = next((arg.parameter_name for arg in _flatten(args) if isinstance(arg, cls)), "?")
+        raise MisuseError(cls._why(name, func))
+
+    @classmethod
+    def _why(cls, name: str, func: object) -> str:
+        """Say why ``func`` cannot compute with the gradient of parameter ``name``, and what to do instead."""
+        return (
             f"the gradient of {name!r} is in the store, so {func} cannot compute with it: use "
             "optimizer.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_, optimizer.zero_grad() instead of "
             "grad.zero_(), optimizer.grad(parameter) to look at it, tiered.zero.GradScaler instead of torch.amp.GradScaler"
@@ -59,21 +66,12 @@ class StoredGradient(torch.Tensor):
 
 
 class SpentGradient(StoredGradient):
-    """There was a gradient; the parameter was updated with it during backward, and it is gone. Computing with it raises."""
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"SpentGradient(of={self.parameter_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+    """Marker for a gradient that is gone, because its parameter was updated with it during backward. Computing with it raises
+    MisuseError."""
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        name = next((arg.parameter_name for arg in _flatten(args) if isinstance(arg, SpentGradient)), "?")
-        raise MisuseError(
+    def _why(cls, name: str, func: object) -> str:
+        return (
             f"{name!r} was updated during backward, and its gradient is gone, so {func} cannot compute with it: clipping, loss "
             'scaling and accumulation need update="on_fetch"'
         )
@@ -88,13 +86,18 @@ def _flatten(values: Sequence[Any]) -> list[Any]:
 
 @dataclass(eq=False)
 class GradientState:
-    """``scales``: factors that the stored gradient has yet to be multiplied by; and then, as fp32 where its type is narrower,
-    ``wide_scales``, of which there are some once a scaled loss was undone. ``norms``: those known of it, by order. ``orders``:
-    those that somebody asked for before, worth computing while a gradient is at hand; they will be asked for when it has been
+    """All that is known of one gradient.
+
+    ``scales``: factors that the stored gradient has yet to be multiplied by; then, as fp32 where its type is narrower, by
+    ``wide_scales``, which a scaled loss leaves once it was unscaled. ``norms``: its known norms, by order. ``orders``: those
+    that were asked for before, which are computed while a gradient is at hand; they will be asked for when it has been
     multiplied by ``expected``, if it is as last time. ``finite``: whether the stored gradient, as it is, has neither NaN nor
-    infinity. ``accumulate``: the next one is added to it. ``spent``: it was used up by an update within backward, and
-    ``optimizer.step()`` was not called since. ``adding``: what is stored is not in ``parameter.grad`` now, or only half added
-    to; an interruption leaves it so."""
+    infinity. ``accumulate``: the next gradient is added to it. ``spent``: an update within backward used it up, and
+    ``optimizer.step()`` was not called since. ``adding``: the stored gradient is not in ``parameter.grad`` now, or only half
+    added to; an interruption leaves it so. ``unreduced``: this rank's sum of it is in ``LocalGradients``, and the mean over the
+    ranks is not stored yet. ``hooks``: the autograd node that accumulates it, and what identifies the hooks on it that count
+    (None: there are none).
+    """
 
     marker: StoredGradient
     scales: list[torch.Tensor] = field(default_factory=list)
@@ -106,32 +109,56 @@ class GradientState:
     finite: bool = True
     spent: bool = False
     adding: bool = False
+    unreduced: bool = False
+    hooks: tuple[Any, object] | None = None
 
 
 class UnitGradients:
-    """``states`` has what is known of each parameter's, ``parts`` what this process has of each. ``settle``, a method, applies
-    the unit's pending update before anything new is written: it needs what is there."""
+    """Gradients of one unit's parameters.
+
+    ``states`` has what is known of each gradient, ``parts`` what this process stores of each. ``apply_update``, a method,
+    applies the unit's pending update, which needs the stored gradients, before a new gradient is written.
+    """
 
     def __init__(
         self,
-        store: Tensors,
+        store: TensorStore,
         key: str,
         placements: Sequence[Placement],
         parts: Mapping[Placement, Placement],
-        validity: Validity,
-        settle: Callable[[], None],
+        checkpoint: CheckpointRecord,
+        apply_update: Callable[[], None],
     ) -> None:
-        self.store, self.key, self._validity = store, key, validity
-        self._settle = weakref.WeakMethod(settle)
+        self.store, self.key, self._checkpoint = store, key, checkpoint
+        self._apply_update = weakref.WeakMethod(apply_update)
         self.states = {
             p: GradientState(StoredGradient(p.parameter, p.name)) for p in placements if p.dtype.is_floating_point
         }
         self.parts = {placement: part for placement, part in parts.items() if placement in self.states}
         self.opened: torch.Tensor | None = None  # while gradients arrive: leased
         self._lease = Opened()
+        self.arrived: set[Placement] = set()
+        """Parameters whose gradient this process accumulated in the running backward pass."""
+        self.final: set[Placement] = set()
+        """Parameters whose gradient is final in the running backward pass, which updates them."""
+        self.due: set[Placement] = set()
+        """Those of ``final`` that are not updated yet."""
+        self.final_last_time: set[Placement] | None = None
+        self.deferred = False
+        """More gradients may come, at any time until the backward pass ends, that add up with those that have arrived."""
+
+    def end_pass(self) -> None:
+        """Forget what arrived in the backward pass; the gradients stay as they are."""
+        self.arrived, self.final, self.due, self.deferred = set(), set(), set(), False
+
+    @property
+    def has_all(self) -> bool:
+        """Return whether each parameter that needs a gradient has got one in this backward pass, and no more are expected."""
+        return not self.deferred and all(p in self.arrived for p in self.states if p.parameter.requires_grad)
 
     def nbytes(self, also: Collection[Placement] = ()) -> int:
-        """Of the tensor: the unit as far as its last parameter that needs a gradient, or was given one."""
+        """Return the bytes of the stored tensor: the unit as far as its last parameter that needs a gradient, or was given one.
+        """
         graded = (
             part
             for p, part in self.parts.items()
@@ -150,7 +177,7 @@ class UnitGradients:
     # -- arriving ----------------------------------------------------------------------------------------------------------
 
     def before(self, placement: Placement) -> None:
-        """Autograd is about to accumulate into ``parameter.grad``: clear what stands there, remembering what it meant."""
+        """Clear ``parameter.grad``, to which autograd is about to accumulate, and remember what it meant."""
         grad = placement.parameter.grad
         state = self.states[placement]
         self.refuse_another(placement)
@@ -196,7 +223,7 @@ class UnitGradients:
             self.take(placement, grad)
 
     def add(self, placement: Placement, grad: torch.Tensor) -> None:
-        """``grad`` is of the parameter's shape."""
+        """Add ``grad``, which has the parameter's shape and has been accumulated."""
         self._add(placement, grad)
         self.states[placement].adding = False
 
@@ -213,13 +240,13 @@ class UnitGradients:
         placement.parameter.grad = state.marker
 
     def clear(self, state: GradientState) -> None:
-        """This process has nothing of that gradient."""
+        """Forget the factors of a gradient of which this process stores nothing."""
         state.finite = True
         state.scales.clear()
         state.wide_scales.clear()
 
     def write(self, placement: Placement, grad: torch.Tensor) -> None:
-        """``grad`` is what this process has of it, or adds to what there is."""
+        """Write ``grad``, the part that this process stores, or add it to the stored gradient."""
         state = self.states[placement]
         target = self.parts[placement].view(self.open())
         if state.accumulate:
@@ -236,14 +263,15 @@ class UnitGradients:
         state.finite = _has_finite_norm(state) or all_finite(target)
 
     def prepare(self) -> None:
-        """Something new will be written."""
-        self._validity.end()
-        settle = self._settle()
-        assert settle is not None
-        settle()
+        """Invalidate the checkpoint and apply the pending update, because something new will be written."""
+        self._checkpoint.invalidate()
+        apply_update = self._apply_update()
+        assert apply_update is not None
+        apply_update()
 
     def open(self, also: Collection[Placement] = ()) -> torch.Tensor:
-        """The tensor, leased until ``close``, with room for the gradients of these, too; made where there is none."""
+        """Return the stored tensor, leased until ``close``, with room for the gradients of ``also``, too; create it where there
+        is none."""
         if self.opened is None:
             self.prepare()
             needed = self.nbytes(also)
@@ -264,8 +292,8 @@ class UnitGradients:
     # -- asked for ---------------------------------------------------------------------------------------------------------
 
     def copy(self, placement: Placement) -> torch.Tensor | None:
-        """A copy, in host memory, of what this process has of the gradient as torch would have it in ``parameter.grad``;
-        or None."""
+        """Return a copy in host memory of the part of the gradient that this process stores, as torch would have it in
+        ``parameter.grad``; or None."""
         grad = placement.parameter.grad
         self.refuse_interrupted(placement)
         if isinstance(grad, SpentGradient):
@@ -286,7 +314,8 @@ class UnitGradients:
         return _scaled(copy, self.states[placement]).to(placement.dtype)
 
     def norm(self, placement: Placement, order: float) -> torch.Tensor:
-        """``vector_norm`` of what this process has of the gradient, from when it arrived where that is known already."""
+        """Return ``vector_norm`` of the part of the gradient that this process stores, from when it arrived where it is known.
+        """
         state = self.states[placement]
         state.orders.add(order)
         self.collect(placement)
@@ -305,7 +334,7 @@ class UnitGradients:
         return state.norms[order]
 
     def scaled(self, placement: Placement, factor: torch.Tensor) -> Callable[[], None]:
-        """Have the gradient multiplied by ``factor`` (0-d) when it is next used: what does so when called, once or twice."""
+        """Return what has the gradient multiplied by ``factor`` (0-d) at its next use, when it is called, once or twice."""
         state = self.states[placement]
         scales, wide_scales, norms = list(state.scales), list(state.wide_scales), dict(state.norms)
         if factor != 1:
@@ -318,8 +347,8 @@ class UnitGradients:
         return scale
 
     def unscaled(self, placement: Placement, factor: torch.Tensor) -> tuple[bool, Callable[[], None]]:
-        """Have the gradient multiplied by ``factor`` (0-d), as fp32 where its type is narrower, when it is next used. Whether
-        it was finite before; and what does so when called, once or twice."""
+        """Return whether the gradient is finite, and what has it multiplied by ``factor`` (0-d) at its next use, as fp32 where
+        its type is narrower, when it is called, once or twice."""
         self.collect(placement)
         self.close()
         factor, state = host(factor), self.states[placement]
@@ -345,7 +374,7 @@ class UnitGradients:
     # -- used up -----------------------------------------------------------------------------------------------------------
 
     def spend(self, placement: Placement) -> None:
-        """An update within backward uses the gradient up."""
+        """Mark the gradient as used up by an update within backward."""
         self.states[placement].spent = True
         placement.parameter.grad = SpentGradient(placement.parameter, placement.name)
 
@@ -359,7 +388,7 @@ class UnitGradients:
             )
 
     def close_step(self, placement: Placement) -> None:
-        """The gradient that an update within backward used up counts as none from now on."""
+        """Forget a gradient that an update within backward used up, because the step is over."""
         state = self.states.get(placement)
         if state is not None and state.spent:
             if isinstance(placement.parameter.grad, SpentGradient):
@@ -367,29 +396,78 @@ class UnitGradients:
             state.spent = False
 
     def was_added_to(self, placement: Placement) -> bool:
-        """When an exception struck; ``parameter.grad`` does not show it."""
+        """Return whether an exception struck while the gradient was added to, which ``parameter.grad`` does not show."""
         return placement in self.states and self.states[placement].adding
 
     def zero(self, placement: Placement, zeros: torch.Tensor) -> None:
-        """Whatever the gradient was, it is ``zeros``, of the parameter's shape."""
+        """Overwrite the gradient, whatever it was, with ``zeros``, which have the parameter's shape."""
         self.take(placement, zeros)
         self.states[placement].adding = False
 
     def forget(self, placement: Placement) -> None:
-        """The parameter has no gradient any more."""
+        """Forget the gradient: the parameter has none any more."""
         placement.parameter.grad = None
         state = self.states.get(placement)
         if state is not None:
             state.adding = False
 
-    def restored(self) -> None:
-        """The store went back to a commit; what is known of gradients comes from its record."""
+    def factors(self, placement: Placement) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Return what an update multiplies the stored gradient by: first, and then in the type of the master."""
+        state = self.states[placement]
+        return tuple(state.scales), tuple(state.wide_scales)
+
+    def agree(self, placement: Placement, *, present: bool, finite: bool, more: bool) -> bool:
+        """Take over what all ranks together have of a gradient; return whether it is complete and not used up.
+
+        ``more``: some rank has a sum that is not reduced yet.
+        """
+        state = self.states[placement]
+        state.finite = finite
+        if more:
+            return False
+        state.accumulate = present
+        if not present:
+            return False
+        if placement.parameter.grad is None:
+            placement.parameter.grad = state.marker
+        return not isinstance(placement.parameter.grad, SpentGradient)
+
+    # -- in a checkpoint ---------------------------------------------------------------------------------------------------
+
+    def record(self) -> dict[str, dict[str, Any]]:
+        """Return what a checkpoint says of each gradient, by the parameter's name; assigned gradients are stored first."""
+        record = {}
+        for placement, state in self.states.items():
+            self.refuse_interrupted(placement)
+            if self.has(placement):
+                self.collect(placement)
+            record[placement.name] = {
+                "there": self.has(placement),
+                "scales": list(state.scales),
+                "wide_scales": list(state.wide_scales),
+                "expected": state.expected,
+                "norms": state.norms,
+                "orders": sorted(state.orders),
+                "finite": state.finite,
+            }
+        self.close()
+        return record
+
+    def recall(self, record: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take over what ``record`` returned; the stored gradients are those of that commit."""
+        for placement, state in self.states.items():
+            kept = record[placement.name]
+            state.scales, state.wide_scales = list(kept["scales"]), list(kept["wide_scales"])
+            state.expected, state.norms, state.orders = kept["expected"], dict(kept["norms"]), set(kept["orders"])
+            state.finite, state.spent, state.accumulate = kept["finite"], False, kept["there"]
+            state.adding = state.unreduced = False
+            placement.parameter.grad = state.marker if kept["there"] else None
 
     def delete(self) -> None:
-        """Nothing refers to the stored gradients any more."""
+        """Delete the stored gradients, because nothing refers to them any more."""
         self.close()
         if self.key in self.store:
-            self._validity.end()
+            self._checkpoint.invalidate()
             self.store.delete(self.key)
         for state in self.states.values():
             state.scales.clear()
@@ -397,7 +475,8 @@ class UnitGradients:
 
 
 def _has_finite_norm(state: GradientState) -> bool:
-    """Then it is known of all elements. From order 1 on: one NaN or infinity makes these NaN or infinite."""
+    """Return whether a finite norm is known, which tells of all elements: from order 1 on, one NaN or infinity makes it NaN or
+    infinite."""
     return any(order >= 1 and math.isfinite(norm) for order, norm in state.norms.items())
 
 
@@ -410,7 +489,7 @@ def _widened(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(gradient: torch.Tensor, state: GradientState) -> torch.Tensor:
-    """``gradient`` times all its factors; the same tensor where there are none."""
+    """Return ``gradient`` times all its factors; the same tensor where there are none."""
     for scale in state.scales:
         gradient = gradient.mul(scale)
     if state.wide_scales:
@@ -421,78 +500,72 @@ def _scaled(gradient: torch.Tensor, state: GradientState) -> torch.Tensor:
 
 
 class Arriving(Protocol):
-    """Where backward's gradients go."""
+    """Where backward's gradients of one unit go."""
 
     def before(self, placement: Placement) -> None:
-        """Autograd is about to accumulate into ``parameter.grad``: clear what stands there, remembering what it meant."""
+        """Clear ``parameter.grad``, to which autograd is about to accumulate, and remember what it meant."""
         ...
 
     def add(self, placement: Placement, grad: torch.Tensor) -> None:
-        """It has; ``parameter.grad`` shows from now on that there is a gradient."""
+        """Take a gradient that was accumulated; ``parameter.grad`` shows from now on that there is one."""
         ...
 
     def close(self) -> None:
-        """None of this unit's comes next."""
+        """End the lease, because no gradient of this unit comes next."""
         ...
 
     def delete(self) -> None:
-        """Nothing refers to the unit's stored gradients any more."""
-        ...
-
-    def restored(self) -> None:
-        """The store went back to a commit."""
+        """Delete the unit's stored gradients, because nothing refers to them any more."""
         ...
 
 
 class LocalGradients:
-    """Sums over this rank's backward passes, in a tensor of the unit's layout that exists until they are reduced; the mean over
-    all ranks is then added to ``gradients``, which has this rank's share."""
+    """Sums over one rank's backward passes, in a tensor of the unit's layout that exists until they are reduced. The mean over
+    all ranks is then added to ``gradients``, which has this rank's shard."""
 
-    def __init__(self, store: Tensors, key: str, plan: UnitPlan, gradients: UnitGradients) -> None:
+    def __init__(self, store: TensorStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> None:
         self.key, self._store, self._plan, self._gradients = key, store, plan, gradients
-        self._arrived: set[Placement] = set()
+        self._states = gradients.states
         self._opened: torch.Tensor | None = None
         self._lease = Opened()
-
-    def has(self, placement: Placement) -> bool:
-        return placement in self._arrived
 
     def before(self, placement: Placement) -> None:
         grad = placement.parameter.grad
         self._gradients.refuse_another(placement)
         if grad is None:
-            self._arrived.discard(placement)
-            self._gradients.states[placement].accumulate = False
+            self._states[placement].unreduced = False
+            self._states[placement].accumulate = False
         else:
             self._collect(placement, grad)
         placement.parameter.grad = None
 
     def collect(self) -> None:
-        """Store what somebody assigned to ``parameter.grad``."""
-        for placement in self._gradients.states:
+        """Store gradients that somebody assigned to ``parameter.grad``."""
+        for placement, state in self._states.items():
             if placement.parameter.grad is not None:
                 self._collect(placement, placement.parameter.grad)
             else:
-                self._arrived.discard(placement)
+                state.unreduced = False
 
     def _collect(self, placement: Placement, grad: torch.Tensor) -> None:
         if not isinstance(grad, StoredGradient):  # it is taken for the mean, the same everywhere
-            self._arrived.discard(placement)
+            self._states[placement].unreduced = False
             self._gradients.take(placement, grad)
             self._gradients.close()
-            self._gradients.states[placement].accumulate = True
+            self._states[placement].accumulate = True
 
     @torch.no_grad()  # also where backward records itself (create_graph)
     def add(self, placement: Placement, grad: torch.Tensor) -> None:
         if grad.layout is not torch.strided:
             raise MisuseError(f"the gradient of {placement.name!r} is {grad.layout}: use sparse=False")
         target = placement.view(self._open())
-        if placement in self._arrived:
+        state = self._states[placement]
+        if state.unreduced:
             target.add_(grad.to(target.device))
         else:
             target.copy_(grad)
-            self._arrived.add(placement)
-        placement.parameter.grad = self._gradients.states[placement].marker
+            state.unreduced = True
+        placement.parameter.grad = state.marker
 
     def _open(self) -> torch.Tensor:
         if self._opened is None:
@@ -510,26 +583,22 @@ class LocalGradients:
         self.discard()
         self._gradients.delete()
 
-    def restored(self) -> None:
-        self.close()
-        self._arrived.clear()
-
     # -- reduced -----------------------------------------------------------------------------------------------------------
 
     def complete(self) -> torch.Tensor:
-        """This rank's sums of all parameters of the unit, zeros where it has none; leased until ``discard``."""
+        """Return this rank's sums of all parameters of the unit, zeros where it has none; leased until ``discard``."""
         whole = self._open()
-        for placement, state in self._gradients.states.items():
+        for placement, state in self._states.items():
             if placement.parameter.grad is None:  # somebody took it away since
-                self._arrived.discard(placement)
-                state.accumulate = False
-            if placement not in self._arrived:
+                state.unreduced = state.accumulate = False
+            if not state.unreduced:
                 placement.view(whole).zero_()
         return whole
 
     def discard(self, reduced: Collection[Placement] | None = None) -> None:
-        """The sums of these (None: of all): others stay until they are reduced, too."""
+        """Delete the sums of ``reduced`` (None: of all parameters); the others stay until they are reduced, too."""
         self.close()
-        self._arrived = set() if reduced is None else self._arrived.difference(reduced)
-        if not self._arrived and self.key in self._store:
+        for placement in self._states if reduced is None else reduced:
+            self._states[placement].unreduced = False
+        if not any(state.unreduced for state in self._states.values()) and self.key in self._store:
             self._store.delete(self.key)

@@ -1,12 +1,14 @@
-"""Nested values, as modules take and give them: tuples, lists, dicts and dataclasses around tensors and anything else.
-
-Splits the batch inside units: parameters are read twice a step however large it is, and a unit's inside is that of a part.
+"""Split the batch inside units: parameters are read twice a step however large the batch is, and the inside of a unit is that
+of one part.
 
 The forward of a *split module* is called with the whole batch and runs on one part of it after the other, each checkpointed by
 ``torch.utils.checkpoint`` (Chen et al., 2016, https://arxiv.org/abs/1604.06174), with what the part was given kept in the
 store. Autograd sees what it would see in memory: the parts of a tensor, a checkpoint for each, and their concatenation. So the
 gradients are those of that, bit for bit: the sum over the parts in the order in which backward reaches them, the last part
 first; each parameter's gradient arrives once.
+
+Arguments and results of modules are nested values: tuples, lists, dicts and dataclasses around tensors and anything else
+(``flatten``, ``rebuild``).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,18 +26,23 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.checkpoint import checkpoint
 
-from tiered import MisuseError
-from tiered.zero.paging.saved_tensors import SMALL, Keeper, Kept, in_backward, unexpanded
-from tiered.zero.paging.units import Plan, is_called
+from tiered import MisuseError, TieredStore
+from tiered.zero.paging.saved_tensors import (
+    SMALL,
+    ActivationStore,
+    ParameterReferences,
+    SavedActivation,
+    in_backward,
+    unexpanded,
+)
+from tiered.zero.paging.units import ModelPlan, is_called
 
-if TYPE_CHECKING:
-    from tiered.zero.paging.pager import Pager
-
-__all__ = ["KEPT_SHARE", "Splitter", "Structure", "flatten", "paths", "rebuild", "refuse_batch_dependent", "split_modules"]
+__all__ = ["SAVED_SHARE", "Splitter", "Structure", "flatten", "paths", "rebuild", "refuse_batch_dependent", "split_modules"]
 
 @dataclass(frozen=True)
 class Structure:
-    """What is around the leaves: the kind of container, the names in it, and what is inside. A leaf's structure is None.
+    """Containers around the leaves of a nested value: the kind of container, the names in it, and what is inside. A leaf's
+    structure is None.
 
     ``empty`` is a dict of the same kind (and default factory) without its items; it does not count in comparisons.
     """
@@ -47,7 +54,7 @@ class Structure:
 
 
 def flatten(value: Any) -> tuple[list[Any], Structure | None]:
-    """The leaves of ``value`` in order, and its structure. Whatever is no container of the four kinds is a leaf."""
+    """Return the leaves of ``value`` in order, and its structure. Whatever is no container of the four kinds is a leaf."""
     if isinstance(value, tuple | list):
         return _gather(value, range(len(value)), value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):  # before dicts: some are both
@@ -71,7 +78,7 @@ def _gather(value: Any, names: Iterable[Any], inside: Iterable[Any], empty: Any 
 
 
 def rebuild(structure: Structure | None, leaves: Iterator[Any]) -> Any:
-    """The opposite of ``flatten``, with other leaves."""
+    """Build the nested value of ``structure`` around ``leaves``: the inverse of ``flatten``."""
     if structure is None:
         return next(leaves)
     inside = [rebuild(child, leaves) for child in structure.inside]
@@ -85,7 +92,7 @@ def rebuild(structure: Structure | None, leaves: Iterator[Any]) -> Any:
 
 
 def paths(structure: Structure | None, prefix: str = "") -> Iterator[str]:
-    """How to write down each leaf's place, in order: ``[1]['mask']``."""
+    """Yield each leaf's place as text, in order: ``[1]['mask']``."""
     if structure is None:
         yield prefix
         return
@@ -94,9 +101,9 @@ def paths(structure: Structure | None, prefix: str = "") -> Iterator[str]:
         yield from paths(child, prefix + (f".{name}" if dotted else f"[{name!r}]"))
 
 
-KEPT_SHARE = 32
-"""What is kept goes into the store in pieces of at most this fraction of the pool, and at most ``LARGEST_PIECE`` bytes."""
-LARGEST_PIECE = 4 << 20
+SAVED_SHARE = 32
+"""What is kept goes into the store in pieces of at most this fraction of the pool, and at most ``LARGEST_PART`` bytes."""
+LARGEST_PART = 4 << 20
 
 Forward = Callable[..., Any]
 _ATTENDING = (
@@ -106,9 +113,9 @@ _ATTENDING = (
 """Of torch's own, those that tell by ``batch_first`` where they have the batch."""
 
 
-def split_modules(model: nn.Module, plan: Plan) -> dict[nn.Module, str]:
-    """The outermost modules that hold all parameters below them while they run, by name; ``model`` itself only when there is
-    nothing else to split.
+def split_modules(model: nn.Module, plan: ModelPlan) -> dict[nn.Module, str]:
+    """Return by module the names of the outermost modules that hold all parameters below them while they run; ``model`` itself
+    only when there is nothing else to split.
 
     Further out, parameters would be read once for each part; further in, more would be kept than needs to be.
     """
@@ -155,22 +162,32 @@ def refuse_batch_dependent(module: nn.Module, name: str) -> None:
 
 
 class Splitter:
-    """The split modules of one paged model. ``split`` are their names."""
+    """Split modules of one paged model; ``split`` has their names."""
 
-    def __init__(self, pager: Pager, plan: Plan, pool: int, parts: int) -> None:
-        modules = split_modules(pager.model, plan)
-        self.pager, self.parts, self.split = pager, parts, tuple(modules.values())
-        piece = min(LARGEST_PIECE, pool // KEPT_SHARE) // 4096 * 4096
-        self.anywhere = torch.empty(0, device=pager.store.device)
+    def __init__(
+        self,
+        model: nn.Module,
+        store: TieredStore,
+        name: str,
+        plan: ModelPlan,
+        pool: int,
+        parts: int,
+        references: ParameterReferences,
+    ) -> None:
+        modules = split_modules(model, plan)
+        self.references, self.parts, self.split = references, parts, tuple(modules.values())
+        self._model = model
+        piece = min(LARGEST_PART, pool // SAVED_SHARE) // 4096 * 4096
+        self.anywhere = torch.empty(0, device=store.device)
         """Of an argument like this checkpoint learns on which device random numbers are drawn, and draws the same again."""
-        self.keeper = Keeper(pager.store, pager.name, max(4096, piece))
+        self.activations = ActivationStore(store, name, max(4096, piece))
         self._batch: int | None = None  # of the forward of the model that is running
         self._before: int | None = None  # of the one before
         self._inside = False
         for module, name in modules.items():
             self._wrap(module, functools.partial(self._run, module, name))
-        if is_called(pager.model):
-            self._wrap(pager.model, self._run_model)
+        if is_called(model):
+            self._wrap(model, self._run_model)
 
     def _wrap(self, module: nn.Module, run: Callable[[Forward, Any, Any], Any]) -> None:
         original = module.forward
@@ -184,14 +201,14 @@ class Splitter:
     # -- the batch ---------------------------------------------------------------------------------------------------------
 
     def _run_model(self, original: Forward, args: Any, kwargs: Any) -> Any:
-        """The model's forward: the leading size of the first tensor that it is given is the batch."""
+        """Run the model's forward. The leading size of the first tensor that it is given is the batch."""
         if self._batch is not None:
             return original(*args, **kwargs)
         leaves, _ = flatten((args, kwargs))
         batch = _leading(leaves)
         if batch is None:
             raise MisuseError(
-                f"micro_batch: {type(self.pager.model).__name__} was called without a tensor whose first dimension is the batch"
+                f"micro_batch: {type(self._model).__name__} was called without a tensor whose first dimension is the batch"
             )
         self._batch = self._before = batch
         try:
@@ -200,7 +217,8 @@ class Splitter:
             self._batch = None
 
     def _batch_of(self, leaves: Sequence[Any]) -> int | None:
-        """That of the model; of a module that is called by itself, its own. A recomputation finds what the forward found."""
+        """Return the batch of the model; of a module that is called by itself, its own. A recomputation finds what the forward
+        found."""
         if self._batch is None and self._before is not None and in_backward():
             return self._before
         return self._batch if self._batch is not None else _leading(leaves)
@@ -208,7 +226,7 @@ class Splitter:
     # -- forward -----------------------------------------------------------------------------------------------------------
 
     def _run(self, module: nn.Module, name: str, original: Forward, args: Any, kwargs: Any) -> Any:
-        """``module``'s forward, part by part where it is given tensors whose leading size is the batch."""
+        """Run ``module``'s forward, part by part where it is given tensors whose leading size is the batch."""
         if self._inside:
             return original(*args, **kwargs)
         leaves, structure = flatten((args, kwargs))
@@ -247,12 +265,13 @@ class Splitter:
         return outputs[0] if parts == 1 else _merge(outputs, sizes, name)
 
     def _is_batch(self, leaf: Any, batch: int) -> bool:
-        """Parameters, buffers and views of them are shared, whatever their size, unless they were expanded to the batch."""
+        """Return whether ``leaf`` has the batch. Parameters, buffers and views of them are shared, whatever their size, unless
+        they were expanded to the batch."""
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.size(0) != batch:
             return False
         if leaf.layout is not torch.strided or leaf.stride(0) == 0:
             return leaf.layout is torch.strided
-        return not (isinstance(leaf, nn.Parameter) or self.pager.reference(leaf) is not None or self._is_buffer(leaf))
+        return not (isinstance(leaf, nn.Parameter) or self.references.reference(leaf) is not None or self._is_buffer(leaf))
 
     def _is_buffer(self, tensor: torch.Tensor) -> bool:
         if tensor.requires_grad:
@@ -260,12 +279,12 @@ class Splitter:
         address = tensor.untyped_storage().data_ptr()
         return any(
             address == buffer.untyped_storage().data_ptr()
-            for buffer in self.pager.model.buffers()
+            for buffer in self._model.buffers()
             if buffer.layout is torch.strided
         )
 
     def undivided(self, compute: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
-        """Compute a part. While it runs nothing within it is split."""
+        """Compute a part, within which nothing is split."""
         before, self._inside = self._inside, True
         try:
             return compute(leaves)
@@ -273,12 +292,12 @@ class Splitter:
             self._inside = before
 
     def reset(self) -> None:
-        """Nothing runs, whatever an interruption left."""
+        """Forget what an interruption left, because nothing runs."""
         self._inside, self._batch = False, None
 
     # -- what autograd saves between split modules -------------------------------------------------------------------------
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Kept:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedActivation:
         """Keep in the store what is large and would be in memory for the sake of backward alone."""
         if (
             tensor.layout is not torch.strided
@@ -287,7 +306,7 @@ class Splitter:
             or self._is_buffer(tensor)
         ):
             return tensor
-        kept = self.keeper.keep("saved", tensor, [tensor.size(0) if tensor.dim() else 1])
+        kept = self.activations.keep("saved", tensor, [tensor.size(0) if tensor.dim() else 1])
         return tensor if kept is None else kept[0]
 
 
@@ -309,12 +328,13 @@ class _Call:
         self._pieces = {i: torch.split(leaves[i], sizes) if len(sizes) > 1 else (leaves[i],) for i in split}
 
     def plain(self) -> list[Any]:
-        """Each part's output, where nothing will be needed for a backward."""
+        """Return each part's output, where nothing will be needed for a backward."""
         return [self._splitter.undivided(self._compute, self._given(part)) for part in range(len(self._sizes))]
 
     def checkpointed(self, name: str) -> list[Any]:
-        """Each part's output, with what each is given kept in the store; its inside will be computed again."""
-        kept = {i: self._splitter.keeper.keep(f"{name}.{i}", self._leaves[i], self._sizes) for i in self._pieces}
+        """Return each part's output, and keep what each part is given in the store; the inside of the module will be computed
+        again."""
+        kept = {i: self._splitter.activations.keep(f"{name}.{i}", self._leaves[i], self._sizes) for i in self._pieces}
         outputs = []
         for part in range(len(self._sizes)):
             given = self._given(part)
@@ -326,7 +346,7 @@ class _Call:
                 elif found is not None:
                     again.append(_Again(found[part], leaf.requires_grad))
                 else:
-                    reference = self._splitter.pager.reference(leaf)
+                    reference = self._splitter.references.reference(leaf)
                     again.append(_Again(leaf.detach() if reference is None else reference, leaf.requires_grad))
             run = _Part(self._splitter, self._module, self._compute, given, again)
             outputs.append(checkpoint(run, self._splitter.anywhere, use_reentrant=False))
@@ -342,7 +362,7 @@ def _compute(original: Forward, structure: Structure | None, leaves: list[Any]) 
 
 
 class _Again:
-    """A tensor for the recomputation: kept, a reference to a paged parameter, or one that is shared by all parts."""
+    """Tensor for the recomputation: kept, a reference to a paged parameter, or one that all parts share."""
 
     __slots__ = ("requires_grad", "source")
 
@@ -351,21 +371,21 @@ class _Again:
 
 
 class _Part:
-    """A part's forward. The first call has the tensors themselves and lets go of them; later ones bring back what was kept."""
+    """Forward of one part. The first call has the tensors themselves and lets go of them; later calls restore what was kept."""
 
     def __init__(
         self, splitter: Splitter, module: nn.Module, compute: Callable[[list[Any]], Any], given: list[Any], again: list[Any]
     ) -> None:
         self._splitter, self._module, self._compute, self._again = splitter, module, compute, again
         self._given: list[Any] | None = given
-        self._versions = splitter.pager.versions(module)
+        self._versions = splitter.references.versions(module)
 
     def __call__(self, anywhere: torch.Tensor) -> Any:
         given, self._given = self._given, None
         if given is not None:
             return self._splitter.undivided(self._compute, given)
-        self._splitter.keeper.sweep()
-        with self._splitter.pager.recomputing(self._module, self._versions) as unpack:
+        self._splitter.activations.sweep()
+        with self._splitter.references.recomputing(self._module, self._versions) as unpack:
             leaves = []
             for leaf in self._again:
                 if isinstance(leaf, _Again):
@@ -376,7 +396,8 @@ class _Part:
 
 
 def _merge(outputs: list[Any], sizes: list[int], name: str) -> Any:
-    """One output of all parts': tensors with the parts' leading sizes one after the other, all else equal."""
+    """Return the outputs of all parts as one: tensors with the leading sizes of the parts are concatenated, all else is equal.
+    """
     flat = [flatten(output) for output in outputs]
     structure = flat[0][1]
     if any(other != structure for _, other in flat):
@@ -410,7 +431,7 @@ def _equal(left: Any, right: Any) -> bool:
 
 
 def _leading(leaves: Sequence[Any]) -> int | None:
-    """Leading size of the first tensor; None when there is none, or it has no dimension."""
+    """Return the leading size of the first tensor; None when there is none, or it has no dimension."""
     first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
     return None if first is None or first.is_nested or first.dim() == 0 else first.size(0)
 

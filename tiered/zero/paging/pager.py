@@ -1,17 +1,17 @@
-"""What a running forward, or a backward pass, is known by. All of it is thrown away when an exception ends one of them.
-
-Brings each unit in before the module that needs it computes, and lets it go afterwards; forward and backward.
+"""Page a model: hold each unit before the module that needs it computes, and drop it afterwards, in forward and backward.
 
 Forward: a *frame* per running module holds its units from its pre-forward hook to its post-forward hook. A parameter that is
 read from a module whose own forward is not running (``x @ self.embedding.weight.t()``) is held by the innermost frame.
 
-Backward: what autograd saves of a paged parameter is packed as a reference (unit, version, place), so that it does not keep
-the unit in memory; unpacking it holds the unit until another one is unpacked. Gradients are moved into the store as they
-arrive. ``torch.utils.checkpoint`` works by the same hooks: only the innermost pair of saved-tensor hooks runs, so ours are
-pushed only where no others are active, and its recomputation is an ordinary forward with frames.
+Backward: what autograd saves of a paged parameter is packed as a reference (unit, version, place), so that it does not keep the
+unit in memory; unpacking it holds the unit until another one is unpacked. Gradients are moved into the store as they arrive.
+``torch.utils.checkpoint`` works by the same hooks: only the innermost pair of saved-tensor hooks runs, so a pager's are pushed
+only where no others are active, and the recomputation is an ordinary forward with frames.
 
-An exception of a signal handler may strike between any two lines of this. So nothing that is written down here is trusted when
-a model is used anew: ``reset`` throws it away, and takes from every unit what it may still have.
+An exception of a signal handler may strike between any two lines of this file. So nothing that frames or ``Backward`` say is
+trusted when a model is used anew: ``reset`` throws them away, and takes from every unit what it may still have.
+
+A parameter leads to its pager by a ``ParameterHandle``, which lies here because it names the pager.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial, wraps
 from typing import Any
 
@@ -33,8 +35,9 @@ from tiered.types import Access
 from tiered.zero.intent import Intent
 from tiered.zero.leases import Leases
 from tiered.zero.paging.micro_batch import Splitter
+from tiered.zero.paging.reduction import ReduceScatter, gradient_sync
 from tiered.zero.paging.saved_tensors import (
-    Kept,
+    SavedActivation,
     drop_queued,
     graph_task,
     hooks_active,
@@ -46,15 +49,30 @@ from tiered.zero.paging.saved_tensors import (
     restore_recording,
 )
 from tiered.zero.paging.sharding import Partition
-from tiered.zero.paging.step_trace import Prefetch, Rehearsal
-from tiered.zero.paging.storage import UpdateTier, Validity, updates_of
-from tiered.zero.paging.unit import BackwardUpdates, Home, Unit, no_copy, told
-from tiered.zero.paging.units import Placement, Plan, is_called
+from tiered.zero.paging.step_trace import Prefetch, StepTrace
+from tiered.zero.paging.storage import CheckpointRecord, UpdateTier, in_update_tier
+from tiered.zero.paging.unit import BackwardUpdates, Unit
+from tiered.zero.paging.units import ModelPlan, Placement, is_called
 
-__all__ = ["Frame", "Listing", "Pager", "Pass", "Reference", "pagers_of"]
+__all__ = [
+    "Backward",
+    "Frame",
+    "Listing",
+    "Pager",
+    "PagerConfig",
+    "ParameterHandle",
+    "Pass",
+    "Phase",
+    "Reference",
+    "no_copy",
+    "pager_of",
+    "pagers_of",
+    "placement_of",
+    "weak_hook",
+]
 
 class Reference:
-    """A saved tensor that was a paged parameter, or a view of one."""
+    """Saved tensor that was a paged parameter, or a view of one."""
 
     __slots__ = ("__weakref__", "dtype", "offset", "size", "stride", "unit", "version")
 
@@ -66,7 +84,7 @@ class Reference:
 
 
 class Frame:
-    """What one running forward holds. ``below``: the saved-tensor hooks that were in force when it began."""
+    """Units that one running forward holds. ``below``: the saved-tensor hooks that were in force when it began."""
 
     __slots__ = ("below", "module", "recording", "span", "units")
 
@@ -83,8 +101,8 @@ class Frame:
 
 
 class Pass:
-    """A backward pass, from its first hook on. Autograd alone keeps it, and calls it at the end: it is gone when the pass has
-    ended in any way, and a weak reference tells."""
+    """End of a backward pass. Autograd alone keeps this object, and calls it: it is gone when the pass has ended in any way,
+    and a weak reference tells."""
 
     __slots__ = ("__weakref__", "finish")
 
@@ -95,12 +113,42 @@ class Pass:
         self.finish()
 
 
+class Phase(Enum):
+    """What a paged model is doing."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+    INTERRUPTED = auto()
+    """A backward pass began, and ended before its end was called."""
+
+
+class Backward:
+    """A running backward pass, from its first hook on: its graph task, and the spans of it and of one visit in a timeline.
+
+    ``units`` are held for what is computed now, ``graded`` is the unit whose gradients are leased.
+    """
+
+    __slots__ = ("end", "graded", "span", "task", "units", "visit")
+
+    def __init__(self, end: Pass, task: int) -> None:
+        self.end, self.task = weakref.ref(end), task
+        self.span: Span | None = None
+        self.visit: Span | None = None
+        self.units: tuple[Unit, ...] = ()
+        self.graded: Unit | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        return self.end() is not None
+
+
 class Listing(OrderedDict[str, Any]):
-    """What ``state_dict`` fills, where it is to have the parameters themselves."""
+    """Dict for ``state_dict`` to fill where it is to have the parameters themselves."""
 
 
 class _Watched(dict[str, Any]):
-    """A module's parameters; tells the pager when one is read by name."""
+    """Parameters of a module, in a dict that tells the pager when one is read by name."""
 
     def __init__(self, parameters: dict[str, Any], pager: Pager) -> None:
         super().__init__(parameters)
@@ -111,48 +159,46 @@ class _Watched(dict[str, Any]):
         return parameter if parameter is None else self.pager.read(parameter)
 
 
-class Pager:
-    """A model whose parameters live in a store. Used by one thread at a time, as a module is."""
+@dataclass(frozen=True)
+class PagerConfig:
+    """How a model is paged: the arguments of ``zero.page``, and ``pool``, the bytes of memory that its units have."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        store: TieredStore,
-        name: str,
-        plan: Plan,
-        pool: int,
-        *,
-        prefetch: Prefetch,
-        micro_batch: int,
-        update_tier: UpdateTier,
-        partition: Partition,
-    ) -> None:
+    name: str
+    pool: int
+    partition: Partition
+    prefetch: Prefetch = "on"
+    micro_batch: int = 1
+    update_tier: UpdateTier = "dram"
+
+
+class Pager:
+    """Model whose parameters live in a store. Used by one thread at a time, as a module is."""
+
+    def __init__(self, model: nn.Module, store: TieredStore, plan: ModelPlan, config: PagerConfig) -> None:
+        name, pool, partition = config.name, config.pool, config.partition
         self.model, self.store, self.name = model, store, name
         self.limits = plan.limits
-        self.validity, chunk = Validity(store, name), plan.limits.chunk
+        self.checkpoint, chunk = CheckpointRecord(store, name), plan.limits.chunk
         self.intent, self._leases = Intent(), Leases.of(store)
-        updates, self._update_tier = updates_of(store, update_tier), update_tier
-        self.units = [Unit(store, updates, name, u, chunk, self.validity, partition, self.intent) for u in plan.units]
+        updates, self._update_tier = in_update_tier(store, config.update_tier), config.update_tier
+        self.units = [Unit(store, updates, name, u, chunk, self.checkpoint, partition, self.intent) for u in plan.units]
         partition.joins(store)
-        self.partition, self.exchange = partition, partition.exchange(self.units, pool)
+        self.partition, self.gradient_sync = partition, gradient_sync(partition, self.units, pool)
+        self._reduce_scatter = self.gradient_sync if isinstance(self.gradient_sync, ReduceScatter) else None
         self.placements = sorted((p for u in plan.units for p in u.placements), key=lambda p: p.index)
         self._home = {p.parameter: (u, p) for u in self.units for p in u.plan.placements}
         self._held = {module: [self.units[i] for i in indices] for module, indices in plan.held.items()}
         self._frames: list[Frame] = []
         self._bases: dict[int, Unit] = {}
-        self._backward_units: tuple[Unit, ...] = ()
-        self._gradient_unit: Unit | None = None
-        self._running: weakref.ref[Pass] | None = None  # the backward pass, from its first hook to its end
-        self._backward_task = -1
-        self._passing: Span | None = None  # the whole backward pass, and what one visit computes, for a timeline
-        self._visiting: Span | None = None
+        self._backward: Backward | None = None
         self._updates = BackwardUpdates()
-        self._accumulators: dict[Placement, tuple[Any, object]] = {}  # nodes, and what their hooks know themselves by
-        self.rehearsal = Rehearsal.of(store)
-        self.rehearsal.prefetch = self._prefetch = prefetch
+        self.step_trace = StepTrace.of(store)
+        self.step_trace.prefetch = self._prefetch = config.prefetch
         self._trimmer = Trimmer(pool, max((placement.nbytes for placement in self.placements), default=0))
         self._watch()
-        self.splitter = Splitter(self, plan, pool, micro_batch) if micro_batch > 1 else None
+        self.splitter = (
+            Splitter(model, store, name, plan, pool, config.micro_batch, self) if config.micro_batch > 1 else None
+        )
         for module in self.model.modules():
             if self._is_hooked(module):
                 module.forward = self._guarded(module, module.forward)  # of this one object
@@ -164,7 +210,7 @@ class Pager:
         for unit in self.units:
             unit.release_parameters()
             for placement in unit.plan.placements:
-                placement.parameter._tiered = Home(self, unit, placement)  # type: ignore[attr-defined]
+                placement.parameter._tiered = ParameterHandle(self, unit, placement)  # type: ignore[attr-defined]
         for module in self.model.modules():
             if module._parameters:
                 module._parameters = _Watched(module._parameters, self)
@@ -180,7 +226,7 @@ class Pager:
         return module in self._held or (module is self.model and is_called(module))
 
     def _guarded(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward``, after which nothing of it is in force in this thread, whatever exception ends it."""
+        """Return ``forward`` wrapped so that, whatever exception ends it, nothing of it stays in force in this thread."""
 
         @wraps(forward)
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -209,9 +255,10 @@ class Pager:
         elif module is self.model or not self._frames:
             self.reset()
             self.intent.refuse_half_updated()
-            self.exchange.pass_begins()
+            if self._reduce_scatter is not None:
+                self._reduce_scatter.pass_begins()
             if module is self.model:
-                self.rehearsal.forward_begins("training" if torch.is_grad_enabled() else "inference")
+                self.step_trace.forward_begins("training" if torch.is_grad_enabled() else "inference")
         frame = Frame(module)
         self._frames.append(frame)
         if torch.is_grad_enabled() and not hooks_active():
@@ -233,23 +280,19 @@ class Pager:
         self._bases[unit.base.untyped_storage().data_ptr()] = unit
 
     def take(self, unit: Unit, access: Access = Access.READ) -> None:
-        """``Unit.hold``, with what other processes have to do with it."""
-        if unit.held:
+        """Hold a unit, and do what the other ranks expect with it."""
+        if unit.held or self._reduce_scatter is None:
             unit.hold(access)
             return
-        self.exchange.before_hold(unit)
+        self._reduce_scatter.before_hold(unit)
         unit.hold(access)
-        self.exchange.after_hold(unit)
+        self._reduce_scatter.after_hold(unit)
 
     def _defer_hidden(self, unit: Unit) -> None:
-        """Where a forward that records runs something without: reentrant checkpointing, whose gradients come apart."""
+        """Defer the update of a unit where a forward that records runs something that does not: reentrant checkpointing, whose
+        gradients come apart."""
         if self._frames[0].recording and not torch.is_grad_enabled():
-            self._defer(unit)
-
-    def _defer(self, unit: Unit) -> None:
-        """More gradients of it may come until backward ends."""
-        self._updates.defer(unit)
-        self.exchange.defer(unit)
+            unit.gradients.deferred = True
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._frames and self._frames[-1].module is module:
@@ -263,7 +306,8 @@ class Pager:
             self._drop(unit)
 
     def _restore_thread(self, module: nn.Module) -> None:
-        """An exception ends the outermost forward: what was in force in it, whoever had it so, is as it was before."""
+        """Restore hooks and recording of this thread to what they were before the outermost forward, which an exception ends.
+        """
         while self._frames and self._frames[-1].module is not module and any(f.module is module for f in self._frames):
             self._leave(self._frames.pop())
         if len(self._frames) == 1 and self._frames[0].module is module:
@@ -282,8 +326,8 @@ class Pager:
                 self._bases.pop(address, None)
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
-        """``module.name`` was evaluated. Inside a forward, the innermost frame holds the parameter's unit from here on; so does
-        the running backward, where a function that is no module is computed again.
+        """Hold the unit of a parameter that was read as ``module.name``: in a forward, by the innermost frame; in backward,
+        where a function that is no module is computed again, by the running pass. Return what the reader gets.
 
         torch.utils.checkpoint keeps what its recomputation saves: aliases of parameters that need a gradient, which stay right
         when the unit is let go, but frozen ones as the very object, which would turn to NaN. So there these are aliases, too.
@@ -312,21 +356,29 @@ class Pager:
         return parameter.detach() if recomputed and not parameter.requires_grad else parameter
 
     @property
+    def phase(self) -> Phase:
+        """What the model is doing, as far as hooks have weak_hook."""
+        if self._backward is not None:
+            return Phase.BACKWARD if self._backward.goes_on else Phase.INTERRUPTED
+        return Phase.FORWARD if self._frames else Phase.IDLE
+
+    @property
     def computing(self) -> bool:
-        """Whether this is called from within forward or backward.
+        """Return whether this is called from within forward or backward.
 
         A frame alone does not say so: after Ctrl-C torch calls no hook, not even with ``always_call``, which is for Exceptions.
         """
         return in_backward() or bool(self._frames and is_called_within({f.module for f in self._frames}))
 
     def start(self) -> None:
-        """Somebody uses the model otherwise: see that an interruption left nothing in the way. Raises as ``reset``."""
-        if (self._frames or self._running is not None) and not self.computing:
+        """Reset what an interruption left, because somebody uses the model outside of forward and backward. Raises as
+        ``reset``."""
+        if self.phase is not Phase.IDLE and not self.computing:
             self.reset()
         self.intent.ready()
 
     def start_anew(self) -> None:
-        """The same where nobody may hold a unit, but within forward and backward."""
+        """Do as ``start``, and reset also where a unit is held, which nobody may do outside of forward and backward."""
         if any(unit.in_hand for unit in self.units) and not self.computing:
             self.reset()
         self.start()
@@ -338,26 +390,28 @@ class Pager:
         while it could only be read.
         """
         self.intent.finish()
+        if self._backward is not None and not in_backward():
+            drop_queued()
         self._let_go(Unit.let_go)
         self.intent.refuse()
 
     def give_up(self) -> None:
-        """The same before all is rolled back: nothing of it is looked at, and nothing raises."""
-        self._running = None
+        """Let go of everything before all is rolled back. Raises nothing."""
         if not in_backward():
             drop_queued()
         self._let_go(Unit.give_up)
 
     def _let_go(self, how: Callable[[Unit], None]) -> None:
-        if self._running is not None and not in_backward():
-            drop_queued()
         frames, self._frames = self._frames, []
         for frame in frames:
             frame.end_span()
-        self._backward_units = ()
+        if self._backward is not None:
+            self._backward.units = ()
         self._end_backward()
         self._withdraw_hooks()
-        self.exchange.abandon()  # not as an exception passes: another rank may have none, and this one would wait for it
+        if self._reduce_scatter is not None:
+            # Not as an exception passes: another rank may have none, and this one would wait for it.
+            self._reduce_scatter.abandon()
         error: TieredError | None = None
         for unit in self.units:
             unit.arriving.close()
@@ -374,7 +428,8 @@ class Pager:
             raise error
 
     def _withdraw_hooks(self) -> None:
-        """Those of models whose forward an exception left where nobody could take them away, whatever models these are."""
+        """Pop saved-tensor hooks of models whose forward an exception left where nobody could pop them, whichever models these
+        are."""
         while True:
             owner = getattr((hooks_active() or (None,))[0], "__self__", None)
             if not isinstance(owner, Pager) or owner.computing:
@@ -386,7 +441,7 @@ class Pager:
     # -- saved for backward ------------------------------------------------------------------------------------------------
 
     def reference(self, tensor: torch.Tensor) -> object | None:
-        """What to remember instead of a tensor that shows memory of a unit that is held; None for any other."""
+        """Return what to remember instead of a tensor that shows memory of a held unit; None for any other."""
         if tensor.layout is torch.strided:
             unit = self._bases.get(tensor.untyped_storage().data_ptr())
             if unit is not None:
@@ -404,7 +459,7 @@ class Pager:
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
-        if isinstance(packed, Kept):
+        if isinstance(packed, SavedActivation):
             return packed.restore()
         assert isinstance(packed, Reference)
         unit = packed.unit
@@ -418,36 +473,39 @@ class Pager:
         return typed.as_strided(packed.size, packed.stride, packed.offset)
 
     def _visit_backward(self, units: Iterable[Unit]) -> None:
-        """Hold these from here on, and those that were held for backward before no longer."""
-        self._begin_backward()
-        wanted = tuple(units)
-        if all(unit in self._backward_units for unit in wanted):
+        """Hold ``units`` from here on, and no longer those that were held for backward before."""
+        backward, wanted = self._begin_backward(), tuple(units)
+        if all(unit in backward.units for unit in wanted):
             return
-        if self._backward_units:
+        if backward.units:
             self._leave_backward()
             self._updates.apply_ready()
         for unit in wanted:
             self.take(unit)
-            self._backward_units += (unit,)
+            backward.units += (unit,)
             assert unit.base is not None
             self._bases[unit.base.untyped_storage().data_ptr()] = unit
-        self._visiting = self.store.span("backward", _names(wanted))
+        backward.visit = self.store.span("backward", _names(wanted))
 
     def _leave_backward(self) -> None:
-        if self._visiting is not None:
-            self._visiting.end()
-        units, self._backward_units = self._backward_units, ()
+        backward = self._backward
+        if backward is None:
+            return
+        if backward.visit is not None:
+            backward.visit.end()
+        units, backward.units = backward.units, ()
         for unit in units:
             self._drop(unit)
 
     def versions(self, module: nn.Module) -> tuple[int, ...]:
-        """Of the units that a module holds."""
+        """Return the versions of the units that a module holds."""
         return tuple(unit.version for unit in self._held[module])
 
     @contextmanager
     def recomputing(self, module: nn.Module, versions: tuple[int, ...]) -> Iterator[Callable[[Any], torch.Tensor]]:
-        """Within backward, a part of a split module's forward is computed again. Its units stay until others are needed: all
-        parts follow one another. Gives what turns a ``reference``, or something kept, into a tensor again."""
+        """Hold a split module's units while a part of its forward is computed again within backward. The units stay until
+        others are needed, because all parts follow one another. Gives what turns a ``reference``, or a saved activation, into a
+        tensor."""
         for unit, version in zip(self._held[module], versions, strict=True):
             _refuse_updated(unit, version)
         frame = Frame(module)
@@ -464,33 +522,33 @@ class Pager:
             while frame in self._frames:
                 self._leave(self._frames.pop())
 
-    @property
-    def _in_backward(self) -> bool:
-        """Whether the backward pass that began last goes on."""
-        return self._running is not None and self._running() is not None
-
-    def _begin_backward(self) -> None:
-        if self._in_backward:
-            return
-        if self._running is not None or (self._frames and not is_called_within({f.module for f in self._frames})):
+    def _begin_backward(self) -> Backward:
+        """Return the running backward pass, which begins with the first call."""
+        backward = self._backward
+        if backward is not None and backward.goes_on:
+            return backward
+        if backward is not None or (self._frames and not is_called_within({f.module for f in self._frames})):
             self.reset()  # what was before was interrupted
         self.intent.ready()
-        self.exchange.pass_begins(backward=True)
-        self._backward_task = graph_task()
-        torch.autograd.Variable._execution_engine.queue_callback(self._begun())
-        self._passing = self.store.span("backward", type(self.model).__name__)
+        if self._reduce_scatter is not None:
+            self._reduce_scatter.pass_begins(backward=True)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_of_pass())
+        backward = self._backward
+        assert backward is not None
+        backward.span = self.store.span("backward", type(self.model).__name__)
+        return backward
 
-    def _begun(self) -> Pass:
-        """A pass that nobody keeps but autograd."""
-        begun = Pass(self._finish_backward)
-        self._running = weakref.ref(begun)
-        return begun
+    def _end_of_pass(self) -> Pass:
+        """Make the end of a new pass, which nobody keeps but autograd."""
+        end = Pass(self._finish_backward)
+        self._backward = Backward(end, graph_task())
+        return end
 
     def _finish_backward(self) -> None:
         self._leave_backward()
         try:
             self._close_gradients()
-            for unit, placement in self.exchange.backward_ended():
+            for unit, placement in () if self._reduce_scatter is None else self._reduce_scatter.backward_ended():
                 self._updates.arrived(unit, placement)
             self._updates.finish()
             self.intent.updated = False
@@ -498,30 +556,34 @@ class Pager:
             self._end_backward()
 
     def _close_gradients(self) -> None:
-        if self._gradient_unit is not None:
-            self._gradient_unit.arriving.close()
-            self._gradient_unit = None
+        backward = self._backward
+        if backward is not None and backward.graded is not None:
+            backward.graded.arriving.close()
+            backward.graded = None
 
     def _end_backward(self) -> None:
-        """Also after an exception."""
+        """Forget the backward pass, also after an exception."""
         self._leave_backward()
-        if self._passing is not None:
-            self._passing.end()
+        if self._backward is not None and self._backward.span is not None:
+            self._backward.span.end()
         self._updates.abandon()
+        for unit in self.units:
+            unit.gradients.end_pass()
         self._close_gradients()
         if self.splitter is not None:
-            self.splitter.keeper.sweep()
-        self._running = None
+            self.splitter.activations.sweep()
+        self._backward = None
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
     def _hook_gradients(self, unit: Unit) -> None:
-        """Also for a parameter that was unfrozen since."""
+        """Hook the gradients of a unit, also of a parameter that was unfrozen since."""
         if not torch.is_grad_enabled():  # nothing is recorded, and in inference mode there is no node to hook
             return
         for placement in unit.plan.placements:
-            if placement.parameter.requires_grad and placement not in self._accumulators:
-                if placement not in unit.gradients.states:
+            state = unit.gradients.states.get(placement)
+            if placement.parameter.requires_grad and (state is None or state.hooks is None):
+                if state is None:
                     raise MisuseError(
                         f"parameter {placement.name!r} is {placement.dtype}: only real floating point can be trained"
                     )
@@ -529,48 +591,49 @@ class Pager:
                 # On the node, which accumulates; a hook on the parameter would run for torch.autograd.grad, too. The parameter
                 # holds its node weakly.
                 node, pair = get_gradient_edge(parameter).node, object()
-                node.register_prehook(told(parameter, partial(Pager._gradient_arrives, pair=pair)))
-                parameter.register_post_accumulate_grad_hook(told(parameter, partial(Pager._gradient_arrived, pair=pair)))
-                self._accumulators[placement] = node, pair  # from here on they count: one of them alone would do harm
+                node.register_prehook(weak_hook(parameter, partial(Pager._gradient_arrives, pair=pair)))
+                parameter.register_post_accumulate_grad_hook(weak_hook(parameter, partial(Pager._gradient_arrived, pair=pair)))
+                state.hooks = node, pair  # from here on they count: one of them alone would do harm
 
-    def _is_hook(self, placement: Placement, pair: object) -> bool:
-        """Whether hooks of this ``pair`` are those that count, and there is something for them to do."""
-        found = self._accumulators.get(placement)
+    def _is_hook(self, unit: Unit, placement: Placement, pair: object) -> bool:
+        """Return whether hooks of this ``pair`` are those that count, and there is something for them to do."""
+        found = unit.gradients.states[placement].hooks
         # frozen since forward: torch does not accumulate, and calls the hooks
         return found is not None and found[1] is pair and placement.parameter.requires_grad
 
     def _gradient_arrives(self, unit: Unit, placement: Placement, *, pair: object) -> None:
-        if not self._is_hook(placement, pair):
+        if not self._is_hook(unit, placement, pair):
             return
         self._open_gradients(unit)
         unit.arriving.before(placement)
 
     def _gradient_arrived(self, unit: Unit, placement: Placement, *, pair: object) -> None:
-        if not self._is_hook(placement, pair):
+        if not self._is_hook(unit, placement, pair):
             return
         assert placement.parameter.grad is not None
         unit.arriving.add(placement, placement.parameter.grad)
         self._trimmer.passed(placement.nbytes)
-        self.exchange.arrived(unit, placement)
-        if self.partition.shares == 1:  # else once all ranks' are there
+        unit.gradients.arrived.add(placement)
+        if self._reduce_scatter is None:  # else once all ranks' are there
             self._updates.arrived(unit, placement)
-        if graph_task() != self._backward_task:  # a backward pass within: more may come
-            self._defer(unit)
+        if self._backward is None or graph_task() != self._backward.task:  # a backward pass within: more may come
+            unit.gradients.deferred = True
 
     def _open_gradients(self, unit: Unit) -> None:
-        """One unit's gradients are leased at a time."""
-        self._begin_backward()
-        if self._gradient_unit is not unit:
-            if self._updates.waiting and not any(held.references for held in self._backward_units):
+        """Make ``unit`` the one whose gradients are leased: one unit's are at a time."""
+        backward = self._begin_backward()
+        if backward.graded is not unit:
+            if self._updates.waiting and not any(held.references for held in backward.units):
                 self._leave_backward()
             self._updates.apply_ready()
             self._close_gradients()
-            self.exchange.moved_on()
-            self._gradient_unit = unit
+            if self._reduce_scatter is not None:
+                self._reduce_scatter.moved_on()
+            backward.graded = unit
 
     def _look_ahead(self, unit: Unit) -> None:
-        """While no order is known yet: ask the store for all that this unit will need."""
-        if self._prefetch == "on" and not self.rehearsal.following:
+        """Ask the store for all that this unit will need, while no order is known yet."""
+        if self._prefetch == "on" and not self.step_trace.following:
             self.store.prefetch(unit.upcoming_keys(), tier=self._update_tier)
 
     # -- state_dict --------------------------------------------------------------------------------------------------------
@@ -581,11 +644,11 @@ class Pager:
                 state[prefix + name] = self.value(parameter)
 
     def listed(self) -> dict[str, Any]:
-        """What ``state_dict`` has, with the parameters themselves in place of their values."""
+        """Return what ``state_dict`` has, with the parameters themselves in place of their values."""
         return self.model.state_dict(destination=Listing(), keep_vars=True)
 
     def value(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A copy of a parameter's value in host memory, with pending updates applied."""
+        """Return a copy of a parameter's value in host memory, after applying pending updates."""
         unit, placement = self._home[parameter]
         self.start()
         self.take(unit)
@@ -609,6 +672,61 @@ class Pager:
             unit.drop()
 
 
+class ParameterHandle:
+    """What leads from a parameter to its pager, unit and placement. The references are weak: the collector does not see through
+    autograd's node, which keeps the parameter, so a model that its parameters referred to would never be collected."""
+
+    def __init__(self, pager: Pager, unit: Unit, placement: Placement) -> None:
+        self._pager, self._unit, self._placement = weakref.ref(pager), weakref.ref(unit), weakref.ref(placement)
+
+    def resolve(self) -> tuple[Pager, Unit, Placement] | None:
+        """Return pager, unit and placement, or None where the model is gone."""
+        pager, unit, placement = self._pager(), self._unit(), self._placement()
+        return None if pager is None or unit is None or placement is None else (pager, unit, placement)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Called by copy and pickle."""
+        raise no_copy()
+
+
+def no_copy() -> MisuseError:
+    return MisuseError("a paged model cannot be copied or pickled: copy or save model.state_dict() instead")
+
+
+def placement_of(parameter: torch.Tensor) -> tuple[Pager, Unit, Placement]:
+    """Return pager, unit and placement of a parameter. Raises MisuseError for one that was not paged, or whose model is gone.
+    """
+    handle = getattr(parameter, "_tiered", None)
+    if handle is None:
+        raise MisuseError(
+            "this parameter is not paged: call tiered.zero.page(model, store) before making the optimizer, or make it with "
+            "store= to keep only the states there"
+        )
+    found: tuple[Pager, Unit, Placement] | None = handle.resolve()
+    if found is None:
+        raise MisuseError("the model of this parameter is gone: keep it as long as its parameters are used")
+    return found
+
+
+def pager_of(model: nn.Module) -> Pager:
+    """Return the pager of ``model``. Raises MisuseError for a model that is not paged, or has no parameters."""
+    for parameter in model.parameters():
+        return placement_of(parameter)[0]
+    raise MisuseError("this model has no parameters")
+
+
+def weak_hook(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement], None]) -> Callable[[Any], None]:
+    """Return a hook that calls ``what`` for a parameter and keeps neither the model nor the parameter."""
+    handle: ParameterHandle = parameter._tiered  # type: ignore[attr-defined]
+
+    def hook(_: Any) -> None:
+        found = handle.resolve()
+        assert found is not None, "what computes a gradient still has the model"
+        what(*found)
+
+    return hook
+
+
 def _names(units: Iterable[Unit]) -> str:
     return ", ".join(unit.plan.name for unit in units)
 
@@ -621,7 +739,7 @@ def _refuse_updated(unit: Unit, version: int) -> None:
 
 
 def pagers_of(store: TieredStore) -> list[Pager]:
-    """Of all models in ``store``."""
+    """Return the pagers of all models in ``store``."""
     return [pager for pager in list(_pagers) if pager.store is store]
 
 

@@ -1,114 +1,67 @@
-"""When ranks reduce their gradients, gather what comes next, and agree on what all of them have."""
+"""Synchronise gradients and parameters over ranks: when gradients are reduced, and when the next unit is gathered.
+
+``gradient_sync`` decides from a model's partition: one process needs ``NoSync``, several ``ReduceScatter``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from tiered import Access, MisuseError, TensorSpec
 from tiered.zero.collectives import Ranks, Under
-from tiered.zero.paging.gradients import LocalGradients, SpentGradient
-from tiered.zero.paging.storage import dram_of, host
+from tiered.zero.paging.gradients import LocalGradients
+from tiered.zero.paging.sharding import Partition, Sharded
+from tiered.zero.paging.storage import host, in_dram
+from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import Placement
 
-if TYPE_CHECKING:
-    from tiered.zero.paging.unit import Unit
+__all__ = ["GradientSync", "NoSync", "ReduceScatter", "gradient_sync"]
 
-__all__ = ["Exchange", "NoExchange", "Reductions"]
+ROOMY = 12
+"""Times the largest unit that a pool has to be so that the next unit is gathered, and another one's gradients are on their way,
+while one computes: that is six tensors in use of at most this size, and wherever they lie, a seventh has room."""
 
-class Exchange(Protocol):
-    """With other processes. All of them call the same, with one exception: which gradients arrive, and when, may differ."""
+
+class GradientSync(Protocol):
+    """What a model's gradients and parameters need of other processes between passes. All ranks call the same."""
 
     paused: bool
     """Gradients stay where they are: more backward passes come before they are used."""
 
-    def pass_begins(self, backward: bool = False) -> None:
-        """A forward or backward pass."""
-        ...
-
-    def before_hold(self, unit: Unit) -> None:
-        """A unit's parameters will be used now."""
-        ...
-
-    def after_hold(self, unit: Unit) -> None:
-        """They are."""
-        ...
-
     def refresh(self) -> None:
-        """Have all parameters that other processes updated."""
-        ...
-
-    def arrived(self, unit: Unit, placement: Placement) -> None:
-        """A gradient was stored."""
-        ...
-
-    def defer(self, unit: Unit) -> None:
-        """More may come that add up with it, until the end of backward."""
-        ...
-
-    def moved_on(self) -> None:
-        """Backward goes on to another unit."""
-        ...
-
-    def backward_ended(self) -> Iterable[tuple[Unit, Placement]]:
-        """What got a gradient, here or elsewhere, in this pass."""
-        ...
-
-    def abandon(self) -> None:
-        """An exception struck, or all has ended: wait for what is under way, and forget it."""
+        """Fetch all parameters that other processes updated."""
         ...
 
     def synchronise(self) -> None:
-        """Reduce all that was not yet, because somebody wants to use it."""
+        """Reduce all gradients that were not yet, because somebody wants to use them."""
         ...
 
     def norms(self, partial: torch.Tensor, order: float) -> torch.Tensor:
-        """Of whole gradients, given those of this process's parts, shape (parameters,)."""
-        ...
-
-    def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
-        """Each as it is where all processes have it True."""
+        """Return the norms of whole gradients, given those of this process's parts, shape (parameters,)."""
         ...
 
 
-class NoExchange:
-    """There are no others."""
+class NoSync:
+    """Synchronisation of one process, which does nothing. Within passes it is not called."""
 
     paused = False
 
-    def pass_begins(self, backward: bool = False) -> None: ...
-
-    def before_hold(self, unit: Unit) -> None: ...
-
-    def after_hold(self, unit: Unit) -> None: ...
-
     def refresh(self) -> None: ...
-
-    def arrived(self, unit: Unit, placement: Placement) -> None: ...
-
-    def defer(self, unit: Unit) -> None: ...
-
-    def moved_on(self) -> None: ...
-
-    def backward_ended(self) -> Iterable[tuple[Unit, Placement]]:
-        return ()
-
-    def abandon(self) -> None: ...
 
     def synchronise(self) -> None: ...
 
     def norms(self, partial: torch.Tensor, order: float) -> torch.Tensor:
         return partial
 
-    def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
-        return list(flags)
 
+class ReduceScatter:
+    """Reduce-scatter of gradients over ranks. All ranks call the same; only which gradients arrive, and when, may differ.
 
-class Reductions:
-    """Reductions are begun in one order on all ranks, the last unit of the model first, whenever backward moves on and the next
+    ReduceScatter are begun in one order on all ranks, the last unit of the model first, whenever backward moves on and the next
     in that order is complete; the end of backward begins and ends what is left. Nothing waits for another rank before that: a
     rank whose data leave a unit out is behind with its reductions, and never in the way of a gather. One is under way at a
     time; what is complete before waits in the store.
@@ -127,9 +80,7 @@ class Reductions:
         self._order: list[Unit] = []
         self._begun = 0  # of these, in this pass
         self._reducing = False  # a backward pass runs, or was interrupted, whose gradients are reduced as they arrive
-        self._arrived: dict[Unit, set[Placement]] = {}
-        self._deferred: set[Unit] = set()
-        self._flight: _Flight | None = None
+        self._pending: PendingReduction | None = None
         self._backward = False
         self._after: dict[tuple[bool, Unit | None, Unit], Unit] = {}  # what was held after these two, in forward or backward
         self._last: tuple[Unit | None, Unit | None] = None, None
@@ -138,17 +89,20 @@ class Reductions:
     # -- parameters --------------------------------------------------------------------------------------------------------
 
     def pass_begins(self, backward: bool = False) -> None:
+        """Begin a forward or backward pass: what an interrupted one left is forgotten."""
         self._give_up_ahead(None)
         self._last, self._backward = (None, None), backward
         self._forget_pass()
         self._reducing = backward and self._early and not self.paused
 
     def before_hold(self, unit: Unit) -> None:
+        """Have what other processes updated of a unit that will be held now."""
         self._give_up_ahead(unit)
         if self._replicas:
             self._refresh(self._replicas[: self._replicas.index(unit) + 1])
 
     def after_hold(self, unit: Unit) -> None:
+        """Begin to gather the unit that followed this one, which is held now, in the pass before."""
         before, last = self._last
         if last is not None:
             self._after[self._backward, before, last] = unit
@@ -157,73 +111,70 @@ class Reductions:
             return
         follows = None if self._replicas or not self._overlapped else self._after.get((self._backward, last, unit))
         if follows is not None and not follows.held:
-            follows.settle()
-            follows.stored.begin()
+            follows.apply_update()
+            follows.storage.prefetch()
             self._ahead = follows
 
     def _give_up_ahead(self, unit: Unit | None) -> None:
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead is not unit:
-            ahead.stored.give_up()
+            ahead.storage.give_up()
 
     def refresh(self) -> None:
         self._give_up_ahead(None)
         self._refresh(self._replicas)
 
     def _refresh(self, units: Iterable[Unit]) -> None:
-        """In the order of the model, also what this rank skipped: ranks may use different ones of them."""
+        """Fetch what other processes updated, in the order of the model and also of units that this rank skipped: ranks may use
+        different ones."""
         for unit in units:
             if not unit.held:
-                unit.settle()
-                unit.stored.refresh()
+                unit.apply_update()
+                unit.storage.refresh()
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
-    def arrived(self, unit: Unit, placement: Placement) -> None:
-        self._arrived.setdefault(unit, set()).add(placement)
-
-    def defer(self, unit: Unit) -> None:
-        self._deferred.add(unit)
-
     def moved_on(self) -> None:
+        """Begin the reductions that are complete, as backward goes on to another unit."""
         if self._reducing and self._overlapped:
-            while self._landed() and self._begun < len(self._order) and self._is_complete(self._order[self._begun]):
+            while self._is_idle() and self._begun < len(self._order) and self._order[self._begun].gradients.has_all:
                 self._begin(self._order[self._begun])
 
     def backward_ended(self) -> Iterable[tuple[Unit, Placement]]:
+        """Reduce what is left; return what got a gradient in this pass, on any rank."""
         found: list[tuple[Unit, Placement]] = []
         if self._reducing:
             self._refresh(self._replicas)  # another rank may have used what this one did not
             for unit in self._order[self._begun :]:
                 self._begin(unit)
-            self._land()
+            self._finish_pending()
             found = self._agree()
         self._forget_pass()
         return found
 
     def abandon(self) -> None:
+        """Wait for what is under way, and forget it: an exception struck, or all has ended."""
         try:
             self._give_up_ahead(None)
             if self._reducing and not self._ranks.failed:
                 self._catch_up()
         finally:
             try:
-                self._land()
+                self._finish_pending()
             finally:
                 self._forget_pass()
 
     def _catch_up(self) -> None:
-        """An exception ended a backward pass, on all ranks where they go on after it: some had begun more reductions."""
+        """Begin the reductions that another rank had begun before an exception ended a backward pass, on all ranks that go on
+        after it."""
         mine = torch.tensor([self._begun], device="cpu")
-        begun = int(self._ranks.shared(mine, "how far an interrupted backward pass was", apart=True).amax())
+        begun = int(self._ranks.all_gather(mine, "how far an interrupted backward pass was", apart=True).amax())
         for unit in self._order[self._begun : begun]:
             self._begin(unit)
 
     def _forget_pass(self) -> None:
         self._begun, self._reducing = 0, False
         self._order = [unit for unit in reversed(self._units) if any(map(_is_trained, unit.gradients.states))]
-        self._arrived.clear()
-        self._deferred.clear()
 
     def synchronise(self) -> None:
         self.abandon()
@@ -231,68 +182,57 @@ class Reductions:
         for unit in self._units:
             _local(unit).collect()  # what somebody assigned is looked at here, too
         places = [(unit, placement) for unit in reversed(self._units) for placement in unit.gradients.states]
-        some = [_local(unit).has(placement) for unit, placement in places]
-        anywhere = self._ranks.shared(torch.tensor(some, dtype=torch.uint8, device="cpu"), "which gradients there are").amax(0)
+        some = [unit.gradients.states[placement].unreduced for unit, placement in places]
+        flags = torch.tensor(some, dtype=torch.uint8, device="cpu")
+        anywhere = self._ranks.all_gather(flags, "which gradients there are").amax(0)
         wanted: dict[Unit, list[Placement]] = {}
         for (unit, placement), there in zip(places, anywhere.tolist(), strict=True):
             if there:  # also of one that was frozen since
                 wanted.setdefault(unit, []).append(placement)
         for unit, placements in wanted.items():
             self._begin(unit, placements)
-        self._land()
+        self._finish_pending()
         self._agree()
 
-    def _is_complete(self, unit: Unit) -> bool:
-        if unit in self._deferred:
-            return False
-        return set(filter(_is_trained, unit.gradients.states)) <= self._arrived.get(unit, set())
-
     def _begin(self, unit: Unit, placements: Sequence[Placement] | None = None) -> None:
-        """``placements``: of which some rank has a gradient (None: of all that need one)."""
-        self._land()
+        """Begin to reduce the gradients ``placements`` of a unit, which some rank has (None: all that are trained)."""
+        self._finish_pending()
         self._begun += 1
         wanted = list(filter(_is_trained, unit.gradients.states)) if placements is None else placements
-        self._flight = _Flight(self._ranks, unit, wanted)
+        self._pending = PendingReduction(self._ranks, unit, wanted)
 
-    def _landed(self) -> bool:
-        """Whether nothing is under way any more."""
-        if self._flight is not None and self._flight.under.done:
-            self._land()
-        return self._flight is None
+    def _is_idle(self) -> bool:
+        """Finish a reduction that has completed; return whether nothing is under way any more."""
+        if self._pending is not None and self._pending.under.done:
+            self._finish_pending()
+        return self._pending is None
 
-    def _land(self) -> None:
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            flight.land()
+    def _finish_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.finish()
 
     def _agree(self) -> list[tuple[Unit, Placement]]:
-        """On which parameters have a gradient, and whether it is finite; gives those that do."""
+        """Agree with all ranks on which parameters have a gradient, and whether it is finite; return those that have one."""
         flags, owners = [], []
         for unit in reversed(self._units):
             for placement, state in unit.gradients.states.items():
-                waits = 4 * _local(unit).has(placement)  # was frozen between no_sync and this pass
+                waits = 4 * state.unreduced  # was frozen between no_sync and this pass
                 flags.append(int(placement.parameter.grad is not None) + (0 if state.finite else 2) + waits)
                 owners.append((unit, placement))
-        everybody = self._ranks.shared(torch.tensor(flags, dtype=torch.uint8, device="cpu"), "which parameters have a gradient")
+        mine = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        everybody = self._ranks.all_gather(mine, "which parameters have a gradient")
         there, infinite, waiting = ((everybody & bit).amax(0).tolist() for bit in (1, 2, 4))
         found = []
         for (unit, placement), present, wrong, waits in zip(owners, there, infinite, waiting, strict=True):
-            state = unit.gradients.states[placement]
-            state.finite = not wrong
-            if waits:
-                continue
-            state.accumulate = bool(present)
-            if present:
-                if placement.parameter.grad is None:
-                    placement.parameter.grad = state.marker
-                if not isinstance(placement.parameter.grad, SpentGradient):
-                    found.append((unit, placement))
+            if unit.gradients.agree(placement, present=bool(present), finite=not wrong, more=bool(waits)):
+                found.append((unit, placement))
         return found
 
     # -- agreeing ----------------------------------------------------------------------------------------------------------
 
     def norms(self, partial: torch.Tensor, order: float) -> torch.Tensor:
-        everybody = self._ranks.shared(host(partial), "norms of gradients")
+        everybody = self._ranks.all_gather(host(partial), "norms of gradients")
         if order == float("inf"):
             return everybody.amax(0)
         if order <= 0:
@@ -300,33 +240,37 @@ class Reductions:
         whole: torch.Tensor = torch.linalg.vector_norm(everybody, order, dim=0)
         return whole
 
-    def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
-        if not flags:
-            return []
-        return self._ranks.shared(torch.tensor(flags, dtype=torch.uint8, device="cpu"), what).amin(0).bool().tolist()
+
+def gradient_sync(partition: Partition, units: Sequence[Unit], pool: int) -> GradientSync:
+    """Make what reduces the gradients of ``units``, which ``partition`` divides; ``pool``: bytes of memory in the store."""
+    if not isinstance(partition, Sharded):
+        return NoSync()
+    roomy = pool >= ROOMY * max((unit.plan.nbytes for unit in units), default=0)
+    stage = partition.stage
+    return ReduceScatter(partition.ranks, units, early=stage.early, replicated=stage.replicated, overlapped=roomy)
 
 
-class _Flight:
+class PendingReduction:
     """A reduction of one unit's gradients that is under way; ``wanted`` are those that some rank has."""
 
     def __init__(self, ranks: Ranks, unit: Unit, wanted: Sequence[Placement]) -> None:
         self._ranks, self._unit, self._local, self._wanted = ranks, unit, _local(unit), wanted
         self._room = ExitStack()
         whole = self._local.complete()
-        key, store = f"{self._local.key}/received", dram_of(unit.store)
+        key, store = f"{self._local.key}/received", in_dram(unit.store)
         store.create(key, TensorSpec("uint8", (whole.numel(),), 1))
         self._room.callback(store.delete, key)
         try:
             self._received = self._room.enter_context(store.lease(key, access=Access.WRITE))
-            self.under: Under = ranks.exchange(self._received, whole, f"gradients of {unit.key!r}")
+            self.under: Under = ranks.all_to_all(self._received, whole, f"gradients of {unit.key!r}")
         except BaseException:
             self._received = torch.empty(0, device="cpu")
             self._room.close()
             raise
 
     @torch.no_grad()
-    def land(self) -> None:
-        """Wait for it, and add it to this rank's share."""
+    def finish(self) -> None:
+        """Wait for the reduction, and add its result to this rank's shard."""
         try:
             self.under.wait()
             gradients = self._unit.gradients

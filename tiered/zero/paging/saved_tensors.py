@@ -1,6 +1,8 @@
-"""What torch's autograd does at this moment, as far as paging has to know.
+"""Keep in the store what autograd saves in forward for backward, and ask autograd what it is doing.
 
-What backward will need of a forward, kept as ordinary tensors in the store: under pressure they spill by themselves.
+Saved activations are ordinary tensors of the store, which spill to the disk under pressure. The functions that ask or change
+autograd's state (hooks, recording, the running backward pass) use private functions of torch; all of those that paging needs
+are here.
 """
 
 from __future__ import annotations
@@ -10,19 +12,21 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tiered import MisuseError, TieredStore
-from tiered.zero.paging.storage import Tensors, top_of
+from tiered.zero.paging.storage import TensorStore, in_top_tier
 
 __all__ = [
     "SMALL",
-    "Keeper",
-    "Kept",
+    "ActivationStore",
+    "ParameterReferences",
+    "SavedActivation",
     "drop_queued",
     "graph_task",
     "hooks_active",
@@ -39,29 +43,30 @@ _MODES = torch._C._TorchDispatchModeKey
 
 
 def graph_task() -> int:
-    """The number of the backward pass that runs this function, -1 outside."""
+    """Return the number of the backward pass that runs this function, -1 outside."""
     number: int = torch._C._current_graph_task_id()
     return number
 
 
 def in_backward() -> bool:
-    """Whether a backward pass runs this function: a hook, or a part of forward that is computed again."""
+    """Return whether a backward pass runs this function: a hook, or a part of forward that is computed again."""
     return graph_task() != -1
 
 
 def hooks_active() -> Any:
-    """The saved-tensor hooks in force, of whoever (torch.utils.checkpoint, for one); the innermost pair wins."""
+    """Return the saved-tensor hooks in force, whoever pushed them (torch.utils.checkpoint, for one); the innermost pair wins.
+    """
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def push_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
-    """Have them in force until ``pop_hooks``. The context manager of torch would keep an object for it, which an exception may
-    lose."""
+    """Put a pair of saved-tensor hooks in force until ``pop_hooks``. The context manager of torch would keep an object for the
+    pair, which an exception may lose."""
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def pop_hooks() -> None:
-    """The innermost pair, which is in force no longer."""
+    """Take the innermost pair of saved-tensor hooks out of force."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
@@ -70,7 +75,7 @@ _unrecorded: set[without_grad] = set()
 
 
 class without_grad:  # as torch.no_grad, which it is but for ``restore_recording``
-    """``with without_grad():`` nothing is recorded."""
+    """Context manager within which autograd records nothing."""
 
     def __enter__(self) -> None:
         self._before = torch.is_grad_enabled()
@@ -84,15 +89,15 @@ class without_grad:  # as torch.no_grad, which it is but for ``restore_recording
 
 
 def restore_recording() -> None:
-    """Nothing of ours is running: have torch record again where an exception struck as a ``without_grad`` ended."""
+    """Have torch record again where an exception struck as a ``without_grad`` ended. Called where no paged model is running."""
     if _unrecorded:
         torch._C._set_grad_enabled(True)
         _unrecorded.clear()
 
 
 def refuse_tracing() -> None:
-    """Raise MisuseError where torch does not compute but writes down what would be computed: with tensors that have no values,
-    or with the addresses of parameters that will be elsewhere."""
+    """Raise MisuseError where torch records a computation instead of running it: with tensors that have no values, or with the
+    addresses of parameters that will be elsewhere."""
     what = ""
     if torch.compiler.is_compiling():  # first, for what comes next cannot be compiled
         what = "torch.compile, or torch.export,"
@@ -113,7 +118,8 @@ def refuse_tracing() -> None:
 
 
 def _compiles(callback: object) -> bool:
-    """Whether torch.compile is at work with ``callback``. Its backend "eager" runs everything as it is, and is right."""
+    """Return whether torch.compile is at work with ``callback``. Its backend "eager" runs everything unchanged, which is right.
+    """
     if not callable(callback):
         return False
     while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
@@ -122,14 +128,14 @@ def _compiles(callback: object) -> bool:
 
 
 def drop_queued() -> None:
-    """Autograd's queue of this thread keeps what an exception left in it, with all that the graph saved (aliases of units,
-    too), until the thread's next backward. Here is one."""
+    """Empty autograd's queue of this thread by running a backward pass. The queue keeps what an exception left in it, with all
+    that the graph saved (aliases of units, too), until the thread's next backward pass."""
     with torch.inference_mode(False), torch.enable_grad():
         torch.zeros((), requires_grad=True, device="cpu").clone().backward()  # type: ignore[no-untyped-call]
 
 
 def is_called_within(modules: set[nn.Module]) -> bool:
-    """Whether one of them is being called, further up in this thread."""
+    """Return whether one of ``modules`` is being called further up in this thread."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") in modules:
@@ -138,19 +144,41 @@ def is_called_within(modules: set[nn.Module]) -> bool:
     return False
 
 
+class ParameterReferences(Protocol):
+    """What a recomputation needs of a paged model, so that its inputs do not keep parameters in memory."""
+
+    def reference(self, tensor: torch.Tensor) -> object | None:
+        """Return what to remember instead of a tensor that shows memory of a held unit; None for any other."""
+        ...
+
+    def versions(self, module: nn.Module) -> tuple[int, ...]:
+        """Return the versions of the units that ``module`` holds."""
+        ...
+
+    def recomputing(
+        self, module: nn.Module, versions: tuple[int, ...]
+    ) -> AbstractContextManager[Callable[[Any], torch.Tensor]]:
+        """Hold the units of ``module`` for a recomputation; give what turns a reference or a kept tensor into a tensor.
+
+        Raises MisuseError where a unit was updated since it had ``versions``.
+        """
+        ...
+
+
 SMALL = 4 << 10
 """Bytes: smaller tensors stay in memory. In the store they would take a page, too."""
 ALIGNMENT = 64
 """Bytes: a tensor comes back at the same distance from a multiple of this, so that kernels take the same path."""
 
 
-class Kept:
-    """One tensor, with its strides. Its keys are deleted some time after the last reference to this object is gone.
+class SavedActivation:
+    """One tensor in the store, with its strides. Its keys are deleted some time after the last reference to this object is
+    gone.
 
     ``restore`` gives a copy: where the tensor was expanded (stride 0), of what it was expanded from.
     """
 
-    def __init__(self, store: Tensors, books: _Books, tensor: torch.Tensor, piece: int) -> None:
+    def __init__(self, store: TensorStore, books: _Books, tensor: torch.Tensor, piece: int) -> None:
         self._store, self._books, self._piece = store, books, max(1, piece // tensor.itemsize)
         self._expanded = tensor.size()
         tensor = unexpanded(tensor)
@@ -176,8 +204,8 @@ class Kept:
 
     @torch.no_grad()
     def restore(self) -> torch.Tensor:
-        """A tensor of the same values, size, strides and dtype; it needs no gradient. Raises what the store raises, and
-        MisuseError where the store went back to a commit since."""
+        """Return a tensor of the same values, size, strides and dtype, which needs no gradient. Raises what the store raises,
+        and MisuseError where the store went back to a commit since."""
         if self._books.over:
             raise MisuseError("this graph was made before zero.rollback, and what it needs is gone: compute the loss again")
         made = self._empty()
@@ -197,9 +225,9 @@ class Kept:
         return memory.as_strided(self._size, self._stride, self._phase)
 
 
-class _Trace(weakref.ref[Kept]):
-    """What is left of a ``Kept`` that is gone: which keys to delete. Its callback is a method of C, which no signal handler
-    can interrupt."""
+class _Trace(weakref.ref[SavedActivation]):
+    """Weak reference to a ``SavedActivation``, with the keys to delete once it is gone. Its callback is a C method, which no
+    signal handler can interrupt."""
 
     __slots__ = ("keys", "label", "number")
     label: str
@@ -208,7 +236,8 @@ class _Trace(weakref.ref[Kept]):
 
 
 class _Books:
-    """Which numbers are free and used, by label; ``traces`` of what is kept, and of what is ``gone``."""
+    """Numbers that are free and used, by label; ``traces`` of the saved activations that are kept, and of those that are
+    ``gone``."""
 
     def __init__(self) -> None:
         self.free: dict[str, list[int]] = {}
@@ -220,19 +249,21 @@ class _Books:
         """The store went back to a commit: the keys are gone, or others' by now."""
 
 
-class Keeper:
-    """Keeps tensors under ``NAME/input/LABEL#NUMBER``, the smallest number that is free: each step uses the same keys.
+class ActivationStore:
+    """Store of saved activations under ``NAME/input/LABEL#NUMBER``, the smallest number that is free: each step uses the same
+    keys.
 
     A tensor that is kept twice, unchanged, is stored once. Used by one thread; what is kept may be let go of in any.
     """
 
     def __init__(self, store: TieredStore, name: str, piece: int) -> None:
-        self._all, self._store, self._prefix, self._piece = store, top_of(store), f"{name}/input", piece
+        self._all, self._store, self._prefix, self._piece = store, in_top_tier(store), f"{name}/input", piece
         self._books = _Books()
 
-    def keep(self, label: str, tensor: torch.Tensor, sizes: Sequence[int]) -> list[Kept] | None:
-        """One for each of the parts of ``sizes`` along the first dimension; a single size is the whole. None for what can only
-        be kept as it is: not strided, conjugated, or with elements that share memory in other ways than by expansion.
+    def keep(self, label: str, tensor: torch.Tensor, sizes: Sequence[int]) -> list[SavedActivation] | None:
+        """Keep ``tensor`` in parts of ``sizes`` along the first dimension; a single size is the whole tensor. Return one saved
+        activation for each part, or None for a tensor that cannot be restored from its values: not strided, conjugated, or with
+        elements that share memory in other ways than by expansion.
 
         Raises what the store raises.
         """
@@ -251,9 +282,9 @@ class Keeper:
             self._books.known[tensor] = (state, [weakref.ref(one) for one in kept])
         return kept
 
-    def _keep(self, label: str, tensor: torch.Tensor) -> Kept:
+    def _keep(self, label: str, tensor: torch.Tensor) -> SavedActivation:
         books = self._books
-        kept = Kept(self._store, books, tensor, self._piece)
+        kept = SavedActivation(self._store, books, tensor, self._piece)
         free = books.free.setdefault(label, [])
         number = heapq.heappop(free) if free else books.used.get(label, 0)
         books.used[label] = max(books.used.get(label, 0), number + 1)
@@ -264,7 +295,8 @@ class Keeper:
         return kept
 
     def sweep(self) -> None:
-        """Delete what nobody needs any more. Not done where that is noticed, which may be inside a garbage collection."""
+        """Delete the keys of saved activations that are gone. Their end is noticed elsewhere, perhaps inside a garbage
+        collection, where nothing may be deleted."""
         books = self._books
         while books.gone:
             trace = books.gone[0]
@@ -276,7 +308,7 @@ class Keeper:
             heapq.heappush(books.free[trace.label], trace.number)
 
     def forget(self) -> None:
-        """The store went back to a commit: no graph of before can be used any more, and none needs anything in the store."""
+        """Delete everything, because the store went back to a commit: graphs of before cannot be used any more."""
         self._books.over = True
         for key in [key for key in self._all if key.startswith(f"{self._prefix}/")]:
             self._store.delete(key)
@@ -284,14 +316,15 @@ class Keeper:
 
 
 def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
-    """One of each of the elements that dimensions of stride 0 repeat."""
+    """Return ``tensor`` without the repetitions of its dimensions of stride 0."""
     if 0 not in tensor.stride():
         return tensor
     return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
-    """Whether two elements may be in the same place (they are not when every stride steps over all smaller dimensions)."""
+    """Return whether two elements may be in the same place (they are not when every stride steps over all smaller dimensions).
+    """
     reach = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size > 1 and stride < reach:
@@ -301,7 +334,7 @@ def overlaps(tensor: torch.Tensor) -> bool:
 
 
 def _span(size: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from the first to the last in memory."""
+    """Return the number of elements from the first to the last in memory."""
     if 0 in size:
         return 0
     return 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))

@@ -1,8 +1,10 @@
-"""How the ranks of a training divide what a model takes: ZeRO's stages, as what each rank keeps only its share of.
+"""Divide parameters, gradients and optimizer states among ranks: ZeRO's stages as layouts.
 
 After Rajbhandari et al., 2020 (https://arxiv.org/abs/1910.02054). Per step and rank, of Φ parameters and N ranks, stages 1 and
 2 send 2Φ(N-1)/N elements (gradients scattered, updated parameters gathered), stage 3 sends 3Φ(N-1)/N (parameters gathered in
 forward and in backward, gradients scattered).
+
+A partition knows plans of units, never units: ``reduction.gradient_sync`` makes from it what reduces gradients.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 from uuid import uuid4
 
 import torch
@@ -20,42 +22,34 @@ from torch import nn
 from tiered import Access, CommitError, MisuseError, RankError, TensorSpec, TieredError, TieredStore
 from tiered.zero.collectives import Ranks
 from tiered.zero.paging.gradients import Arriving, LocalGradients, UnitGradients
-from tiered.zero.paging.reduction import Exchange, NoExchange, Reductions
-from tiered.zero.paging.storage import Gathered, Replicated, Stored, Tensors, Validity, Whole, dram_of
+from tiered.zero.paging.storage import AllGathered, CheckpointRecord, Local, ParameterStorage, Replicated, TensorStore, in_dram
 from tiered.zero.paging.units import Placement, UnitPlan
 from tiered.zero.rank_stores import BEGUN, META, number_of, said_in, shared_json
 
-if TYPE_CHECKING:
-    from tiered.zero.paging.unit import Unit
-
-__all__ = ["Alone", "Partition", "Shared", "Stage", "Stage1", "Stage2", "Stage3"]
-
-ROOMY = 12
-"""Times the largest unit that a pool has to be so that the next unit is gathered, and another one's gradients are on their way,
-while one computes: that is six tensors in use of at most this size, and wherever they lie, a seventh has room."""
-
+__all__ = ["Partition", "Sharded", "Stage", "Stage1", "Stage2", "Stage3", "Unsharded"]
 
 class Stage(Protocol):
-    """What is divided beside the optimizer's states."""
+    """What ranks divide beside the optimizer's states."""
 
     @property
     def early(self) -> bool:
-        """Whether gradients are reduced as soon as backward is through with a unit, and else once a step."""
+        """Return whether gradients are reduced as soon as backward has completed a unit; otherwise they are reduced once a
+        step."""
         ...
 
     @property
     def replicated(self) -> bool:
-        """Whether each rank has all parameters."""
+        """Return whether each rank has all parameters."""
         ...
 
     def stored(
-        self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
-    ) -> Stored:
-        """Parameters of one unit. ``updates``: the store, where updates are computed."""
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord, ranks: Ranks
+    ) -> ParameterStorage:
+        """Make the storage of one unit's parameters. ``updates``: the store, where updates are computed."""
         ...
 
     def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
-        """See ``Partition``."""
+        """Give memory for the first values of a unit, as ``Partition.filling`` does."""
         ...
 
 
@@ -67,12 +61,12 @@ class Stage1:
     early, replicated = False, True
 
     def stored(
-        self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
-    ) -> Stored:
-        return Replicated(store, key, validity, updates, plan, ranks)
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord, ranks: Ranks
+    ) -> ParameterStorage:
+        return Replicated(store, key, checkpoint, updates, plan, ranks)
 
     def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
-        return Alone().filling(store, key, plan)
+        return Unsharded().filling(store, key, plan)
 
 
 @dataclass(frozen=True)
@@ -83,12 +77,12 @@ class Stage2:
     early, replicated = True, True
 
     def stored(
-        self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
-    ) -> Stored:
-        return Replicated(store, key, validity, updates, plan, ranks)
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord, ranks: Ranks
+    ) -> ParameterStorage:
+        return Replicated(store, key, checkpoint, updates, plan, ranks)
 
     def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
-        return Alone().filling(store, key, plan)
+        return Unsharded().filling(store, key, plan)
 
 
 @dataclass(frozen=True)
@@ -98,14 +92,14 @@ class Stage3:
     early, replicated = True, False
 
     def stored(
-        self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity, ranks: Ranks
-    ) -> Stored:
-        return Gathered(store, key, validity, updates, plan, ranks)
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord, ranks: Ranks
+    ) -> ParameterStorage:
+        return AllGathered(store, key, checkpoint, updates, plan, ranks)
 
     @contextmanager
     def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> Iterator[torch.Tensor]:
-        share, host = plan.stored_nbytes // plan.shares, dram_of(store)
-        gathered = Gathered(store, key, Validity(store, key), host, plan, ranks)
+        share, host = plan.stored_nbytes // plan.shares, in_dram(store)
+        gathered = AllGathered(store, key, CheckpointRecord(store, key), host, plan, ranks)
         host.create(key, TensorSpec("uint8", (share,), 1))
         with gathered.room() as unit:
             yield unit
@@ -122,45 +116,45 @@ def _lost(fine: torch.Tensor) -> str:
 
 
 class Partition(Protocol):
-    """Of one model."""
+    """How the processes of a training divide one model."""
 
     shares: int
     rank: int
 
     @property
     def replicated(self) -> bool:
-        """Whether each process has all parameters."""
+        """Return whether each process has all parameters."""
         ...
 
     def share(self) -> dict[str, int | str]:
-        """What is written down of it in a checkpoint."""
+        """Return what a checkpoint says of this process's share."""
         ...
 
-    def stored(self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity) -> Stored: ...
+    def stored(
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord
+    ) -> ParameterStorage:
+        """Make the storage of one unit's parameters. ``updates``: the store, where updates are computed."""
+        ...
 
     def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
-        """Where backward's gradients go."""
-        ...
-
-    def exchange(self, units: Sequence[Unit], pool: int) -> Exchange:
-        """``pool``: bytes of memory in the store."""
+        """Return where backward's gradients of a unit go."""
         ...
 
     def filling(self, store: TieredStore, key: str, plan: UnitPlan) -> AbstractContextManager[torch.Tensor]:
-        """Host memory for all of a unit as it is in the store (uint8), where its first values are put; ``key`` has them
-        then."""
+        """Give host memory for all of a unit as it is in the store (uint8), to be filled with its first values; ``key`` has
+        them then."""
         ...
 
     def same_buffers(self, model: nn.Module) -> None:
-        """All have the values of rank 0's."""
+        """Overwrite the model's buffers with the values of rank 0."""
         ...
 
-    def least(self, value: int) -> int:
-        """Of what all processes give."""
+    def all_min(self, value: int) -> int:
+        """Return the minimum of the values that all processes give."""
         ...
 
-    def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
-        """Each as it is where all processes have it True."""
+    def all_true(self, flags: Sequence[bool], what: str) -> list[bool]:
+        """Return for each flag whether it is True in all processes."""
         ...
 
     def refuse_apart(self, store: TieredStore) -> None:
@@ -168,31 +162,32 @@ class Partition(Protocol):
         ...
 
     def goes_on(self, number: int) -> None:
-        """From the commit of all ranks with this number (0: it had none), which is in other stores."""
+        """Count on from the rank commit with this number (0: there was none), which is in other stores."""
         ...
 
     def noted(self, store: TieredStore, meta: Mapping[str, object] | None) -> Mapping[str, object] | None:
-        """What a commit's meta is where one process commits."""
+        """Return the meta of a commit that one process makes by itself."""
         ...
 
     def joins(self, store: TieredStore) -> None:
-        """A model in ``store`` is divided so."""
+        """Note that a model in ``store`` is divided by this partition."""
         ...
 
     def commit(
         self, store: TieredStore, meta: Mapping[str, object] | None, prepare: Callable[[], None], undo: Callable[[], None]
     ) -> int:
-        """``prepare()`` and ``store.commit`` on all ranks, or on none of them that counts: then ``undo()`` what is prepared."""
+        """Call ``prepare()`` and ``store.commit`` on all ranks, so that the commit counts on all of them or on none; then
+        ``undo()`` what is prepared."""
         ...
 
     def whole(self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str) -> torch.Tensor:
-        """All of a parameter, or of what is like it, of which this rank has ``part``. In the parameter's shape and strides, in
-        host memory, as ``part``."""
+        """Return all of a parameter, or of a tensor like it, of which this rank has ``part``: in the parameter's shape and
+        strides, in host memory, as ``part``."""
         ...
 
 
-class Alone:
-    """One process has everything."""
+class Unsharded:
+    """Partition of one process, which has everything."""
 
     shares, rank, replicated = 1, 0, True
 
@@ -202,18 +197,17 @@ class Alone:
     def share(self) -> dict[str, int | str]:
         return {"stage": "Alone", "rank": 0, "ranks": 1}
 
-    def stored(self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity) -> Stored:
-        return Whole(store, key, validity, updates)
+    def stored(
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord
+    ) -> ParameterStorage:
+        return Local(store, key, checkpoint, updates)
 
     def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
         return gradients
 
-    def exchange(self, units: Sequence[Unit], pool: int) -> Exchange:
-        return NoExchange()
-
     @contextmanager
     def filling(self, store: TieredStore, key: str, plan: UnitPlan) -> Iterator[torch.Tensor]:
-        host = dram_of(store)
+        host = in_dram(store)
         host.create(key, TensorSpec("uint8", (plan.stored_nbytes,), 1))
         with host.lease(key, access=Access.WRITE) as unit:
             yield unit
@@ -221,10 +215,10 @@ class Alone:
 
     def same_buffers(self, model: nn.Module) -> None: ...
 
-    def least(self, value: int) -> int:
+    def all_min(self, value: int) -> int:
         return value
 
-    def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
+    def all_true(self, flags: Sequence[bool], what: str) -> list[bool]:
         return list(flags)
 
     def refuse_apart(self, store: TieredStore) -> None: ...
@@ -233,7 +227,8 @@ class Alone:
         self._after = number
 
     def noted(self, store: TieredStore, meta: Mapping[str, object] | None) -> Mapping[str, object] | None:
-        """What ranks began is counted on, so that it stays known which of several sets of stores is the newest."""
+        """Return ``meta`` with the next number of a rank commit where ranks committed before, so that the newest of several
+        sets of stores stays known."""
         self._after = max(self._after, number_of(store.meta))
         if not self._after:
             return meta
@@ -252,8 +247,8 @@ class Alone:
         return part
 
 
-class Shared:
-    """Several have a share each."""
+class Sharded:
+    """Partition of several processes, each of which has a share."""
 
     def __init__(self, ranks: Ranks, stage: Stage) -> None:
         self.ranks, self.stage = ranks, stage
@@ -267,16 +262,13 @@ class Shared:
     def share(self) -> dict[str, int | str]:
         return {"stage": type(self.stage).__name__, "rank": self.rank, "ranks": self.shares}
 
-    def stored(self, store: TieredStore, updates: Tensors, key: str, plan: UnitPlan, validity: Validity) -> Stored:
-        return self.stage.stored(store, updates, key, plan, validity, self.ranks)
+    def stored(
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord
+    ) -> ParameterStorage:
+        return self.stage.stored(store, updates, key, plan, checkpoint, self.ranks)
 
     def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
-        return LocalGradients(dram_of(store), f"{key}/local", plan, gradients)
-
-    def exchange(self, units: Sequence[Unit], pool: int) -> Exchange:
-        roomy = pool >= ROOMY * max((unit.plan.nbytes for unit in units), default=0)
-        early, replicated = self.stage.early, self.stage.replicated
-        return Reductions(self.ranks, units, early=early, replicated=replicated, overlapped=roomy)
+        return LocalGradients(in_dram(store), f"{key}/local", plan, gradients)
 
     @contextmanager
     def filling(self, store: TieredStore, key: str, plan: UnitPlan) -> Iterator[torch.Tensor]:
@@ -289,11 +281,11 @@ class Shared:
         for name, buffer in model.named_buffers():
             self.ranks.broadcast(buffer, f"the buffer {name!r}")
 
-    def least(self, value: int) -> int:
-        return int(self.ranks.shared(torch.tensor([value], device="cpu"), "the smallest pool").amin())
+    def all_min(self, value: int) -> int:
+        return int(self.ranks.all_gather(torch.tensor([value], device="cpu"), "the smallest pool").amin())
 
-    def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
-        return self.ranks.shared(torch.tensor(flags, dtype=torch.uint8, device="cpu"), what).amin(0).bool().tolist()
+    def all_true(self, flags: Sequence[bool], what: str) -> list[bool]:
+        return self.ranks.all_gather(torch.tensor(flags, dtype=torch.uint8, device="cpu"), what).amin(0).bool().tolist()
 
     def refuse_apart(self, store: TieredStore) -> None:
         if store in _unfinished:
@@ -321,8 +313,8 @@ class Shared:
     def commit(
         self, store: TieredStore, meta: Mapping[str, object] | None, prepare: Callable[[], None], undo: Callable[[], None]
     ) -> int:
-        """Each rank commits to its own store; acknowledged once all have. Those that have the generation, and those that do
-        not, go back to the last one of all when the stores are opened again (``zero.open_store``)."""
+        """Commit on each rank to its own store, and acknowledge once all have. Ranks that have the generation, and those that
+        do not, go back to the last one of all when the stores are opened again (``zero.open_store``)."""
         if store in _unfinished:
             raise CommitError(
                 f"{_unfinished[store]}; so some ranks have a generation that others lack, and another one could drop the last "
@@ -340,7 +332,7 @@ class Shared:
         return self._commit(store, {**before, BEGUN: True, META: said}, "could not commit; the last commit of all ranks holds")
 
     def _begin(self, store: TieredStore, prepare: Callable[[], None]) -> tuple[dict[str, object], bool]:
-        """What the meta of the commit says of it, and whether all ranks have committed before."""
+        """Return what the meta of the commit says of it, and whether all ranks have committed before."""
         error: Exception | None = None
         try:
             prepare()
@@ -352,7 +344,7 @@ class Shared:
         self.ranks.broadcast(name, "the name of a commit")
         number = max(self._after, number_of(store.meta)) + 1
         mine = torch.tensor([number, error is None, BEGUN in store.meta], device="cpu")
-        told = self.ranks.shared(mine, "the begin of a commit")
+        told = self.ranks.all_gather(mine, "the begin of a commit")
         self._agreed(told[:, 1], error, "could not begin a commit; nothing was committed")
         self._after = int(told[:, 0].amax())
         first = META not in store.meta  # in these stores, whatever was taken over
@@ -369,7 +361,7 @@ class Shared:
             error = problem
         finally:
             self.joins(store)
-        done = self.ranks.shared(torch.tensor([error is None], device="cpu"), "the end of a commit").view(-1)
+        done = self.ranks.all_gather(torch.tensor([error is None], device="cpu"), "the end of a commit").view(-1)
         if not all(done):
             _unfinished[store] = f"the commit failed on {_lost(done)}"
         self._agreed(done, error, otherwise)
@@ -377,7 +369,7 @@ class Shared:
         return generation
 
     def _agreed(self, fine: torch.Tensor, error: Exception | None, what: str) -> None:
-        """Raise ``error``, or what is the error of others."""
+        """Raise ``error``, or CommitError where another rank has one."""
         if error is not None:
             raise error
         if not all(fine):
@@ -388,6 +380,6 @@ class Shared:
         sizes = [0 if share is None else share.numel for share in shares]
         padded = torch.zeros(max(sizes, default=0), dtype=part.dtype, device="cpu")
         padded[: part.numel()] = part.reshape(-1)
-        found = self.ranks.shared(padded, f"{what} of {placement.name!r}")
+        found = self.ranks.all_gather(padded, f"{what} of {placement.name!r}")
         flat = torch.cat([row[:size] for row, size in zip(found, sizes, strict=True)])
         return flat.as_strided(placement.shape, placement.stride)

@@ -1,8 +1,8 @@
-"""What a step touches is written down, and followed in the next one: the store then evicts by next use and fetches ahead.
+"""Record what a step touches, and have the store follow that order in the next step: it evicts by next use and prefetches.
 
 A training step repeats, from one ``optimizer.step()`` to the next, however many passes it has; so does inference, from one
 forward of the whole model to the next. Where control flow differs from round to round the order is wrong now and then, which
-costs time and nothing else. One such order per store, for a store follows one.
+costs time and nothing else. A store follows one order, so there is one trace per store.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 
 from tiered import TieredStore, Touch
 
-__all__ = ["Prefetch", "Rehearsal"]
+__all__ = ["Prefetch", "StepTrace"]
 
 Kind = Literal["training", "inference"]
 Prefetch = Literal["on", "off"]
@@ -26,7 +26,7 @@ LONGEST = 50_000
 
 
 class _Loop:
-    """Rounds of one kind, and those that are expected, in turn."""
+    """Rounds of one kind that were seen, and the rounds that are expected next, in turn."""
 
     def __init__(self) -> None:
         self.seen: deque[list[Touch]] = deque(maxlen=2 * ROUNDS)
@@ -37,7 +37,8 @@ class _Loop:
         return self._state[0]
 
     def happened(self, touches: list[Touch]) -> None:
-        """A round has ended. Until two rounds were alike the newest is expected; one that differs later is an exception."""
+        """Note a round that has ended. Until two rounds were alike the newest is expected; one that differs later is an
+        exception."""
         self.seen.append(touches)
         expected, place, repeats = self._state
         as_expected = bool(expected) and touches == expected[place]
@@ -55,14 +56,15 @@ class _Loop:
             self._state = rounds[-1:], 0, False
 
     def order(self) -> list[Touch]:
-        """What is expected from here on, the first touch first."""
+        """Return the expected touches, the next one first."""
         expected, place, _ = self._state
         turned = expected[place:] + expected[:place]
         return [touch for touches in turned for touch in touches]
 
 
-class Rehearsal:
-    """``of`` gives the store's one. Used by one thread at a time, as a model is."""
+class StepTrace:
+    """Trace of the steps of all models in one store. ``of`` returns the trace of a store. Used by one thread at a time, as a
+    model is."""
 
     def __init__(self, store: TieredStore) -> None:
         self._store = store
@@ -74,10 +76,10 @@ class Rehearsal:
         self.prefetch: Prefetch = "on"
 
     @staticmethod
-    def of(store: TieredStore) -> Rehearsal:
-        found = _rehearsals.get(id(store))
+    def of(store: TieredStore) -> StepTrace:
+        found = _traces.get(id(store))
         if found is None:
-            found = _rehearsals[id(store)] = Rehearsal(store)
+            found = _traces[id(store)] = StepTrace(store)
         return found
 
     @property
@@ -85,12 +87,12 @@ class Rehearsal:
         return self._followed is not None
 
     def forward_begins(self, kind: Kind) -> None:
-        """Of a whole model. With it ends a round of inference, but not one of training."""
+        """Note that a whole model's forward begins. It ends a round of inference, but not one of training."""
         if "inference" in (kind, self._kind):
             self._end_round(kind)
 
     def step_ended(self) -> None:
-        """An optimizer's: a round of training has ended with it."""
+        """Note that an optimizer step ended, and with it a round of training."""
         self._end_round("training")
 
     def _end_round(self, kind: Kind) -> None:
@@ -105,5 +107,5 @@ class Rehearsal:
             self._followed = loop.expected
 
 
-_rehearsals: weakref.WeakValueDictionary[int, Rehearsal] = weakref.WeakValueDictionary()
-"""By the identity of the store, which a rehearsal keeps alive. Models that are paged into the store keep the rehearsal."""
+_traces: weakref.WeakValueDictionary[int, StepTrace] = weakref.WeakValueDictionary()
+"""By the identity of the store, which a trace keeps alive. Models that are paged into the store keep the trace."""

@@ -1,12 +1,11 @@
-"""In which tier parameters compute, and in which one they are updated.
+"""Bring a unit's parameters out of the store to be used, and write them back: ``ParameterStorage`` and its implementations.
 
 Parameters come to the top tier. Gradients and optimizer states go no further up than where updates are computed: with a device
-that is host memory (Ren et al., 2021, ZeRO-Offload, https://arxiv.org/abs/2101.06840), or the device. Where something lies
-meanwhile is the store's business.
+that is host memory (Ren et al., 2021, ZeRO-Offload, https://arxiv.org/abs/2101.06840), or the device (``in_update_tier``). The
+store decides where each tensor lies between two uses.
 
-Whether what was committed of a model beside its tensors still fits them.
-
-How a unit's parameters come out of the store to be used, and back when they were written.
+``CheckpointRecord`` is here because whoever writes to a tensor of a model has to invalidate the record of its last commit
+first.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ from tiered.zero.leases import Leases, Opened
 from tiered.zero.paging.units import UnitPlan
 
 __all__ = [
-    "AtTier",
-    "Converted",
-    "Gathered",
+    "AllGathered",
+    "Cast",
+    "CheckpointRecord",
+    "Local",
+    "ParameterStorage",
     "Replicated",
-    "Stored",
-    "Tensors",
+    "TensorStore",
+    "TierView",
     "UpdateTier",
-    "Validity",
-    "Whole",
-    "dram_of",
     "host",
-    "top_of",
-    "updates_of",
+    "in_dram",
+    "in_top_tier",
+    "in_update_tier",
 ]
 
 UpdateTier = Literal["dram", "hbm"]
 
 
-class Tensors(Protocol):
-    """What gradients and states use of a store. See there."""
+class TensorStore(Protocol):
+    """The methods of a store that gradients, states and storages use, with the meaning that they have in ``TieredStore``."""
 
     def __contains__(self, key: object, /) -> bool: ...
 
@@ -64,8 +63,8 @@ class Tensors(Protocol):
     def span(self, kind: str, name: str) -> AbstractContextManager[Any]: ...
 
 
-class AtTier:
-    """A store whose tensors are made and leased in ``tier`` (None: the top one), and whose leases are in the books."""
+class TierView:
+    """View of a store whose tensors are created and leased in ``tier`` (None: the top one). ``Leases`` registers each lease."""
 
     def __init__(self, store: TieredStore, tier: str | None) -> None:
         self._store, self._tier = store, tier
@@ -96,33 +95,34 @@ class AtTier:
         return self._store.span(kind, name)
 
 
-def top_of(store: TieredStore) -> Tensors:
-    """``store``, where parameters compute."""
-    return AtTier(store, None)
+def in_top_tier(store: TieredStore) -> TensorStore:
+    """Return a view of ``store`` in the tier where parameters compute."""
+    return TierView(store, None)
 
 
-def dram_of(store: TieredStore) -> Tensors:
-    """``store``, in host memory."""
-    return AtTier(store, "dram")
+def in_dram(store: TieredStore) -> TensorStore:
+    """Return a view of ``store`` in host memory."""
+    return TierView(store, "dram")
 
 
-def updates_of(store: TieredStore, tier: UpdateTier) -> Tensors:
-    """``store``, where updates are computed. Raises MisuseError for a tier that it has not."""
+def in_update_tier(store: TieredStore, tier: UpdateTier) -> TensorStore:
+    """Return a view of ``store`` in the tier where updates are computed. Raises MisuseError for a tier that the store does not
+    have."""
     names = [one.name for one in store.statistics().tiers]
     if tier not in ("dram", "hbm"):
         raise MisuseError(f"update_tier is 'dram' or 'hbm', not {tier!r}")
     if tier not in names:
         raise MisuseError(f"update_tier={tier!r}: this store has no such tier; open it with hbm=, or leave update_tier out")
-    return AtTier(store, tier)
+    return TierView(store, tier)
 
 
 def host(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or a copy of it in host memory."""
+    """Return ``tensor``, or a copy of it in host memory."""
     return tensor.to("cpu")
 
 
-class Validity:
-    """The record of a model's last commit is deleted before any of its tensors changes.
+class CheckpointRecord:
+    """Record of a model's last commit, which is deleted before any tensor of the model changes.
 
     So a commit of the store that knows nothing of the model never pairs an old record with newer tensors.
     """
@@ -134,105 +134,107 @@ class Validity:
 
     @property
     def changed(self) -> bool:
-        """Whether anything changed since the last commit."""
+        """Return whether anything changed since the last commit."""
         return self._changed_in == self._store.generation
 
     def note(self) -> None:
-        """Something that is in no tensor is about to change."""
+        """Note that something outside of the tensors is about to change."""
         self._changed_in = self._store.generation
 
     def unchanged(self) -> None:
-        """All is as in the last commit."""
+        """Note that everything is as in the last commit."""
         self._changed_in = None
 
-    def end(self) -> None:
-        """Something is about to change."""
+    def invalidate(self) -> None:
+        """Delete the record, because a tensor of the model is about to change."""
         self.note()
         if self.key in self._store:
             self._store.delete(self.key)
 
 
-class Stored(Protocol):
-    """One unit's parameters. ``open`` and ``close`` in turn."""
+class ParameterStorage(Protocol):
+    """Where one unit's parameters come from. ``materialize`` and ``close`` are called in turn."""
 
-    def begin(self) -> None:
-        """``open`` for READ comes soon."""
+    def prefetch(self) -> None:
+        """Begin what ``materialize(Access.READ)`` will need, because it is called soon."""
         ...
 
     def give_up(self) -> None:
-        """It does not, or what it would give is not right any more."""
+        """Undo ``prefetch``, because ``materialize`` will not be called, or would return values that are not right any more."""
         ...
 
     def restored(self) -> None:
-        """The store went back to a commit."""
+        """Forget what is known of the values, because the store went back to a commit."""
         ...
 
     def refresh(self) -> None:
-        """Other processes updated their parts of the unit: have them here. All of them call it."""
+        """Fetch the parts of the unit that other processes updated. All processes call it."""
         ...
 
-    def open(self, access: Access) -> torch.Tensor:
-        """All of the unit in the top tier, as uint8; what is written to it, with WRITE, is taken over by ``write_back``."""
+    def materialize(self, access: Access) -> torch.Tensor:
+        """Return all of the unit in the top tier, as uint8. What is written to it under WRITE is taken over by ``write_back``.
+        """
         ...
 
     def write_back(self, unit: torch.Tensor) -> None:
-        """``unit`` is what ``open`` gave for WRITE."""
+        """Take over ``unit``, which ``materialize`` returned for WRITE."""
         ...
 
     def close(self) -> None:
-        """Nothing of what ``open`` gave is used any more. Idempotent, also after an ``open`` that was interrupted."""
+        """Give back what ``materialize`` took. Idempotent, also where ``materialize`` was interrupted."""
         ...
 
-    def own(self, access: Access) -> AbstractContextManager[torch.Tensor]:
-        """What this process updates of the unit, as it is in the store (uint8), where updates are computed."""
+    def shard(self, access: Access) -> AbstractContextManager[torch.Tensor]:
+        """Lease what this process updates of the unit, as it is in the store (uint8), where updates are computed."""
         ...
 
 
-class Whole:
-    """They are in the store as they are used: a lease, no copy. ``updates``: the store, where updates are computed."""
+class Local:
+    """Parameters that are in the store as they are used: materializing them is a lease without a copy. ``updates``: the store,
+    where updates are computed."""
 
-    def __init__(self, store: TieredStore, key: str, validity: Validity, updates: Tensors) -> None:
-        self._store, self._top, self._key, self._validity, self._updates = store, top_of(store), key, validity, updates
+    def __init__(self, store: TieredStore, key: str, checkpoint: CheckpointRecord, updates: TensorStore) -> None:
+        self._store, self._top, self._key, self._checkpoint, self._updates = store, in_top_tier(store), key, checkpoint, updates
         self._lease = Opened()
 
-    def begin(self) -> None:
-        """Nothing takes long that the store does not know of."""
+    def prefetch(self) -> None:
+        """Do nothing: the store prefetches by itself."""
 
     def give_up(self) -> None:
-        """Nothing began."""
+        """Do nothing: ``prefetch`` began nothing."""
 
     def restored(self) -> None:
-        """All is in the store."""
+        """Do nothing: all is in the store."""
 
     def refresh(self) -> None:
-        """There are no others."""
+        """Do nothing: no other process updates the unit."""
 
-    def open(self, access: Access) -> torch.Tensor:
+    def materialize(self, access: Access) -> torch.Tensor:
         return self._lease.open(self._leased(self._top, access))
 
     def write_back(self, unit: torch.Tensor) -> None:
-        """It is the store's own memory."""
+        """Do nothing: ``unit`` is the store's own memory."""
 
     def close(self) -> None:
         self._lease.close()
 
-    def own(self, access: Access) -> AbstractContextManager[torch.Tensor]:
+    def shard(self, access: Access) -> AbstractContextManager[torch.Tensor]:
         return self._leased(self._updates, access)
 
-    def _leased(self, store: Tensors, access: Access) -> AbstractContextManager[torch.Tensor]:
+    def _leased(self, store: TensorStore, access: Access) -> AbstractContextManager[torch.Tensor]:
         if access is Access.WRITE:
-            self._validity.end()
+            self._checkpoint.invalidate()
         return store.lease(self._key, access=access)
 
 
-class Replicated(Whole):
-    """Each rank has all of them in its store, and updates its share: the others are gathered, in host memory, before they are
-    used again."""
+class Replicated(Local):
+    """Parameters that each rank's store has all of, while each rank updates its share. The updated shares are gathered, in host
+    memory, before the parameters are used again."""
 
     def __init__(
-        self, store: TieredStore, key: str, validity: Validity, updates: Tensors, plan: UnitPlan, ranks: Ranks
+        self, store: TieredStore, key: str, checkpoint: CheckpointRecord, updates: TensorStore, plan: UnitPlan, ranks: Ranks
     ) -> None:
-        super().__init__(store, key, validity, updates)
+        super().__init__(store, key, checkpoint, updates)
         self._ranks = ranks
         share = plan.stored_nbytes // plan.shares
         self._share = slice(ranks.rank * share, (ranks.rank + 1) * share)
@@ -243,18 +245,18 @@ class Replicated(Whole):
 
     def refresh(self) -> None:
         if self._stale:
-            with self._leased(dram_of(self._store), Access.WRITE) as unit:
+            with self._leased(in_dram(self._store), Access.WRITE) as unit:
                 self._ranks.gather(unit, unit[self._share], f"the updated parameters of {self._key!r}").wait()
                 del unit
             self._stale = False
 
-    def open(self, access: Access) -> torch.Tensor:
+    def materialize(self, access: Access) -> torch.Tensor:
         assert not self._stale
-        return super().open(access)
+        return super().materialize(access)
 
     @contextmanager
-    def own(self, access: Access) -> Iterator[torch.Tensor]:
-        with super().own(access) as unit:
+    def shard(self, access: Access) -> Iterator[torch.Tensor]:
+        with super().shard(access) as unit:
             self._stale |= access is Access.WRITE
             share = unit[self._share]
             del unit
@@ -262,15 +264,15 @@ class Replicated(Whole):
             del share
 
 
-class Gathered:
-    """Each rank has its share of them in its store; all come together in a tensor in host memory, which goes from there to the
-    top tier and is deleted after use: where DRAM is the top, before it could be written to the disk."""
+class AllGathered:
+    """Parameters of which each rank's store has its share. All shares are gathered into a tensor in host memory, which goes to
+    the top tier and is deleted after use: where DRAM is the top tier, before it could be written to the disk."""
 
     def __init__(
-        self, store: TieredStore, key: str, validity: Validity, updates: Tensors, plan: UnitPlan, ranks: Ranks
+        self, store: TieredStore, key: str, checkpoint: CheckpointRecord, updates: TensorStore, plan: UnitPlan, ranks: Ranks
     ) -> None:
-        self._top, self._key, self._validity, self._ranks = top_of(store), key, validity, ranks
-        self._updates, self._host = updates, dram_of(store)
+        self._top, self._key, self._checkpoint, self._ranks = in_top_tier(store), key, checkpoint, ranks
+        self._updates, self._host = updates, in_dram(store)
         self._gathered = f"{key}/gathered"
         self._nbytes = plan.stored_nbytes
         share = plan.stored_nbytes // plan.shares
@@ -281,10 +283,10 @@ class Gathered:
         self._sources = ExitStack()
         self._begun: tuple[torch.Tensor, Under] | None = None
 
-    def begin(self) -> None:
-        self._begin(ahead=True)
+    def prefetch(self) -> None:
+        self._begin_gather(ahead=True)
 
-    def _begin(self, ahead: bool) -> None:
+    def _begin_gather(self, ahead: bool) -> None:
         if self._begun is not None:
             return
         with ExitStack() as room, ExitStack() as lease, ExitStack() as sources:
@@ -306,13 +308,13 @@ class Gathered:
                 self.close()
 
     def restored(self) -> None:
-        """Nothing is known that is not in the store."""
+        """Do nothing: nothing is known that is not in the store."""
 
     def refresh(self) -> None:
-        """They are gathered whenever they are used."""
+        """Do nothing: the shares are gathered at each use."""
 
-    def open(self, access: Access) -> torch.Tensor:
-        self._begin(ahead=False)
+    def materialize(self, access: Access) -> torch.Tensor:
+        self._begin_gather(ahead=False)
         assert self._begun is not None
         whole, under = self._begun
         try:
@@ -335,7 +337,7 @@ class Gathered:
             raise
 
     def write_back(self, unit: torch.Tensor) -> None:
-        with self.own(Access.WRITE) as own:
+        with self.shard(Access.WRITE) as own:
             own.copy_(unit[self._share])
             del own
 
@@ -343,14 +345,14 @@ class Gathered:
         self._lease.close()
         self._room.close()
 
-    def own(self, access: Access) -> AbstractContextManager[torch.Tensor]:
+    def shard(self, access: Access) -> AbstractContextManager[torch.Tensor]:
         if access is Access.WRITE:
-            self._validity.end()
+            self._checkpoint.invalidate()
         return self._updates.lease(self._key, access=access)
 
     @contextmanager
     def room(self) -> Iterator[torch.Tensor]:
-        """For all of the unit, in host memory."""
+        """Give memory for all of the unit in host memory."""
         with self._made(), self._host.lease(self._gathered, access=Access.WRITE) as whole:
             yield whole
             del whole
@@ -364,68 +366,68 @@ class Gathered:
             self._host.delete(self._gathered)
 
 
-class Converted:
-    """They are of other types in the store, where ``stored`` finds them: a tensor in the top tier, which is deleted after
-    use."""
+class Cast:
+    """Parameters that have other types in the store, where ``source`` finds them. They are cast into a tensor in the top tier,
+    which is deleted after use."""
 
-    def __init__(self, stored: Stored, store: TieredStore, key: str, plan: UnitPlan) -> None:
-        self._stored, self._store, self._plan = stored, top_of(store), plan
+    def __init__(self, source: ParameterStorage, store: TieredStore, key: str, plan: UnitPlan) -> None:
+        self._source, self._store, self._plan = source, in_top_tier(store), plan
         self._key = f"{key}/converted"
         self._lease = Opened()
-        self._reading = False  # ``stored`` is open, or was when an interruption came
+        self._reading = False  # ``source`` is materialized, or was when an interruption came
 
-    def begin(self) -> None:
-        self._stored.begin()
+    def prefetch(self) -> None:
+        self._source.prefetch()
 
     def give_up(self) -> None:
-        self._stored.give_up()
+        self._source.give_up()
 
     def restored(self) -> None:
-        self._stored.restored()
+        self._source.restored()
 
     def refresh(self) -> None:
-        self._stored.refresh()
+        self._source.refresh()
 
-    def open(self, access: Access) -> torch.Tensor:
+    def materialize(self, access: Access) -> torch.Tensor:
         self.close()
         try:
             self._store.create(self._key, TensorSpec("uint8", (self._plan.nbytes,), 1))
             converted = self._lease.open(self._store.lease(self._key, access=Access.WRITE))
-            stored = self._open_stored(Access.READ)
+            stored = self._open_source(Access.READ)
             for placement in self._plan.placements:
                 placement.view(converted).copy_(placement.stored_view(stored))
             del stored
-            self._close_stored()
+            self._close_source()
         except BaseException:
             self.close()
             raise
         return converted
 
     def write_back(self, unit: torch.Tensor) -> None:
-        stored = self._open_stored(Access.WRITE)
+        stored = self._open_source(Access.WRITE)
         try:
             for placement in self._plan.placements:
                 placement.stored_view(stored).copy_(placement.view(unit))
-            self._stored.write_back(stored)
+            self._source.write_back(stored)
         finally:
             del stored
-            self._close_stored()
+            self._close_source()
 
-    def _open_stored(self, access: Access) -> torch.Tensor:
-        self._close_stored()
+    def _open_source(self, access: Access) -> torch.Tensor:
+        self._close_source()
         self._reading = True
-        return self._stored.open(access)
+        return self._source.materialize(access)
 
-    def _close_stored(self) -> None:
+    def _close_source(self) -> None:
         if self._reading:
-            self._stored.close()
+            self._source.close()
             self._reading = False
 
     def close(self) -> None:
-        self._close_stored()
+        self._close_source()
         self._lease.close()
         if self._key in self._store:
             self._store.delete(self._key)
 
-    def own(self, access: Access) -> AbstractContextManager[torch.Tensor]:
-        return self._stored.own(access)
+    def shard(self, access: Access) -> AbstractContextManager[torch.Tensor]:
+        return self._source.shard(access)

@@ -1,18 +1,13 @@
-"""What a parameter shows while its values are in the store.
+"""Hold and drop one unit's parameters, apply its pending update, and update units within backward.
 
-One unit at run time: holding it, and its pending update.
+A unit that nobody holds shows placeholders, whose stale reads are loud. A held unit shows the store's own memory.
+``optimizer.step()`` defers an update, and the next ``hold`` applies it.
 
-Updates within backward: which units may be updated already, and which have to wait.
-
-A parameter's gradient is final when autograd accumulates it, once per backward pass. Its old value may still be needed: by what
-autograd saved (of this parameter, or of another one in its unit), and by aliases that ``torch.utils.checkpoint`` keeps. So a
-unit is updated when none of these is left and as many gradients have arrived as last time; what is left at the end of backward
-is updated there.
-
-Reentrant checkpointing runs backward passes inside of backward, each of which accumulates by itself. Units that take part in it
-wait for the end.
-
-Whose a paged parameter is.
+Updates within backward (``BackwardUpdates``): a parameter's gradient is final when autograd accumulates it, once per backward
+pass. Its old value may still be needed: by what autograd saved (of this parameter, or of another one in its unit), and by
+aliases that ``torch.utils.checkpoint`` keeps. So a unit is updated when none of these is left and as many gradients have
+arrived as last time; what is left at the end of backward is updated there. Reentrant checkpointing runs backward passes inside
+of backward, each of which accumulates by itself; units that take part in it wait for the end.
 """
 
 from __future__ import annotations
@@ -22,10 +17,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiered import Access, MisuseError, TieredStore
@@ -33,17 +26,14 @@ from tiered.zero.intent import Intent, decide
 from tiered.zero.paging.gradients import UnitGradients
 from tiered.zero.paging.saved_tensors import refuse_tracing
 from tiered.zero.paging.sharding import Partition
-from tiered.zero.paging.storage import Converted, Stored, Tensors, Validity, host
+from tiered.zero.paging.storage import Cast, CheckpointRecord, ParameterStorage, TensorStore, host
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import Pending, States, Update
 
-if TYPE_CHECKING:
-    from tiered.zero.paging.pager import Pager
-
-__all__ = ["BackwardUpdates", "DevicePlaceholder", "Home", "Placeholder", "Stepper", "Unit", "no_copy", "placement_of", "told"]
+__all__ = ["BackwardUpdates", "DevicePlaceholder", "Placeholder", "Stepper", "Unit"]
 
 class Placeholder:
-    """A tensor of a given shape that takes the memory of one element: NaN (a stale read is loud), or 0.
+    """Tensor of a given shape that takes the memory of one element: NaN (a stale read is loud), or 0.
 
     Its memory is its own, so what is written to it spoils nothing else, and ``intact`` tells. ``address`` identifies it among
     all that live: every tensor on it, however it was made, has ``untyped_storage().data_ptr() == address``.
@@ -65,21 +55,22 @@ class Placeholder:
 
     @property
     def intact(self) -> bool:
-        """Whether nobody wrote to it."""
+        """Return whether nobody wrote to the placeholder."""
         return self._memory.raw == self.pattern
 
     def when_unused(self, call: Callable[..., object], *args: object) -> None:
-        """Call once this object and the last tensor on its memory are gone, perhaps in the garbage collector: never block."""
+        """Call ``call`` once this object and the last tensor on its memory are gone, perhaps in the garbage collector: it must
+        not block."""
         weakref.finalize(self._memory, call, *args).atexit = False
 
     def memory(self) -> weakref.ref[ctypes.Array[ctypes.c_char]]:
-        """Dead once nobody uses the memory any more."""
+        """Return a reference that is dead once nobody uses the memory any more."""
         return weakref.ref(self._memory)
 
 
 class DevicePlaceholder:
-    """The same in a device's memory. Whether it was written to is looked at where there is one element: that waits for the
-    device. torch itself refuses writes to a tensor whose elements share their memory."""
+    """Placeholder in a device's memory. Whether it was written to is checked only where it has one element, because that waits
+    for the device; torch itself refuses writes to a tensor whose elements share their memory."""
 
     def __init__(self, device: torch.device, shape: torch.Size, dtype: torch.dtype) -> None:
         with torch.inference_mode(False):
@@ -110,16 +101,16 @@ class Unit:
     def __init__(
         self,
         store: TieredStore,
-        updates: Tensors,
+        updates: TensorStore,
         prefix: str,
         plan: UnitPlan,
         chunk: int,
-        validity: Validity,
+        checkpoint: CheckpointRecord,
         partition: Partition,
         intent: Intent,
     ) -> None:
         self._updates = updates
-        self.store, self.plan, self._validity, self._partition = store, plan, validity, partition
+        self.store, self.plan, self._checkpoint, self._partition = store, plan, checkpoint, partition
         self.key = f"{prefix}/param/{plan.name}"
         self.version = 0
         self.updates = 0
@@ -127,9 +118,11 @@ class Unit:
         self.pending: Pending | None = None
         self.base: torch.Tensor | None = None
         self.parts = plan.parts(partition.rank)
-        stored = partition.stored(store, updates, self.key, plan, validity)
-        self.stored: Stored = Converted(stored, store, self.key, plan) if plan.converted else stored
-        self.gradients = UnitGradients(updates, f"{self.key}/grad", plan.placements, self.parts, validity, self.settle)
+        storage = partition.stored(store, updates, self.key, plan, checkpoint)
+        self.storage: ParameterStorage = Cast(storage, store, self.key, plan) if plan.converted else storage
+        self.gradients = UnitGradients(
+            updates, f"{self.key}/grad", plan.placements, self.parts, checkpoint, self.apply_update
+        )
         self.arriving = partition.arriving(store, self.key, plan, self.gradients)
         self._holders = 0
         self._in_use = False  # from before the parameters are given memory until after it is taken away
@@ -150,18 +143,18 @@ class Unit:
 
     @property
     def in_hand(self) -> bool:
-        """Whether it is held, or an interruption left it neither so nor otherwise."""
+        """Return whether the unit is held, or an interruption left it neither held nor dropped."""
         return self._in_use
 
     def hold(self, access: Access = Access.READ) -> None:
-        """Give the parameters their memory, with any pending update applied first. Nests."""
+        """Give the parameters their memory, after applying any pending update. Calls nest."""
         if self._holders == 0:
             refuse_tracing()
             if self._in_use:  # an interruption left it so
                 self.let_go()
             for placement in self.plan.placements:
                 self.refuse_written(placement)
-            self.settle()
+            self.apply_update()
             self._in_use = True
             try:
                 self._open(access)
@@ -177,7 +170,7 @@ class Unit:
             self.states.stale_masters.update(self.parts.values())
             self.version += 1
         self._access = access
-        self.base = self.stored.open(access)
+        self.base = self.storage.materialize(access)
         for placement in self.plan.placements:
             placement.parameter.data = placement.view(self.base)
         self._versions = [p.parameter._version for p in self.plan.placements]
@@ -191,7 +184,7 @@ class Unit:
         self.let_go()
 
     def let_go(self) -> None:
-        """However often it is held, and whatever an interruption left of it: nobody holds it from here on."""
+        """Drop the unit, however often it is held and whatever an interruption left of it."""
         if not self._in_use:
             return
         written = None
@@ -199,7 +192,7 @@ class Unit:
             if self._steppers:
                 self._lent = [*_living(self._lent), StorageWeakRef(self.base.untyped_storage())]  # type: ignore[no-untyped-call]
             if self._access is Access.WRITE:
-                self.stored.write_back(self.base)
+                self.storage.write_back(self.base)
             elif self._holders:
                 written = self._written(_address(self.base))
         self.give_up()
@@ -210,7 +203,7 @@ class Unit:
             )
 
     def _written(self, here: int) -> str | None:
-        """The last parameter that was changed while it could only be read, which is memory at ``here``."""
+        """Return the name of the last parameter that was changed while it was memory at ``here`` and could only be read."""
         written = None
         for placement, version in zip(self.plan.placements, self._versions, strict=True):
             if placement.parameter._version != version or _address(placement.parameter) != here:
@@ -218,11 +211,11 @@ class Unit:
         return written
 
     def give_up(self) -> None:
-        """``let_go`` of what will not be used again, for all was rolled back or nothing came of it."""
+        """Drop the unit without writing it back, because all was rolled back or nothing came of it."""
         if self._in_use:
             self.release_parameters()
             self.base = None
-            self.stored.close()
+            self.storage.close()
             self._holders = 0
             self._in_use = False
 
@@ -250,8 +243,8 @@ class Unit:
     # -- updates within backward ---------------------------------------------------------------------------------------------
 
     def claim(self, placement: Placement, stepper: Stepper | None) -> None:
-        """``stepper`` updates the parameter within backward (None: nobody does). The last claim counts, while its object lives.
-        """
+        """Have ``stepper`` update the parameter within backward (None: nobody does). The last claim counts, while its object
+        lives."""
         self._steppers.pop(placement, None)
         if stepper is not None:
             self._steppers[placement] = weakref.WeakMethod(stepper)
@@ -261,15 +254,16 @@ class Unit:
         return None if found is None else found()
 
     def in_use(self) -> bool:
-        """Whether something will look at the parameters' present values that does not hold the unit: a graph, or an alias."""
+        """Return whether something that does not hold the unit will look at the parameters' present values: a graph, or an
+        alias."""
         return bool(self.references or _living(self._lent))
 
     def update(self, placements: Sequence[Placement]) -> None:
-        """Update these with the gradients that have arrived, which are gone then; nobody holds the unit.
+        """Update ``placements`` with the gradients that have arrived, and delete these; nobody holds the unit.
 
-        Raises MisuseError, with nothing changed, where a gradient is not finite; what ``settle`` raises.
+        Raises MisuseError, with nothing changed, where a gradient is not finite; what ``apply_update`` raises.
         """
-        self.settle()
+        self.apply_update()
         for placement in placements:
             self.gradients.refuse_infinite(placement)
         updates: dict[Placement, Update] = {}
@@ -279,14 +273,14 @@ class Unit:
             if stepper is not None:
                 updates[placement], count = stepper(placement)
                 deeds += [count, partial(self.gradients.spend, placement)]
-        self.stored.give_up()
-        decide([self.intent], [*deeds, self.marking(updates), self.intent.half_updated])
-        self.settle()
+        self.storage.give_up()
+        decide([self.intent], [*deeds, self.defer_update(updates), self.intent.half_updated])
+        self.apply_update()
 
     # -- updates -----------------------------------------------------------------------------------------------------------
 
-    def marking(self, updates: dict[Placement, Update]) -> Callable[[], None]:
-        """What makes these pending when it is called, once or twice."""
+    def defer_update(self, updates: dict[Placement, Update]) -> Callable[[], None]:
+        """Return what makes ``updates`` pending when it is called, once or twice."""
         pending = Pending({self.parts[p]: update for p, update in updates.items() if p in self.parts})
         version = self.version + 1
 
@@ -296,25 +290,25 @@ class Unit:
         return mark
 
     def upcoming_keys(self) -> list[str]:
-        """What the next ``hold`` will lease, in order."""
+        """Return what the next ``hold`` will lease, in order."""
         if self.pending is None:
             return [self.key]
         chunks = self.states.chunks(self.pending.updates)[self.pending.chunks_done :]
         return [self.key, self.gradients.key, *(key for _, keys in chunks for key in keys)]
 
-    def settle(self) -> None:
+    def apply_update(self) -> None:
         """Apply the pending update, chunk by chunk. An error leaves what is not yet updated pending."""
         pending = self.pending
         if pending is None:
             return
         if self.held:
             raise MisuseError(f"the parameters of {self.plan.name!r} are in use: their update has to wait for the end of it")
-        self._validity.end()
+        self._checkpoint.invalidate()
         with ExitStack() as leases:
             gradient = self.gradients.opened  # from within backward: so it stays in memory until it is deleted
             if gradient is None:
                 gradient = leases.enter_context(self._updates.lease(self.gradients.key))
-            unit = leases.enter_context(self.stored.own(Access.WRITE))
+            unit = leases.enter_context(self.storage.shard(Access.WRITE))
             self.states.apply(pending, unit, gradient)
             del unit, gradient
         self.pending = None
@@ -322,31 +316,31 @@ class Unit:
         self.forget_gradients()
 
     def state_copies(self, placement: Placement) -> dict[str, torch.Tensor]:
-        """``States.copies``, with the pending update applied."""
-        self.settle()
+        """Return ``States.copies``, after applying the pending update."""
+        self.apply_update()
         part, copies = self.parts.get(placement), self.states.blank(placement)
         if part is not None:
-            with self.stored.own(Access.READ) as unit:
+            with self.storage.shard(Access.READ) as unit:
                 param = host(part.stored_flat(unit, 0, part.numel))
                 copies = self.states.copies(part, param)
                 del unit, param
         return {name: self._partition.whole(self.plan, placement, copy, name) for name, copy in copies.items()}
 
     def gradient(self, placement: Placement) -> torch.Tensor | None:
-        """A copy of the gradient as torch would have it in ``parameter.grad``, or None."""
+        """Return a copy of the gradient as torch would have it in ``parameter.grad``, or None."""
         part = self.gradients.copy(placement)
         if part is None:
             return None
         return self._partition.whole(self.plan, placement, part, "the gradient").to(placement.parameter.device)
 
     def load_state(self, placement: Placement, state: dict[str, torch.Tensor]) -> None:
-        """``States.load``, after the pending update."""
-        self._validity.end()
-        self.settle()
+        """Load a state of ``States.copies``, after applying the pending update."""
+        self._checkpoint.invalidate()
+        self.apply_update()
         part = self.parts.get(placement)
         if part is None:
             return
-        with self.stored.own(Access.READ) as unit:
+        with self.storage.shard(Access.READ) as unit:
             param = host(part.stored_flat(unit, 0, part.numel))
             self.states.load(part, param, {name: part.cut(value) for name, value in state.items()})
             del unit, param
@@ -361,104 +355,55 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 class BackwardUpdates:
-    """Units whose optimizer was made with ``update="in_backward"`` and that got gradients in the running backward pass."""
+    """Units to be updated in the running backward pass, because their optimizer has ``update="in_backward"`` and gradients
+    arrived."""
 
     def __init__(self) -> None:
-        self._arrived: dict[Unit, set[Placement]] = {}
-        self._waiting: dict[Unit, set[Placement]] = {}  # of these, what was not used yet
-        self._last_time: dict[Unit, set[Placement]] = {}
-        self._deferred: set[Unit] = set()
+        self._waiting: dict[Unit, None] = {}  # a set with an order: units that are to be updated in this pass yet
+        self._arrived: set[Unit] = set()
 
     def arrived(self, unit: Unit, placement: Placement) -> None:
-        """A gradient was stored."""
+        """Note that a gradient is final, and that its unit is to be updated with it if the optimizer updates in backward."""
         if unit.stepper(placement) is not None:
-            self._arrived.setdefault(unit, set()).add(placement)
-            self._waiting.setdefault(unit, set()).add(placement)
+            self._arrived.add(unit)
+            unit.gradients.final.add(placement)
+            unit.gradients.due.add(placement)
+            self._waiting[unit] = None
 
     @property
     def waiting(self) -> bool:
-        """Whether a unit is to be updated in this backward pass yet."""
+        """Return whether a unit is still to be updated in this backward pass."""
         return bool(self._waiting)
 
-    def defer(self, unit: Unit) -> None:
-        """More gradients may come that add up with those that have arrived, at any time until the end of backward."""
-        self._deferred.add(unit)
-
     def apply_ready(self) -> None:
-        """Backward moves on: update the units that it is done with. Raises what ``Unit.update`` raises."""
+        """Update the units that backward has completed. Raises what ``Unit.update`` raises."""
         for unit in [unit for unit in self._waiting if self._ready(unit)]:
             self._apply(unit)
 
     def finish(self) -> None:
-        """Backward is over: update all that got a gradient. Raises what ``Unit.update`` raises; what is left then is left to
-        ``optimizer.step()``."""
+        """Update all units that got a gradient, because backward is over. Raises what ``Unit.update`` raises; what is left then
+        is left to ``optimizer.step()``."""
         for unit in list(self._waiting):
             if not unit.held:
                 self._apply(unit)
-        self._last_time.update(self._arrived)
+        for unit in self._arrived:
+            unit.gradients.final_last_time = unit.gradients.final
         self.abandon()
 
     def abandon(self) -> None:
-        """Backward ended by an exception: gradients stay as they are."""
+        """Forget which units are to be updated: gradients stay as they are."""
         self._arrived.clear()
         self._waiting.clear()
-        self._deferred.clear()
 
     def _ready(self, unit: Unit) -> bool:
-        if unit.held or unit in self._deferred or unit.in_use():
+        if unit.held or unit.gradients.deferred or unit.in_use():
             return False
-        expected = self._last_time.get(unit)
+        expected = unit.gradients.final_last_time
         if expected is None:
             expected = {p for p in unit.gradients.states if p.parameter.requires_grad and unit.stepper(p) is not None}
-        return expected <= self._arrived[unit]
+        return expected <= unit.gradients.final
 
     def _apply(self, unit: Unit) -> None:
-        waiting = self._waiting.pop(unit)
-        unit.update([placement for placement in unit.gradients.states if placement in waiting])
-
-
-class Home:
-    """Whose a parameter is. Weakly: the collector does not see through autograd's node, which keeps the parameter, so a model
-    that its parameters referred to would never be collected."""
-
-    def __init__(self, pager: Pager, unit: Unit, placement: Placement) -> None:
-        self._pager, self._unit, self._placement = weakref.ref(pager), weakref.ref(unit), weakref.ref(placement)
-
-    def found(self) -> tuple[Pager, Unit, Placement] | None:
-        """None: the model is gone."""
-        pager, unit, placement = self._pager(), self._unit(), self._placement()
-        return None if pager is None or unit is None or placement is None else (pager, unit, placement)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Called by copy and pickle."""
-        raise no_copy()
-
-
-def no_copy() -> MisuseError:
-    return MisuseError("a paged model cannot be copied or pickled: copy or save model.state_dict() instead")
-
-
-def placement_of(parameter: torch.Tensor) -> tuple[Pager, Unit, Placement]:
-    """Raises MisuseError for a parameter that was not paged, or whose model is gone."""
-    home = getattr(parameter, "_tiered", None)
-    if home is None:
-        raise MisuseError(
-            "this parameter is not paged: call tiered.zero.page(model, store) before making the optimizer, or make it with "
-            "store= to keep only the states there"
-        )
-    found: tuple[Pager, Unit, Placement] | None = home.found()
-    if found is None:
-        raise MisuseError("the model of this parameter is gone: keep it as long as its parameters are used")
-    return found
-
-
-def told(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement], None]) -> Callable[[Any], None]:
-    """A hook. It must not keep the model: neither does it refer to the parameter."""
-    home: Home = parameter._tiered  # type: ignore[attr-defined]
-
-    def hook(_: Any) -> None:
-        found = home.found()
-        assert found is not None, "what computes a gradient still has the model"
-        what(*found)
-
-    return hook
+        del self._waiting[unit]
+        due, unit.gradients.due = unit.gradients.due, set()
+        unit.update([placement for placement in unit.gradients.states if placement in due])

@@ -1,10 +1,11 @@
-"""What element types parameters have in the store, and what ones modules compute with.
+"""Divide a model's parameters into units, which are paged together, and say where each parameter lies in its unit.
 
-Which parameters are paged together, and where each lies in its unit. Decides; moves nothing.
-
-A *unit* is one tensor of bytes in the store that holds the parameters of the largest module (one whose forward is called) that
+A *unit* is one tensor of bytes in the store. It holds the parameters of the largest module (one whose forward is called) that
 fits the limit. A module that is larger is divided into its children; parameters directly on it are a unit of their own, and a
-parameter that is larger than the limit is one by itself. A tied parameter belongs to the first place that names it.
+parameter that is larger than the limit is a unit by itself. A tied parameter belongs to the first place that names it.
+
+The type of a parameter in the store may differ from the type that modules compute with (``Policy``). This file decides where
+everything lies, and moves nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,18 @@ from torch import nn
 
 from tiered.errors import MisuseError
 
-__all__ = ["ALIGNMENT", "Limits", "Placement", "Plan", "Policy", "UnitPlan", "divide", "even_chunks", "is_called", "is_dense"]
+__all__ = [
+    "ALIGNMENT",
+    "Limits",
+    "ModelPlan",
+    "Placement",
+    "Policy",
+    "UnitPlan",
+    "divide",
+    "even_chunks",
+    "is_called",
+    "is_dense",
+]
 
 @dataclass(frozen=True)
 class Policy:
@@ -38,7 +50,7 @@ class Policy:
             raise MisuseError(f"parameters can be stored as bfloat16 or float16 and computed as float32, not as {self}")
 
     def stored(self, dtype: torch.dtype) -> torch.dtype:
-        """The type in the store of a parameter that is ``dtype``."""
+        """Return the type in the store of a parameter that is ``dtype``."""
         return self.storage if self.storage is not None and dtype is self.compute else dtype
 
 
@@ -55,21 +67,22 @@ LARGEST_CHUNK = 4 << 20
 
 @dataclass(frozen=True)
 class Limits:
-    """By which a model is divided: bytes of a unit, and elements of a chunk of optimizer state, at most."""
+    """Limits by which a model is divided: bytes of a unit, and elements of a chunk of optimizer state."""
 
     unit: int
     chunk: int
 
     @classmethod
     def of(cls, pool: int, shares: int = 1) -> Limits:
-        """For a store with so many bytes of memory; with several ranks more of a unit's size are in use at a time."""
+        """Return the limits for a store with ``pool`` bytes of memory. Several ranks have more tensors of a unit's size in use
+        at a time."""
         share = UNIT_SHARE if shares == 1 else 2 * UNIT_SHARE
         return cls(pool // share, max(4096, min(LARGEST_CHUNK, pool // CHUNK_SHARE) // 4096 * 4096) // 4)
 
 
 @dataclass(eq=False)
 class Placement:
-    """One parameter's place. ``offset`` is in bytes in the unit, ``element`` in elements of its optimizer state.
+    """Place of one parameter: ``offset`` in bytes in the unit, ``element`` in elements of its optimizer state.
 
     In the store the parameter is of type ``stored`` and at ``stored_offset``, which is elsewhere where that is another type.
 
@@ -101,40 +114,40 @@ class Placement:
         return self.numel * self.dtype.itemsize
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """What this is of ``whole``, which is of the parameter's shape."""
+        """Return this part of ``whole``, which has the parameter's shape."""
         return whole
 
     def view(self, unit: torch.Tensor) -> torch.Tensor:
-        """This parameter in ``unit``, a uint8 tensor of the unit's layout (or of the beginning of it)."""
+        """View this parameter in ``unit``, a uint8 tensor of the unit's layout (or of the beginning of it)."""
         flat = unit[self.offset : self.offset + self.nbytes].view(self.dtype)
         return flat.as_strided(self.shape, self.stride)
 
     def flat(self, unit: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Elements ``start`` to ``stop`` in memory order, shape (stop - start,)."""
+        """View elements ``start`` to ``stop`` in memory order, shape (stop - start,)."""
         size = self.dtype.itemsize
         return unit[self.offset + start * size : self.offset + stop * size].view(self.dtype)
 
     def stored_flat(self, unit: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """The same of a unit as it is in the store."""
+        """View elements ``start`` to ``stop`` in ``unit`` as it is in the store."""
         size = self.stored.itemsize
         return unit[self.stored_offset + start * size : self.stored_offset + stop * size].view(self.stored)
 
     def stored_view(self, unit: torch.Tensor) -> torch.Tensor:
-        """This parameter in ``unit``, a uint8 tensor as it is in the store."""
+        """View this parameter in ``unit``, a uint8 tensor as it is in the store."""
         return self.stored_flat(unit, 0, self.numel).as_strided(self.shape, self.stride)
 
 
 @dataclass(eq=False)
 class Part(Placement):
-    """Elements of a parameter, ``begin`` of them after its first in memory order, as a placement of one dimension in what one
-    of several ranks has of the unit."""
+    """Elements of a parameter that are in one rank's share, the first of them ``begin`` elements after the parameter's first in
+    memory order: a placement of one dimension in that share."""
 
     begin: int = 0
     _whole: Placement = field(init=False)
 
     @classmethod
     def of(cls, whole: Placement, begin: int, end: int, at: int) -> Part:
-        """Elements ``begin`` to ``end`` of ``whole``, which are at element ``at`` of what the rank has."""
+        """Make the part with elements ``begin`` to ``end`` of ``whole``, which are at element ``at`` of the rank's share."""
         size, stored = whole.dtype.itemsize, whole.stored.itemsize
         part = cls(whole.parameter, whole.name, whole.index, whole.stride, whole.stored, at * size, at * stored, at, begin)
         part._whole = whole
@@ -148,7 +161,8 @@ class Part(Placement):
 
 @dataclass(eq=False)
 class UnitPlan:
-    """Placements, those that need a gradient first, so that gradients and states cover only the beginning of the unit.
+    """Placements of one unit, those that need a gradient first, so that gradients and states cover only the beginning of the
+    unit.
 
     ``nbytes``: those of the unit in use, ``stored_nbytes``: in the store; ``converted``: these are not the same bytes.
 
@@ -189,7 +203,7 @@ class UnitPlan:
         self.stored_nbytes = self.shares * self.elements * first.stored.itemsize
 
     def parts(self, rank: int) -> dict[Placement, Placement]:
-        """What one share has of each parameter; nothing of one that has no element there."""
+        """Return by parameter the part of it in one share; parameters without an element in the share are left out."""
         if self.shares == 1:
             return {placement: placement for placement in self.placements}
         begin = rank * self.elements
@@ -208,8 +222,9 @@ class UnitPlan:
 
 
 @dataclass(eq=False)
-class Plan:
-    """``held[module]``: the units that must be there during that module's forward, by index in ``units``."""
+class ModelPlan:
+    """Units of a model. ``held[module]``: the units that must be in memory during that module's forward, by index in ``units``.
+    """
 
     units: list[UnitPlan]
     held: dict[nn.Module, list[int]]
@@ -226,14 +241,14 @@ def divide(
     strides: Mapping[nn.Parameter, tuple[int, ...]],
     policy: Policy,
     shares: int = 1,
-) -> Plan:
+) -> ModelPlan:
     """Divide ``model``'s parameters into units of at most ``limits.unit`` bytes where a single parameter allows it.
 
     ``strides``: those of parameters that do not show their own, because they were released. ``shares``: by how many ranks each
     unit is divided in turn; then parameters of different types, and those that need no gradient, are in units of their own.
     """
     order = {parameter: index for index, parameter in enumerate(model.parameters())}
-    plan, limit = Plan([], {}, limits), limits.unit
+    plan, limit = ModelPlan([], {}, limits), limits.unit
     home: dict[nn.Parameter, int] = {}
 
     def make(name: str, named: list[tuple[str, nn.Parameter]]) -> None:
@@ -272,21 +287,22 @@ def divide(
 
 
 def even_chunks(elements: int, limit: int) -> int:
-    """Elements of each chunk when ``elements`` are divided into as few as ``limit`` allows: alike, for little padding."""
+    """Return the elements of each chunk when ``elements`` are divided evenly into as few chunks as ``limit`` allows."""
     step = 4096 // 4
     return min(limit, _round_up(math.ceil(elements / math.ceil(elements / limit)), step))
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether the module has a forward (a ModuleList has not; its parent's runs instead)."""
+    """Return whether the module has a forward (a ModuleList has not; its parent's runs instead)."""
     return type(module).forward is not nn.Module.forward
 
 
-def _hold(model: nn.Module, home: dict[nn.Parameter, int], limit: int, plan: Plan) -> None:
-    """A module holds the units of its own parameters; one whose parameters fit the limit together holds all below it."""
+def _hold(model: nn.Module, home: dict[nn.Parameter, int], limit: int, plan: ModelPlan) -> None:
+    """Fill ``plan.held``: a module holds the units of its own parameters, and where all parameters below it fit the limit,
+    theirs too."""
 
     def visit(module: nn.Module, seen: set[nn.Module]) -> list[nn.Parameter]:
-        """Parameters that the nearest enclosing module with a forward has to hold."""
+        """Return the parameters that the nearest enclosing module with a forward has to hold."""
         if module in seen:
             return []
         seen.add(module)
@@ -318,7 +334,8 @@ def _row_major(shape: torch.Size) -> tuple[int, ...]:
 
 
 def is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
-    """Every element once, without gaps: sorted by stride, each stride is the product of the smaller dimensions."""
+    """Return whether each element has one place without gaps: sorted by stride, each stride is the product of the smaller
+    dimensions."""
     expected = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size == 1:

@@ -1,12 +1,13 @@
-"""Update rules: mathematics, no movement.
+"""Update parameters chunk by chunk: update rules, masters of narrow parameters, and the optimizer states of one unit.
 
-fp32 masters of bf16 parameters: the parameter itself is the high half, so only 16 low bits are kept beside it.
+An update rule is mathematics on flat tensors and moves nothing. ``States`` has a unit's moments and masters in chunks of a few
+MiB in the store, and applies a pending update to one chunk after the other, so that an interrupted update goes on where it
+stopped.
 
-The high half is the master rounded half up to bf16 (``(bits + 0x8000) >> 16``), the low half the master's low 16 bits. As a
-signed number the low half is the master's distance from the parameter in bits, so that ``(high << 16) + low`` gives the master
-back, for every bit pattern; and a parameter that was loaded is its own master once its low half is cleared.
-
-A unit's optimizer states: moments and masters in chunks of a few MiB in the store, and the update of what lies in each.
+The fp32 master of a bf16 parameter is the parameter, its high half, and 16 low bits beside it. The high half is the master
+rounded half up to bf16 (``(bits + 0x8000) >> 16``), the low half the master's low 16 bits. As a signed number the low half is
+the master's distance from the parameter in bits, so that ``(high << 16) + low`` gives the master back, for every bit pattern;
+and a parameter that was loaded is its own master once its low half is cleared.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from torch.optim.adamw import adamw
 
 from tiered import Access, InterruptedStep, MisuseError, TensorSpec
 from tiered.zero.paging.saved_tensors import without_grad
-from tiered.zero.paging.storage import Tensors
+from tiered.zero.paging.storage import TensorStore
 from tiered.zero.paging.units import Placement
 
-__all__ = ["AdamWRule", "Pending", "States", "Update", "UpdateRule", "all_finite", "join", "split"]
+__all__ = ["AdamWRule", "Pending", "States", "Update", "UpdateRule", "all_finite", "flat_view", "join", "split"]
 
 class UpdateRule(Protocol):
-    """One parameter's update, elementwise, so that any slice of it may be updated by itself. A frozen value: its
-    hyper-parameters are those of the step that it belongs to."""
+    """Update of one parameter, elementwise, so that any slice may be updated by itself. A rule is a frozen value: its
+    hyper-parameters are those of one step."""
 
     def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
-        """What has to be kept for a (flat slice of a) parameter: a spec by name, of as many elements; it starts as zeros."""
+        """Return what has to be kept for a (flat slice of a) parameter: a spec by name, of as many elements; states start as
+        zeros."""
         ...
 
     def update(
@@ -100,14 +102,14 @@ def split(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
 
 
 def all_finite(values: torch.Tensor) -> bool:
-    """Whether there is neither NaN nor infinity; one pass, without a temporary tensor."""
+    """Return whether ``values`` have neither NaN nor infinity, in one pass and without a temporary tensor."""
     if not values.numel():
         return True
     smallest, largest = torch.aminmax(values)
     return math.isfinite(smallest.item()) and math.isfinite(largest.item())
 
 
-PIECE = 1 << 18
+UPDATED_AT_ONCE = 1 << 18
 """Elements that are updated at a time: all buffers of one piece stay in the processor's cache."""
 
 
@@ -117,8 +119,8 @@ _NARROW = {torch.bfloat16: "lo", torch.float16: "master"}
 
 @dataclass(frozen=True)
 class Update:
-    """One parameter's share of an optimizer step, frozen when ``step()`` was called. ``scales`` multiply the gradient first,
-    and then, as the master's type, ``wide_scales`` do."""
+    """Step of one parameter, frozen when ``step()`` was called. ``scales`` multiply the gradient first; then ``wide_scales``
+    do, in the type of the master."""
 
     rule: UpdateRule
     step: int
@@ -127,9 +129,8 @@ class Update:
 
 
 class Pending:
-    """A unit's share of an optimizer step. What was done is counted, in chunks and in pieces of the chunk after these, so that
-    an update that was interrupted goes on where it stopped. Between ``begin`` and ``done`` a piece is neither as it was nor
-    updated."""
+    """Deferred update of a unit. It counts the chunks that are done, and the pieces of the next chunk, so that an interrupted
+    update goes on where it stopped. Between ``begin`` and ``done`` a piece is neither as it was nor updated."""
 
     def __init__(self, updates: dict[Placement, Update], chunks_done: int = 0, pieces_done: int = 0) -> None:
         self.updates = updates
@@ -145,7 +146,7 @@ class Pending:
         return self._place[1]
 
     def begin(self) -> None:
-        """The next piece. Raises InterruptedStep if it was begun before and is not done."""
+        """Begin the next piece. Raises InterruptedStep if it was begun before and is not done."""
         self.refuse_cut_off()
         self._begun = self._place
 
@@ -158,11 +159,11 @@ class Pending:
             )
 
     def as_it_was(self) -> None:
-        """The piece that was begun is not changed."""
+        """Note that the piece that was begun is unchanged."""
         self._begun = None
 
     def done(self) -> None:
-        """With the piece that was begun; one assignment, so that it counts or does not."""
+        """Count the piece that was begun, by one assignment: an interruption leaves it counted or not."""
         self._place = self._place[0], self._place[1] + 1
 
     def chunk_done(self) -> None:
@@ -170,7 +171,7 @@ class Pending:
 
 
 class States:
-    """The states of one unit's parameters. A chunk is a tensor per kind of state, over the same elements of the unit.
+    """Optimizer states of one unit's parameters. A chunk is one tensor per kind of state, over the same elements of the unit.
 
     ``m`` and ``v`` are fp32 (fp64 for fp64 parameters). The fp32 master of a bf16 parameter is the parameter and ``lo``
     (int16), that of an fp16 parameter is ``master``; other parameters are their own masters. ``kinds``: the types in the store
@@ -179,7 +180,7 @@ class States:
 
     def __init__(
         self,
-        store: Tensors,
+        store: TensorStore,
         key: str,
         placements: Sequence[Placement],
         chunk_elements: int,
@@ -199,11 +200,11 @@ class States:
 
     @property
     def types(self) -> tuple[torch.dtype, ...]:
-        """Of a chunk's tensors, in the order of their keys."""
+        """Return the types of a chunk's tensors, in the order of their keys."""
         return tuple(self._layout.values())
 
     def chunks(self, placements: Iterable[Placement]) -> list[tuple[int, list[str]]]:
-        """Chunks that ``placements`` lie in: index and keys, in order."""
+        """Return the chunks that ``placements`` lie in, in order: index and keys."""
         indices: set[int] = set()
         for placement in placements:
             if not placement.numel:
@@ -214,13 +215,15 @@ class States:
         return [(index, [f"{self.key}/{name}#{index}" for name in self._layout]) for index in sorted(indices)]
 
     def _within(self, placement: Placement, begin: int) -> tuple[int, int, slice]:
-        """Which elements of a parameter, and where in the chunk that covers the unit from element ``begin`` on."""
+        """Return which elements of a parameter a chunk has that begins at element ``begin`` of the unit, and where they are in
+        it."""
         start = max(0, begin - placement.element)
         stop = min(placement.numel, begin + self.chunk_elements - placement.element)
         return start, stop, slice(placement.element + start - begin, placement.element + stop - begin)
 
     def _create(self, index: int, keys: list[str], placements: Iterable[Placement]) -> None:
-        """Zeros, where a chunk does not exist yet, as far as there are parameters that need states."""
+        """Create a chunk of zeros where there is none, as large as the parameters that need states; enlarge one that is
+        smaller."""
         ends = [p.element + p.numel for p in {*placements, *(p for p in self._placements if p.parameter.requires_grad)}]
         size = min(self.chunk_elements, max(ends) - index * self.chunk_elements)
         found = self.store.spec(keys[0]).shape[0] if keys[0] in self.store else 0
@@ -273,11 +276,11 @@ class States:
         self.stale_masters.difference_update(pending.updates)
 
     def _pieces(self, placements: Iterable[Placement], begin: int) -> list[tuple[Placement, int, int]]:
-        """What one chunk has of each parameter, as elements from and to, in pieces."""
+        """Return the pieces of one chunk: parameter, and its elements from and to."""
         pieces = []
         for placement in placements:
             start, stop, _ = self._within(placement, begin)
-            pieces += [(placement, first, min(stop, first + PIECE)) for first in range(start, stop, PIECE)]
+            pieces += [(placement, first, min(stop, first + UPDATED_AT_ONCE)) for first in range(start, stop, UPDATED_AT_ONCE)]
         return pieces
 
     def _update_piece(
@@ -289,7 +292,7 @@ class States:
         state: dict[str, torch.Tensor],
         scratch: _Scratch,
     ) -> None:
-        """All tensors are flat and of one length."""
+        """Update one piece. All tensors are flat and of one length."""
         size = param.numel()
         if update.step == 1:  # of a fresh optimizer, whatever an earlier one left here
             for kept in state.values():
@@ -332,13 +335,14 @@ class States:
     # -- by parameter ------------------------------------------------------------------------------------------------------
 
     def blank(self, placement: Placement) -> dict[str, torch.Tensor]:
-        """``copies`` of a parameter that has no element here."""
+        """Return the ``copies`` of a parameter that has no element here."""
         kept = () if _NARROW.get(placement.stored) is None else ("master",)
         kinds = {name: torch.float32 if name == "master" else self._dtype for name in ("m", "v", *kept)}
         return {name: torch.empty(0, dtype=dtype, device="cpu") for name, dtype in kinds.items()}
 
     def copies(self, placement: Placement, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Copies of ``m``, ``v`` and, of bf16 and fp16 parameters, ``master`` (fp32), in the parameter's shape and strides.
+        """Return copies of ``m``, ``v`` and, for bf16 and fp16 parameters, ``master`` (fp32), in the parameter's shape and
+        strides.
 
         ``param`` is the parameter, flat, in host memory; so are they.
         """
@@ -346,7 +350,7 @@ class States:
         return {name: copy.as_strided(placement.shape, placement.stride) for name, copy in flat.items()}
 
     def known(self, placement: Placement) -> bool:
-        """Whether there are states of all elements of a parameter."""
+        """Return whether there are states of all elements of a parameter."""
         for index, keys in self.chunks([placement]):
             last = self._within(placement, index * self.chunk_elements)[2].stop
             if keys[0] not in self.store or self.store.spec(keys[0]).shape[0] < last:
@@ -354,7 +358,7 @@ class States:
         return True
 
     def flat_copies(self, placement: Placement, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        """``copies``, of one dimension."""
+        """Return ``copies`` as tensors of one dimension."""
         narrow = _NARROW.get(placement.stored)
         kept = () if narrow is None or placement in self.stale_masters else (narrow,)
         flat = {name: torch.empty(placement.numel, dtype=self._layout[name], device="cpu") for name in ("m", "v", *kept)}
@@ -372,13 +376,13 @@ class States:
         return flat
 
     def load(self, placement: Placement, param: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
-        """The opposite of ``copies``; ``param`` as there. A master that is missing, or is another value than the parameter has,
+        """Take over what ``copies`` returned; ``param`` as there. A master that is missing, or does not round to the parameter,
         starts from the parameter again."""
         flat = {}
         for name, value in state.items():
             dtype = torch.float32 if name == "master" else self._dtype
             arranged = torch.empty_strided(placement.shape, placement.stride, dtype=dtype, device="cpu")
-            flat[name] = _flat(arranged.copy_(value))
+            flat[name] = flat_view(arranged.copy_(value))
         self.stale_masters.add(placement)
         master = flat.pop("master", None)
         narrow = _NARROW.get(placement.stored)
@@ -401,7 +405,7 @@ class States:
 
 
 class _Scratch:
-    """Buffers for one piece, by name; made when they are first needed."""
+    """Buffers for one piece, by name, which are made when they are first needed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -414,6 +418,6 @@ class _Scratch:
         return buffer[:size]
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in memory order, without a copy; ``tensor`` is dense."""
+def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all elements of ``tensor``, which is dense, in memory order and without a copy."""
     return tensor.as_strided((tensor.numel(),), (1,))

@@ -1,0 +1,103 @@
+"""The command line itself: help, errors of usage, and how errors of the library are printed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import pytest
+
+from tiered.cli.arguments import Parser
+from tiered.cli.main import build_parser, main
+from tiered.cli.output import counted, rate, rate_unit
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from parsers(below)
+
+
+PARSERS = {parser.prog: parser for parser in parsers(build_parser())}
+
+
+@pytest.mark.parametrize(("words", "usage"), [([], "usage: tiered "), (["bench"], "usage: tiered bench ")])
+def test_without_a_command_the_help_is_printed(words: list[str], usage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith(usage)
+    assert "examples:" in shown.out
+    assert not shown.err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["trian"], "tiered: unknown command 'trian', did you mean train? (help: tiered --help)"),
+        (["nonsense"], "tiered: unknown command 'nonsense'; the commands are info, bench, train, "),
+        (["bench", "stor"], "tiered bench: unknown command 'stor', did you mean store? (help: tiered bench --help)"),
+        (["train", "--layer", "3"], "tiered train: unknown option --layer, did you mean --layers? (help: tiered train --help)"),
+        (["train", "--step=3"], "tiered train: unknown option --step, did you mean --steps? "),
+        (["ls", "state", "--gen", "7"], "tiered ls: unknown option --gen"),
+        (["verify", "state", "other"], "tiered verify: unexpected argument 'other' "),
+        (["verify"], "tiered verify: the following arguments are required: STORE "),
+        (["train", "--backend", "libiao"], "tiered train: --backend: 'libiao' is none of auto, libaio, "),
+        (["train", "--steps", "0"], "tiered train: --steps: '0' is not a whole number from 1 on (help: tiered train --help)"),
+    ],
+)
+def test_a_usage_error_is_one_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    (line,) = shown.err.splitlines()
+    assert says in line
+    assert not shown.out
+
+
+@pytest.mark.parametrize("parser", PARSERS.values(), ids=PARSERS)
+def test_every_option_is_explained_and_none_is_abbreviated(parser: argparse.ArgumentParser) -> None:
+    assert not parser.allow_abbrev
+    assert parser.description
+    for action in parser._actions:
+        assert action.help or isinstance(action, argparse._SubParsersAction), action
+    assert "(default: None" not in parser.format_help()
+    assert max(map(len, parser.description.splitlines())) <= 118
+
+
+@pytest.mark.parametrize("parser", PARSERS.values(), ids=PARSERS)
+def test_one_word_for_one_thing(parser: argparse.ArgumentParser) -> None:
+    """STORE is the folder of a store, FOLDER any other folder."""
+    for action in parser._actions:
+        assert action.metavar not in ("DIR", "PATH"), action
+        if action.dest in ("folder", "dir"):
+            assert action.metavar == ("FOLDER" if " bench " in parser.prog or parser.prog.endswith(" info") else "STORE")
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("name another folder, or existing='overwrite'", "name another folder, or --existing overwrite"),
+        ("open with generation=7, or move it", "open with --generation 7, or move it"),
+        ("open it without paths=", "open it without --paths"),
+        ("a smaller dram=; then", "a smaller --dram; then"),
+        ("give another name=, existing=\"resume\"", "give another name=, --existing resume"),
+        ("/data/dram=3/x and 'dram=3' stay", "/data/dram=3/x and 'dram=3' stay"),
+    ],
+)
+def test_keyword_arguments_in_errors_are_printed_as_options(message: str, shown: str) -> None:
+    parser = Parser(prog="it")
+    for option in "--existing", "--generation", "--paths", "--dram":
+        parser.add_argument(option)
+    assert parser.in_options(message) == shown
+
+
+def test_numbers_agree_with_their_nouns() -> None:
+    assert [counted(n, "round") for n in (0, 1, 1000)] == ["0 rounds", "1 round", "1,000 rounds"]
+    assert counted(2, "pass") == "2 passes"
+
+
+def test_small_rates_are_in_mb() -> None:
+    assert [rate(n) for n in (0, 3e9, 1e7, 9e6, 2e4)] == ["0.00 GB/s", "3.00 GB/s", "0.01 GB/s", "9.00 MB/s", "0.02 MB/s"]
+    assert rate_unit(3e9, 0.0) == ("GB/s", 1e-9)
+    assert rate_unit(3e9, 4e6) == ("MB/s", 1e-6)

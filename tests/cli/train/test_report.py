@@ -1,0 +1,57 @@
+"""The summary that ``tiered train`` ends with, without a training."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tiered.cli.measure import Rates, Usage
+from tiered.cli.train.report import Summary, describe
+
+MIB = 1 << 20
+
+
+def summary(evictions: int, **changed: Any) -> Summary:
+    dram = SimpleNamespace(name="dram", capacity=4 * MIB, peak=3 * MIB)
+    seen: Any = SimpleNamespace(
+        evictions=evictions, tier=lambda name: dram, tiers=[dram], backend="posix", direct=False
+    )
+    values: dict[str, Any] = {
+        "steps": 1, "losses": (2.0,), "earlier_losses": (), "tokens": 8, "parameters": MIB, "seen": seen,
+        "moved": Usage(2.0, 1.0, 10 * MIB, 0, None, None, 0.5, 0.25), "update_seconds": 0.25,
+        "rates": Rates(4e6, 2e6), "peak_rss": 100 * MIB, "baseline_rss": 60 * MIB, "generation": 1,
+        "folder": "/data/my store", "prefetch": "on",
+    }  # fmt: skip
+    return Summary(**{**values, **changed})
+
+
+def test_memory_is_divided_into_torch_the_pool_and_the_rest() -> None:
+    shown = describe(summary(7), None, "tiered train --resume")
+    assert "100.0 MiB at the peak: 60.0 MiB Python and torch, 3.0 MiB the store's pool,\n" in shown
+    assert "\n          37.0 MiB activations and everything else" in shown
+    assert "state     12.0 MiB, 3.0 times the budget of 4.0 MiB (3.0 MiB used at the peak)" in shown
+    assert "Adam states alone would take 16.0 MiB" in shown
+
+
+def test_a_state_that_fitted_is_said_to_have_fitted() -> None:
+    assert "state     12.0 MiB; everything fitted in the budget of 4.0 MiB" in describe(summary(0), None, "again")
+
+
+def test_one_step_and_a_slow_disk() -> None:
+    shown = describe(summary(7), None, "again")
+    assert "in 1 step of 8 tokens, 2 s" in shown
+    assert "(just now: read 4.0, write 2.0 MB/s) needs" in shown
+
+
+@pytest.mark.parametrize(("ranks", "exported"), [(1, "'/data/my store'"), (2, "/data")])
+def test_it_ends_with_what_to_do_next(ranks: int, exported: str) -> None:
+    shown = describe(summary(7, ranks=ranks), "tiered train --no-prefetch", "tiered train --resume")
+    assert shown.splitlines()[-5:] == [
+        "without prefetching: tiered train --no-prefetch",
+        "more steps: tiered train --resume --steps 2",
+        f"weights as safetensors: tiered export {exported} --out weights",
+        "text of your own: tiered train --text FILE --dir STORE",
+        "model of your own: docs/training.md",
+    ]
