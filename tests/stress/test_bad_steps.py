@@ -26,10 +26,10 @@ import torch
 
 from tests.stress.contents import evict_all
 from tests.stress.tally import Tally, counts
+from tests.zero.harness import equal
 from tests.zero.models import Tied, parameter_groups
 from tests.zero.narrow import MasterAdamW, Narrow
 from tests.zero.paging.splitting import Language, split_in_memory
-from tests.zero.paging.test_identity import equal
 from tiered import MisuseError, TieredError, TieredStore, zero
 from tiered.io.posix import PosixBackend
 from tiered.types import IOCompletion, IORequest, Operation

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.zero.harness import equal
 from tests.zero.models import Tied
-from tests.zero.paging.test_identity import equal
 from tests.zero.striking import KINDS, Result, Struck, StruckError, Trainer, described, outcome, shuffled, struck_at
 from tiered import InterruptedStep, MisuseError, TieredStore, zero
 from tiered.zero.paging.pager import placement_of

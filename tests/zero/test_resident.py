@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.zero.harness import equal
 from tests.zero.models import Tied, parameter_groups
 from tests.zero.narrow import MasterAdamW, Narrow
-from tests.zero.paging.test_identity import equal
 from tiered import MisuseError, TieredStore, zero
 
 STEPS = 5

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.zero.harness import equal
 from tests.zero.narrow import MasterAdamW
-from tests.zero.paging.test_identity import equal
 from tests.zero.ranks import on_ranks
 from tests.zero.test_resident import LR, STEPS, train
 from tiered import MisuseError, TieredStore, zero

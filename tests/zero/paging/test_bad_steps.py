@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.zero.harness import equal
 from tests.zero.models import Tied
-from tests.zero.paging.test_identity import equal
 from tiered import MisuseError, TieredStore, zero
 from tiered.zero.paging.pager import placement_of
 

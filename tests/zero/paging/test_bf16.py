@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.zero.harness import STEPS, equal, train
 from tests.zero.models import Tied, parameter_groups
 from tests.zero.narrow import MasterAdamW, Narrow, half_up
-from tests.zero.paging.test_identity import STEPS, equal, train
 from tiered import MisuseError, TieredStore, zero
 from tiered.zero.paging.update import Pending, all_finite, join, split
 
@@ -77,11 +77,11 @@ def test_training_is_that_of_memory_bit_for_bit(tmp_path: Path, kind: str) -> No
             return torch.zeros(())
         return torch.nn.utils.clip_grad_norm_(reference.parameters(), norm)
 
-    expected = train(reference, masters, clip, lambda step: None)
+    expected = train(reference, masters, clip)
     with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
         zero.page(paged, store)
         optimizer = zero.AdamW(parameter_groups(paged), lr=1e-3)
-        numbers = train(paged, optimizer, clip if mixed else optimizer.clip_grad_norm_, lambda step: None)
+        numbers = train(paged, optimizer, clip if mixed else optimizer.clip_grad_norm_)
         evictions = store.statistics().evictions
         assert numbers == expected
         assert equal(reference.state_dict(), paged.state_dict())

@@ -3,62 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.zero.models import SIZES, Mixed, Tied, parameter_groups
+from tests.zero.harness import STEPS, equal, in_memory, train
+from tests.zero.models import Tied, parameter_groups
 from tiered import MisuseError, TieredStore, zero
 
 SMALLEST = "1MiB"
-STEPS = 8
-"""From the fourth on an order of units is followed."""
 
 
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[float], torch.Tensor], between: Callable[[int], None]
-) -> list[float]:
-    """Losses and norms of STEPS steps of two micro-batches each, clipped, with a schedule."""
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    numbers = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for micro in range(2):
-            loss = model.loss(2 * step + micro)  # type: ignore[operator]
-            (loss / 2).backward()
-            numbers.append(loss.item())
-        numbers.append(clip(0.5).item())
-        optimizer.step()
-        scheduler.step()
-        between(step)
-    return numbers
-
-
-def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(
-        torch.equal(a, right[k]) and a.dtype == right[k].dtype for k, a in left.items()
-    )
-
-
-def both(
-    tmp_path: Path, make: Callable[[], nn.Module], *, dram: str = SMALLEST, prefetch: str = "on", look: bool = False
+def compare(
+    tmp_path: Path, kind: str, *, dram: str = SMALLEST, prefetch: str = "on", look: bool = False
 ) -> tuple[list[float], list[float], int]:
-    """Train twins; assert equal numbers, parameters, buffers and moments. Returns the numbers and the count of evictions."""
-    torch.manual_seed(0)
-    reference = make()
-    paged = copy.deepcopy(reference)
-    fused = torch.optim.AdamW(parameter_groups(reference), lr=1e-3, fused=True)
-
-    def nothing(step: int) -> None:
-        pass
-
-    expected = train(
-        reference, fused, lambda norm: torch.nn.utils.clip_grad_norm_(reference.parameters(), norm), nothing
-    )
+    """Train a paged twin of what was trained in memory; equal parameters, buffers and moments. Returns the numbers of both, and
+    the count of evictions."""
+    twin = in_memory(kind)
+    paged: Any = copy.deepcopy(twin.untrained)
     with TieredStore.open(tmp_path / "store", dram=dram) as store:
         zero.page(paged, store, prefetch=prefetch)
         optimizer = zero.AdamW(parameter_groups(paged), lr=1e-3)
@@ -70,50 +36,39 @@ def both(
                     paged.loss(1000 + step)
                 optimizer.state_dict()
 
-        numbers = train(paged, optimizer, optimizer.clip_grad_norm_, inspect if look else nothing)
+        numbers = train(paged, optimizer, optimizer.clip_grad_norm_, inspect)
         statistics = store.statistics()
         assert statistics.tiers[0].peak <= statistics.tiers[0].capacity
-        assert equal(reference.state_dict(), paged.state_dict())
-        ours, theirs = optimizer.state_dict(), fused.state_dict()
-        assert ours["state"].keys() == theirs["state"].keys()
-        for index, state in theirs["state"].items():
-            assert equal(state, ours["state"][index])
+        assert equal(twin.model, paged.state_dict())
+        ours = optimizer.state_dict()["state"]
+        assert ours.keys() == twin.state.keys()
+        for index, state in twin.state.items():
+            assert equal(state, ours[index])
         store.close()
-    return expected, numbers, statistics.evictions
+    return twin.numbers, numbers, statistics.evictions
 
 
 @pytest.mark.parametrize("mode", ["plain", "checkpoint", "reentrant"])
 def test_a_tied_transformer_in_the_smallest_budget(tmp_path: Path, mode: str) -> None:
-    def make() -> nn.Module:
-        return Tied(*SIZES[mode], mode=mode)
-
-    expected, numbers, evictions = both(tmp_path, make)
+    expected, numbers, evictions = compare(tmp_path, mode)
     assert numbers == expected
     assert evictions > 10 * STEPS, "the budget was meant to be too small to keep anything"
 
 
 def test_without_prefetch(tmp_path: Path) -> None:
-    expected, numbers, _ = both(tmp_path, lambda: Tied(*SIZES["plain"]), prefetch="off")
+    expected, numbers, _ = compare(tmp_path, "plain", prefetch="off")
     assert numbers == expected
 
 
 def test_looking_in_between_changes_nothing(tmp_path: Path) -> None:
-    class Deterministic(Mixed):
-        """Batch norm's running statistics would notice an extra forward, in memory too."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.normal = nn.BatchNorm2d(16, track_running_stats=False)  # type: ignore[assignment]
-
-    expected, numbers, _ = both(tmp_path, Deterministic, look=True)
-    assert numbers == expected
-    expected, numbers, _ = both(tmp_path / "tied", lambda: Tied(width=32), look=True)
-    assert numbers == expected
+    for kind in ("deterministic", "tied"):
+        expected, numbers, _ = compare(tmp_path / kind, kind, look=True)
+        assert numbers == expected
 
 
 @pytest.mark.parametrize("dram", [SMALLEST, "64MiB"])
 def test_convolution_batchnorm_lstm_attention(tmp_path: Path, dram: str) -> None:
-    expected, numbers, _ = both(tmp_path, Mixed, dram=dram)
+    expected, numbers, _ = compare(tmp_path, "mixed", dram=dram)
     assert numbers == expected
 
 

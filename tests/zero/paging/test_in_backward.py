@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,33 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.zero.harness import STEPS, equal, train
 from tests.zero.models import SIZES, Mixed, Tied, parameter_groups
 from tests.zero.narrow import MasterAdamW, Narrow
-from tests.zero.paging.test_identity import equal
 from tiered import MisuseError, StoreStatistics, TieredStore, zero
 
-STEPS = 8
-"""From the fourth on an order of units is followed."""
 PERIOD = 12
-
-
-def train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    between: Callable[[int], None] = lambda step: None,
-    steps: int = STEPS,
-) -> list[float]:
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = model.loss(step)  # type: ignore[operator]
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        scheduler.step()
-        between(step)
-    return losses
 
 
 def compare(store: TieredStore, reference: nn.Module, *, look: bool = False, steps: int = STEPS) -> nn.Module:
@@ -50,7 +28,7 @@ def compare(store: TieredStore, reference: nn.Module, *, look: bool = False, ste
         fused = MasterAdamW(parameter_groups(reference), lr=1e-3)
     else:
         fused = torch.optim.AdamW(parameter_groups(reference), lr=1e-3, fused=True)
-    expected = train(reference, fused, steps=steps)
+    expected = train(reference, fused, steps=steps, batches=1)
     zero.page(paged, store)
     optimizer = zero.AdamW(parameter_groups(paged), lr=1e-3, update="in_backward")
 
@@ -61,7 +39,7 @@ def compare(store: TieredStore, reference: nn.Module, *, look: bool = False, ste
                 paged.loss(1000 + step)  # type: ignore[operator]
             optimizer.state_dict()
 
-    assert train(paged, optimizer, inspect, steps) == expected
+    assert train(paged, optimizer, between=inspect, steps=steps, batches=1) == expected
     assert equal(reference.state_dict(), paged.state_dict())
     ours, theirs = optimizer.state_dict()["state"], fused.state_dict()["state"]
     assert ours.keys() == theirs.keys()
@@ -261,10 +239,10 @@ def test_parameters_that_are_used_now_and_then(store: TieredStore) -> None:
     model.loss = model.__call__  # type: ignore[method-assign]
     paged = copy.deepcopy(model)
     paged.loss = paged.__call__  # type: ignore[method-assign]
-    expected = train(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), steps=PERIOD)
+    expected = train(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), steps=PERIOD, batches=1)
     zero.page(paged, store)
     optimizer = zero.AdamW(paged.parameters(), lr=1e-3, update="in_backward")
-    assert train(paged, optimizer, steps=PERIOD) == expected
+    assert train(paged, optimizer, steps=PERIOD, batches=1) == expected
     assert equal(model.state_dict(), paged.state_dict())
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.zero.harness import clipping, equal, train
 from tests.zero.models import parameter_groups
 from tests.zero.paging.splitting import Language, split_in_memory
-from tests.zero.paging.test_identity import equal
 from tiered import MisuseError, TieredStore, zero
 from tiered.zero.paging.pager import placement_of
 
@@ -35,27 +35,19 @@ def twins(store: TieredStore, parts: int, **model: int) -> tuple[Language, Langu
     return reference, paged
 
 
-def train(
+def trained(
     model: Language,
     optimizer: torch.optim.Optimizer,
     clip: Callable[[float], torch.Tensor],
-    look: Callable[[int], None] = lambda step: None,
+    look: Callable[[int], object] = int,
 ) -> list[float]:
     """Losses and norms of STEPS steps of two backward passes each, of batches of 7 and 5, with dropout and a schedule."""
     torch.manual_seed(1)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    numbers = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for seed in (2 * step, 2 * step + 1):
-            loss = model.loss(seed, batch=7 if step % 2 else 5)
-            loss.backward()
-            numbers.append(loss.item())
-        numbers.append(clip(0.5).item())
-        optimizer.step()
-        scheduler.step()
-        look(step)
-    return numbers
+
+    def loss(number: int) -> torch.Tensor:
+        return model.loss(number, batch=7 if number // 2 % 2 else 5)
+
+    return train(model, optimizer, clip, look, steps=STEPS, loss=loss)
 
 
 @pytest.mark.parametrize("parts", [3, 16])
@@ -73,8 +65,8 @@ def test_training_gives_the_bits_of_the_same_split_in_memory(store: TieredStore,
                 paged.loss(1000 + step)
             torch.set_rng_state(state)
 
-    expected = train(reference, fused, lambda norm: nn.utils.clip_grad_norm_(reference.parameters(), norm))
-    assert train(paged, optimizer, optimizer.clip_grad_norm_, look) == expected
+    expected = trained(reference, fused, clipping(reference))
+    assert trained(paged, optimizer, optimizer.clip_grad_norm_, look) == expected
     statistics = store.statistics()
     assert statistics.evictions > 20 * STEPS, "the budget was meant to be too small to keep anything"
     assert statistics.tiers[0].peak <= statistics.tiers[0].capacity
@@ -91,8 +83,8 @@ def test_whole_blocks_are_split_where_they_fit(tmp_path: Path) -> None:
         assert zero.statistics(paged).split == ("embedding", "blocks.0", "blocks.1", "blocks.2", "norm", "head")
         optimizer = zero.AdamW(parameter_groups(paged), lr=1e-3)
         fused = torch.optim.AdamW(parameter_groups(reference), lr=1e-3, fused=True)
-        expected = train(reference, fused, lambda norm: nn.utils.clip_grad_norm_(reference.parameters(), norm))
-        assert train(paged, optimizer, optimizer.clip_grad_norm_) == expected
+        expected = trained(reference, fused, clipping(reference))
+        assert trained(paged, optimizer, optimizer.clip_grad_norm_) == expected
         assert equal(reference.state_dict(), paged.state_dict())
         store.close()
 

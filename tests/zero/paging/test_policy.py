@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.zero.harness import clipping, equal, train
 from tests.zero.models import SIZES, Mixed, Tied, parameter_groups
 from tests.zero.narrow import MasterAdamW
-from tests.zero.paging import test_identity, test_in_backward
-from tests.zero.paging.test_identity import equal
 from tests.zero.paging.test_in_backward import Stack, traffic
 from tiered import CapacityError, MisuseError, TieredStore, zero
 
@@ -37,10 +36,8 @@ def test_training_is_that_of_memory_bit_for_bit(store: TieredStore, kind: str, s
     torch.manual_seed(0)
     reference = Mixed() if kind == "mixed" else Tied(*SIZES[kind], mode=kind)
     masters, paged, optimizer = twins(store, reference, storage, "on_fetch")
-    expected = test_identity.train(
-        reference, masters, lambda norm: torch.nn.utils.clip_grad_norm_(reference.parameters(), norm), lambda step: None
-    )
-    assert test_identity.train(paged, optimizer, optimizer.clip_grad_norm_, lambda step: None) == expected
+    expected = train(reference, masters, clipping(reference))
+    assert train(paged, optimizer, optimizer.clip_grad_norm_) == expected
     assert equal(reference.state_dict(), paged.state_dict())
     kept = {key.split("/")[-1].split("#")[0] for key in store if "#" in key}
     assert kept == {"m", "v", "lo" if storage is torch.bfloat16 else "master"}
@@ -52,7 +49,7 @@ def test_within_backward(store: TieredStore, kind: str) -> None:
     torch.manual_seed(0)
     reference = Mixed() if kind == "mixed" else Tied(*SIZES[kind], mode=kind)
     masters, paged, optimizer = twins(store, reference, torch.bfloat16, "in_backward")
-    assert test_in_backward.train(paged, optimizer) == test_in_backward.train(reference, masters)
+    assert train(paged, optimizer, batches=1) == train(reference, masters, batches=1)
     assert equal(reference.state_dict(), paged.state_dict())
 
 
