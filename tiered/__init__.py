@@ -1,7 +1,7 @@
-"""``tiered`` keeps tensors where there is room (HBM, DRAM, NVMe) and brings them where they are needed in time.
+"""A tensor store over HBM, DRAM and NVMe that moves tensors to where they are needed.
 
-Start with ``TieredStore.open``; ``tiered.zero`` trains models that are larger than memory. The names below are imported
-when they are first used, so that the parts which need no torch (manifests, errors) come up without it.
+Start with ``TieredStore.open``; ``tiered.zero`` trains models that are larger than memory. The names below are imported on
+first use, so that the parts without torch (manifests, errors) import quickly.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ WRONG: dict[str, tuple[Use, str]] = {
     "create of a shape": (lambda s: s.create("w", (3, 4)), "a TensorSpec, not by"),  # type: ignore[arg-type]
     "create negative": (lambda s: s.create("w", TensorSpec("float32", (-1,), 4)), "a tuple of sizes"),
     "create list shape": (lambda s: s.create("w", TensorSpec("float32", [1], 4)), "a tuple of sizes"),  # type: ignore[arg-type]
-    "create dtype": (lambda s: s.create("w", TensorSpec("float33", (1,), 4)), "'float33' is no element type"),
-    "create quantized": (lambda s: s.create("w", TensorSpec("qint8", (1,), 1)), "'qint8' is no element type"),
+    "create dtype": (lambda s: s.create("w", TensorSpec("float33", (1,), 4)), "'float33' is not an element type"),
+    "create quantized": (lambda s: s.create("w", TensorSpec("qint8", (1,), 1)), "'qint8' is not an element type"),
     "create itemsize": (lambda s: s.create("w", TensorSpec("float32", (1,), 2)), "an element of float32 has 4 bytes, not 2"),
     "get int": (lambda s: s.get(3), "a key is a str"),  # type: ignore[arg-type]
     "get list": (lambda s: s.get(["w"]), "a key is a str"),  # type: ignore[arg-type]

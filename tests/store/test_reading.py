@@ -92,7 +92,7 @@ def test_what_would_change_it_is_refused(tmp_path: Path, what: str) -> None:
     folder = made(tmp_path / "state")
     before = seen(folder)
     with TieredStore.open(folder, dram=6 * MIB, generation=2, access="read") as store:
-        with pytest.raises(MisuseError, match=r"state is open to be read, at generation 2, .* without access='read'"):
+        with pytest.raises(MisuseError, match=r"state is open for reading, at generation 2, .* without access='read'"):
             CHANGES[what](store)
         holds(store, "tiny", 2, 3)
         assert store.statistics().tiers[0].held == 0

@@ -1,1 +1,1 @@
-"""Decide what moves between tiers, and when."""
+"""The engine: decides what moves between tiers, and when."""

@@ -1,16 +1,16 @@
-"""The one engine thread, the one lock and the fences: who waits, what is started when, what its end changes.
+"""The engine: one thread, one lock and the fences around an ``EngineState``.
 
-A *request* is something a caller wants (a lease, room for a put, a delete, a flush). What can be done without a transfer is
-done in the caller's thread, under the lock; everything else by the engine's thread, which attempts the request after every
-change until it is done. Only the engine's thread calls links, outside the lock; so a caller whose tensors are resident never
-waits for I/O nor for another thread.
+A *request* is something a caller wants (a lease, room for a put, a delete, a flush). A request that needs no transfer is done
+in the caller's thread, under the lock; every other one by the engine's thread, which attempts the request after each change
+until it is done. Only the engine's thread calls links, outside the lock; so a caller whose tensors are resident never waits for
+I/O nor for another thread.
 
 There is one lock (``commits`` only serialises whole commits, and is taken before it). Finalizers of tensors run inside the
 garbage collector, perhaps while this thread holds the lock: they only append to a deque.
 
-A Python signal handler runs in the main thread, between two bytecodes, and may raise. The engine's thread is never struck so.
-What a caller's thread changes under the lock stands between ``state.changing = True`` and ``= False``: who takes the lock next
-and finds it true waits until the engine's thread has counted everything anew. Where that fails the store is condemned.
+A Python signal handler runs in the main thread, between two bytecodes, and may raise; it never strikes the engine's thread. A
+caller's thread changes state under the lock between ``state.changing = True`` and ``= False``: whoever takes the lock next and
+finds it true waits until the engine's thread has counted everything anew. Where that fails the store must be reopened.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tiered.engine.residency import Copy
 from tiered.engine.scheduler import Scheduler
 from tiered.engine.snapshot import Flush
 from tiered.engine.state import EngineState, FollowedOrder, Token
-from tiered.engine.workers import Behind
+from tiered.engine.workers import Worker
 from tiered.errors import CapacityError, InterruptedStore, LeaseConflict, MisuseError, StoreClosed, TieredError
 from tiered.interfaces import EvictionPolicy, Link, Streams, Tier
 from tiered.system import OwnedWakeup, wait_for
@@ -42,17 +42,17 @@ from tiered.types import Direction, Fence, Key, Slot, Then, Transfer
 __all__ = ["Engine", "EngineConfig"]
 
 LOOKS_EVERY = 20
-"""Milliseconds between two looks for views that died, while a request waits."""
+"""Milliseconds between two searches for views that died, while a request waits."""
 GRACE = 0.5
-"""Seconds beyond its deadline that a request waits for the engine to look at it once, should that be busy or blocked."""
+"""Seconds beyond its deadline that a request waits for a first attempt by the engine, should that be busy or blocked."""
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """``deadline``: seconds that a request waits at most before it raises and says who holds the room.
+    """Configuration. ``deadline``: seconds that a request waits at most before it raises and names the holders of the room.
 
-    ``reserve``: share of each tier that background write-backs keep free or CLEAN, so that what comes finds room. ``clock``
-    gives seconds. ``eviction`` makes a policy for a tier, for when what one remembers may be wrong.
+    ``reserve``: share of each tier that background write-backs keep free or CLEAN, so that arrivals find room. ``clock``
+    returns seconds. ``eviction`` makes a policy for a tier, for when an existing one may be inconsistent.
     """
 
     deadline: float = 60.0
@@ -64,8 +64,8 @@ class EngineConfig:
 class Engine:
     """Links, time and waiting around an ``EngineState``. ``links[i]`` joins tier i and tier i + 1, from the top.
 
-    A fence guards a slot: its memory is used anew only after what was queued on a device with it has run. Fences are made and
-    waited for here alone. On a tier without streams there are none.
+    A fence guards a slot: its memory is reused only after the device work that used it has run. Fences are made and waited for
+    here alone. A tier without streams has none.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class Engine:
         self._pid = os.getpid()
         self._stopping = False
         self._broken: BaseException | None = None
-        self._condemned: BaseException | None = None
+        self._unrepairable: BaseException | None = None
         self.end_struck: Callable[[], bool] = lambda: False
-        """End leases that are only held by the traceback of an exception; whether there were any."""
+        """Ends leases that only the traceback of an exception refers to; returns whether there were any."""
 
     # -- called by any thread --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Raises TieredError where the system has no thread left."""
+        """Start the engine's thread. Raises TieredError where the system has no thread left."""
         thread = threading.Thread(target=self._run, name="tiered-engine", daemon=True)
         try:
             thread.start()
@@ -111,11 +111,11 @@ class Engine:
         self._thread = thread
 
     def wait(self, request: Request, deadline: float | None = None) -> None:
-        """Get ``request`` done, or raise its error; waits at most ``deadline`` seconds (default: the configured ones)."""
+        """Wait until ``request`` is done, or raise its error; at most ``deadline`` seconds (default: the configured ones)."""
         asked = self.config.clock()
         self.refuse_nested()
         with self.lock:
-            try:  # an exception of a signal handler may come anywhere in here
+            try:  # an exception of a signal handler may strike anywhere in here
                 at_once = self._submit(request)
                 if not at_once:
                     self._wait_for(request, asked, self.config.deadline if deadline is None else deadline)
@@ -125,13 +125,14 @@ class Engine:
                 self._withdraw(request)
                 raise
         if isinstance(request.error, LeaseConflict) and not request.deferred and self.end_struck():
-            request.error, request.done = None, False  # the lease in its way was nobody's
+            request.error, request.done = None, False  # the conflicting lease had no holder any more
             self.wait(request, deadline)
         elif request.error is not None:
             request.raise_error()
 
     def _withdraw(self, request: Request) -> None:
-        """``request`` is abandoned. What it began the engine undoes; else it only waits no longer."""
+        """Withdraw an abandoned request. The engine undoes what it began; a request that has not begun just leaves the
+        queue."""
         if request.deferred and self._thread is not None:
             self._poke()
         elif request in self.requests.waiting:
@@ -139,24 +140,24 @@ class Engine:
             request.abandon(self.state)
 
     def refuse_nested(self) -> None:
-        """Raise MisuseError where this thread is within another call of the store, so that a signal handler makes this one."""
+        """Raise MisuseError where this thread is inside another call of the store: a signal handler makes this one."""
         if self._owned():
             raise MisuseError(
                 "a signal handler interrupted a call of this store and calls it, too: have the handler set a flag or raise, "
                 "and use the store after that"
             )
 
-    def launch(self, behind: Behind) -> None:
-        """Start its thread, from the engine's. Raises TieredError where the system has no thread left."""
+    def launch(self, worker: Worker) -> None:
+        """Have the engine's thread start the worker. Raises TieredError where the system has no thread left."""
         if self._thread is None:
-            behind.start()
+            worker.start()
             return
-        start = Work("the start of a thread", behind.start)
+        start = Work("the start of a thread", worker.start)
         self.wait(start)
         start.raise_failure()
 
     def begin(self, flush: Flush) -> None:
-        """Return when it has begun; somebody has to ``wait`` for its end."""
+        """Submit a flush and return when it has begun; a caller must ``wait`` for its end."""
         with self.lock:
             flush.on_done = self._changed.notify_all
             self._submit(flush)
@@ -165,7 +166,7 @@ class Engine:
                 wait_for(self._changed, 5.0)
 
     async def arrive(self, request: Request) -> None:
-        """``wait`` for a coroutine: no thread is blocked, and cancelling undoes what was granted meanwhile."""
+        """Wait as ``wait`` does, in a coroutine: no thread is blocked, and cancellation undoes a grant made meanwhile."""
         asked = self.config.clock()
         self.refuse_nested()
         loop = asyncio.get_running_loop()
@@ -182,7 +183,7 @@ class Engine:
         def notify() -> None:  # under the lock
             try:
                 loop.call_soon_threadsafe(wake)
-            except RuntimeError:  # the loop was closed meanwhile: nobody will ever resume the coroutine
+            except RuntimeError:  # the loop was closed meanwhile: the coroutine is never resumed
                 request.abandoned = True
                 request.abandon(self.state)
 
@@ -192,7 +193,7 @@ class Engine:
                 at_once = self._submit(request)
             if not at_once:
                 patience, progress = None if math.isinf(self.config.deadline) else self.config.deadline, math.nan
-                # Not wait_for: before Python 3.12 that forgets a cancellation which comes together with the result.
+                # Not wait_for: before Python 3.12 it loses a cancellation that arrives together with the result.
                 while not done.done() and progress != request.progress:
                     progress = request.progress
                     await asyncio.wait((done,), timeout=patience)
@@ -204,7 +205,7 @@ class Engine:
                 if not at_once:
                     self._stalled(request, waited, request.short)
                 self._count(request, asked, at_once)
-        except GeneratorExit:  # the event loop has gone, and the collector runs this, perhaps in a thread that has the lock
+        except GeneratorExit:  # the event loop is gone, and the collector runs this, perhaps in a thread that holds the lock
             self.later(give_up)
             raise
         except BaseException:
@@ -214,7 +215,7 @@ class Engine:
         request.raise_error()
 
     def _submit(self, request: Request) -> bool:
-        """Attempt ``request`` in the caller's thread; what is not done at once waits among the others. Under the lock."""
+        """Attempt ``request`` in the caller's thread; queue it if it is not done at once. Called under the lock."""
         self._refuse_stopped()
         state, queue = self.state, self.requests
         if state.changing:
@@ -223,7 +224,7 @@ class Engine:
             state.reap()
         state.number(request)
         done = queue.attempt_here(request)
-        if not done and self._thread is None and not request.deferred:  # whoever has no thread for it decides here
+        if not done and self._thread is None and not request.deferred:  # without an engine's thread the caller decides here
             done = queue.attempt(request)
         if not done:
             if request not in queue.waiting:
@@ -236,7 +237,7 @@ class Engine:
         return done
 
     def _anything_to_do(self) -> bool:
-        """Whether the engine's thread would find something to decide or to start."""
+        """Return whether the engine's thread has anything to decide or to start."""
         state = self.state
         if self.requests.waiting or state.transfers.waiting or any(state.transfers.promotions):
             return True
@@ -248,13 +249,13 @@ class Engine:
             self._follow(None)
 
     def _follow(self, read_ahead: ReadAhead | None) -> None:
-        """Evict and fetch along the order of ``read_ahead`` from here on, or no longer."""
+        """Evict and read ahead along the order of ``read_ahead`` from now on; None ends following."""
         self.read_ahead = read_ahead
         order = None if read_ahead is None else read_ahead.order
         self.state.follow(order, self.state.own_policies if order is None else order.policies())
 
     def _wait_for_recount(self) -> None:
-        """An exception struck who had the lock before, within a change."""
+        """Wait for the recount after an exception struck the lock's last owner within a change."""
         if self._thread is None:
             self._recount()
         began = self.config.clock()
@@ -262,20 +263,20 @@ class Engine:
             self._refuse_stopped()
             if self.config.clock() - began > self.config.deadline + GRACE:
                 raise CapacityError(
-                    "an exception struck a call, and the engine has to count what there is before the next one; but it waits "
-                    "for a transfer that does not end: what the store lies on is too slow, or does not answer"
+                    "an exception struck a call, and the engine has to count the tensors anew before the next one; but it "
+                    "waits for a transfer that does not end: the disk is too slow, or does not answer"
                 )
             self._poke()
             wait_for(self._changed, 0.5)
 
     def _recount(self) -> None:
-        """By the engine's thread. Where it does not come out, nothing that is kept can be trusted."""
+        """Count everything anew, in the engine's thread. Where that fails, no state can be trusted."""
         try:
             for streams in filter(None, self._streams):
-                streams.synchronize()  # fences may be lost, and so none may be needed
+                streams.synchronize()  # fences may be lost, so none may be needed
             self.state.recount()
         except BaseException as error:
-            self._condemned = error
+            self._unrepairable = error
             self._wake_everybody()
         self._changed.notify_all()
         self._refuse_stopped()
@@ -311,7 +312,7 @@ class Engine:
             request.short = bool(request.full_tiers)
 
     def hint(self, keys: Sequence[Key], tier: int) -> None:
-        """Prefetch; never waits, never raises on full. A newer hint replaces what older ones have not begun."""
+        """Prefetch ``keys``; never waits, and never raises where a tier is full. Replaces older hints that have not begun."""
         self.refuse_nested()
         with self.lock:
             waiting = self.requests.waiting
@@ -319,7 +320,7 @@ class Engine:
             self._submit(Prefetch(keys, tier))
 
     def sizes(self, keys: Iterable[Key]) -> dict[Key, int]:
-        """Bytes of each tensor that there is."""
+        """Return the bytes of each tensor that exists."""
         with self.lock:
             entries = ((key, self.state.directory.find(key)) for key in set(keys))
             return {key: entry.nbytes for key, entry in entries if entry is not None}
@@ -331,8 +332,8 @@ class Engine:
         rooms: Sequence[int],
         then: Then = "again",
     ) -> int:
-        """Evict, and fetch into ``rooms[i]`` bytes of tier i, along ``order`` from here on until it ends, or, where it is
-        empty, no longer; how many touches it planned anew."""
+        """Evict, and read ahead into ``rooms[i]`` bytes of tier i, along ``order`` until it ends; an empty order ends
+        following. Return the number of touches that were planned anew."""
         planned = len(order)
 
         def work() -> None:
@@ -345,7 +346,7 @@ class Engine:
                 elif order:
                     ahead = ReadAhead(self.scheduler, FollowedOrder(Plan(order, then), rooms, policies), self._costs)
                 self._follow(ahead)
-            except BaseException:  # a plan that is half another one is worse than none
+            except BaseException:  # a mixture of two plans is worse than none
                 self._follow(None)
                 raise
             self._look_ahead()
@@ -356,13 +357,13 @@ class Engine:
         return planned
 
     def _costs(self) -> list[tuple[float, float]]:
-        """Seconds per byte of each link, up and down, as measured; 0 where nothing moved yet."""
+        """Return the measured seconds per byte of each link, up and down; 0 where nothing moved yet."""
         return [(flows[Direction.UP].cost, flows[Direction.DOWN].cost) for flows in self._counters]
 
     # -- leases begin and end ----------------------------------------------------------------------------------------------
 
     def enter(self, copies: Sequence[Copy], tier: int) -> object:
-        """What the caller computes from here on runs after what the copies' fences stand for; the stream it computes on."""
+        """Make the caller's stream wait for the fences of the copies; return that stream."""
         streams = self._streams[tier]
         if streams is None:
             return None
@@ -373,8 +374,8 @@ class Engine:
         return stream
 
     def guard(self, tier: int, slot: Slot) -> object:
-        """What the caller computes from here on runs after what was queued with the memory of ``slot``, now its own; the stream
-        that it computes on."""
+        """Make the caller's stream wait for earlier work in the memory of ``slot``, which is the caller's now; return that
+        stream."""
         streams = self._streams[tier]
         if streams is None:
             return None
@@ -386,12 +387,13 @@ class Engine:
         return stream
 
     def fences(self, tier: int) -> tuple[Fence, ...]:
-        """A fence that passes when all that the caller has queued so far has run."""
+        """Return a fence that passes when all work that the caller has queued so far has run."""
         streams = self._streams[tier]
         return () if streams is None else (streams.record(streams.current()),)
 
     def released(self) -> None:
-        """Somebody's token died, whose hold is of use to others. In a forked child it is the parent's, and goes on."""
+        """Apply the death of a token whose hold others may wait for. Does nothing in a forked child, whose parent has the
+        hold."""
         if os.getpid() != self._pid or self._owned():
             return
         with self.lock:
@@ -401,7 +403,7 @@ class Engine:
                 self._poke()
 
     def look(self) -> None:
-        """Have everything applied that ended, so that what is counted is what there is."""
+        """Apply everything that ended, so that the counts are up to date."""
         self.refuse_nested()
         with self.lock:
             if self.state.changing:
@@ -409,20 +411,19 @@ class Engine:
             self.state.reap()
 
     def later(self, work: Callable[[], None]) -> None:
-        """Have ``work``, which may be done twice, done under the lock before anything else is. Takes no lock, as a finalizer
-        must not."""
+        """Run ``work``, perhaps twice, under the lock before anything else. Takes no lock, as a finalizer must not."""
         if os.getpid() == self._pid:
             self.state.later(work)
 
     def _fence(self, tier: int, stream: object) -> Fence | None:
-        """A fence that passes when all has run that ``stream`` has by now."""
+        """Return a fence that passes when all work that ``stream`` has now has run."""
         streams = self._streams[tier]
         return None if streams is None else streams.record(stream)
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """End the thread after every transfer in flight; what is not started never will be. Idempotent."""
+        """End the thread after every transfer in flight; queued transfers are never started. Idempotent."""
         if self._thread is None:
             self._close_links()
             return
@@ -433,13 +434,13 @@ class Engine:
         if os.getpid() == self._pid:
             while self._thread.is_alive():
                 self._thread.join(1.0)
-            with self.lock:  # who pokes has it
+            with self.lock:  # callers that wake the thread hold it
                 self._wake.close()
 
     def stop_elsewhere(self, stop: Callable[[], None]) -> bool:
-        """Whether this is the engine's own thread, which cannot wait for its end: then ``stop`` runs in another one.
+        """Return whether this is the engine's own thread, which cannot wait for its own end: then ``stop`` runs in another one.
 
-        The collector may find a store that nobody closed wherever it happens to run.
+        The collector may find a store that nobody closed in any thread.
         """
         if threading.current_thread() is not self._thread:
             return False
@@ -456,11 +457,11 @@ class Engine:
         self._wake.set()
 
     def _refuse_stopped(self) -> None:
-        if self._condemned is not None:
+        if self._unrepairable is not None:
             raise InterruptedStore(
-                f"an exception struck a call of this store, and what it left half done cannot be mended ({self._condemned!r}): "
-                "close the store and reopen it; the last commit holds"
-            ) from self._condemned
+                f"an exception struck a call of this store, and the state that it left cannot be repaired "
+                f"({self._unrepairable!r}): close the store and reopen it; the last commit holds"
+            ) from self._unrepairable
         if self._broken is not None:
             raise TieredError(f"the engine stopped on an internal error: {self._broken!r}") from self._broken
         if self._stopping:
@@ -490,8 +491,8 @@ class Engine:
             self._close_links()
 
     def _sleep(self, poller: select.poll) -> list[tuple[int, int]]:
-        """Until there is something to do. A view that died wakes nobody (its token's death runs no code that could); so as long
-        as somebody waits, it is looked for from time to time."""
+        """Sleep until there is something to do. The death of a view wakes nobody (no code runs then); so while a request waits,
+        the thread looks for dead views every LOOKS_EVERY milliseconds."""
         for _ in range(1000 // LOOKS_EVERY):
             found = poller.poll(LOOKS_EVERY if self.requests.waiting else 1000)
             if found or self.state.claims.ended or not self.requests.waiting:
@@ -499,7 +500,8 @@ class Engine:
         return []
 
     def turn(self) -> bool:
-        """One round: completions, requests, background write-backs, starts. True when anything moved. (Tests call it bare.)"""
+        """Run one round: completions, requests, background write-backs, starts. Return whether anything moved. (Tests call
+        it.)"""
         completions = [(index, done) for index, link in enumerate(self.links) for done in link.poll(0.0)]
         with self.lock:
             if self.state.changing:
@@ -521,7 +523,8 @@ class Engine:
         return bool(completions or finished or started)
 
     def _pump(self) -> bool:
-        """Hand queued transfers to their links, most urgent first. Outside the lock: a link may hash and submit here."""
+        """Hand queued transfers to their links, most urgent first. Outside the lock, because a link may hash and submit
+        here."""
         started = False
         for index, link in enumerate(self.links):
             with self.lock:
@@ -546,12 +549,12 @@ class Engine:
                 if link.start(transfer):
                     started = True
                     continue
-                with self.lock:  # a link may be full one way, and take what goes the other
+                with self.lock:  # the link may be full in one direction only
                     self.state.transfers.put_back(index, transfer)
         return started
 
     def _after(self, index: int, transfer: Transfer) -> tuple[Fence, ...]:
-        """What has to run on the upper tier's device before a link may touch the slot there."""
+        """Return the fences that a link must wait for before it may touch the slot in the upper tier."""
         if self._streams[index] is None:
             return ()
         pool = self.state.pools[index]
@@ -571,8 +574,8 @@ class Engine:
         )
 
     def record(self, limit: int, token: Token) -> Recorder | None:
-        """Write down what happens, up to ``limit`` events, until ``stop_recording``, or until somebody else asks after the
-        death of ``token``; None: somebody does already."""
+        """Record events, up to ``limit``, until ``stop_recording``, or until another recording begins after the death of
+        ``token``; None: a recording is running."""
         self.look()
         with self.lock:
             if self.recorder is not None and self._records() is not None:
@@ -582,7 +585,7 @@ class Engine:
             return self.recorder
 
     def stop_recording(self) -> None:
-        """Under the lock."""
+        """End the recording. Called under the lock."""
         self.recorder = self.state.transfers.recorder = None
 
     def _close_links(self) -> None:

@@ -1,9 +1,8 @@
-"""From a trace to a plan: when is each tensor needed next, and what has to be brought by when. Pure; no clock, no I/O.
+"""Eviction policies, and the plan along a known order of touches: when each tensor is needed next. Pure; no clock, no I/O.
 
-The order that is followed is a cycle, as a training step is, and positions count on for ever: position p is touch ``p % len``.
-Or it ends after one round, and from there on nothing is needed that is known.
-
-Who leaves a tier when room is needed.
+An order that is followed is a cycle, such as a training step, and positions count on for ever: position p is touch ``p % len``.
+Or the order ends after one round, and nothing is known to be needed after it. ``LRU`` needs no order; ``NextUse`` is Belady's
+rule along a plan.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from tiered.types import Candidate, Key, Then, Use
 __all__ = ["LRU", "NEVER", "NextUse", "Plan", "Record", "Touch", "touch_of"]
 
 NEVER = math.inf
-"""The next use of what is not in the order, or not in the rest of one that ends."""
+"""Next use of a tensor that is not in the order, or not in the rest of one that ends."""
 
 
 class Touch(NamedTuple):
-    """One tensor is leased, or put. ``tier`` is the name of the tier, None for the top one; ``nbytes`` the tensor's, 0 where it
-    is not known."""
+    """A lease or put of one tensor. ``tier`` is the name of the tier, None for the top one; ``nbytes`` the tensor's size, 0
+    where unknown."""
 
     key: Key
     tier: str | None = None
@@ -37,7 +36,7 @@ class Touch(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What is touched is written down here, up to ``most`` touches, as long as ``wanted()`` is something."""
+    """A recording of touches, up to ``most``, as long as ``wanted()`` is not None."""
 
     touches: list[Touch]
     most: float
@@ -45,10 +44,10 @@ class Record(NamedTuple):
 
 
 class Plan:
-    """Where in its order a loop is, and when it comes to what.
+    """The position of a loop in the order that it follows, and the next use of each tensor.
 
-    A loop may stray: leave touches out, put others in. Where it goes on is told from two touches in a row that fit. How long
-    it computes after each touch is learnt from round to round.
+    A loop may deviate: leave touches out, or insert others. Two consecutive touches that match determine where it goes on. The
+    seconds that it computes after each touch are learnt from round to round.
 
     ``end`` is the position from which on nothing is known: infinite in a cycle.
     """
@@ -58,10 +57,10 @@ class Plan:
         self.end = math.inf
         self._order: list[Touch] = []
         self._uses: dict[Key, list[int]] = {}
-        self._next: dict[Key, float] = {}  # as last looked up; it stays until the cursor has passed it
+        self._next: dict[Key, float] = {}  # by key, as last looked up; valid until the cursor has passed it
         self._took: list[float] = []  # seconds of computing after each touch of the cycle
-        self._before: list[float] = [0.0]  # the same, summed up to each touch, and over all
-        self._elsewhere: int | None = None  # where the loop may be instead
+        self._before: list[float] = [0.0]  # prefix sums of these seconds, and their total
+        self._elsewhere: int | None = None  # position that the loop may have jumped to
         self.replace(order, then)
 
     def __len__(self) -> int:
@@ -69,19 +68,19 @@ class Plan:
 
     @property
     def over(self) -> bool:
-        """Whether all touches have been made."""
+        """Whether all touches were made."""
         return self.cursor >= self.end
 
     @property
     def until(self) -> int:
-        """Where to stop looking ahead: a round on from the cursor, or at the end."""
+        """Position at which read-ahead stops: one round after the cursor, or the end."""
         return int(min(self.cursor + len(self._order), self.end))
 
     def at(self, position: int) -> Touch:
         return self._order[position % len(self._order)]
 
     def replace(self, order: Iterable[Touch], then: Then = "again") -> int:
-        """Follow another order; how many touches had to be planned anew (the common beginning has not)."""
+        """Follow another order; return the number of touches that were planned anew, those after the common beginning."""
         fresh = list(order)
         pairs = zip(self._order, fresh, strict=False)
         common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0][:3] == pair[1][:3], pairs))
@@ -95,7 +94,7 @@ class Plan:
         self._took[common:] = [0.0] * (len(fresh) - common)
         self._sum_up()
         if self._order:
-            # As far into the cycle as before, where the beginning is the same; else at its beginning.
+            # Keep the position in the cycle where the beginning is the same; else start at the beginning.
             into = self.cursor % len(self._order)
             self.cursor = into if into <= common and into < len(fresh) else 0
         self._order, self._elsewhere = fresh, None
@@ -104,7 +103,8 @@ class Plan:
         return len(fresh) - common
 
     def last_use(self, key: Key) -> int | None:
-        """Where in the cycle ``key`` was touched last; None: not in the order, or not yet in one that ends."""
+        """Return the position in the cycle of the last touch of ``key``; None: not in the order, or not yet in one that
+        ends."""
         uses = self._uses.get(key)
         if not uses:
             return None
@@ -112,7 +112,7 @@ class Plan:
         return uses[before] if before >= 0 or self.end == math.inf else None
 
     def next_use(self, key: Key) -> float:
-        """Position at which ``key`` is touched next, the cursor's own included; ``NEVER`` where there is none."""
+        """Return the position at which ``key`` is touched next, the cursor's own included; ``NEVER`` where there is none."""
         known = self._next.get(key, -1.0)
         if known < self.cursor:
             uses = self._uses.get(key)
@@ -120,16 +120,17 @@ class Plan:
         return known
 
     def seconds_until(self, position: int) -> float:
-        """What the loop computes from the touch at the cursor up to the one at ``position``, as far as that is known."""
+        """Return the seconds that the loop computes from the touch at the cursor to the one at ``position``, as far as
+        known."""
         return self.seconds_before(position) - self.seconds_before(self.cursor)
 
     def seconds_before(self, position: int) -> float:
-        """What it computes from position 0 up to the touch at ``position``."""
+        """Return the seconds that the loop computes from position 0 to the touch at ``position``."""
         cycles, into = divmod(position, len(self._order))
         return cycles * self._before[-1] + self._before[into]
 
     def took(self, position: int, seconds: float) -> None:
-        """After the touch at ``position`` it computed this long before it asked for the next one."""
+        """Learn that the loop computed ``seconds`` after the touch at ``position``, before it asked for the next one."""
         into = position % len(self._order)
         known = self._took[into]
         self._took[into] = (known + seconds) / 2 if known else seconds
@@ -137,7 +138,7 @@ class Plan:
             self._sum_up()
 
     def happened(self, key: Key) -> None:
-        """``key`` was touched."""
+        """Advance the cursor by a touch of ``key``."""
         uses = self._uses.get(key)
         if not uses or self.over:
             return
@@ -147,7 +148,7 @@ class Plan:
             self.cursor, self._elsewhere = self._elsewhere + 1, None
         else:
             after = self._following(uses, self.cursor) + 1
-            self._elsewhere = int(after) if after < self.end else None  # at the end no second touch could tell
+            self._elsewhere = int(after) if after < self.end else None  # at the end no second touch could confirm it
 
     def _following(self, uses: Sequence[int], position: int) -> float:
         cycle, into = divmod(position, len(self._order))
@@ -160,7 +161,7 @@ class Plan:
 
 
 def touch_of(touch: object) -> Touch:
-    """What an order may hold: a touch, or a key that is read. Raises MisuseError."""
+    """Return the touch of an element of an order, which may be a key that is read. Raises MisuseError."""
     if isinstance(touch, str):
         return Touch(touch)
     if not (
@@ -175,17 +176,17 @@ def touch_of(touch: object) -> Touch:
 
 
 _Rank = tuple[bool, float]
-"""Given up or not, and the position of the next use; the largest leaves first."""
+"""Whether the plan drops a copy, and the position of its next use; the largest leaves first."""
 
 
 class LRU:
-    """Least recently used first; but all that is clean before anything that is dirty, since that costs nothing and no wait.
+    """Least recently used first; but all clean copies before any dirty one, because they cost no write and no wait.
 
     A candidate that was never touched comes last of its kind.
     """
 
     def __init__(self) -> None:
-        self._order: OrderedDict[Key, None] = OrderedDict()  # oldest first
+        self._order: OrderedDict[Key, None] = OrderedDict()  # the oldest first
 
     def touched(self, key: Key) -> None:
         self._order[key] = None
@@ -195,7 +196,7 @@ class LRU:
         self._order.pop(key, None)
 
     def victims(self, nbytes: int, among: Mapping[Key, Candidate]) -> list[Key] | None:
-        """The first of ``among`` that together have ``nbytes``; None when all of them are too little."""
+        """Return the first of ``among`` that together have ``nbytes``; None when all of them are too little."""
         if nbytes <= 0:
             return []
         chosen: list[Key] = []
@@ -222,12 +223,12 @@ class LRU:
 class NextUse:
     """Furthest next use first (Belady 1966, "A study of replacement algorithms for a virtual-storage computer").
 
-    ``next_use(key)`` is the position in a known order at which a tensor is needed next, infinite for never, and is asked
-    whenever the tensor is touched; ``now()`` is the position that is reached. A dirty candidate counts as needed sooner by
-    ``price`` positions, for it costs a write. A candidate that was never touched comes last.
+    ``next_use(key)`` is the position in a known order at which a tensor is needed next, infinite for never, and is called
+    whenever the tensor is touched; ``now()`` is the present position. A dirty candidate counts as needed sooner by ``price``
+    positions, because it costs a write. A candidate that was never touched comes last.
 
-    ``dropped(key)``, asked at the same time, is whether a plan does without it until then: such candidates leave before all
-    others.
+    ``dropped(key)``, called at the same time, is whether a plan drops the tensor until its next use: such candidates leave
+    before all others.
     """
 
     def __init__(
@@ -241,7 +242,7 @@ class NextUse:
         self._next_use, self._now, self._price, self._dropped = next_use, now, price, dropped
         self.plans = dropped is not None
         self._known: dict[Key, _Rank] = {}
-        self._order: list[tuple[_Rank, Key]] = []  # who leaves last first
+        self._order: list[tuple[_Rank, Key]] = []  # the last one leaves first
 
     @classmethod
     def along(cls, plan: Plan, price: float, kept: Sequence[bool] | None) -> NextUse:
@@ -263,12 +264,12 @@ class NextUse:
             del self._order[bisect_left(self._order, (self._known.pop(key), key))]
 
     def drops(self, key: Key) -> bool:
-        """Whether it was given up when it was touched last."""
+        """Return whether the plan drops ``key`` after its last touch."""
         return key in self._known and self._known[key][0]
 
     def victims(self, nbytes: int, among: Mapping[Key, Candidate]) -> list[Key] | None:
-        """The first of ``among`` that together have ``nbytes``; None when all of them are too little."""
-        while self._order and self._order[0][0] < (False, self._now()):  # they were not used when they should have been
+        """Return the first of ``among`` that together have ``nbytes``; None when all of them are too little."""
+        while self._order and self._order[0][0] < (False, self._now()):  # not used when they should have been
             self.touched(self._order[0][1])
         if self._price:
             kinds = (self._ranked(among, False, 0.0), self._ranked(among, True, self._price))
@@ -285,7 +286,7 @@ class NextUse:
         return chosen if nbytes <= 0 else None
 
     def _ranked(self, among: Mapping[Key, Candidate], dirty: bool | None, price: float) -> Iterator[tuple[_Rank, Key]]:
-        """Candidates of one kind, or of both, the furthest first."""
+        """Yield candidates of one kind (or of both: None), the furthest first."""
         for (dropped, position), key in reversed(self._order):
             candidate = among.get(key)
             if candidate is not None and (dirty is None or candidate.dirty is dirty):

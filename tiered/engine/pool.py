@@ -1,6 +1,6 @@
-"""One tier's pool: its slots, the copies in them, and which of the copies may be evicted.
+"""The pool of one tier: its slots, the copies in them, and which of the copies may be evicted.
 
-Everything is kept up to date change by change, so that a question costs the same with ten copies and with a hundred thousand.
+All counts are updated with each change, so a query costs the same with ten copies and with a hundred thousand.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tiered.types import Fence, Key, Slot
 __all__ = ["MOVED", "Pool"]
 
 MOVED = 16
-"""Times its own bytes that a request may have moved within the tier to make room: no lease is granted meanwhile."""
+"""Most bytes, as a multiple of its own, that a request may have moved within the tier: no lease is granted meanwhile."""
 
 WEIGHED = 256
-"""So many copies, or groups of them, are looked at one by one to find out which have to leave."""
+"""Most copies, or groups of them, that are weighed one by one to find which have to leave."""
 
 
 class Pool:
@@ -30,7 +30,7 @@ class Pool:
 
     ``evictable`` are the copies that may leave, now or after a write-back; ``bytes_of[evictability]`` are the bytes of their
     slots; ``marked`` are victims that were chosen and have not left yet. ``aliased_evicted`` are EMPTY copies whose memory
-    somebody still looks at. ``largest`` is the largest slot that is given. Nothing leaves the ``bottom``.
+    still has aliases. ``largest`` is the largest allocated slot. Nothing leaves the ``bottom``.
     """
 
     def __init__(self, tier: Tier, policy: EvictionPolicy, *, bottom: bool) -> None:
@@ -41,18 +41,18 @@ class Pool:
         self.bytes_of = [0 for _ in Evictability]
         self.aliased_evicted: set[Copy] = set()
         self.used = self.peak = self.moved = self.largest = 0
-        self._sizes: Counter[int] = Counter()  # of the slots that are given
+        self._sizes: Counter[int] = Counter()  # of allocated slots
         self._memory = tier if isinstance(tier, Movable) else None
-        self._slots: list[Slot] = []  # all that are given, by offset
-        self._offsets: list[int] = []  # theirs
-        self.changes = 0  # how often anything did
+        self._slots: list[Slot] = []  # allocated ones, by offset
+        self._offsets: list[int] = []  # their offsets
+        self.changes = 0  # number of changes to the pool
         self._guards: list[tuple[Slot, Fence]] = []
 
     # -- slots -----------------------------------------------------------------------------------------------------------
 
     @property
     def free(self) -> int:
-        """Bytes that are in no slot; they may lie apart."""
+        """Bytes that are in no slot; they may be fragmented."""
         return self.tier.capacity - self.used
 
     @property
@@ -62,7 +62,7 @@ class Pool:
         return self.free + counts[Evictability.CLEAN] + counts[Evictability.FRESH] + counts[Evictability.WRITING_BACK]
 
     def allocate(self, nbytes: int, most: float = MOVED) -> Slot | None:
-        """A slot; what is in its way is moved where that is not more than ``most`` times ``nbytes``."""
+        """Allocate a slot, moving other slots out of its way where that takes at most ``most`` times ``nbytes``."""
         slot = self.tier.allocate(nbytes)
         if slot is None and self._memory is not None and nbytes <= self.free:
             slot = self._after_moves(self._memory, nbytes, most * nbytes)
@@ -71,19 +71,19 @@ class Pool:
         return slot
 
     def take(self, nbytes: int) -> Slot | None:
-        """A slot of room that is free in one piece; nothing is moved."""
+        """Allocate a slot where the room is free in one piece; nothing is moved."""
         slot = self.tier.allocate(nbytes)
         if slot is not None:
             self.account(slot)
         return slot
 
     def rounded(self, nbytes: int) -> int:
-        """Bytes of a slot of ``nbytes``."""
+        """Return the bytes of a slot for ``nbytes``."""
         alignment: int = getattr(self.tier, "alignment", 1)
         return -(-nbytes // alignment) * alignment
 
     def _movable(self) -> dict[int, Copy]:
-        """By offset, the copies whose bytes may be moved: nobody looks at them, and no transfer has their slot."""
+        """Return, by offset, the copies whose bytes may be moved: no alias refers to them, and no transfer uses their slot."""
         if self._memory is None:
             return {}
         if self.bottom:
@@ -92,7 +92,8 @@ class Pool:
         return {copy.slot.offset: copy for copy in self.evictable.values() if copy.evictability is not writing}
 
     def _after_moves(self, memory: Movable, nbytes: int, most: float) -> Slot | None:
-        """A slot of ``nbytes``, which are free but lie apart, once others have been moved; no other part remembers theirs."""
+        """Allocate a slot of ``nbytes``, which are free but fragmented, after moving others; only the pool stores their
+        slots."""
         movable = self._movable()
         plan = moves(self._slots, self.tier.capacity, nbytes, movable, most)
         for old, to in plan or ():
@@ -105,7 +106,7 @@ class Pool:
         return None if plan is None else self.tier.allocate(nbytes)
 
     def account(self, slot: Slot) -> None:
-        """``slot`` was taken from the tier."""
+        """Count ``slot``, which was taken from the tier."""
         self.changes += 1
         self._insert(slot)
         self.used += slot.nbytes
@@ -114,7 +115,7 @@ class Pool:
         self.largest = max(self.largest, slot.nbytes)
 
     def give_back(self, slot: Slot, fences: Iterable[Fence] = ()) -> None:
-        """Free a slot; who has it next must wait for ``fences``."""
+        """Free a slot; its next owner must wait for ``fences``."""
         self.changes += 1
         self._guards += [(slot, fence) for fence in fences if not fence.query()]
         self.tier.free(slot)
@@ -136,7 +137,7 @@ class Pool:
         del self._slots[at], self._offsets[at]
 
     def guards(self, slot: Slot) -> tuple[Fence, ...]:
-        """Fences of earlier slots in the same memory that have not passed."""
+        """Return fences of earlier slots in the same memory that have not passed."""
         if not self._guards:
             return ()
         self._guards = [(held, fence) for held, fence in self._guards if not fence.query()]
@@ -149,7 +150,7 @@ class Pool:
     # -- copies ----------------------------------------------------------------------------------------------------------
 
     def note(self, copy: Copy, evictability: Evictability) -> None:
-        """Learn that something about ``copy`` changed, which may be new, and what it means for eviction now."""
+        """Record a change of ``copy``, which may be new, and what the copy means for eviction now."""
         self.changes += 1
         if copy.state is State.EMPTY:
             if self.copies.get(copy.key) is copy:
@@ -166,12 +167,12 @@ class Pool:
                 self._reclassify(copy, evictability)
 
     def reap_dead_alias(self, copy: Copy) -> None:
-        """Free the slot of ``copy``, which is EMPTY: nobody looks at its memory any more."""
+        """Free the slot of ``copy``, which is EMPTY and has lost its last alias."""
         self.aliased_evicted.remove(copy)
         self.give_back(copy.slot, copy.fences)
 
     def rename(self, copy: Copy, key: Key) -> None:
-        """It is ``key``'s from here on."""
+        """Record that the copy belongs to ``key`` from now on."""
         del self.copies[copy.key]
         self.policy.forgotten(copy.key)
         self._reclassify(copy, Evictability.USED)
@@ -195,8 +196,8 @@ class Pool:
             self.evictable[copy.key] = copy
 
     def adopt(self, policy: EvictionPolicy) -> None:
-        """Have ``policy`` choose from here on; it learns which copies are there."""
-        for key in self.copies:  # or it would remember for ever what leaves meanwhile
+        """Have ``policy`` choose victims from now on; it learns which copies there are."""
+        for key in self.copies:  # else the old policy would remember copies that leave meanwhile
             self.policy.forgotten(key)
         self.policy = policy
         self.marked.clear()
@@ -204,13 +205,13 @@ class Pool:
             policy.touched(key)
 
     def mark_victim(self, copy: Copy) -> None:
-        """Prefer ``copy`` as a victim until somebody uses it: it was chosen to leave."""
+        """Prefer ``copy``, which was chosen as a victim, until it is used."""
         self.marked[copy.key] = copy
 
     def victims(self, nbytes: int, accept: Callable[[Copy], bool], most: float = MOVED) -> list[Copy] | None:
         """Return copies that free ``nbytes`` in one piece: marked ones, then the policy's first; None when all are too little.
 
-        For that what stays may have to be moved, not more than ``most`` times ``nbytes``.
+        The remaining slots may have to be moved, at most ``most`` times ``nbytes``.
         """
         among = _Among(self.evictable, accept)
         chosen = [copy for copy in self.marked.values() if accept(copy)]
@@ -230,14 +231,15 @@ class Pool:
             wanted = 2 * max(wanted, kept)
 
     def first(self, nbytes: int, accept: Callable[[Copy], bool]) -> list[Copy]:
-        """The policy's first victims that have ``nbytes`` together, wherever they lie; all there are where that is less."""
+        """Return the policy's first victims that together have ``nbytes``, anywhere in the tier; all of them where that is
+        less."""
         among = _Among(self.evictable, accept)
         keys = self.policy.victims(nbytes, among)
         return list(among.values()) if keys is None else [self.evictable[key] for key in keys]
 
     def enough(self, nbytes: int, copies: list[Copy], most: float = MOVED) -> list[Copy] | None:
-        """Of the shortest beginning of ``copies`` without which ``nbytes`` fit in one piece, those that have to go for that;
-        of very many, some that lie beside these in that order, too."""
+        """Return the copies that must leave so that ``nbytes`` fit in one piece, out of the shortest sufficient prefix of
+        ``copies``; with very many copies, some of their neighbours in that order, too."""
         if copies and copies[0].slot.nbytes >= nbytes:
             return copies[:1]
         movable = self._movable()
@@ -253,7 +255,7 @@ class Pool:
         if not enough(copies):
             return None
         needed: list[Copy] = []
-        least = -(-len(copies) // each)  # so many times ``each`` of them are enough, beside those needed
+        least = -(-len(copies) // each)  # groups of the prefix that are sufficient, beside those needed
         while not enough(needed):
             low = 0
             while low + 1 < least:
@@ -267,12 +269,12 @@ class Pool:
         return needed
 
     def together(self, nbytes: int, copies: Iterable[Copy]) -> list[Copy] | None:
-        """Of ``copies``, which are as good to lose as any, neighbours that leave ``nbytes`` in one piece: those with the fewest
-        bytes. None: nowhere do enough of them lie together. Nothing is moved for it."""
+        """Return neighbouring copies of ``copies`` (equally good victims) that leave ``nbytes`` in one piece, with the fewest
+        bytes. None: nowhere do enough of them lie together. Nothing is moved."""
         best: list[Copy] | None = None
         least = math.inf
-        run: deque[Copy] = deque()  # neighbours
-        going = start = last = 0  # their bytes, where what they leave begins, and the last one's place among the slots
+        run: deque[Copy] = deque()  # adjacent copies
+        going = start = last = 0  # their bytes, the start of the room that they leave, and the index of the last one's slot
         for copy in sorted(copies, key=lambda copy: copy.slot.offset):
             at = bisect_left(self._offsets, copy.slot.offset)
             if not run or at != last + 1:
@@ -291,17 +293,17 @@ class Pool:
         return best
 
     def _end(self, index: int) -> int:
-        """Where the slot of that number ends."""
+        """Return the end of the slot with that index; 0 for -1."""
         return self._slots[index].offset + self._slots[index].nbytes if index >= 0 else 0
 
     def would_fit(self, nbytes: int, without: Iterable[Copy]) -> bool:
-        """Whether there were ``nbytes`` in one piece if the copies ``without`` were gone, and nothing is moved."""
+        """Return whether ``nbytes`` would fit in one piece, without moves, if the copies ``without`` were gone."""
         leaving = {copy.slot.offset for copy in without}
         staying = [slot for slot in self._slots if slot.offset not in leaving]
         return moves(staying, self.tier.capacity, nbytes, (), 0) is not None
 
     def neighbours(self, without: Iterable[Copy]) -> frozenset[Slot]:
-        """The slots that stay when ``without`` go."""
+        """Return the slots that stay when ``without`` leave."""
         return frozenset(self._slots).difference(copy.slot for copy in without)
 
     def recount(
@@ -309,10 +311,10 @@ class Pool:
     ) -> None:
         """Count everything anew, after an exception struck within a change.
 
-        ``copies`` are those that the directory has here, ``aliased`` the evicted ones that somebody still looks at, ``others``
-        the slots that are somebody's for another reason. ``policy`` has seen none of them.
+        ``copies`` are those that the directory has in this tier, ``aliased`` the evicted ones that still have aliases,
+        ``others`` the slots that are in use otherwise. ``policy`` has seen none of them.
 
-        Raises AssertionError where two slots overlap, or the tier cannot say anew which of its slots are given.
+        Raises AssertionError where two slots overlap, or the tier cannot restore its set of slots.
         """
         assert isinstance(self.tier, Restorable), f"tier {self.tier.name} cannot tell anew which of its slots are given"
         self.copies = {copy.key: copy for copy in copies}
@@ -337,7 +339,7 @@ class Pool:
     # -- looking in ------------------------------------------------------------------------------------------------------
 
     def why_full(self, nbytes: int) -> str:
-        """Of a tier that has none below."""
+        """Return the error text of a full tier without a tier below."""
         return (
             f"no room for {nbytes:,} bytes: {len(self.copies):,} tensors have {self.used:,} of the "
             f"{self.tier.capacity:,} bytes in tier {self.tier.name}, and there is no tier below: delete some, "
@@ -345,7 +347,8 @@ class Pool:
         )
 
     def why_never(self, nbytes: int) -> str:
-        """A disk's capacity is what it has now: when a neighbour filled it, its own answer says more."""
+        """Return why ``nbytes`` never fit. A disk's capacity is what it has now: when others filled it, the tier's own answer
+        says more."""
         why = getattr(self.tier, "refusal", None)
         if why:
             return f"no room for {nbytes:,} bytes: {why}"
@@ -355,7 +358,7 @@ class Pool:
         )
 
     def holders(self) -> list[Copy]:
-        """Copies that are leased, or that somebody still refers to after a lease; the largest first."""
+        """Return the copies that are leased, or have aliases after a lease; the largest first."""
         held = [copy for copy in (*self.copies.values(), *self.aliased_evicted) if copy.leased or copy.aliases]
         return sorted(held, key=lambda copy: -copy.slot.nbytes)
 
@@ -364,7 +367,7 @@ class Pool:
         return TierStatistics(self.tier.name, self.tier.capacity, self.used, self.peak, len(self.copies), held, self.moved)
 
     def check(self) -> None:
-        """Assert that what is kept up to date is what counting anew gives (for tests)."""
+        """Assert that the counts are those of counting anew (for tests)."""
         counted = [0 for _ in Evictability]
         for copy in self.copies.values():
             kind, now = copy.evictability, copy.classify()
@@ -381,7 +384,7 @@ class Pool:
 
 
 class _Among(Mapping[Key, Copy]):
-    """Those of ``copies`` that are accepted, without making another dict of them."""
+    """A view of the accepted ones of ``copies``, without another dict."""
 
     def __init__(self, copies: Mapping[Key, Copy], accept: Callable[[Copy], bool]) -> None:
         self._copies, self._accept = copies, accept

@@ -1,23 +1,23 @@
-"""Where every tensor is: a state per copy, that is per (tensor, tier), and the only code that changes one.
+"""The residency table: a state per copy, that is per (tensor, tier), and the only code that changes a state.
 
 No threads, no torch, no I/O. Tiers are numbered from the top (0, next to the compute) to the bottom (the last one).
 
 ==================================  ==============================================================
-edge                                fired by
+edge                                taken by
 ==================================  ==============================================================
 EMPTY -> FILLING                    ``begin_fill`` / ``begin_writeback``: a transfer into it is admitted
 FILLING -> CLEAN                    filled from below, or it is the bottom
-FILLING -> DIRTY                    filled from above, and there is a tier below that has not got the bytes yet
+FILLING -> DIRTY                    filled from above, and a tier below does not have the bytes yet
 FILLING -> EMPTY                    the transfer failed
 EMPTY -> DIRTY                      ``put``
 CLEAN -> DIRTY                      a WRITE lease is granted: every other copy is superseded at once, not at its release
 CLEAN -> EMPTY                      evicted, superseded, deleted
 DIRTY -> EMPTY                      superseded, deleted
 DIRTY -> WRITEBACK                  ``begin_writeback``: a transfer down is admitted
-WRITEBACK -> CLEAN / DIRTY          the transfer is done / failed
+WRITEBACK -> CLEAN / DIRTY          the transfer succeeded / failed
 ==================================  ==============================================================
 
-CLEAN means: this is the bottom, or some tier below holds the same bytes. So a CLEAN copy above the bottom that nobody leases
+CLEAN means: this is the bottom, or some tier below holds the same bytes. So a CLEAN copy above the bottom that is not leased
 may be evicted without moving a byte.
 """
 
@@ -31,6 +31,7 @@ from tiered.errors import CapacityError, KeyNotFound, LeaseConflict, TieredError
 from tiered.types import Access, Fence, Key, Slot, TensorSpec
 
 __all__ = ["EDGES", "Copy", "Directory", "Entry", "Evictability", "State"]
+
 
 class State(enum.Enum):
     EMPTY = "empty"
@@ -56,19 +57,20 @@ EDGES: frozenset[tuple[State, State]] = frozenset(
     }
 )
 
+
 class Evictability(enum.IntEnum):
     """What a copy means to a search for room in its tier."""
 
     USED = 0
-    """Somebody looks at it, something moves it, or it is gone: it cannot leave."""
+    """The copy is referenced, a transfer uses it, or it has no bytes: it cannot leave."""
     CLEAN = 1
-    """It can leave at once."""
+    """The copy can leave at once."""
     FRESH = 2
-    """It can leave at once, but was prefetched and nobody has used it yet."""
+    """The copy can leave at once, but was prefetched and has not been used yet."""
     DIRTY = 3
-    """It can leave after it was written back."""
+    """The copy can leave after a write-back."""
     WRITING_BACK = 4
-    """It is being written back and can leave after that."""
+    """The copy is being written back and can leave after that."""
 
 
 _VALID = frozenset({State.CLEAN, State.DIRTY, State.WRITEBACK})
@@ -77,15 +79,16 @@ _IN_FLIGHT = frozenset({State.FILLING, State.WRITEBACK})
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """One tensor in one slot of one tier. It lives from its slot's allocation until EMPTY; then a new one is made.
+    """A tensor's bytes in one slot of one tier. A copy exists from its slot's allocation until it is EMPTY; then a new one is
+    made.
 
     ``aliases`` counts views of the slot's memory that are still reachable outside; a slot is given back only when the copy is
-    EMPTY *and* none is left. ``reads_from`` counts transfers up that read this slot. ``checksums`` and ``generation`` describe
-    the bytes of a bottom copy; ``record`` is what a manifest says of it, once that is known. ``fences`` guard the slot (the
-    engine's). ``witness`` is the store's (it shares torch's version counter between leases), ``version`` that counter when its
-    write-back began, and ``sealed`` the counter when the first of its READ leases began. ``lent_clean`` is whether it was
-    CLEAN then. ``spoiled``: it was written to under one, so it does not hold the tensor's bytes any more. ``evictability`` is
-    what the pool has counted it as.
+    EMPTY *and* no alias is left. ``reads_from`` counts transfers up that read this slot. ``checksums`` and ``generation``
+    describe the bytes of a bottom copy; ``record`` is its encoded manifest entry, once known. ``fences`` guard the slot (the
+    engine's). ``witness`` is the store's (it shares torch's version counter between leases), ``version`` is that counter when
+    the write-back began, ``sealed`` the counter when the first of its READ leases began, and ``lent_clean`` whether the copy
+    was CLEAN then. ``spoiled``: it was written to under a READ lease, so it does not hold the tensor's bytes any more.
+    ``evictability`` is the value under which the pool counts it.
     """
 
     key: Key
@@ -114,28 +117,28 @@ class Copy:
         return self._state
 
     def become(self, state: State) -> None:
-        """Take an edge of the table. Nothing else changes ``state``."""
+        """Take an edge of the table; nothing else changes ``state``."""
         assert (self._state, state) in EDGES, f"{self.key!r}: illegal edge {self._state.name} -> {state.name}"
         self._state = state
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its slot."""
+        """Bytes of the copy's slot."""
         return self.slot.nbytes
 
     @property
     def dirty(self) -> bool:
-        """No tier below has its bytes yet."""
+        """Whether no tier below has the copy's bytes."""
         return self._state is State.DIRTY or self._state is State.WRITEBACK
 
     @property
     def valid(self) -> bool:
-        """It holds the tensor's bytes."""
+        """Whether the copy holds the tensor's bytes."""
         return self._state in _VALID
 
     @property
     def in_flight(self) -> bool:
-        """A transfer uses its slot."""
+        """Whether a transfer uses the copy's slot."""
         return self._state in _IN_FLIGHT or self.reads_from > 0
 
     @property
@@ -144,22 +147,23 @@ class Copy:
 
     @property
     def idle(self) -> bool:
-        """Nobody looks at it and nothing moves it."""
+        """Whether no lease, alias or transfer uses the copy."""
         return not (self.leased or self.in_flight or self.aliases)
 
     @property
     def still(self) -> bool:
-        """Its bytes do not change: a lease, if there is one, is for READ, and nobody looks at it from one that ended."""
+        """Whether the bytes are stable: no WRITE lease, no transfer, and no alias from an ended lease unless READ leases are
+        open."""
         return not (self.writers or self.in_flight or (self.aliases and not self.readers))
 
     @property
     def written(self) -> bool:
-        """Somebody wrote to it, under whatever lease or none, since its write-back began."""
+        """Whether the copy was written to, under any lease or none, since its write-back began."""
         return self._witnessed() != self.version
 
     @property
     def unsealed(self) -> bool:
-        """It was written to under a READ lease."""
+        """Whether the copy was written to under a READ lease."""
         return self.spoiled or (self.readers > 0 and self._witnessed() != self.sealed)
 
     def note_version(self) -> None:
@@ -170,8 +174,8 @@ class Copy:
 
     @property
     def stuck(self) -> bool:
-        """It cannot be written back: that failed, for another reason than want of room, which there may be by now; or it does
-        not hold the tensor's bytes."""
+        """Whether the copy cannot be written back: a write-back failed, not for lack of room (there may be room by now), or the
+        copy does not hold the tensor's bytes."""
         return self.spoiled or (self.failure is not None and not isinstance(self.failure, CapacityError))
 
     def classify(self) -> Evictability:
@@ -188,9 +192,9 @@ class Copy:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A tensor: what it is, and its copies, one place per tier (None is EMPTY).
+    """A tensor: its spec and its copies, one per tier (None is EMPTY).
 
-    ``name`` is its key for the caller; ``key`` is another one once it was set aside.
+    ``name`` is the caller's key for it; ``key`` differs once the tensor was set aside.
     """
 
     key: Key
@@ -198,12 +202,12 @@ class Entry:
     tensor_id: int
     copies: list[Copy | None] = field(default_factory=list)
     nbytes: int = field(init=False)
-    """Bytes a slot must have; an empty tensor still takes one."""
+    """Bytes that a slot must have; a tensor without bytes still takes one."""
     empty: bool = field(init=False)
-    """It has no bytes."""
+    """Whether the tensor has no bytes."""
     name: Key = field(init=False)
     writers: int = 0
-    """Open WRITE leases: 0 or 1."""
+    """Number of open WRITE leases: 0 or 1."""
 
     def __post_init__(self) -> None:
         nbytes = self.spec.nbytes
@@ -212,7 +216,7 @@ class Entry:
 
     @property
     def aside(self) -> bool:
-        """Nobody can ask for it any more."""
+        """Whether the tensor was set aside: no caller can ask for it any more."""
         return self.key != self.name
 
     @property
@@ -231,7 +235,7 @@ class Entry:
 
     @property
     def unsaved(self) -> Copy | None:
-        """The copy that some tier below has not got yet (DIRTY or WRITEBACK), if there is one."""
+        """The copy that no tier below has yet (DIRTY or WRITEBACK); None where there is none."""
         for copy in self.copies:
             if copy is not None and copy.state in (State.DIRTY, State.WRITEBACK):
                 return copy
@@ -241,7 +245,7 @@ class Entry:
 class Directory:
     """All tensors of a store.
 
-    ``changed(copy, evictability)`` is called after each change of a copy: its state, its leases, who reads it.
+    ``changed(copy, evictability)`` is called after each change of a copy: its state, its leases, the transfers that read it.
     """
 
     def __init__(self, depth: int, changed: Callable[[Copy, Evictability], None]) -> None:
@@ -267,19 +271,19 @@ class Directory:
         return iter(self._entries.values())
 
     def all_entries(self) -> Iterator[Entry]:
-        """Also those whose name is free for another tensor."""
+        """Yield all tensors, those that were set aside too."""
         yield from self._entries.values()
         yield from self._aside.values()
 
     def set_aside_entries(self) -> Iterator[Entry]:
-        """Those whose name is free for another tensor."""
+        """Yield the tensors that were set aside: their names are free for others."""
         return iter(self._aside.values())
 
     def find(self, key: Key) -> Entry | None:
         return self._entries.get(key) or self._aside.get(key)
 
     def entry(self, key: Key) -> Entry:
-        """Raises KeyNotFound."""
+        """Return the tensor ``key``. Raises KeyNotFound."""
         found = self.find(key)
         if found is None:
             raise KeyNotFound(f"no tensor {key!r} in the store")
@@ -288,9 +292,9 @@ class Directory:
     # -- coming and going ------------------------------------------------------------------------------------------------
 
     def put(self, key: Key, spec: TensorSpec, tier: int, slot: Slot, fences: tuple[Fence, ...] = ()) -> Entry:
-        """New bytes in ``slot``, ready after ``fences``, replace whatever ``key`` was. Raises LeaseConflict while it is leased.
+        """Replace the tensor ``key`` by the bytes in ``slot``, ready after ``fences``. Raises LeaseConflict while it is leased.
 
-        One store into the dict makes it so: before it the old tensor is there, after it the new one is.
+        One store into the dict is the change: before it the directory has the old tensor, after it the new one.
         """
         self.refuse_leased(key)
         entry = Entry(key, spec, self.next_id, [None] * self.depth)
@@ -311,7 +315,7 @@ class Directory:
         return entry
 
     def add(self, key: Key, spec: TensorSpec, tensor_id: int) -> Entry:
-        """A tensor without any copy yet."""
+        """Add a tensor without copies."""
         assert key not in self._entries
         entry = Entry(key, spec, tensor_id, [None] * self.depth)
         self._entries[key] = entry
@@ -319,7 +323,7 @@ class Directory:
         return entry
 
     def restore(self, key: Key, spec: TensorSpec, tensor_id: int, slot: Slot, checksums: bytes, generation: int) -> Entry:
-        """A tensor that a manifest says is at the bottom."""
+        """Add a tensor whose bytes are at the bottom, according to a manifest."""
         entry = self.add(key, spec, tensor_id)
         copy = Copy(key, self.depth - 1, slot, checksums=checksums, generation=generation)
         copy.become(State.FILLING)
@@ -329,7 +333,7 @@ class Directory:
         return entry
 
     def forget(self, key: Key) -> None:
-        """Delete. Raises KeyNotFound, LeaseConflict; the caller has waited for transfers in flight."""
+        """Delete a tensor. Raises KeyNotFound, LeaseConflict. No transfer of the tensor may be in flight."""
         entry = self.entry(key)
         self.refuse_leased(key)
         assert not entry.in_flight
@@ -337,14 +341,15 @@ class Directory:
         self._vacate_all(entry)
 
     def set_aside(self, entry: Entry) -> None:
-        """Its name is free for another tensor; it goes on under a key that no name is, until it is forgotten."""
+        """Free the tensor's name for another tensor; it keeps existing under a key that is nobody's name, until it is
+        forgotten."""
         assert not entry.in_flight and not entry.leased
         del self._entries[entry.key]
         entry.key = f"{entry.name}\0replaced\0{entry.tensor_id}"
         self._aside[entry.key] = entry
 
     def refuse_leased(self, key: Key) -> None:
-        """Raises LeaseConflict while ``key`` cannot be replaced or deleted."""
+        """Raise LeaseConflict while ``key`` cannot be replaced or deleted."""
         entry = self._entries.get(key)
         if entry is not None and entry.leased:
             raise LeaseConflict(f"tensor {key!r} is leased: it can be replaced or deleted after its leases have ended")
@@ -354,12 +359,13 @@ class Directory:
         self._vacate(self.entry(copy.key), copy)
 
     def discard(self, copy: Copy) -> None:
-        """A CLEAN copy that does not hold the tensor's bytes: those below do."""
+        """Drop a CLEAN copy that does not hold the tensor's bytes; the copies below do."""
         assert copy.state is State.CLEAN and not copy.leased and not copy.in_flight and copy.tier < self.depth - 1
         self._vacate(self.entry(copy.key), copy)
 
     def move(self, copy: Copy, slot: Slot) -> Copy:
-        """``copy``'s bytes were copied to ``slot`` of the same tier; the old slot goes to whoever still has aliases of it."""
+        """Record that ``copy``'s bytes were copied to ``slot`` of the same tier; the old slot stays until its last alias is
+        gone."""
         entry = self.entry(copy.key)
         assert copy.state is State.DIRTY and not copy.leased and not copy.in_flight
         fresh = Copy(copy.key, copy.tier, slot, fences=copy.fences)
@@ -372,14 +378,14 @@ class Directory:
     # -- leases ----------------------------------------------------------------------------------------------------------
 
     def grant(self, entry: Entry, tier: int, access: Access) -> Copy:
-        """Open a lease on a valid copy. Raises LeaseConflict; WRITE also needs that no transfer is in flight."""
+        """Open a lease on a valid copy. Raises LeaseConflict; WRITE also requires that no transfer is in flight."""
         copy = entry.copies[tier]
         assert copy is not None and copy.valid
         self.refuse_conflict(entry, access)
         return self.lend(entry, tier, access)
 
     def lend(self, entry: Entry, tier: int, access: Access) -> Copy:
-        """``grant`` for who has asked ``refuse_conflict`` already."""
+        """Open a lease as ``grant`` does, after ``refuse_conflict`` was called."""
         copy = entry.copies[tier]
         assert copy is not None and copy.valid
         if access is Access.WRITE:
@@ -402,7 +408,7 @@ class Directory:
         return copy
 
     def to_lease(self, key: Key, access: Access) -> Entry:
-        """Return the tensor ``key``. Raises KeyNotFound, and LeaseConflict where an open lease is in the way."""
+        """Return the tensor ``key``. Raises KeyNotFound, and LeaseConflict where an open lease excludes the new one."""
         entry = self.find(key)
         if entry is None:
             raise KeyNotFound(f"no tensor {key!r} in the store")
@@ -411,7 +417,7 @@ class Directory:
         return entry
 
     def refuse_conflict(self, entry: Entry, access: Access) -> None:
-        """Raise LeaseConflict where an open lease is in the way of another one."""
+        """Raise LeaseConflict where an open lease excludes another one."""
         if entry.writers or (access is Access.WRITE and entry.leased):
             held = "WRITE" if entry.writers else "READ"
             raise LeaseConflict(f"tensor {entry.key!r} has an open {held} lease; a {access.name} lease must wait for its end")
@@ -429,11 +435,11 @@ class Directory:
     # -- transfers -------------------------------------------------------------------------------------------------------
 
     def begin_fill(self, entry: Entry, tier: int, slot: Slot) -> Copy:
-        """A transfer up, from the tier below, is admitted into ``slot``."""
+        """Record that a transfer up, from the tier below, into ``slot`` was admitted."""
         source = entry.copies[tier + 1]
         assert source is not None and source.valid and entry.copies[tier] is None and not entry.writers
         source.reads_from += 1
-        source.prefetched = False  # it was of use
+        source.prefetched = False  # the prefetch was of use
         copy = Copy(entry.key, tier, slot)
         copy.become(State.FILLING)
         entry.copies[tier] = copy
@@ -453,7 +459,7 @@ class Directory:
             self._vacate(entry, copy)
 
     def begin_writeback(self, entry: Entry, tier: int, slot: Slot) -> Copy:
-        """A transfer down, into the tier below, is admitted."""
+        """Record that a transfer down, into the tier below, was admitted."""
         source = entry.copies[tier]
         assert source is not None and not source.writers and not source.in_flight and entry.copies[tier + 1] is None
         source.become(State.WRITEBACK)
@@ -483,7 +489,8 @@ class Directory:
         self._changed(source)
 
     def repeat_writeback(self, entry: Entry, tier: int) -> None:
-        """A transfer down ended well, but what it read was written to meanwhile: some of it is old and some is new."""
+        """Record that a transfer down succeeded, but its source was written to meanwhile, so that the bytes are old and new
+        ones."""
         source, copy = entry.copies[tier], entry.copies[tier + 1]
         assert source is not None and copy is not None
         source.become(State.DIRTY)
@@ -506,11 +513,11 @@ class Directory:
         self._changed(copy)
 
     def recount(self, claims: Iterable[tuple[Copy, Access]], reads: Iterable[Copy]) -> None:
-        """Make every copy what the table says, after an exception struck within a change of it: ``claims`` are the leases that
-        there are, ``reads`` the copies that transfers up read. Calls nobody.
+        """Restore the table's invariants after an exception struck within a change: ``claims`` are the existing leases,
+        ``reads`` the copies that transfers up read. No observer is called.
 
-        A change of a caller's thread takes away first and says what stays last. So what it left half done is completed: a copy
-        that is EMPTY is gone, what a WRITE lease supersedes is, and a CLEAN copy with nothing below has become the only one.
+        A change in a caller's thread removes first and records last. So an unfinished change is completed: an EMPTY copy is
+        removed, so are copies that a WRITE lease supersedes, and a CLEAN copy with nothing below becomes the only one.
         """
         leased = list(claims)
         for entry in self.all_entries():

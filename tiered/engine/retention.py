@@ -1,10 +1,10 @@
-"""Which tensors to keep until their next use, along a known order of accesses. Pure, and without dependencies.
+"""The retention plan: which tensors to keep until their next use, along a known order of touches. Pure, no dependencies.
 
-Finding the best choice is NP-hard; ``bench/optimum.py`` gives the sources and a bound. Taken is what is needed furthest in the
-future (Belady, "A study of replacement algorithms", 1966), a dirty copy counting as nearer by a price. Or some stay for good,
-those that are touched most often, and the others come and go in what is left. Of a few prices, and of a few shares for what
-stays, the one at which the fewest bytes move, counted along the order as if free room never lay apart. Tenths of a second for
-2,000 touches.
+Finding the best choice is NP-hard; ``bench/optimum.py`` gives the sources and a bound. The plan drops the tensor that is needed
+furthest in the future (Belady, "A study of replacement algorithms", 1966), where a dirty copy counts as nearer by a price. Or
+the tensors that are touched most often stay for good, and the streaming working set uses the rest. Of a few prices, and of a
+few shares of memory for tensors that stay, it takes the one that moves the fewest bytes, counted along the order as if free
+room were never fragmented. Takes tenths of a second for 2,000 touches.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from tiered.types import Key, Then, Use
 
 __all__ = ["RetentionPlan", "affordable", "bytes_moved", "dead_after", "decide", "room_for"]
 
-PRICES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0)  # of a write-back, in mean interval lengths; the best one is kept
-SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of the room, for what stays for good
+PRICES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0)  # of a write-back, in mean interval lengths; the best one is taken
+SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of the room, for tensors that stay for good
 SIMULATED = 20_000
-"""Touches of an order up to which prices are tried; beyond, what is needed last goes first."""
+"""Longest order, in touches, for which prices are tried; along a longer one the furthest next use leaves first."""
 SETTLED = 50_000
-"""Touches of an order up to which it is worth a second to know what stays; beyond, what is needed last leaves first."""
+"""Longest order, in touches, for which the plan says of each touch whether the tensor stays (up to a second); along a longer
+one the furthest next use leaves first."""
 DEAR = 1.02
-"""Times the bytes that move without it: what room for fetching ahead may cost."""
+"""Factor of bytes moved that room for read-ahead may cost at most."""
 
 _Touched = tuple[tuple[Key, Use, int], ...]
 """The key, the use and the size of each touch."""
 
 
 ROOM = 64 << 20
-"""Bytes that keep a link busy both ways: arrivals, tensors that wait for their use, write-behind."""
+"""Bytes that keep a link busy in both directions: arrivals, tensors that wait for their use, write-behind."""
 SHARE_OF_TIER, SHARE_OF_MISSING = 8, 64
-"""That room is at most one in so many bytes of the tier, because so much less is kept; and one in so many of what does not fit,
-because where little has to move there is little to hide."""
+"""Bounds of that room: one SHARE_OF_TIERth of the tier, because so much less is kept, and one SHARE_OF_MISSINGth of the bytes
+that do not fit, because a small transfer volume needs little overlap."""
 MOST = 4
-"""That room is at most one in so many bytes of a tier, however large one tensor is."""
+"""Bound of that room: one MOSTth of the tier, however large one tensor is."""
 
 
 def room_for(capacity: int, missing: int, largest: int) -> int:
@@ -49,29 +50,29 @@ def room_for(capacity: int, missing: int, largest: int) -> int:
 
 
 class RetentionPlan(NamedTuple):
-    """What leaves first: what is not ``keep`` after its last touch (None: all is), then what is needed last, where a copy that
-    must be written back counts as needed sooner by ``price`` touches."""
+    """The order of eviction: first tensors that are not in ``keep`` after their last touch (None: all are), then the furthest
+    next use, where a copy that must be written back counts as needed sooner by ``price`` touches."""
 
     price: float = 0.0
     keep: tuple[bool, ...] | None = None
 
     def rank(self, position: int, next_use: float, dirty: bool) -> tuple[bool, float]:
-        """Of a copy that was touched at ``position`` of the cycle; the largest leaves first."""
+        """Return the rank of a copy that was touched at ``position`` of the cycle; the largest leaves first."""
         return self.keep is not None and not self.keep[position], next_use - (self.price if dirty else 0.0)
 
 
 def decide(
     keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], capacity: int, *, then: Then = "again", spare: int = 0
 ) -> RetentionPlan:
-    """What to keep in ``capacity`` bytes while they are touched in this order.
+    """Return the plan for ``capacity`` bytes along this order.
 
-    ``spare`` bytes of it are left to what is fetched ahead and written behind. With some, the decision says of each touch
-    whether what was touched stays.
+    ``spare`` bytes are left to read-ahead and write-behind. If there are some, the plan says of each touch whether the tensor
+    stays.
     """
     return _decision(tuple(zip(keys, uses, sizes, strict=True)), capacity, spare, then)
 
 
-@lru_cache(maxsize=8)  # training and evaluation take turns
+@lru_cache(maxsize=8)  # training and evaluation alternate
 def _decision(touches: _Touched, capacity: int, spare: int, then: Then) -> RetentionPlan:
     if sum({key: nbytes for key, _, nbytes in touches}.values()) <= capacity:
         return RetentionPlan()
@@ -84,8 +85,8 @@ def _decision(touches: _Touched, capacity: int, spare: int, then: Then) -> Reten
 def affordable(
     keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], capacity: int, room: int, then: Then
 ) -> int:
-    """``room``, or so much less of it, down to the largest tensor, that leaving it free moves at most DEAR times the bytes:
-    where what is used often just fits, each byte of room is moved as often."""
+    """Return ``room``, or the largest smaller value, down to the largest tensor, with which at most DEAR times the bytes move:
+    where the frequently used tensors just fit, each byte of room is moved at each use."""
     return _affordable(tuple(zip(keys, uses, sizes, strict=True)), capacity, room, then)
 
 
@@ -108,7 +109,7 @@ def _affordable(touches: _Touched, capacity: int, room: int, then: Then) -> int:
 def _cheapest(
     keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], budget: int, then: Then
 ) -> tuple[int, RetentionPlan]:
-    """The bytes that move by the best of the decisions that are tried, and that decision."""
+    """Return the bytes moved by the best of the plans that are tried, and that plan."""
     tried = [RetentionPlan()]
     if any(use is not Use.READ for use in uses):
         lengths = [after - i for i, after in enumerate(_following(keys, then)) if after is not None]
@@ -121,7 +122,8 @@ def _cheapest(
 
 
 def _staying(keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], room: int) -> RetentionPlan:
-    """In ``room`` bytes those stay for good that are touched most often, a write-back counting as a touch; none that is put."""
+    """Return the plan in which the tensors touched most often stay for good in ``room`` bytes. A write-back counts as a touch;
+    tensors that are put never stay."""
     size, touches = dict(zip(keys, sizes, strict=True)), Counter(keys)
     put = {key for key, use in zip(keys, uses, strict=True) if use is Use.PUT}
     touches.update({key for key, use in zip(keys, uses, strict=True) if use is Use.WRITE})
@@ -141,16 +143,16 @@ def bytes_moved(
     decision: RetentionPlan,
     then: Then = "again",
 ) -> int:
-    """Bytes read and written on demand, in ``budget`` bytes that never lie apart, in the second round of a cycle; where the
-    order ends, in its only one: from an empty memory, and what is dirty at the end has still to be written."""
+    """Return the bytes read and written on demand, in ``budget`` bytes without fragmentation: in the second round of a cycle;
+    or, where the order ends, in its only one, from an empty memory, including the final write of all dirty tensors."""
     return _on_demand(keys, uses, sizes, budget, decision, then, rounds=2 if then == "again" else 1)[0]
 
 
 def _materialise(
     keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], budget: int, decision: RetentionPlan, then: Then
 ) -> RetentionPlan:
-    """``decision``, with all that it keeps written out as it comes about on demand in ``budget`` bytes that never lie apart;
-    and spread over time: a stretch of what is kept is one in which a disk has nothing to do."""
+    """Return ``decision`` with ``keep`` set for each touch by a simulation on demand in ``budget`` bytes without fragmentation,
+    and spread over time: a stretch of tensors that are all kept would leave the disk idle."""
     rounds, begin = (3, len(keys)) if then == "again" else (1, 0)
 
     def staying(decision: RetentionPlan) -> tuple[bool, ...]:
@@ -160,7 +162,7 @@ def _materialise(
     kept = staying(decision)
     if then == "again":
         kept = _spread(kept, uses, sizes, _following(keys, then))
-    fits = staying(RetentionPlan(decision.price, kept))  # a round is not quite like the next one
+    fits = staying(RetentionPlan(decision.price, kept))  # rounds differ slightly
     dead = dead_after(keys, uses, then)
     return RetentionPlan(decision.price, tuple(a and b and not c for a, b, c in zip(kept, fits, dead, strict=True)))
 
@@ -168,8 +170,9 @@ def _materialise(
 def _spread(
     kept: Sequence[bool], uses: Sequence[Use], sizes: Sequence[int], following: Sequence[int | None]
 ) -> tuple[bool, ...]:
-    """As many of each kind kept, evenly far apart. Of a kind are intervals that take a whole round: whichever of them are kept,
-    they take the same room at all times, and moving the others costs the same."""
+    """Return ``kept`` with as many tensors of each kind kept, evenly spaced. A kind is the intervals of one size and use
+    that span a whole round: whichever of them are kept, they take the same room at all times, and moving the others costs
+    the same."""
     spread, end = list(kept), len(kept)
     kinds: dict[tuple[int, Use], list[int]] = {}
     for i, j in enumerate(following):
@@ -191,11 +194,11 @@ def _on_demand(
     then: Then,
     rounds: int,
 ) -> tuple[int, set[int]]:
-    """The bytes moved in the second round, or in the only one, and the positions after which a copy left before its next
+    """Return the bytes moved in the second round, or the only one, and the positions after which a copy left before its next
     use."""
     following, dead, end = _following(keys, then), dead_after(keys, uses, then), len(keys)
     resident: dict[Key, tuple[int, bool, int]] = {}  # bytes, dirty, position of the last touch
-    order: list[tuple[bool, float, int, Key]] = []  # a heap, the next to leave first; what was touched since is stale
+    order: list[tuple[bool, float, int, Key]] = []  # a heap, the next to leave first; entries that were touched since are stale
     free, moved, left = budget, 0, set[int]()
     for position in range(rounds * end):
         into = position % end
@@ -212,7 +215,7 @@ def _on_demand(
                     left.add(touched)
                     free += nbytes
                     moved += nbytes if dirty else 0
-        if dead[into]:  # and deleted
+        if dead[into]:  # the tensor is deleted after this touch
             free += size
             continue
         after = following[into]
@@ -224,15 +227,15 @@ def _on_demand(
 
 
 def dead_after(keys: Sequence[Key], uses: Sequence[Use], then: Then) -> list[bool]:
-    """For each touch whether the bytes are dead after it: the next one, of the next round too, puts others. What is touched
-    once a round is only replaced."""
+    """Return for each touch whether the bytes are dead after it: the next touch, of the next round too, puts others. A tensor
+    that is touched once a round is replaced, and not dead."""
     end = len(keys)
     following = enumerate(_following(keys, then))
     return [after is not None and after != i + end and uses[after % end] is Use.PUT for i, after in following]
 
 
 def _following(keys: Sequence[Key], then: Then) -> list[int | None]:
-    """For each touch the position of the same key's next one, i < following[i] <= i + len(keys); None: there is none."""
+    """Return for each touch the position of the same key's next one, i < following[i] <= i + len(keys); None: there is none."""
     end = len(keys)
     following = [0] * end
     seen: dict[Key, int] = {}

@@ -39,7 +39,7 @@ class Flush(Request):
     other's. Tensors that are there may change, because what is at the bottom is never written over. A tensor that is replaced
     or deleted meanwhile is set aside.
 
-    Where ``given_up()`` becomes true before the end, the flush fails: whoever asked for it does something else by now.
+    Where ``cancelled()`` becomes true before the end, the flush fails: whoever asked for it does something else by now.
 
     A tensor that is not leased but still referenced from an ended lease is first copied to a slot of its own: bytes that are
     being written must not change. An open WRITE lease is an error.
@@ -52,10 +52,10 @@ class Flush(Request):
         draft: Draft,
         duplicate: Callable[[Copy, Slot, int], None],
         urgency: Urgency = Urgency.DEMAND,
-        given_up: Callable[[], bool] = lambda: False,
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(urgency)
-        self._given_up = given_up
+        self._cancelled = cancelled
         self.begun = False
         self._active = ActiveSnapshot({}, duplicate, draft.add)
         self._draft = draft
@@ -71,7 +71,7 @@ class Flush(Request):
 
     @property
     def unwanted(self) -> bool:
-        return super().unwanted or self._given_up()
+        return super().unwanted or self._cancelled()
 
     def attempt(self, scheduler: Scheduler) -> bool:
         state = scheduler.state
@@ -100,7 +100,7 @@ class Flush(Request):
                     state.directory.forget(entry.key)
         if not self.done:
             self._draft.drop()
-            self.error, self.done = CommitError("this commit was given up: an exception struck who waited for it"), True
+            self.error, self.done = CommitError("this commit was cancelled: an exception struck the waiting caller"), True
 
     def _begin(self, scheduler: Scheduler) -> None:
         state = scheduler.state

@@ -1,7 +1,7 @@
-"""Commits and rollbacks run in threads of their own, which no Python signal handler enters.
+"""Worker threads for commits and rollbacks, which no Python signal handler enters.
 
 ``threading`` waits with Python code that holds a lock. An exception of a signal handler that strikes such a wait may leave the
-lock held for ever. So nobody who may be struck waits for a condition or an event here, and the engine's thread starts these
+lock held for ever. So no thread that may be struck waits for a condition or an event here, and the engine's thread starts these
 threads, because ``Thread.start`` waits for an event.
 """
 
@@ -17,10 +17,11 @@ from concurrent.futures import TimeoutError as TimedOut
 
 from tiered.errors import TieredError
 
-__all__ = ["Behind", "Outcome"]
+__all__ = ["Outcome", "Worker"]
+
 
 class Outcome(Future[int]):
-    """The result of a ``Behind``. Each caller of ``result`` waits for a lock of its own, which no other caller needs."""
+    """The result of a ``Worker``. Each caller of ``result`` waits for a lock of its own, which no other caller needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,14 +31,14 @@ class Outcome(Future[int]):
         self._waiting: deque[threading.Lock] = deque()
 
     def keep(self, value: int, error: BaseException | None) -> None:
-        """Wake all who wait for the result. Once."""
+        """Store the result and wake all waiting callers. Called once."""
         self._found = value, error
         self._over = True
         while self._waiting:
             self._waiting.popleft().release()
 
     def tell(self) -> None:
-        """Call the callbacks. May wait for ever, where an exception struck a caller in ``concurrent.futures`` itself."""
+        """Call the callbacks. May block for ever, where an exception struck a caller in ``concurrent.futures`` itself."""
         value, error = self._found
         if error is None:
             self.set_result(value)
@@ -74,18 +75,18 @@ class Outcome(Future[int]):
             raise TimedOut
 
 
-class Behind:
-    """``work`` in a thread of its own. An exception that strikes who waits for it strikes neither the work nor its result.
+class Worker:
+    """A thread that runs ``work``. An exception that strikes the waiting caller affects neither the work nor its result.
 
-    The work may say that it has ``reached`` a point for which somebody waits. Locks are what is waited with: a signal handler
-    may end the wait for one, and nothing is left half way, as it is with a condition or an event.
+    The work may report that it has ``reached`` a point that a caller waits for. Callers wait for locks: a signal handler may
+    end such a wait, and nothing is left half done, as it is with a condition or an event.
     """
 
     def __init__(self, name: str, work: Callable[[], int]) -> None:
         self.future = Outcome()
         self.has_reached = False
-        self.given_up = False
-        """Whoever asked for it was struck: what has not begun need not."""
+        self.cancelled = False
+        """Whether an exception struck the caller: work that has not begun is not needed."""
         self.pid = os.getpid()
         self._work = work
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)  # see _finish
@@ -94,7 +95,8 @@ class Behind:
         self._running.acquire()
 
     def start(self) -> None:
-        """By a thread that no signal handler enters. Raises TieredError where the system has no thread left."""
+        """Start the thread, in a thread that no signal handler enters. Raises TieredError where the system has no thread
+        left."""
         _unfinished.add(self)
         try:
             self._thread.start()
@@ -118,29 +120,29 @@ class Behind:
         self.future.tell()
 
     def reached(self) -> None:
-        """By the work, once."""
+        """Report that the work has reached its point. Called by the work, once."""
         self.has_reached = True
         self._coming.release()
 
     def wait_reached(self) -> None:
-        """Until it has, or the work has ended without."""
+        """Wait until the work has reached its point, or has ended."""
         with self._coming:
             return
 
     def wait(self) -> None:
-        """Until the work has ended."""
+        """Wait until the work has ended."""
         with self._running:
             return
 
 
-_unfinished: set[Behind] = set()
+_unfinished: set[Worker] = set()
 
 
 def _finish() -> None:
-    """Who leaves the interpreter waits for commits that are under way, and not for callbacks."""
-    for behind in list(_unfinished):
-        if behind.pid == os.getpid():  # a forked child has none of the threads
-            behind.wait()
+    """Wait for commits in flight at interpreter exit, and not for callbacks."""
+    for worker in list(_unfinished):
+        if worker.pid == os.getpid():  # a forked child has none of the threads
+            worker.wait()
 
 
 atexit.register(_finish)

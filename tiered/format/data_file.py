@@ -276,7 +276,7 @@ def _encode(alignment: int, identity: bytes, index: int) -> bytes:
 def _decode(header: bytes, path: str) -> tuple[int, bytes, int]:
     """Return alignment, UUID and index. Raises ManifestError unless every byte is as it was written."""
     if len(header) < _FIELDS.size + _DIGEST_BYTES or not header.startswith(MAGIC):
-        raise ManifestError(f"{path} does not begin like a tiered data file; it is damaged or not one")
+        raise ManifestError(f"{path} does not begin like a tiered data file: it is damaged, or another file")
     _, version, alignment, identity, index = _FIELDS.unpack_from(header)
     if version != FORMAT_VERSION:
         raise ManifestError(f"{path} has format version {version}; this program reads version {FORMAT_VERSION}")

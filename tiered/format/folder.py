@@ -103,7 +103,7 @@ class OpenFolder:
         except (FileNotFoundError, NotADirectoryError):
             now, mend = "is gone", "Move it back"
         except OSError as error:
-            return f"{self} cannot be looked at any more: {error.strerror} (errno {error.errno}); make it accessible again"
+            return f"{self} cannot be accessed any more: {error.strerror} (errno {error.errno}); make it accessible again"
         where = whereabouts(self.fd)
         if where is None and os.fstat(self.fd).st_nlink:
             return (

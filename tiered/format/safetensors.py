@@ -143,7 +143,7 @@ def read_header(fd: int, path: str) -> list[Entry]:
         if spec.span > LARGEST:
             raise SafetensorsError(f"{whose} has the shape {info.shape}, whose strides overflow")
         if begin != at:
-            what = "overlaps another" if begin < at else f"follows {begin - at} bytes that are no tensor's"
+            what = "overlaps another" if begin < at else f"follows {begin - at} bytes that belong to no tensor"
             raise SafetensorsError(f"{whose} {what}")
         entries.append(Entry(name, spec, 8 + length + begin))
         at = end

@@ -1,1 +1,1 @@
-"""Parts that move tensors between neighbouring tiers."""
+"""Links: they move tensors between neighbouring tiers."""

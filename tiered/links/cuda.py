@@ -1,4 +1,4 @@
-"""HBM and DRAM of a CUDA device: copies on streams of their own, beside what computes.
+"""The device link between HBM and DRAM of a CUDA device: copies on streams of their own, beside the compute streams.
 
 Imports without CUDA; only making a link needs a device.
 """
@@ -28,37 +28,37 @@ __all__ = ["CudaConfig", "CudaLink", "DeviceMemory", "HostMemory"]
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """``window``: bytes of one direction that may be accepted and unfinished before ``start`` refuses; each urgency counts
-    only transfers at least as urgent.
+    """Configuration: ``window`` is the bytes of one direction that may be accepted and unfinished before ``start`` refuses;
+    each urgency counts only transfers at least as urgent.
 
-    A stream's copies end in the order in which they were queued, so the window is what a demand may have to wait for:
-    64 MiB are 2 to 5 ms of PCIe 4 or 5. Two transfers are taken however large they are: were the second queued only when
-    the first has ended, the bus would idle until the engine had heard of that.
+    A stream's copies end in the order in which they were queued, so the window is what a demand may have to wait for: 64 MiB
+    are 2 to 5 ms of PCIe 4 or 5. Two transfers are taken at any size: if the second were queued only after the first has ended,
+    the bus would idle until the engine had noticed.
     """
 
     window: int = 64 << 20
 
 
 class DeviceMemory(Memory, Protocol):
-    """What the upper tier has beyond a Memory."""
+    """The upper tier: a Memory with its device."""
 
     @property
     def device(self) -> torch.device: ...
 
 
 class HostMemory(Memory, Protocol):
-    """What the lower tier has beyond a Memory: all its slots lie in one range, which can be pinned as a whole."""
+    """The lower tier: a Memory whose slots all lie in one range, which can be pinned as a whole."""
 
     @property
     def address(self) -> int: ...
 
 
 class _SideStreams:
-    """All streams that the link makes; those that compute are the caller's.
+    """The streams that the link makes; the compute streams are the caller's.
 
-    ``up`` is for what comes to the device: apart from the compute streams, so that the next tensors come while the present
-    ones are used. ``down`` is for write-backs: apart from ``up``, since device and bus move both directions at once, and a
-    fetch must not queue behind a write-back that waits for a kernel.
+    ``up`` carries fetches: apart from the compute streams, so that the next tensors arrive while the present ones are used.
+    ``down`` carries write-backs: apart from ``up``, because device and bus move both directions at once, and a fetch must not
+    queue behind a write-back that waits for a kernel.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -69,8 +69,8 @@ class _SideStreams:
 class CudaLink:
     """Link between the device memory ``upper`` and the host memory ``lower``; both must outlive it.
 
-    The host memory is pinned as one region from here until ``close``: the device copies from and to it by itself, and the
-    system cannot swap it out. That takes all of its pages from the system at once.
+    The host memory is pinned as one region from here until ``close``, so that the device copies from and to it by DMA and the
+    system cannot swap it out. Pinning takes all of its pages from the system at once.
 
     Raises MisuseError without a CUDA device, TieredError where CUDA does not pin the memory.
     """
@@ -102,7 +102,7 @@ class CudaLink:
         }
 
     def start(self, transfer: Transfer) -> bool:
-        """Take a transfer; False while the window of its direction is full of transfers at least as urgent."""
+        """Take a transfer; return False while the window of its direction is full of transfers at least as urgent."""
         assert not self._closed, "start after close"
         assert transfer.tag not in self._in_flight, f"tag {transfer.tag} is in flight"
         assert 1 <= transfer.nbytes <= min(transfer.upper.nbytes, transfer.lower.nbytes)
@@ -125,14 +125,14 @@ class CudaLink:
                 _copy(source, target)
             event = cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(lane.stream)
-        except RuntimeError as error:  # CUDA's errors come late and stay: the device runs nothing more for this process
+        except RuntimeError as error:  # CUDA's errors are late and permanent: the device runs nothing more for this process
             self._end(transfer, error)
         else:
             lane.watch(transfer, event, (source, target))
         return True
 
     def promote(self, tag: int, urgency: Urgency) -> None:
-        """Only the window notices: what is queued on a stream is overtaken by nothing."""
+        """Raise the urgency that the window counts; a copy that is queued on a stream is not overtaken."""
         transfer = self._in_flight.get(tag)
         if transfer is not None and urgency < transfer.urgency:
             transfer.urgency = urgency
@@ -170,9 +170,9 @@ class CudaLink:
 class _Lane:
     """One direction: its stream, and a thread that waits for the ends of its copies, which come in order.
 
-    An event has no descriptor that could be polled. To ask for it again and again would make the engine's one thread spin,
-    or notice late; so this thread sleeps in the driver until an event passes (those made with ``blocking=True`` sleep, others
-    spin) and makes the link's pipe readable. One thread a direction: neither waits for the other's copies.
+    An event has no descriptor that could be polled, and querying it repeatedly would make the engine's one thread spin or
+    notice late. So this thread sleeps in the driver until an event passes (events made with ``blocking=True`` sleep, others
+    spin) and makes the link's pipe readable. Each direction has a thread, so that neither waits for the other's copies.
     """
 
     def __init__(
@@ -190,16 +190,16 @@ class _Lane:
         self._thread.start()
 
     def watch(self, transfer: Transfer, event: cuda.Event, memory: object) -> None:
-        """Report ``transfer`` when ``event`` has passed; ``memory`` is kept until then."""
+        """Report ``transfer`` when ``event`` has passed; refer to ``memory`` until then."""
         self._watched.put((transfer, event, memory))
 
     def close(self) -> None:
-        """Wait for what is watched."""
+        """Wait for the watched transfers and end the thread."""
         self._watched.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        with cuda.device(self._device):  # or CUDA would set up device 0 for this thread
+        with cuda.device(self._device):  # else CUDA would set up device 0 for this thread
             while (watched := self._watched.get()) is not None:
                 transfer, event, _ = watched
                 error: Exception | None = None
@@ -208,21 +208,21 @@ class _Lane:
                 except RuntimeError as caught:
                     error = caught
                 self._ended(transfer, error)
-                del watched, transfer, event, _, error  # nothing of it may live on while this waits for the next
+                del watched, transfer, event, _, error  # no reference may stay while this thread waits for the next
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Queue a copy on the current stream. The host's side is pinned, so the call does not wait for it."""
+    """Queue a copy on the current stream. The host memory is pinned, so the call does not wait for the copy."""
     target.copy_(source, non_blocking=True)
 
 
 def _pin(address: int, nbytes: int, device: torch.device) -> None:
     cudart = cuda.cudart()  # type: ignore[no-untyped-call]
     pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE  # the size has to be a multiple of the host's page size
-    with cuda.device(device):  # or CUDA would set up this thread's device, which may be another, for it
+    with cuda.device(device):  # else CUDA would set up this thread's device, which may be another
         code = cudart.cudaHostRegister(address, pages, 0)
     if int(code):
-        # The error stays in this thread, and torch would report it for whatever kernel is launched next: launch one now.
+        # The error stays in this thread, and torch would report it for the next kernel: launch one now.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=device)
         raise TieredError(

@@ -1,9 +1,9 @@
-"""The swapper: moves tensors between DRAM and NVMe through an IOBackend.
+"""The disk link: moves tensors between DRAM and NVMe through an IOBackend.
 
-A transfer is cut into blocks. Blocks of all transfers share the backend's ring, the more urgent transfer's first, so
-the ring does not run empty where one tensor ends and the next begins. Every completion is matched by its tag to its
-block, its result is compared with what was asked for, and every piece of a tensor is checksummed on its way down and
-checked on its way up. The drive has work meanwhile: what will be written next is hashed before the ring has room for it.
+A transfer is cut into blocks. Blocks of all transfers share the backend's ring, the more urgent transfer's first, so the ring
+does not run empty where one tensor ends and the next begins. Every completion is matched by its tag to its block, and its
+result is compared with the request; every piece of a tensor is checksummed on its way down and verified on its way up. To keep
+the drive busy, pieces to be written next are hashed before the ring has room for them.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from tiered.types import (
 __all__ = ["DiskConfig", "DiskLink"]
 
 
-LATER = 0.006
-"""Seconds that a demand may wait for write-backs, or as long as half of what may be in flight takes."""
+LATENCY = 0.006
+"""Seconds that a demand may wait for write-backs in flight; where half of ``flight`` takes longer, it may wait for that."""
 
 
 @dataclass(frozen=True)
 class DiskConfig:
-    """Sizes in bytes. ``block``: one request to the drive. ``flight``: what the drive has at once, at most; write-backs that
-    nobody waits for have half of it, and more on a drive that is through with that in 6 ms. ``window``: what ``start`` accepts
-    each way before it refuses; each urgency counts only transfers at least as urgent, so write-backs never shut out a demand.
+    """Configuration, sizes in bytes. ``block``: one request to the drive. ``flight``: most bytes in flight; write-backs without
+    a waiting caller have half of it, and more on a drive that writes more within LATENCY. ``window``: bytes that ``start``
+    accepts in each direction before it refuses; each urgency counts only transfers at least as urgent, so write-backs never
+    shut out a demand.
 
-    On huge pages a block of 4 MiB is two segments and as quick as any, and costs a quarter of the calls that 1 MiB does. 8 MiB
-    in flight reach a drive's rate (PERFORMANCE), as long as what comes next is handed over at once; a late demand waits for
-    all that is in flight. The window should be larger, so that the next transfers are at hand when blocks complete.
+    On huge pages a block of 4 MiB is two segments and as fast as a smaller one, at a quarter of the calls of 1 MiB. 8 MiB in
+    flight reach a drive's rate (PERFORMANCE), as long as the next blocks are submitted at once; a late demand waits for
+    everything in flight. The window should be larger, so that the next transfers are at hand when blocks complete.
     """
 
     block: int = PIECE_BYTES
@@ -55,7 +56,7 @@ class DiskConfig:
 
 
 class _Job:
-    """A transfer on its way."""
+    """A transfer that has not ended."""
 
     __slots__ = (
         "cursor", "digests", "error", "in_flight", "length", "location", "memory", "missing", "transfer", "unchecked", "way"
@@ -67,26 +68,26 @@ class _Job:
         self.way = way
         self.memory = memory  # address of its first byte
         self.length = length  # bytes to move, padding included
-        self.cursor = 0  # bytes handed to the backend; the length, too, when the rest is dropped
-        self.in_flight = 0  # blocks
+        self.cursor = 0  # bytes submitted to the backend; equals the length, too, when the rest is dropped
+        self.in_flight = 0  # number of blocks
         self.error: TransferError | None = None
         self.digests: list[bytes] = []  # DOWN: checksums of its first pieces
-        self.missing: list[int] = []  # UP: how many bytes of each piece have not arrived; empty when nothing is checked
-        self.unchecked = 0  # UP: pieces that have arrived whole, and no more
+        self.missing: list[int] = []  # UP: bytes of each piece that have not arrived; empty when nothing is verified
+        self.unchecked = 0  # UP: pieces that have arrived completely and wait to be verified
 
     def unhashed(self, end: int) -> bool:
-        """Whether some of the first ``end`` bytes, which are to be written, have no checksum yet."""
+        """Return whether some of the first ``end`` bytes, which are to be written, have no checksum yet."""
         return self.way is Operation.WRITE and len(self.digests) * PIECE_BYTES < min(end, self.transfer.nbytes)
 
 
 class DiskLink:
     """Link between ``dram`` and ``nvme``.
 
-    ``address`` is where the DRAM arena begins (it must stay mapped until ``close``), ``locate`` says where in which file a
-    lower slot is, ``uuid`` is the store's, ``alignment`` that of the extents (bytes). The link owns the backend from here on.
+    ``address`` is where the DRAM arena begins (it must stay mapped until ``close``), ``locate`` returns the file and offset of
+    a lower slot, ``uuid`` is the store's, ``alignment`` that of the extents (bytes). The link owns the backend from here on.
 
-    Transfers move their size rounded up to ``alignment``: both slots must have that room. The padding is written as
-    zeros. Reads may overtake write-backs; transfers of equal urgency start in order of arrival.
+    Transfers move their size rounded up to ``alignment``: both slots must have that room. The padding is written as zeros.
+    Reads may overtake write-backs; transfers of equal urgency start in order of arrival.
     """
 
     src = "dram"
@@ -118,23 +119,23 @@ class DiskLink:
         self._window = config.window
         self._depth = backend.depth
         self._jobs: dict[int, _Job] = {}  # by the transfer's tag
-        self._queues = {(urgency, way): deque[_Job]() for urgency in Urgency for way in Operation}  # with blocks to hand over
+        self._queues = {(urgency, way): deque[_Job]() for urgency in Urgency for way in Operation}  # jobs with blocks to submit
         self._by_urgency = [
             (self._queues[urgency, Operation.READ], self._queues[urgency, Operation.WRITE]) for urgency in Urgency
         ]
         self._accepted = {way: [0 for _ in Urgency] for way in Operation}  # bytes of unfinished transfers
         self._blocks: dict[int, tuple[_Job, int, int]] = {}  # in flight, by the request's tag: job, offset, length
-        self._flying = dict.fromkeys(Operation, 0)  # bytes in flight
-        self._behind = config.flight // 2  # what write-backs may have of that
-        self._counted, self._since = 0, 0.0  # bytes that were written without a pause, and since when
+        self._bytes_in_flight = dict.fromkeys(Operation, 0)
+        self._writeback_limit = config.flight // 2  # most bytes of write-backs in flight
+        self._counted, self._since = 0, 0.0  # bytes written without a pause, and the time when that began
         self._next_tag = 0
-        self._arrived: deque[tuple[_Job, int]] = deque()  # pieces to check
-        self._unhashed: deque[_Job] = deque()  # to be written, and perhaps without some checksums yet
+        self._arrived: deque[tuple[_Job, int]] = deque()  # pieces to verify
+        self._unhashed: deque[_Job] = deque()  # jobs to be written that may lack checksums
         self._ended: list[Completion] = []
         self._closed = False
 
     def start(self, transfer: Transfer) -> bool:
-        """Take a transfer; False while the window is full of transfers at least as urgent."""
+        """Take a transfer; return False while the window is full of transfers at least as urgent."""
         assert not self._closed, "start after close"
         assert transfer.tag not in self._jobs, f"tag {transfer.tag} is in flight"
         assert all(fence.query() for fence in transfer.after), "DRAM has no streams, so nothing here waits for a fence"
@@ -148,8 +149,8 @@ class DiskLink:
             if length > transfer.nbytes:
                 ctypes.memset(job.memory + transfer.nbytes, 0, length - transfer.nbytes)
             self._unhashed.append(job)
-            if not any(self._accepted[way]):  # after a pause the drive may be another one
-                self._counted, self._since, self._behind = 0, time.monotonic(), self._flight // 2
+            if not any(self._accepted[way]):  # after a pause the drive's rate may have changed
+                self._counted, self._since, self._writeback_limit = 0, time.monotonic(), self._flight // 2
         elif transfer.checksums:
             whole, rest = divmod(transfer.nbytes, PIECE_BYTES)
             job.missing = [PIECE_BYTES] * whole + ([rest] if rest else [])
@@ -161,7 +162,7 @@ class DiskLink:
         return True
 
     def promote(self, tag: int, urgency: Urgency) -> None:
-        """Make an unfinished transfer more urgent; what has ended or is as urgent already stays as it is."""
+        """Raise the urgency of an unfinished transfer; one that has ended or is as urgent already stays unchanged."""
         job = self._jobs.get(tag)
         if job is None or job.transfer.urgency <= urgency:
             return
@@ -194,7 +195,7 @@ class DiskLink:
         return self._backend.fileno()
 
     def close(self) -> None:
-        """Wait for what is in flight and close the backend; what was not handed over yet is dropped. Idempotent."""
+        """Wait for the blocks in flight and close the backend; blocks that were not submitted are dropped. Idempotent."""
         self._closed = True
         self._backend.close()
         self._jobs.clear()
@@ -205,75 +206,77 @@ class DiskLink:
         for queue in self._queues.values():
             queue.clear()
 
-    # Handing over
+    # Submission
 
     def _submit(self) -> None:
-        """Fill the ring, most urgent first. What is urgent and too large for the room that is left keeps that room."""
+        """Fill the ring, the most urgent blocks first. The room that is left is kept for an urgent block that is too large for
+        it."""
         batch: list[IORequest] = []
-        for queue, most in self._in_turn():
+        for queue, most in self._by_turn():
             while queue and queue[0].cursor == queue[0].length:
                 queue.popleft()
             for job in queue:
                 while job.cursor < job.length:
                     size = min(self._block, job.length - job.cursor)
-                    flying = self._flying[Operation.READ] + self._flying[Operation.WRITE]
-                    if len(self._blocks) == self._depth or (flying and flying + size > self._flight):
-                        self._hand_over(batch)
+                    in_flight = self._bytes_in_flight[Operation.READ] + self._bytes_in_flight[Operation.WRITE]
+                    if len(self._blocks) == self._depth or (in_flight and in_flight + size > self._flight):
+                        self._submit_batch(batch)
                         return
-                    if flying and self._flying[job.way] + size > most:
-                        break  # it has its share: the others' turn
+                    if in_flight and self._bytes_in_flight[job.way] + size > most:
+                        break  # this direction has its share: continue with the others
                     if job.unhashed(job.cursor + size):
-                        if not self._hand_over(batch):  # hashing takes time: let the drive have these now
+                        if not self._submit_batch(batch):  # hashing takes time, so the drive gets these now
                             return
                         batch = []
                         while job.unhashed(job.cursor + size):
                             self._hash_next(job)
-                    batch.append(self._take_off(job, size))
+                    batch.append(self._begin_block(job, size))
                 if job.cursor < job.length:
                     break
-        self._hand_over(batch)
+        self._submit_batch(batch)
 
-    def _in_turn(self) -> Iterator[tuple[deque[_Job], int]]:
-        """Queues, the most urgent first, each with the bytes that its kind, reads or writes, may have in flight. Among equals
-        reads go first, for somebody computes with what they bring; but a quarter is the writes'. What nobody waits for has
-        half, and more where the drive is through with that in no time."""
+    def _by_turn(self) -> Iterator[tuple[deque[_Job], int]]:
+        """Yield the queues, the most urgent first, each with the bytes that its direction may have in flight. Among equals
+        reads go first, because a computation waits for them; but a quarter of the flight is the writes'. Write-backs have their
+        own limit."""
         for urgency, (reads, writes) in enumerate(self._by_urgency):
             if reads and writes:
                 yield writes, self._flight // 4
             if reads:
                 yield reads, self._flight
             if writes:
-                yield writes, self._behind if urgency == Urgency.WRITEBACK else self._flight
+                yield writes, self._writeback_limit if urgency == Urgency.WRITEBACK else self._flight
 
-    def _take_off(self, job: _Job, size: int) -> IORequest:
-        """The next block of ``job``, in flight from here on."""
+    def _begin_block(self, job: _Job, size: int) -> IORequest:
+        """Return the next block of ``job`` as a request, in flight from here on."""
         tag, at = self._next_tag, job.cursor
         self._next_tag += 1
         self._blocks[tag] = (job, at, size)
-        self._flying[job.way] += size
+        self._bytes_in_flight[job.way] += size
         job.cursor += size
         job.in_flight += 1
         return IORequest(job.way, job.location.fd, job.location.offset + at, job.memory + at, size, tag)
 
-    def _land(self, tag: int) -> tuple[_Job, int, int]:
-        """Undo ``_take_off``, but for the cursor: job, offset, length."""
+    def _end_block(self, tag: int) -> tuple[_Job, int, int]:
+        """Undo ``_begin_block``, but for the cursor; return job, offset and length."""
         job, at, size = self._blocks.pop(tag)
-        self._flying[job.way] -= size
+        self._bytes_in_flight[job.way] -= size
         job.in_flight -= 1
         return job, at, size
 
-    def _hand_over(self, batch: list[IORequest]) -> bool:
-        """Submit; whether the backend took all. What it did not take waits in its queue again."""
+    def _submit_batch(self, batch: list[IORequest]) -> bool:
+        """Submit the batch; return whether the backend took all. Blocks that it did not take wait in their queues again."""
         taken = self._backend.submit(batch) if batch else 0
         for request in reversed(batch[taken:]):
-            job, at, _ = self._land(request.tag)
+            job, at, _ = self._end_block(request.tag)
             job.cursor = at
         return taken == len(batch)
 
     # Checksums
 
     def _hash_some(self) -> bool:
-        """Check what has arrived, then hash what will be written, until that was about a piece; False: there was nothing."""
+        """Verify pieces that have arrived, then hash pieces to be written, about one piece in all; return False if there was
+        none."""
         left = PIECE_BYTES
         while left > 0 and self._arrived:
             left -= self._check(*self._arrived.popleft())
@@ -282,7 +285,7 @@ class DiskLink:
         return left < PIECE_BYTES
 
     def _to_hash(self) -> _Job | None:
-        """Whose pieces to hash ahead of their turn, if any: of a large one no more than the ring takes, for others wait."""
+        """Return the job whose pieces to hash next, if any; of a large one no more than the ring takes, because others wait."""
         while self._unhashed:
             job = self._unhashed[0]
             if job.error is None and job.unhashed(job.length):
@@ -309,11 +312,11 @@ class DiskLink:
         memory = (ctypes.c_char * _piece_bytes(job, piece)).from_address(job.memory + offset)
         return digest(self._uuid, transfer.tensor_id, transfer.generation, offset, memory)
 
-    # Taking back
+    # Completions
 
     def _account(self, completion: IOCompletion) -> None:
-        """Match a completion to its block, and see what that was the last of."""
-        job, at, size = self._land(completion.tag)
+        """Match a completion to its block, and update the piece and the job that it belongs to."""
+        job, at, size = self._end_block(completion.tag)
         if job.way is Operation.WRITE and completion.result == size:
             self._counted += size
         if completion.result != size:
@@ -328,20 +331,20 @@ class DiskLink:
         self._end_if_over(job)
 
     def _measure(self) -> None:
-        """How fast the drive writes says how much of what nobody waits for a late demand may find before it."""
+        """Set the limit of write-backs by the drive's rate: what a late demand may find before it in the ring."""
         if self._counted >= self._window:
             now = time.monotonic()
             rate = self._counted / max(now - self._since, 1e-9)
-            self._behind = min(self._flight, max(self._flight // 2, int(rate * LATER)))
+            self._writeback_limit = min(self._flight, max(self._flight // 2, int(rate * LATENCY)))
             self._counted, self._since = 0, now
 
     def _fail(self, job: _Job, error: TransferError) -> None:
-        """The first error counts; what was not handed over yet is dropped."""
+        """Record the first error of the job, and drop its blocks that were not submitted."""
         job.error = job.error or error
         job.cursor = job.length
 
     def _end_if_over(self, job: _Job) -> None:
-        """Report the job unless some of it is still to come: its slots go back to the engine."""
+        """Report the job when its last block and check have ended; its slots then go back to the engine."""
         if job.in_flight or job.unchecked or job.cursor < job.length:
             return
         transfer = job.transfer

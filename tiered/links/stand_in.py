@@ -1,7 +1,7 @@
-"""HBM and DRAM where both are the host's memory: the plain reference of a device link, and the stand-in for a device.
+"""A device link whose HBM is the host's memory: the reference implementation, and the stand-in for a device.
 
-``MemoryLink`` alone copies when it is told to. Over ``StandInStreams`` it behaves as a device does: work is queued now and
-runs later, in any order that the fences allow; here the test says in which.
+``MemoryLink`` alone copies when it is told to. Over ``StandInStreams`` it behaves as a device does: work is queued now and runs
+later, in any order that the fences allow, which the test chooses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _current: contextvars.ContextVar[Hashable] = contextvars.ContextVar("stand_in_st
 
 
 class StandInFence:
-    """Passes when the streams come to it."""
+    """A fence that passes when its stream reaches it."""
 
     def __init__(self) -> None:
         self.passed = False
@@ -33,13 +33,13 @@ class StandInFence:
 
 
 class StandInStreams:
-    """``Streams`` of a device that is not there. Whatever names a stream makes it.
+    """``Streams`` without a device. A stream exists as soon as it is named.
 
-    Each stream is a queue of launched work, of fences to let pass, and of fences to wait for. Nothing leaves it before
-    ``step``, ``run`` or ``run_all`` says so; then entries of one stream go in order, and those of several in any. A fence on
-    a stream with nothing queued has passed at once.
+    Each stream is a queue of launched work, of fences to pass, and of fences to wait for. Nothing leaves it before ``step``,
+    ``run`` or ``run_all``; then entries of one stream run in order, and those of several in any. A fence on a stream with
+    nothing queued has passed at once.
 
-    Any thread may queue; those that step take turns.
+    Any thread may queue; threads that step take turns.
     """
 
     def __init__(self) -> None:
@@ -47,12 +47,12 @@ class StandInStreams:
         self._turn = threading.RLock()  # reentrant: work may launch more, and step
 
     def current(self) -> Hashable:
-        """``"compute"``, or what ``use`` chose in this thread."""
+        """Return ``"compute"``, or the stream that ``use`` chose in this thread."""
         return _current.get()
 
     @contextmanager
     def use(self, stream: Hashable) -> Iterator[None]:
-        """This thread computes on ``stream`` meanwhile."""
+        """Make this thread compute on ``stream`` within the block."""
         token = _current.set(stream)
         try:
             yield
@@ -79,18 +79,18 @@ class StandInStreams:
         """Queue ``work`` on ``stream``, or on the current one."""
         self._queue(self.current() if stream is None else stream).append(work)
 
-    # What the test calls
+    # The test's controls
 
     def queued(self, stream: Hashable) -> int:
-        """Entries that have not run: work, and fences recorded and waited for."""
+        """Return the number of entries that have not run: work, and fences recorded and waited for."""
         return len(self._queue(stream))
 
     def ready(self) -> list[Hashable]:
-        """Streams that have something queued and wait for no fence."""
+        """Return the streams that have entries and wait for no fence."""
         return [stream for stream in list(self._queues) if self._can_go(stream)]
 
     def step(self, stream: Hashable) -> bool:
-        """Let one entry of ``stream`` run; False where there is none or it waits for a fence."""
+        """Run one entry of ``stream``; return False where there is none or it waits for a fence."""
         with self._turn:
             if not self._can_go(stream):
                 return False
@@ -102,16 +102,16 @@ class StandInStreams:
                 elif not isinstance(entry, _Wait):
                     entry()
             finally:
-                queue.popleft()  # only now: a fence recorded meanwhile must not find the stream idle
+                queue.popleft()  # after it ran: a fence recorded meanwhile must not find the stream idle
             return True
 
     def run(self, stream: Hashable) -> None:
-        """Let ``stream`` run as far as it gets alone."""
+        """Run the entries of ``stream`` until it is empty or waits for another one."""
         while self.step(stream):
             pass
 
     def run_all(self, choose: Callable[[Sequence[Hashable]], Hashable] = lambda ready: ready[0]) -> None:
-        """Let everything run that can; ``choose`` says which of the streams that can go makes the next step."""
+        """Run everything that can run; ``choose`` says which of the ready streams makes the next step."""
         with self._turn:
             while ready := self.ready():
                 self.step(choose(ready))
@@ -129,7 +129,7 @@ class StandInStreams:
 
 
 class _Wait:
-    """An entry that keeps those behind it until a fence has passed."""
+    """An entry that delays those behind it until a fence has passed."""
 
     __slots__ = ("fence",)
 
@@ -140,9 +140,9 @@ class _Wait:
 class MemoryLink:
     """Link between two memories of the host, ``upper`` and ``lower``, both of which must outlive it.
 
-    Without ``streams`` a transfer is copied within ``start`` and reported by the next ``poll``. With them its copy is
-    queued on a stream of its direction, ``"up"`` or ``"down"``, behind the fences in ``Transfer.after``, and is reported by
-    the next ``poll`` after it has run. ``depth`` is how many transfers of one direction it takes at once.
+    Without ``streams`` a transfer is copied within ``start`` and reported by the next ``poll``. With them its copy is queued on
+    a stream of its direction, ``"up"`` or ``"down"``, behind the fences in ``Transfer.after``, and is reported by the next
+    ``poll`` after it has run. ``depth`` is the number of transfers of one direction that it takes at once.
     """
 
     def __init__(self, upper: Memory, lower: Memory, *, streams: StandInStreams | None = None, depth: int = 16) -> None:
@@ -155,12 +155,12 @@ class MemoryLink:
         self._streams = streams
         self._depth = depth
         self._in_flight: dict[int, Direction] = {}  # by tag, until reported
-        self._ran: deque[int] = deque()  # tags of copies that are done; a stepping thread appends
+        self._ran: deque[int] = deque()  # tags of completed copies; the stepping thread appends
         self._wakeup = Wakeup()
         self._closed = False
 
     def start(self, transfer: Transfer) -> bool:
-        """Take a transfer; False while ``depth`` of its direction are unreported."""
+        """Take a transfer; return False while ``depth`` of its direction are unreported."""
         assert not self._closed, "start after close"
         assert transfer.tag not in self._in_flight, f"tag {transfer.tag} is in flight"
         assert 1 <= transfer.nbytes <= min(transfer.upper.nbytes, transfer.lower.nbytes)
@@ -187,7 +187,7 @@ class MemoryLink:
         return True
 
     def promote(self, tag: int, urgency: Urgency) -> None:
-        """Changes nothing: what was taken is copied already, or queued on a stream, where nothing overtakes."""
+        """Ignore the change: a transfer was copied already, or is queued on a stream, where nothing overtakes it."""
 
     def poll(self, timeout: float) -> list[Completion]:
         if self._in_flight and timeout > 0:
@@ -204,7 +204,7 @@ class MemoryLink:
         return self._wakeup.fileno()
 
     def close(self) -> None:
-        """Let the streams run until all copies have; then release. Idempotent."""
+        """Run the streams until all copies have run; then release. Idempotent."""
         if self._closed:
             return
         self._closed = True

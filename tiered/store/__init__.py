@@ -1,1 +1,1 @@
-"""``TieredStore`` and what it consists of."""
+"""``TieredStore`` and its parts: leases, commits, opening, stores at rest, verification."""

@@ -1,9 +1,8 @@
-"""The tensors of one generation of a store that is not open: its own, or one of a job that died. Nothing is written.
+"""Stores that are not open: their tensors, read and verified from the files of one generation, and lists of their contents.
 
-Files are opened for reading, with a lock that keeps stores out meanwhile and that other readers share. Every piece that is read
-is compared with its checksum.
-
-What is in a store's folder, from its manifests alone: also while a job has the store open. Nothing is written or locked.
+``StoreAtRest`` opens the files for reading, with a shared lock that keeps stores out meanwhile, and compares every piece that
+is read with its checksum. ``listing`` reads the manifests only, without a lock, so it works while a job has the store open.
+Nothing is written.
 """
 
 from __future__ import annotations
@@ -42,7 +41,8 @@ __all__ = [
 
 
 def manifest_of(folder: generations.Folder, generation: int | None) -> Manifest:
-    """Of ``generation``, or of the newest one. Raises MisuseError where there is none, ManifestError where it is damaged."""
+    """Return the manifest of ``generation``, or of the newest one. Raises MisuseError where there is none, ManifestError for
+    damage."""
     generations.present(folder, generation)
     manifest = generations.load(folder, generation)
     assert manifest is not None
@@ -50,7 +50,8 @@ def manifest_of(folder: generations.Folder, generation: int | None) -> Manifest:
 
 
 class StoreAtRest:
-    """Reads as an open store does: ``in``, ``iter``, ``spec``, ``get``; and ``read`` parts of a tensor. A context manager."""
+    """A generation of a store, open for reading: ``in``, ``iter``, ``spec`` and ``get`` as of an open store, and ``read`` for
+    parts of a tensor. A context manager."""
 
     def __init__(
         self,
@@ -59,24 +60,25 @@ class StoreAtRest:
         paths: Sequence[str | os.PathLike[str]] | None = None,
         generation: int | None = None,
     ) -> None:
-        """As of ``generation``, or of the newest commit. ``paths``: the folders of its data files, where it has several drives.
+        """Open ``generation``, or the newest commit. ``paths``: the folders of the data files, where the store has several
+        drives.
 
         Raises MisuseError (no such store or generation, other paths), StoreLocked (it is open), ManifestError, and OSError.
         """
         self.folder = Path(os.path.expanduser(path))
-        self.descriptors: list[int] = []  # of its data files, by their index; empty once closed
+        self.descriptors: list[int] = []  # of the data files, by index; empty once closed
         self.places: list[str] = []
-        self._opened = generations.folder_of(self.folder)  # all is read in this one, whatever its name leads to meanwhile
+        self._opened = generations.folder_of(self.folder)  # all is read in this folder, wherever its path leads meanwhile
         try:
             self.manifest = manifest_of(self._opened, generation)
             self._open(paths)
-            self.manifest = manifest_of(self._opened, generation)  # nobody commits any more
+            self.manifest = manifest_of(self._opened, generation)  # again, now that the lock keeps commits out
         except BaseException:
             self.close()
             raise
         self.records = {record.key: record for record in self.manifest.tensors}
         self._store = bytes.fromhex(self.manifest.store)
-        self._last: tuple[Key, int, torch.Tensor] | None = None  # piece: what lies beside each other is read once
+        self._last: tuple[Key, int, torch.Tensor] | None = None  # piece that was read last: adjacent ranges read it once
 
     def __str__(self) -> str:
         return f"the store in {self.folder}"
@@ -85,7 +87,7 @@ class StoreAtRest:
         there = set(self._opened.names())
         if paths is None and LIST_FILE in there:
             where = folders_of(self.folder)
-            raise MisuseError(f"{self.folder} keeps its tensors in other folders, which have to be named: {where}")
+            raise MisuseError(f"{self.folder} keeps its tensors in other folders, which must be named: {where}")
         if paths is not None and LIST_FILE not in there:
             raise MisuseError(f"{self.folder} keeps its tensors in its own folder: leave paths out")
         places = [self.folder] if paths is None else [Path(os.path.expanduser(place)) for place in paths]
@@ -107,21 +109,21 @@ class StoreAtRest:
         return iter(self.records)
 
     def record(self, key: Key) -> TensorRecord:
-        """Raises KeyNotFound."""
+        """Return the record of a tensor. Raises KeyNotFound."""
         if key not in self.records:
             raise KeyNotFound(f"{self} has no tensor named {key!r} in generation {self.manifest.generation}")
         return self.records[key]
 
     def spec(self, key: Key) -> TensorSpec:
-        """Shape and element type. Raises KeyNotFound."""
+        """Return the shape and element type of a tensor. Raises KeyNotFound."""
         return self.record(key).spec
 
     def written(self, key: Key) -> int:
-        """The generation in which a tensor was written. Raises KeyNotFound."""
+        """Return the generation in which a tensor was written. Raises KeyNotFound."""
         return self.record(key).generation
 
     def get(self, key: Key) -> torch.Tensor:
-        """The whole tensor, of its dtype and shape, in ordinary memory. Raises as ``read``, and KeyNotFound."""
+        """Return the whole tensor, of its dtype and shape, in ordinary memory. Raises as ``read``, and KeyNotFound."""
         spec = self.spec(key)
         data = torch.empty(spec.nbytes, dtype=torch.uint8, device="cpu")
         at = 0
@@ -131,9 +133,9 @@ class StoreAtRest:
         return data.view(dtype_of(spec)).view(spec.shape)
 
     def read(self, key: Key, start: int, stop: int) -> Iterator[torch.Tensor]:
-        """Bytes ``start`` to ``stop`` of a tensor, as uint8 tensors of at most PIECE_BYTES, one after the other.
+        """Yield bytes ``start`` to ``stop`` of a tensor, as consecutive uint8 tensors of at most PIECE_BYTES.
 
-        Raises ReadError, and CorruptionError for a piece that is not as it was written.
+        Raises ReadError, and CorruptionError for a piece with a wrong checksum.
         """
         record = self.record(key)
         nbytes = record.spec.nbytes
@@ -171,7 +173,7 @@ class StoreAtRest:
         self.close()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the files. Idempotent."""
         self._opened.close()
         while self.descriptors:
             os.close(self.descriptors.pop())
@@ -184,12 +186,11 @@ def _failed(
 
 
 NOWHERE = 1 << 62
-"""Slots from here on are of tensors without bytes. Reading one gives the header of the first file, and nobody looks at it."""
-
+"""First offset of the slots of tensors without bytes. Reading one gives the header of the first file, which is ignored."""
 
 
 class DiskAtRest(NvmeTier):
-    """The data files of one generation, as a tier that gives no room and takes none. The tier closes ``rest``."""
+    """The data files of one generation, as a tier that allocates nothing. Closing the tier closes ``rest``."""
 
     def __init__(self, rest: StoreAtRest) -> None:
         self._rest = rest
@@ -207,7 +208,7 @@ class DiskAtRest(NvmeTier):
 
     @property
     def capacity(self) -> int:
-        """Bytes of its files."""
+        """Bytes of the data files."""
         return self._bytes
 
     @property
@@ -220,7 +221,7 @@ class DiskAtRest(NvmeTier):
 
     @property
     def refusal(self) -> str:
-        return f"{self.folder} is open to be read"
+        return f"{self.folder} is open for reading"
 
     @property
     def generations(self) -> tuple[int, ...]:
@@ -233,10 +234,10 @@ class DiskAtRest(NvmeTier):
         return None
 
     def restore(self, slots: Iterable[Slot]) -> None:
-        """Nothing there is ever given or taken back."""
+        """Do nothing: no slot is ever allocated or freed."""
 
     def slot(self, index: int, offset: int, nbytes: int) -> Slot:
-        """Raises ManifestError for what no file has."""
+        """Return the slot at ``offset`` of a data file. Raises ManifestError for a range outside the file."""
         size = os.fstat(self._rest.descriptors[index]).st_size if index < len(self._rest.descriptors) else 0
         if offset % self.alignment or nbytes % self.alignment or offset + nbytes > size:
             raise ManifestError(f"{self.folder}: the manifest names {nbytes} bytes at {offset} of data file {index}: not there")
@@ -256,7 +257,7 @@ class DiskAtRest(NvmeTier):
 
 @dataclass(frozen=True)
 class ListedTensor:
-    """One tensor of a generation. ``written``: the generation in which its bytes were written."""
+    """A tensor of a generation. ``written``: the generation in which its bytes were written."""
 
     key: Key
     spec: TensorSpec
@@ -265,8 +266,8 @@ class ListedTensor:
 
 @dataclass(frozen=True)
 class ListedGeneration:
-    """One commit: its ``meta``, how many ``tensors`` it has, of ``nbytes`` together. ``problem``: why its manifest cannot be
-    read; then it has none of these."""
+    """A commit: its ``meta``, its number of ``tensors``, and their ``nbytes``. ``problem``: why its manifest cannot be read;
+    then the others are empty."""
 
     number: int
     meta: Mapping[str, object]
@@ -277,8 +278,8 @@ class ListedGeneration:
 
 @dataclass(frozen=True)
 class Listing:
-    """``generations``, oldest first; ``tensors`` of generation ``number``, by key; ``nbytes``: of the tensors of all of them,
-    what several share counted once."""
+    """The contents of a store: ``generations``, oldest first; ``tensors`` of generation ``number``, by key; ``nbytes`` of the
+    tensors of all generations, shared ones counted once."""
 
     folder: str
     generations: tuple[ListedGeneration, ...]
@@ -288,7 +289,8 @@ class Listing:
 
 
 def listing(path: str | os.PathLike[str], generation: int | None = None) -> Listing:
-    """Of the store in folder ``path``, with the tensors of ``generation`` (default: the newest one whose manifest can be read).
+    """Return the contents of the store in folder ``path``, with the tensors of ``generation`` (default: the newest readable
+    one).
 
     Raises MisuseError (no store with a commit there, no such generation), ManifestError (that one is damaged, or all are).
     """
@@ -302,10 +304,10 @@ def listing(path: str | os.PathLike[str], generation: int | None = None) -> List
 
 
 def _listed(folder: OpenFolder, generation: int | None) -> Listing | None:
-    """None where a job that goes on has dropped the newest one meanwhile: there is a newer one.
+    """Return the contents; None where a running job has dropped the newest generation meanwhile, so that there is a newer one.
 
-    The newest is read first. Older ones are dropped before it, so if it is still there, none that was newer was there when the
-    folder was listed: no listing goes back behind one that came before it.
+    The newest is read first. Older ones are dropped before it, so if it still exists afterwards, no newer one existed when the
+    folder was listed: no listing is older than one that was made before.
     """
     there = generations.present(folder, generation)
     listed, chosen, different, error = [], None, {}, None
@@ -338,5 +340,5 @@ def _listed(folder: OpenFolder, generation: int | None) -> Listing | None:
 
 
 def _sizes(manifest: Manifest) -> dict[tuple[int, int], int]:
-    """Bytes of each tensor as it was written once."""
+    """Return the bytes of each tensor by its id and the generation in which it was written."""
     return {(record.tensor_id, record.generation): record.spec.nbytes for record in manifest.tensors}

@@ -1,6 +1,9 @@
-"""What a manifest says of each tensor, made as it arrives on the disk and kept beside it.
+"""The generations of an open store: commits, rollbacks, and recovery when the store is opened.
 
-Generations of one store: what a commit does step by step, and what opening finds again.
+``Commits`` runs a commit: it drafts the next generation, waits for the flush of all changed tensors, syncs the data files,
+publishes the manifest, and drops generations that are no longer kept. ``Encoding`` encodes what a manifest says of each tensor
+when the tensor arrives on the disk, so that a commit only joins the parts. ``OneGeneration`` is a store that is open for
+reading.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from tiered.engine.residency import Copy, Entry, State
 from tiered.engine.scheduler import Scheduler
 from tiered.engine.snapshot import Flush
 from tiered.engine.state import EngineState
-from tiered.engine.workers import Behind
+from tiered.engine.workers import Worker
 from tiered.errors import CapacityError, CommitError, LeaseConflict, ManifestError, MisuseError
 from tiered.format import generations
 from tiered.format import manifest as manifests
@@ -33,20 +36,23 @@ __all__ = ["Commits", "Encoding", "Generations", "OneGeneration"]
 
 
 class Encoding:
-    """Fills ``record`` of copies at the bottom; a copy there never changes. All calls are made under the engine's lock."""
+    """Encodes the ``record`` of copies at the bottom; a copy there never changes. All calls are made under the engine's
+    lock."""
 
     def __init__(self, nvme: NvmeTier) -> None:
         self._nvme = nvme
 
     def arrived(self, entry: Entry) -> None:
-        """Encode it now. What cannot be is nobody's error yet: it may be gone before a commit comes to it."""
+        """Encode a tensor that arrived on the disk. Errors are ignored here: the tensor may be deleted before a commit needs
+        it."""
         try:
             self.of(entry)
         except (ManifestError, MisuseError):
             return
 
     def of(self, entry: Entry) -> bytes:
-        """Raises MisuseError for a key, ManifestError for a shape or an element type that cannot be written down."""
+        """Return the encoded record of a tensor. Raises MisuseError for a key, ManifestError for a shape or an element type
+        that cannot be encoded."""
         copy, spec, extent = entry.copies[-1], entry.spec, None
         assert copy is not None
         assert copy.state is State.CLEAN
@@ -64,12 +70,12 @@ class Encoding:
 
 MANIFEST_BYTES = 16 << 10
 TENSOR_BYTES = 384
-"""Of a manifest without its tensors, and of each of these without its name and checksums; rather too many."""
+"""Bytes of a manifest without its tensors, and of each tensor in it without name and checksums; upper estimates."""
 
 
 @dataclass(frozen=True)
 class _Generation:
-    """One that is durable, in the words of its manifest."""
+    """A durable generation, with the encoded parts of its manifest."""
 
     number: int
     meta: bytes
@@ -77,14 +83,14 @@ class _Generation:
 
     @classmethod
     def of(cls, manifest: manifests.Manifest) -> _Generation:
-        """As it was read."""
+        """Return the generation of a manifest that was read."""
         return cls(manifest.generation, manifests.encode_meta(manifest.meta), manifests.encode_again(manifest))
 
 
 class Generations:
-    """What a store knows of its commits. This one is of a store that can make none: without a disk, or with durability "none".
+    """The commits of a store that can make none: without a disk, or with durability "none".
 
-    ``refused`` is why nobody may commit, where that is so.
+    ``refused`` is why commits are refused, or None.
     """
 
     def __init__(self) -> None:
@@ -92,12 +98,12 @@ class Generations:
 
     @property
     def generation(self) -> int:
-        """Number of the newest commit, or of the one opened; 0 where there is none."""
+        """Number of the newest commit, or of the opened one; 0 where there is none."""
         return 0
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What that commit was given."""
+        """User data of that commit."""
         return {}
 
     @property
@@ -117,7 +123,7 @@ class Generations:
 
 
 class OneGeneration(Generations):
-    """The one generation at which a store is open to be read. Nothing may be changed."""
+    """The one generation at which a store is open for reading. Nothing may be changed."""
 
     def __init__(self, manifest: manifests.Manifest) -> None:
         super().__init__()
@@ -139,12 +145,14 @@ class OneGeneration(Generations):
 
     def _why(self, store: object) -> MisuseError:
         return MisuseError(
-            f"{store} is open to be read, at generation {self.generation}, and cannot be changed: open it without access='read'"
+            f"{store} is open for reading, at generation {self.generation}, and cannot be changed: open it without "
+            "access='read'"
         )
 
 
 class Commits(Generations):
-    """``newest`` is the generation that the store began from or made last; ``keep`` of them stay on disk.
+    """The generations of a store that commits. ``newest`` is the one that the store began from or made last; ``keep`` of them
+    stay on disk.
 
     ``duplicate(copy, slot, nbytes)`` copies bytes within a tier; see ``Flush``.
     """
@@ -157,9 +165,9 @@ class Commits(Generations):
         self._meta_bytes = 0
         self._kept: list[int] = []
         self.unreadable: dict[int, str] = {}
-        """Generations that are there and cannot be opened, with the reason."""
-        self._condemned: str | None = None
-        self._went_back = False  # to an older generation: what is newest on the disk is not what there is
+        """Generations that exist and cannot be opened, with the reason."""
+        self._sync_failure: str | None = None
+        self._went_back = False  # the newest generation on the disk is not the state of the store
 
     @property
     def generation(self) -> int:
@@ -177,13 +185,13 @@ class Commits(Generations):
         return manifests.decode_meta(self.newest.meta) if self.newest else {}
 
     def encode_early(self) -> None:
-        """Have each tensor encoded as it arrives on the disk: a commit then only puts together what there is; and the data
-        files leave room for manifests."""
+        """Have each tensor encoded as it arrives on the disk, so that a commit only joins the parts, and have the data files
+        leave room for manifests."""
         self._engine.state.arrived = self._encoding.arrived
         self._nvme.keep_free(self._for_manifests)
 
     def _for_manifests(self) -> int:
-        """Bytes of those that may be there at once, the next one among them; rather too many."""
+        """Return an upper estimate of the bytes of all manifests that may exist at once, the next one included."""
         directory = self._engine.state.directory
         words = sum(map(len, directory))
         pieces = self._nvme.used // PIECE_BYTES
@@ -193,9 +201,10 @@ class Commits(Generations):
     # -- opening ---------------------------------------------------------------------------------------------------------
 
     def restore(self, generation: int | None, *, drop_newer: bool = False) -> None:
-        """Fill the directory from ``generation`` (None: the newest); pin what the others that are kept reference.
-        ``drop_newer``: those after it are forgotten, durably; of 0 nothing is left. Others whose manifests are damaged are
-        passed over (``unreadable``): nobody can go back to them, so nothing is kept for them.
+        """Fill the directory from ``generation`` (None: the newest) and pin the extents of the other generations on disk.
+
+        ``drop_newer`` removes the generations after it, durably; with generation 0, all of them. Older generations with a
+        damaged manifest are skipped (``unreadable``): nobody can go back to them, so their extents are not pinned.
 
         Raises ManifestError, also where there is no such generation.
         """
@@ -204,14 +213,14 @@ class Commits(Generations):
         there = generations.generations(folder)
         newer = [number for number in there if drop_newer and generation is not None and number > generation]
         chosen = None if drop_newer and generation == 0 else generations.load(folder, generation)
-        for number in reversed(newer):  # the newest first: what is left is always as after a commit
+        for number in reversed(newer):  # the newest first: what is left is always the state after a commit
             generations.drop(folder, number)
         if newer:
             generations.sync(folder)
         self._engine.state.generation = max(there, default=0) + 1
         if chosen is None:
             if not there:
-                nvme.leave_nothing()  # should nothing be committed
+                nvme.leave_nothing()  # in case nothing is ever committed
             return
         there = [number for number in there if number not in newer]
         for number in [*(other for other in there if other != chosen.generation), chosen.generation]:
@@ -247,9 +256,10 @@ class Commits(Generations):
         self._kept, self.newest, self._meta_bytes = there, newest, len(newest.meta)
 
     def empty_slots(self, records: Iterable[manifests.TensorRecord], going: Sequence[Slot] = ()) -> dict[Key, Slot] | None:
-        """For tensors without bytes: they have no extent in the manifest, but a slot like any other here. All or none.
+        """Allocate a slot for each tensor without bytes, which has no extent in the manifest. All of them or none.
 
-        None: there will be room as soon as those that are ``going`` have gone. Raises CapacityError."""
+        None: there will be room as soon as the slots in ``going`` are free. Raises CapacityError.
+        """
         found: dict[Key, Slot] = {}
         named = [record.key for record in records if record.extent is None]
         for key in named:
@@ -284,7 +294,8 @@ class Commits(Generations):
         state.install(copy)
 
     def rollback(self, generation: int | None, needs: Sequence[Key]) -> int:
-        """All as it was in ``generation`` (None: the newest). What did not change since stays where it is."""
+        """Restore the state of ``generation`` (None: the newest) and return its number. Tensors that did not change since stay
+        where they are."""
         self._engine.refuse_nested()
         self._engine.end_struck()
 
@@ -298,15 +309,15 @@ class Commits(Generations):
                 for key in needs:
                     if key not in chosen.tensors:
                         raise MisuseError(f"generation {chosen.number} has no {key!r}: nothing was rolled back")
-                self._engine.wait(_Rollback(chosen, self, lambda: behind.given_up))
+                self._engine.wait(_Rollback(chosen, self, lambda: worker.cancelled))
                 return chosen.number
 
-        behind = Behind("tiered-rollback", work)
-        self._launch(behind, behind.wait)
-        return behind.future.result()
+        worker = Worker("tiered-rollback", work)
+        self._launch(worker, worker.wait)
+        return worker.future.result()
 
-    def returned(self, chosen: _Generation) -> None:
-        """The store is what ``chosen`` says."""
+    def rolled_back_to(self, chosen: _Generation) -> None:
+        """Record that the store has the state of ``chosen``."""
         self.newest, self._went_back = chosen, chosen.number != self._kept[-1]
 
     def _load(self, generation: int | None) -> _Generation | None:
@@ -316,17 +327,18 @@ class Commits(Generations):
             return None
         if found.store != nvme.uuid.hex() or found.generation not in self._kept:
             raise ManifestError(f"{folder}: manifest.{found.generation} is not one of this store's generations")
-        if found.generation in self.unreadable:  # it can be read by now, but its extents were not kept
+        if found.generation in self.unreadable:  # it can be read by now, but its extents were not pinned
             raise ManifestError(self.unreadable[found.generation])
         return _Generation.of(found)
 
     # -- committing ------------------------------------------------------------------------------------------------------
 
     def commit(self, meta: Mapping[str, object] | None, owner: object, *, always: bool = True) -> int:
-        """``meta`` None: with that of before. ``always``: also when nothing changed since. ``owner`` lives until the end.
+        """Commit the state of the store and return the generation. ``meta`` None keeps the last one. ``always`` commits even if
+        nothing changed. ``owner`` is referred to until the end.
 
-        All of it runs in a thread of its own, which no signal handler enters: an exception that strikes who waits makes it come
-        to nothing, unless its manifest is being written already.
+        The commit runs in a thread of its own, which no signal handler enters. An exception that strikes the waiting caller
+        cancels the commit, unless its manifest is being written already.
         """
         encoded = self._encoded(meta)
         self._engine.refuse_nested()
@@ -335,15 +347,16 @@ class Commits(Generations):
         def work() -> int:
             with self._engine.commits:
                 draft = self._draft(encoded, None if always or self._went_back else self.newest)
-                flush = Flush(draft, self._duplicate, given_up=lambda: behind.given_up)
-                return self._complete(flush, draft, owner, behind)
+                flush = Flush(draft, self._duplicate, cancelled=lambda: worker.cancelled)
+                return self._complete(flush, draft, owner, worker)
 
-        behind = Behind("tiered-commit", work)
-        self._launch(behind, behind.wait)
-        return behind.future.result()
+        worker = Worker("tiered-commit", work)
+        self._launch(worker, worker.wait)
+        return worker.future.result()
 
-    def commit_behind(self, meta: Mapping[str, object] | None, owner: object) -> Future[int]:
-        """All as it is now, made durable while the caller goes on; ``owner`` lives until then. Waits for one that is open."""
+    def commit_async(self, meta: Mapping[str, object] | None, owner: object) -> Future[int]:
+        """Commit the state as of now while the caller goes on; ``owner`` is referred to until the end. Waits for an open
+        commit."""
         encoded, engine = self._encoded(meta), self._engine
         engine.refuse_nested()
         engine.end_struck()
@@ -351,34 +364,34 @@ class Commits(Generations):
         def work() -> int:
             with engine.commits:
                 draft = self._draft(encoded, None)
-                flush = Flush(draft, self._duplicate, Urgency.WRITEBACK, lambda: behind.given_up)
+                flush = Flush(draft, self._duplicate, Urgency.WRITEBACK, lambda: worker.cancelled)
                 engine.begin(flush)
                 if not flush.begun:
                     flush.raise_error()
-                behind.reached()
-                return self._complete(flush, draft, owner, behind)
+                worker.reached()
+                return self._complete(flush, draft, owner, worker)
 
-        behind = Behind("tiered-commit", work)
-        self._launch(behind, behind.wait_reached)
-        if not behind.has_reached:  # what comes later is the future's
-            behind.future.result()
-        return behind.future
+        worker = Worker("tiered-commit", work)
+        self._launch(worker, worker.wait_reached)
+        if not worker.has_reached:  # later errors are the future's
+            worker.future.result()
+        return worker.future
 
-    def _launch(self, behind: Behind, wait: Callable[[], None]) -> None:
-        """Start ``behind`` and ``wait``. Whoever is struck meanwhile has given it up."""
+    def _launch(self, worker: Worker, wait: Callable[[], None]) -> None:
+        """Start the worker and ``wait``. An exception that strikes the caller meanwhile cancels the work."""
         try:
-            self._engine.launch(behind)
+            self._engine.launch(worker)
             wait()
         except BaseException:
-            behind.given_up = True
+            worker.cancelled = True
             self._engine.released()
             raise
 
-    def _complete(self, flush: Flush, draft: _Draft, owner: object, behind: Behind) -> int:
-        """``owner`` is not collected before the end."""
-        self._engine.wait(flush)  # a flush that comes to nothing drops the draft
+    def _complete(self, flush: Flush, draft: _Draft, owner: object, worker: Worker) -> int:
+        """Wait for the flush and publish the draft. ``owner`` is referred to until the end, so that it is not collected."""
+        self._engine.wait(flush)  # a flush that fails drops the draft
         try:
-            return self._publish(draft, behind)
+            return self._publish(draft, worker)
         except BaseException:
             with self._engine.lock:
                 draft.drop()
@@ -393,65 +406,65 @@ class Commits(Generations):
         return None if meta is None else manifests.encode_meta(dict(meta))
 
     def _draft(self, meta: bytes | None, since: _Generation | None) -> _Draft:
-        if self._condemned:
-            raise CommitError(self._condemned)
+        if self._sync_failure:
+            raise CommitError(self._sync_failure)
         if self.refused is not None:
             raise MisuseError(self.refused)
         before = self.newest.meta if self.newest else manifests.encode_meta({})
         encoded = before if meta is None else meta
-        if len(encoded) > self._meta_bytes + MANIFEST_BYTES:  # no room was left for so much
+        if len(encoded) > self._meta_bytes + MANIFEST_BYTES:  # more than the room that was left for manifests
             self._refuse_meta(len(encoded))
         self._meta_bytes = max(len(before), len(encoded))
         return _Draft(self._engine, self._nvme, self._encoding, encoded, since)
 
     def _refuse_meta(self, nbytes: int) -> None:
-        """Raise CapacityError where a manifest with so much of it plainly has no room, before anything is written for it."""
+        """Raise CapacityError, before anything is written, where a manifest with ``nbytes`` of meta certainly has no room."""
         if self.refused is not None:
             raise MisuseError(self.refused)
         try:
             found = os.fstatvfs(self._nvme.open_folder.fd)
-        except OSError:  # it will say more when the manifest is written
+        except OSError:  # writing the manifest will report the error
             return
         free = found.f_bfree * found.f_frsize  # root may have the reserved blocks
-        if found.f_blocks and nbytes > free:  # ramfs counts nothing
+        if found.f_blocks and nbytes > free:  # ramfs reports no block counts
             raise CapacityError(
                 f"the meta of this commit takes {nbytes:,} bytes of its manifest, and {self._nvme.folder} has {free:,} free: "
                 "give it less, or make room on that filesystem; the last commit holds, and no memory is lost"
             )
 
-    def _publish(self, draft: _Draft, behind: Behind) -> int:
-        """Make a draft that has everything durable."""
+    def _publish(self, draft: _Draft, worker: Worker) -> int:
+        """Make a draft durable whose tensors are all on the disk; return its generation."""
         nvme, made = self._nvme, draft.made
         if made is None:
             return self.generation
-        self._refuse_strayed()  # before it costs anything
+        self._refuse_strayed()  # before the costly steps
         try:
             nvme.sync()
         except OSError as error:
-            self._condemned = (
+            self._sync_failure = (
                 f"{error.filename or nvme.folder}: the disk did not take a commit ({error.strerror}); what was written "
                 f"since generation {self.generation} cannot be trusted: close the store and reopen that generation"
             )
-            raise CommitError(self._condemned) from error
+            raise CommitError(self._sync_failure) from error
         nvme.leave_everything()
-        if behind.given_up:
-            raise CommitError("this commit was given up: an exception struck who waited for it")
+        if worker.cancelled:
+            raise CommitError("this commit was cancelled: an exception struck the waiting caller")
         generations.prepare(nvme.open_folder, made.number, draft.data)
         try:
             self._refuse_strayed()  # the last moment: a move after this is one after the commit
         except BaseException:
             generations.abandon(nvme.open_folder, made.number)
             raise
-        self._kept.append(made.number)  # also when the next line fails: a power loss may still show it
+        self._kept.append(made.number)  # also when publishing fails: a power loss may still reveal the generation
         draft.keep()
         generations.publish(nvme.open_folder, made.number)
         self.newest, self._went_back = made, False
-        if nvme.strayed() is None:  # else a copy that was just made of links needs the old ones too
+        if nvme.strayed() is None:  # else a new copy made of hard links needs the old generations too
             self._drop_old()
         return made.number
 
     def _refuse_strayed(self) -> None:
-        """Raise CommitError where nobody would find the commit in the folder that was opened."""
+        """Raise CommitError where the opened path would not lead to the commit."""
         why = self._nvme.strayed()
         if why is not None:
             raise CommitError(f"generation {self.generation} is the last commit: {why}")
@@ -460,13 +473,14 @@ class Commits(Generations):
         return self._nvme.slot(extent.file, extent.offset, extent.nbytes)
 
     def _drop_old(self) -> None:
-        """Older generations than are kept: their manifests go first, durably; only then their extents may be written over."""
+        """Drop the generations that are no longer kept: first their manifests, durably; only then may their extents be
+        reused."""
         folder = self._nvme.open_folder
         try:
             there = generations.generations(folder)
-        except ManifestError:  # as below
+        except ManifestError:  # the same as below
             return
-        # One that failed is not there, and one that cannot be read is none to go back to.
+        # A commit that failed left no manifest, and one that is unreadable is no fallback.
         retained = [one for one in self._kept if one in there and one not in self.unreadable][-self._keep :]
         old = [generation for generation in self._kept if retained and generation < retained[0]]
         if not old:
@@ -476,25 +490,25 @@ class Commits(Generations):
                 if generation in there:
                     generations.drop(folder, generation)
             generations.sync(folder)
-        except ManifestError:  # the commit holds nevertheless; they stay pinned, and go with the next one
+        except ManifestError:  # the commit holds nevertheless; they stay pinned and are dropped with the next one
             return
         with self._engine.lock:
             for generation in old:
-                if generation in self._nvme.generations:  # Ctrl-C may have come between this and the next line
+                if generation in self._nvme.generations:  # Ctrl-C may have struck between this line and the next
                     self._nvme.release(generation)
         self._kept = [generation for generation in self._kept if generation >= retained[0]]
 
 
 class _Draft:
-    """A generation that is being made: ``made``, and ``data``, its manifest. Where nothing changed since ``since``, none is."""
+    """A generation in the making: ``data`` is its manifest, ``made`` its parts; None where nothing changed since ``since``."""
 
     def __init__(self, engine: Engine, nvme: NvmeTier, encoding: Encoding, meta: bytes, since: _Generation | None) -> None:
         self.made: _Generation | None = None
         self.data = bytearray()
         self._engine, self._nvme, self._encoding, self._meta, self._since = engine, nvme, encoding, meta, since
-        self._tensors: dict[Key, bytes] = {}  # b"" for one that is not at the bottom yet
+        self._tensors: dict[Key, bytes] = {}  # b"" for tensors that are not at the bottom yet
         self._refused: ManifestError | MisuseError | None = None
-        self._generation = 0  # once its extents are pinned
+        self._generation = 0  # number of the generation while its extents are pinned by the draft
 
     def begin(self, entries: Iterator[Entry], frozen: dict[Key, None]) -> None:
         if frozen:
@@ -513,7 +527,7 @@ class _Draft:
         self._nvme.retain(self._generation, slots)
 
     def _refuse_without_room(self, frozen: Iterable[Key]) -> None:
-        """What plainly cannot be is not begun. What is under way has its room already, or may bring some."""
+        """Raise CapacityError where the changed tensors certainly have no room. Write-backs in flight have room already."""
         nvme, state = self._nvme, self._engine.state
         sizes = (max(1, state.directory.entry(key).nbytes) for key in frozen)
         needed = sum(-(-nbytes // nvme.alignment) for nbytes in sizes) * nvme.alignment
@@ -526,7 +540,7 @@ class _Draft:
     def add(self, entry: Entry) -> None:
         try:
             self._tensors[entry.name] = self._encoding.of(entry)
-        except (ManifestError, MisuseError) as error:  # its transfer went well: this is the commit's, at its end
+        except (ManifestError, MisuseError) as error:  # the transfer succeeded: the error is the commit's, raised at its end
             self._refused = error
         copy = entry.copies[-1]
         if not entry.empty and copy is not None:
@@ -542,12 +556,12 @@ class _Draft:
         state, uuid = self._engine.state, self._nvme.uuid.hex()
         files = tuple(manifests.DataFile(f.name, f.uuid.hex(), f.index, f.nbytes) for f in self._nvme.files)
         head = manifests.Head(uuid, self._generation, msgspec.Raw(self._meta), files, state.directory.next_id)
-        self.data = manifests.assemble(head, self._tensors.values())  # what is refused is so before it is a generation
+        self.data = manifests.assemble(head, self._tensors.values())  # a refused manifest is refused before it is a generation
         self.made = _Generation(self._generation, self._meta, self._tensors)
         state.generation += 1
 
     def keep(self) -> None:
-        """Its extents stay pinned from here on."""
+        """Leave the draft's extents pinned."""
         self._generation = 0
 
     def drop(self) -> None:
@@ -557,21 +571,22 @@ class _Draft:
 
 
 class _Rollback(Request):
-    """Makes the store what ``chosen`` says: forgets what is not the same, and has it restored."""
+    """A request to restore the state of ``chosen``: it deletes the tensors that differ, and restores those of the
+    generation."""
 
     deferred = True
 
-    def __init__(self, chosen: _Generation, commits: Commits, given_up: Callable[[], bool]) -> None:
+    def __init__(self, chosen: _Generation, commits: Commits, cancelled: Callable[[], bool]) -> None:
         super().__init__()
-        self._chosen, self._commits, self._given_up = chosen, commits, given_up
+        self._chosen, self._commits, self._cancelled = chosen, commits, cancelled
 
     @property
     def unwanted(self) -> bool:
-        return super().unwanted or self._given_up()
+        return super().unwanted or self._cancelled()
 
     def abandon(self, state: EngineState) -> None:
         if not self.done:
-            self.error, self.done = CommitError("this rollback was given up: an exception struck who waited for it"), True
+            self.error, self.done = CommitError("this rollback was cancelled: an exception struck the waiting caller"), True
 
     def __str__(self) -> str:
         return "a rollback"
@@ -582,7 +597,7 @@ class _Rollback(Request):
         for entry in entries:
             if entry.leased:
                 raise LeaseConflict(f"tensor {entry.key!r} is leased: end every lease before a rollback")
-        if sum(scheduler.busy(entry, self) for entry in entries):  # each hurries
+        if sum(scheduler.busy(entry, self) for entry in entries):  # all of them: busy() raises the urgency of transfers
             return False
         missing, changed = dict(self._chosen.tensors), []
         for entry in entries:
@@ -593,12 +608,12 @@ class _Rollback(Request):
                 changed.append(entry)
         records = [manifests.decode_tensor(encoded) for encoded in missing.values()]
         there: list[Slot] = [copy.slot for copy in (entry.copies[-1] for entry in changed) if copy is not None]
-        empty = self._commits.empty_slots(records, there)  # the last that can be refused
+        empty = self._commits.empty_slots(records, there)  # the last step that may be refused
         for entry in changed:
             state.directory.forget(entry.key)
         empty = empty if empty is not None else self._commits.empty_slots(records)
         assert empty is not None
         for record in records:
             self._commits.restore_tensor(record, missing[record.key], empty)
-        self._commits.returned(self._chosen)
+        self._commits.rolled_back_to(self._chosen)
         return True

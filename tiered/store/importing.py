@@ -1,4 +1,4 @@
-"""Tensors of safetensors files into a store, one after the other, straight into its memory."""
+"""Import of safetensors files into a store, tensor by tensor, read directly into the store's memory."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def import_safetensors(
     existing: Literal["refuse", "overwrite"] = "refuse",
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
-    """Put the tensors of ``path`` into ``store`` under their names, and return how many; nothing is committed.
+    """Put the tensors of ``path`` into ``store`` under their names, and return their number; nothing is committed.
 
-    ``path`` is a file, or a folder as Hugging Face has it (several files with an index). No more than the store's own memory
-    is taken. ``existing``: what to do with tensors that ``store`` has by such a name. ``progress`` is called with the bytes
-    so far and in all; it may raise, to stop. What raises in between leaves the tensors before.
+    ``path`` is a file, or a folder in Hugging Face's layout (several files with an index). No memory is taken beside the
+    store's own. ``existing``: whether to refuse or overwrite tensors of the same names. ``progress`` is called with the bytes
+    so far and in all; it may raise, to stop. After an exception the tensors imported so far stay.
 
     Raises MisuseError (no such file, names that are taken), SafetensorsError (damaged), and what ``store.create`` raises.
     """
@@ -56,9 +56,9 @@ def import_safetensors(
                                 if progress is not None:
                                     progress(done, total)
                         finally:
-                            del memory, tensor  # an error's traceback must not keep them
+                            del memory, tensor  # a traceback must not keep the memory alive
                 except BaseException:
-                    store.delete(name)  # half of it
+                    store.delete(name)  # it is incomplete
                     raise
             return len(files.entries)
     except OSError as error:

@@ -1,6 +1,7 @@
-"""Torch's tensors as the store sees them: a spec and bytes.
+"""Leases and the tensors that they give; and torch's tensors as the store sees them: a spec and bytes.
 
-Leases, and the tensors that they give: lifetimes as values.
+A lease lasts as long as its token, and a view as long as its last alias, so that both end without code that an exception could
+interrupt.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ __all__ = [
     "spec_of",
 ]
 
-# Not getattr(torch, name): a name that a file has may be that of a module, which that would import. Quantized types have no
+# Not getattr(torch, name): a name from a file may be that of a module, which getattr would import. Quantized types have no
 # dense contents.
 _TYPES = {name: found for name, found in vars(torch).items() if isinstance(found, torch.dtype) and not name.startswith("q")}
-_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _TYPES.values()}  # one string for all tensors of a type
+_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _TYPES.values()}  # one string object for all tensors of a type
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    """Shape and element type of ``tensor``."""
+    """Return the shape and element type of ``tensor``."""
     dtype = tensor.dtype
     return TensorSpec(_NAMES.get(dtype) or str(dtype).removeprefix("torch."), tuple(tensor.shape), dtype.itemsize)
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
-    """Raises ManifestError when this torch has no such element type."""
+    """Return torch's element type of ``spec``. Raises ManifestError when this torch does not have it."""
     dtype = _TYPES.get(spec.dtype)
     if dtype is None or dtype.itemsize != spec.itemsize:
         raise ManifestError(f"this torch ({torch.__version__}) has no element type {spec.dtype!r} of {spec.itemsize} bytes")
@@ -59,25 +60,25 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
 
 
 def refuse_name(key: object) -> None:
-    """Raises MisuseError for what cannot be a new tensor's key: the manifest holds keys as UTF-8."""
+    """Raise MisuseError for what cannot be a new tensor's key: the manifest holds keys as UTF-8."""
     if not isinstance(key, str):
         raise MisuseError(f"a key is a str, not {type(key).__name__}: {key!r}")
     if not key.isascii():
         try:
             key.encode()
         except UnicodeEncodeError as error:
-            raise MisuseError(f"the key {key!r} is not Unicode text ({error.reason}): name the tensor otherwise") from None
+            raise MisuseError(f"the key {key!r} is not Unicode text ({error.reason}): give the tensor another name") from None
 
 
 def refuse_keys(keys: Iterable[object]) -> None:
-    """Raises MisuseError for what names no tensor, whatever there is."""
+    """Raise MisuseError for keys that are not strings."""
     for key in keys:
         if not isinstance(key, str):
             raise MisuseError(f"a key is a str, not {type(key).__name__}: {key!r}")
 
 
 def listed(values: Iterable[Any]) -> list[Any]:
-    """A single text is one. Raises MisuseError for what is not many."""
+    """Return ``values`` as a list; a single string counts as one value. Raises MisuseError for what is not iterable."""
     try:
         return [values] if isinstance(values, str) else list(values)
     except TypeError:
@@ -85,21 +86,21 @@ def listed(values: Iterable[Any]) -> list[Any]:
 
 
 def refuse_spec(key: Key, spec: object) -> None:
-    """Raises MisuseError for what describes no tensor that a store holds."""
+    """Raise MisuseError for a spec of which the store holds no tensors."""
     if not isinstance(spec, TensorSpec):
         raise MisuseError(f"{key!r}: a tensor to create is described by a TensorSpec, not by {spec!r}")
     if not isinstance(spec.shape, tuple) or not all(type(size) is int and size >= 0 for size in spec.shape):
         raise MisuseError(f"{key!r}: a shape is a tuple of sizes, not {spec.shape!r}")
     dtype = _TYPES.get(spec.dtype) if isinstance(spec.dtype, str) else None
     if dtype is None:
-        raise MisuseError(f"{key!r}: {spec.dtype!r} is no element type that a store holds; name torch's, such as 'float32'")
+        raise MisuseError(f"{key!r}: {spec.dtype!r} is not an element type that a store holds; name torch's, such as 'float32'")
     if dtype.itemsize != spec.itemsize:
         raise MisuseError(f"{key!r}: an element of {spec.dtype} has {dtype.itemsize} bytes, not {spec.itemsize!r}")
     _refuse_span(key, spec)
 
 
 def refuse_unstorable(key: Key, tensor: torch.Tensor) -> None:
-    """Raises MisuseError for what has no dense contents."""
+    """Raise MisuseError for a tensor without dense contents."""
     if not isinstance(tensor, torch.Tensor):
         raise MisuseError(f"{key!r}: a store holds tensors, not {type(tensor).__name__}")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
@@ -110,26 +111,26 @@ def refuse_unstorable(key: Key, tensor: torch.Tensor) -> None:
 
 
 def _refuse_span(key: Key, spec: TensorSpec) -> None:
-    """Of an empty tensor; what others are too large for says how large it is."""
+    """Raise MisuseError for an empty tensor whose strides overflow; others are refused by their size."""
     if not spec.nbytes and spec.span > LARGEST:
         raise MisuseError(f"{key!r} has the shape {spec.shape}, whose strides overflow: give it another shape")
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as uint8 of shape (nbytes,)."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # strides of dimensions of one element may be anything
+    """Return the memory of a contiguous tensor as uint8 of shape (nbytes,)."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # dimensions of one element may have any stride
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU, byte for byte: there are element types that torch cannot clone."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")  # whatever the default device is
+    """Return a copy on the CPU, byte for byte: torch cannot clone every element type."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")  # the default device may be another
     flat(copy).copy_(flat(tensor))
     return copy
 
 
 async def copied_in_thread(tensor: torch.Tensor) -> torch.Tensor:
-    """``copied`` while the event loop goes on; on the stream on which the caller computes, as that is where the tensor may be
-    used."""
+    """Copy as ``copied`` while the event loop goes on, on the caller's compute stream, because the tensor may be in use
+    there."""
     if tensor.device.type != "cuda":
         return await asyncio.to_thread(copied, tensor)
     stream = torch.cuda.current_stream(tensor.device)
@@ -142,18 +143,18 @@ async def copied_in_thread(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """``source`` in row-major order into ``target``, uint8 of shape (nbytes,); the devices may differ."""
+    """Copy ``source`` in row-major order into ``target``, uint8 of shape (nbytes,); the devices may differ."""
     if source.is_contiguous():
         target.copy_(flat(source))
         return
     try:
-        target.view(source.dtype).view(source.shape).copy_(source)  # straight into the pool, without a second copy
-    except (NotImplementedError, RuntimeError):  # element types that torch cannot gather: copy whole first
+        target.view(source.dtype).view(source.shape).copy_(source)  # directly into the pool, without a second copy
+    except (NotImplementedError, RuntimeError):  # element types that torch cannot gather are made contiguous first
         target.copy_(flat(source.contiguous()))
 
 
 class _Held:
-    """Copies on loan to the caller, and the tensors made of them."""
+    """A lease as a context manager: the copies that it holds, and the tensors made of them."""
 
     def __init__(
         self, running: Callable[[], Engine], memory: Memory, keys: Sequence[Key], access: Access, tier: int
@@ -161,7 +162,7 @@ class _Held:
         self._running, self._memory = running, memory
         self._keys, self._access, self._tier = keys, access, tier
         self.token: Token | None = None
-        """The lease lasts as long as this lives: setting it to None ends it, whatever strikes then."""
+        """Token of the lease: setting it to None ends the lease, whatever exception strikes then."""
         self._engine: Engine | None = None
         self._copies: list[Copy] | None = None
         self._request: Lease | None = None
@@ -175,7 +176,7 @@ class _Held:
             engine.wait(request)
             return self._granted(engine, request)
         except BaseException:
-            self.token = None  # first: another strike may come before the first line of a call
+            self.token = None  # first, because another exception may strike before the first line of a call
             self._undo()
             raise
 
@@ -187,7 +188,7 @@ class _Held:
             request = self._ask(engine)
             await engine.arrive(request)
             return self._granted(engine, request)
-        except GeneratorExit:  # from the collector, perhaps in a thread that has the lock
+        except GeneratorExit:  # from the garbage collector, perhaps in a thread that holds the lock
             self._let_go()
             raise
         except BaseException:
@@ -215,9 +216,9 @@ class _Held:
                 tensors.append(_view(engine, self._memory, copy, spec, view))
         except BaseException:
             self._undo()
-            self._running()  # closed by another thread meanwhile: then that is the error
+            self._running()  # raises StoreClosed if another thread closed the store meanwhile
             raise
-        views.clear()  # each is its tensor's now
+        views.clear()  # each belongs to its tensor now
         self._copies = copies
         return tensors
 
@@ -240,9 +241,9 @@ class _Held:
         recorder = engine.recorder
         if recorder is not None:
             recorder.released(self._request.sequence)
-        if kind is not GeneratorExit:  # the collector ends a generator or a coroutine, perhaps in a thread that has the lock
+        if kind is not GeneratorExit:  # the collector ends generators and coroutines, perhaps in a thread that holds the lock
             engine.released()
-            if engine.state.changing and kind is None:  # another call was struck: only a recount tells
+            if engine.state.changing and kind is None:  # an exception struck another call: only a recount tells
                 engine.look()
         if self._request.misused is not None and kind is None:
             raise MisuseError(
@@ -271,7 +272,7 @@ class _Held:
 
 
 class LeaseOfOne(_Held):
-    """``with store.lease(key) as tensor:``, or ``async with`` in a coroutine."""
+    """A lease of one tensor: ``with store.lease(key) as tensor:``, or ``async with`` in a coroutine."""
 
     def __enter__(self) -> torch.Tensor:
         try:
@@ -287,7 +288,7 @@ class LeaseOfOne(_Held):
 
 
 class LeaseOfMany(_Held):
-    """``with store.lease([key, ...]) as (tensor, ...):``, or ``async with`` in a coroutine."""
+    """A lease of several tensors: ``with store.lease([key, ...]) as (tensor, ...):``, or ``async with`` in a coroutine."""
 
     def __enter__(self) -> tuple[torch.Tensor, ...]:
         try:
@@ -303,13 +304,13 @@ class LeaseOfMany(_Held):
 
 
 def end_struck() -> bool:
-    """End leases that an exception struck at their beginning or end, before the first line of that; whether there were any.
+    """End leases whose entry or exit was struck by an exception before its first line; return whether there were any.
 
     Such a lease ends with its object. But a traceback refers to the frame that was struck, and that to the object; and
     tracebacks may be kept: by an ``except`` clause while it runs, by an interactive interpreter until the next exception.
     """
     found = False
-    for error in _kept_exceptions():
+    for error in _live_exceptions():
         trace = error.__traceback__
         while trace is not None:
             lease = trace.tb_frame.f_locals.get("self") if trace.tb_frame.f_code in _ENDS else None
@@ -326,8 +327,9 @@ _METHODS = (
 _ENDS = {method.__code__ for method in _METHODS}
 
 
-def _kept_exceptions() -> list[BaseException]:
-    """Those that some thread handles now, the last one that an interpreter has shown, and what they came from."""
+def _live_exceptions() -> list[BaseException]:
+    """Return the exceptions that threads handle now, the last one that an interpreter has shown, and their causes and
+    contexts."""
     handled: list[object] = list(sys._current_exceptions().values())
     handled += [getattr(sys, name, None) for name in ("last_exc", "last_value")]
     waiting = [error[1] if isinstance(error, tuple) else error for error in handled]
@@ -341,12 +343,12 @@ def _kept_exceptions() -> list[BaseException]:
 
 
 def _view(engine: Engine, memory: Memory, copy: Copy, spec: TensorSpec, claim: Token) -> torch.Tensor:
-    """A tensor on ``copy``'s slot. ``claim`` lives until the last alias of it is gone, whoever holds that.
+    """Return a tensor on ``copy``'s slot. ``claim`` lives until the last alias of the tensor is gone.
 
-    All tensors ever made of one copy share one version counter: autograd then notices when something that it saved under a
-    READ lease was changed under a later WRITE lease of the same slot.
+    All tensors ever made of one copy share one version counter: autograd then notices when a tensor that it saved under a READ
+    lease was changed under a later WRITE lease of the same slot.
     """
-    if torch.is_inference_mode_enabled():  # a view made there would have no version
+    if torch.is_inference_mode_enabled():  # a view made in inference mode would have no version
         with torch.inference_mode(False):
             return _view(engine, memory, copy, spec, claim)
     dtype = dtype_of(spec)
@@ -359,7 +361,7 @@ def _view(engine: Engine, memory: Memory, copy: Copy, spec: TensorSpec, claim: T
         contents = contents.view(spec.shape)
     witness = copy.witness
     if witness is None:
-        with engine.lock:  # two threads with a READ lease each must not make two of them
+        with engine.lock:  # two threads with a READ lease each must not make two witnesses
             if copy.witness is None:
                 fresh = contents.detach()
                 fresh.data = torch.empty(0, dtype=dtype, device=contents.device)

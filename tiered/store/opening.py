@@ -1,6 +1,6 @@
-"""What a store is made of; the only file that names concrete parts.
+"""``TieredStore.open``: checks the options, opens the parts of a store and recovers the generation.
 
-What ``TieredStore.open`` does: checks what it was asked for, opens the parts, finds the generation.
+The only file that names concrete tiers, links and backends.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ __all__ = [
 
 
 SMALLEST_DRAM = 1 << 20
-"""Bytes: the smallest DRAM budget that a store opens with."""
+"""Smallest DRAM budget in bytes that a store opens with."""
 BESIDE_OPEN = 8 << 20
 TABLES_SHARE = 256
-"""So many bytes, and this fraction of the pool, are taken beside it by whoever opens a store and does no more than use it."""
+"""Bytes that a store takes beside its pool: BESIDE_OPEN, and one TABLES_SHAREth of the pool for the kernel's page tables."""
 
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """``path``: the store's folder, None for no disk; ``paths``: folders for its data files, none for that one; ``disk`` opens
-    them in another way than to be written to. ``dram``: bytes of the pool. ``hbm``: bytes on ``device``, 0 for none. ``nvme``:
-    bytes of extents at most (None: what the disks have).
+    """The configuration of a store's parts. ``path``: the store's folder, None for no disk; ``paths``: folders for its data
+    files, none for that folder; ``disk`` replaces the way in which they are opened. ``dram``: bytes of the pool. ``hbm``: bytes
+    on ``device``, 0 for none. ``nvme``: most bytes of extents (None: what the disks have).
 
-    ``backend`` is the name of one of ours, or makes another. ``eviction`` makes one policy per tier. ``depth``: requests in
-    flight; many small tensors need them, of large ones ``DiskConfig`` bounds the bytes.
+    ``backend`` is a name, or makes another backend. ``eviction`` makes one policy per tier. ``depth``: requests in flight; it
+    bounds many small tensors, the bytes of large ones are bounded by ``DiskConfig``.
     """
 
     path: str | os.PathLike[str] | None
@@ -77,8 +77,8 @@ class StoreConfig:
 
 @dataclass(frozen=True)
 class Parts:
-    """Tiers from the top, links between neighbours, one policy per tier. ``memories`` are the tiers that tensors can lie in;
-    ``backend`` and ``nvme`` are None where there is no disk."""
+    """The opened parts: tiers from the top, links between neighbours, one policy per tier. ``memories`` are the tiers that
+    tensors can lie in; ``backend`` and ``nvme`` are None where there is no disk."""
 
     memories: tuple[Memory, ...]
     nvme: NvmeTier | None
@@ -89,11 +89,11 @@ class Parts:
 
     @property
     def dram(self) -> int:
-        """Index of the host's memory."""
+        """Index of the DRAM tier."""
         return len(self.memories) - 1
 
     def close(self) -> None:
-        """Let go of the tiers; the links are the engine's to close, before. Idempotent."""
+        """Close the tiers, after the engine has closed the links. Idempotent."""
         if self.nvme is not None:
             self.nvme.close()
         for memory in self.memories:
@@ -101,7 +101,7 @@ class Parts:
 
 
 def build(config: StoreConfig) -> Parts:
-    """Open the parts. Raises MisuseError, CapacityError, StoreLocked, ManifestError; nothing stays open then."""
+    """Open the parts. Raises MisuseError, CapacityError, StoreLocked, ManifestError; then nothing stays open."""
     if config.dram < SMALLEST_DRAM:
         raise CapacityError(
             f"a DRAM budget of {config.dram:,} bytes is too small: the smallest is {SMALLEST_DRAM:,} bytes"
@@ -112,7 +112,7 @@ def build(config: StoreConfig) -> Parts:
         if config.hbm:
             hbm = HbmTier(HbmConfig(config.hbm, config.device))
             undo.callback(hbm.close)
-        if config.path is not None:  # the last that can be refused for what was asked: no folder is made for nothing
+        if config.path is not None:  # the last part that may be refused, so that no folder is made in vain
             backend = open_backend(config.backend, config.depth)
             undo.callback(backend.close)
             opened = NvmeConfig(config.path, config.nvme, paths=config.paths)
@@ -152,7 +152,8 @@ def _device_link(hbm: HbmTier, dram: DramTier) -> Link:
 
 
 def open_backend(backend: BackendName | Callable[[], IOBackend], depth: int) -> IOBackend:
-    """One with ``depth`` requests in flight. "auto" is libaio, or posix where that is not built or the kernel refuses it.
+    """Open a backend with ``depth`` requests in flight. "auto" is libaio, or posix where libaio is not built or the kernel
+    refuses it.
 
     Raises MisuseError for one that is unknown or does not work here, CapacityError where the kernel has no room for it,
     TieredError where the process has no descriptor or thread left for it.
@@ -185,13 +186,13 @@ def open_backend(backend: BackendName | Callable[[], IOBackend], depth: int) -> 
 
 
 def default_dram() -> int:
-    """Half of the smaller of available memory and the cgroup's headroom, in bytes."""
+    """Return half of the smaller of available memory and the cgroup's headroom, in bytes."""
     return max(SMALLEST_DRAM, headroom() // 2)
 
 
 def _refuse_beyond_cgroup(dram: int) -> None:
-    """Raises CapacityError for a pool that would end in the kernel's killing the process: its pages come at first touch. The
-    engine's thread, and the kernel's tables of these pages, take some room, too."""
+    """Raise CapacityError for a pool for which the kernel would kill the process: its pages are taken at first touch. The
+    engine's thread and the page tables of the pool need room, too."""
     room, beside = cgroup_room(), BESIDE_OPEN + dram // TABLES_SHARE
     if room is not None and dram + beside > room.headroom:
         raise CapacityError(
@@ -253,7 +254,7 @@ def assemble(options: OpenOptions) -> tuple[Parts, Engine, Generations]:
             if not options.scratch:
                 commits.encode_early()
             for number, why in commits.unreadable.items():
-                warnings.warn(f"generation {number} is damaged, and nobody can go back to it: {why}", stacklevel=4)
+                warnings.warn(f"generation {number} is damaged and cannot be opened: {why}", stacklevel=4)
             if not parts.nvme.direct:
                 _warn_buffered(next(file.folder for file in parts.nvme.files if not file.direct))
     except BaseException:  # a warning may be made an error
@@ -311,10 +312,10 @@ def _restore_to_read(parts: Parts, engine: Engine, manifest: Manifest) -> None:
 
 
 def _begin(options: OpenOptions, config: StoreConfig) -> tuple[Parts, Engine]:
-    """The parts and the engine, not started. Raises as ``TieredStore.open`` says; nothing stays open then."""
+    """Return the parts and the engine, not started. Raises as ``TieredStore.open`` says; then nothing stays open."""
     try:
         parts = build(config)
-    except OSError as error:  # what the parts do not expect of a healthy filesystem
+    except OSError as error:  # errors that a healthy filesystem does not give
         where = error.filename or options.path
         raise TieredError(f"cannot open the store: {where}: {error.strerror} (errno {error.errno})") from error
     try:
@@ -338,7 +339,7 @@ def _warn_buffered(folder: str, stacklevel: int = 5) -> None:
 
 
 def _refuse(options: OpenOptions) -> None:
-    """Raise MisuseError for arguments that mean nothing."""
+    """Raise MisuseError for arguments without a meaning."""
     path, keep, deadline, generation = options.path, options.keep, options.deadline, options.generation
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise MisuseError(f"at least one generation must be kept, not {keep!r}")
@@ -390,7 +391,8 @@ def _config_of(options: OpenOptions) -> StoreConfig:
 
 
 def _duplicator(parts: Parts, engine: Engine) -> Callable[[Copy, Slot, int], None]:
-    """Copies a copy's bytes to another slot of its tier, on the stream that is current: under the engine's lock."""
+    """Return a function that copies a copy's bytes to another slot of its tier, on the current stream, under the engine's
+    lock."""
 
     def duplicate(copy: Copy, target: Slot, nbytes: int) -> None:
         memory = parts.memories[copy.tier]

@@ -1,4 +1,4 @@
-"""``TieredStore``: named tensors that live where there is room and come where they are needed."""
+"""``TieredStore``: named tensors in HBM, DRAM and NVMe, moved to where they are needed."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ if TYPE_CHECKING:
 __all__ = ["TieredStore"]
 
 AT_ONCE = 4 << 20
-"""Bytes that a coroutine copies itself; more is copied in a thread, so that the event loop goes on."""
+"""Bytes up to which a coroutine copies a tensor itself; a larger one is copied in a thread, so that the event loop goes on."""
 
 
 class TieredStore:
-    """Tensors by name, in HBM and DRAM as far as the budgets go and in extents of one large file for the rest.
+    """Tensors by name, in HBM and DRAM up to the budgets, and in extents of one large file for the rest.
 
-    Open one with ``TieredStore.open``. All methods may be called from any thread of the process that opened it. Leaving a
-    ``with`` block normally commits; leaving it by an exception does not, nor does ``close``: what was not committed is gone at
-    the next open.
+    Open a store with ``TieredStore.open``. All methods may be called from any thread of the process that opened it. Leaving a
+    ``with`` block normally commits; leaving it by an exception does not, nor does ``close``: changes that were not committed
+    are lost at the next open.
     """
 
     def __init__(self, parts: Parts, engine: Engine, known: Generations, *, scratch: bool) -> None:
@@ -65,7 +65,7 @@ class TieredStore:
         self._shutdown = weakref.finalize(self, _shut_down, *self._rest)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Called by copy and pickle."""
+        """Refuse copy and pickle."""
         raise MisuseError(f"{self._name} cannot be copied or pickled: open a store of its own in each process that needs one")
 
     # -- opening and closing ----------------------------------------------------------------------------------------------
@@ -90,20 +90,21 @@ class TieredStore:
         deadline: float = 60.0,
         paths: Sequence[str | os.PathLike[str]] | None = None,
     ) -> TieredStore:
-        """Create the store in folder ``path``, or reopen it as of its newest commit, or as of ``generation``.
+        """Create the store in folder ``path``, or reopen it at its newest commit, or at ``generation``.
 
         Sizes are bytes or "256MiB". ``dram`` is the hard budget of the pool (default: half of what is available), ``hbm`` that
-        on ``device`` (default: no such tier; device="cpu" stands in for one), ``nvme`` that of the disk (default: what it has).
+        on ``device`` (default: no such tier; device="cpu" is a stand-in), ``nvme`` that of the disk (default: its free space).
         ``path`` None is a store without a disk. ``durability="none"`` is scratch: nothing can be committed, and the files are
-        gone at close. ``keep`` is how many generations stay on disk; ``newer="drop"``: those after ``generation`` are given up
-        (all, with 0). ``deadline`` is how many seconds a call waits for room
-        before it raises and names who holds it. ``access="read"`` opens a commit to look at it, beside a job that died, or in a
-        folder that cannot be written to: nothing there is created or changed, several may do so at once, and what would raises.
+        removed at close. ``keep`` is the number of generations that stay on disk; ``newer="drop"`` removes the generations
+        after ``generation`` (all, with 0). ``deadline`` is the number of seconds that a call waits for room before it raises
+        and names the holders. ``access="read"`` opens a commit for reading, beside a job that died, or in a folder that cannot
+        be written: nothing there is created or changed, several processes may do so at once, and calls that would change a
+        tensor raise.
 
-        ``paths`` are for several drives: a list of folders, one on each, and each gets one data file; ``path`` then has the
-        manifests only. Whole tensors go to the drive with the fewest bytes in use. To reopen, give the same folders, in any
-        order; the drives say themselves which they are, so they may be mounted elsewhere. Without ``paths`` the error says
-        them: no folder is opened because a file names it.
+        ``paths`` are for several drives: a list of folders, one on each, which get one data file each; ``path`` then has the
+        manifests only. Each tensor is stored whole on the drive with the fewest bytes in use. To reopen, give the same folders,
+        in any order; the data files identify themselves, so the drives may be mounted elsewhere. Without ``paths`` the error
+        names the folders: no folder is opened because a file names it.
 
         ``backend`` is "auto" (libaio, else posix), "libaio", "aiofiles", "posix", or makes an ``IOBackend``; ``eviction`` makes
         an ``EvictionPolicy`` and is called once for each tier. Warns where the filesystem has no O_DIRECT.
@@ -141,7 +142,7 @@ class TieredStore:
             self.close()
 
     def close(self) -> None:
-        """Wait for transfers in flight and let go of everything. Commits nothing. Idempotent.
+        """Wait for transfers in flight and release everything. Commits nothing. Idempotent.
 
         Tensors that leases gave stay valid. Afterwards every other call raises StoreClosed; in a forked child, ForkedStore.
         """
@@ -151,17 +152,17 @@ class TieredStore:
             self._generations.settle()
         if self._shutdown.alive:
             _shut_down(*self._rest)
-            self._shutdown.detach()  # not before: what Ctrl-C interrupts is done by the next call, or by the collector
+            self._shutdown.detach()  # last, so that the next call, or the collector, completes what Ctrl-C interrupted
 
     # -- tensors by name --------------------------------------------------------------------------------------------------
 
     @from_here
     def put(self, key: Key, tensor: torch.Tensor) -> None:
-        """Store a copy of ``tensor`` (any strided dtype, shape, device) as ``key``, replacing what was there.
+        """Store a copy of ``tensor`` (any strided dtype, shape, device) as ``key``, replacing the tensor of that name.
 
-        It goes to DRAM from the CPU, to the top tier from elsewhere; may wait for room. Raises LeaseConflict while ``key`` is
-        leased, CapacityError when the tensor cannot fit or no room comes in time, MisuseError for what has no dense contents
-        (sparse, quantized, nested, meta), WriteError when only a failed write-back stands in the way.
+        The copy goes to DRAM from the CPU, to the top tier from elsewhere; the call may wait for room. Raises LeaseConflict
+        while ``key`` is leased, CapacityError when the tensor cannot fit or no room is free in time, MisuseError for a tensor
+        without dense contents (sparse, quantized, nested, meta), WriteError when a failed write-back blocks the room.
         """
         refuse_name(key)
         refuse_unstorable(key, tensor)
@@ -171,10 +172,11 @@ class TieredStore:
 
     @from_here
     def create(self, key: Key, spec: TensorSpec, *, tier: str | None = None) -> None:
-        """A new tensor with undefined contents, to be filled under a WRITE lease; in ``tier`` (default: the top one), or in
-        DRAM where that cannot hold it.
+        """Create a tensor with undefined contents, to be filled under a WRITE lease; in ``tier`` (default: the top one), or in
+        DRAM where that tier cannot hold it.
 
-        ``spec`` is its shape and element type. Replaces, waits and raises as ``put``; MisuseError for a tier that is not there.
+        ``spec`` is its shape and element type. Replaces, waits and raises as ``put``; MisuseError for a tier that the store
+        does not have.
         """
         refuse_name(key)
         refuse_spec(key, spec)
@@ -184,7 +186,7 @@ class TieredStore:
         engine = self._running()
         self._generations.refuse_change(self)
         if spec.nbytes > self._parts.tiers[tier].capacity or spec.nbytes > self._parts.tiers[self._parts.dram].capacity:
-            tier = self._parts.dram  # what that cannot hold could never leave the tiers above it: refused
+            tier = self._parts.dram  # a tensor larger than DRAM could never leave the tiers above: DRAM refuses it
         token = Token()
         room = Room(tier, max(1, spec.nbytes), key, engine.state.claims.watch(token))
         try:
@@ -195,14 +197,14 @@ class TieredStore:
                 fill(self._parts.memories[tier].tensor(room.slot, spec.nbytes)[0])
             engine.wait(Install(key, spec, room, engine.fences(tier)))
         except BaseException:
-            del token  # unless the tensor is there already, its room is given back
+            del token  # gives the room back, unless the tensor was installed
             engine.released()
-            self._running()  # closed by another thread meanwhile: then that is the error
+            self._running()  # raises StoreClosed if another thread closed the store meanwhile
             raise
 
     @from_here
     def get(self, key: Key) -> torch.Tensor:
-        """A contiguous copy of ``key``, of its dtype and shape, on the CPU, outside the budget. Waits as ``lease`` does.
+        """Return a contiguous copy of ``key``, of its dtype and shape, on the CPU, outside the budget. Waits as ``lease`` does.
 
         Raises KeyNotFound, LeaseConflict under an open WRITE lease, TransferError, CapacityError after the deadline.
         """
@@ -214,12 +216,13 @@ class TieredStore:
             self._engine.released()
 
     async def fetch(self, key: Key) -> torch.Tensor:
-        """``get`` for a coroutine: it waits without blocking a thread, and may be cancelled at any time. Raises as ``get``."""
+        """Return the same as ``get``, for a coroutine: waits without blocking a thread, and may be cancelled at any time.
+        Raises as ``get``."""
         async with self._lease_to_copy(key) as tensor:
             return copied(tensor) if tensor.nbytes <= AT_ONCE else await copied_in_thread(tensor)
 
     def _lease_to_copy(self, key: Key) -> LeaseOfOne:
-        """Where it need not be moved more than it must: on the device when it is there, else in host memory."""
+        """Return a lease in the tier from which the copy is cheapest: on the device when the tensor is there, else in DRAM."""
         engine = self._running()
         refuse_keys([key])
         tier = self._parts.dram
@@ -236,11 +239,11 @@ class TieredStore:
     def lease(
         self, key: Key | list[Key] | tuple[Key, ...], *, access: Access | str = Access.READ, tier: str | None = None
     ) -> LeaseOfOne | LeaseOfMany:
-        """A context manager that gives the tensor itself, in ``tier`` (default: the top one), without a copy.
+        """Return a context manager that gives the tensor itself, in ``tier`` (default: the top one), without a copy.
 
         READ leases may be shared, a WRITE lease excludes every other. A list of keys is granted all at once and gives a tuple.
-        The tensor's memory stays its own until the last reference to it is gone, also after the lease; but only what is
-        written before the end of a WRITE lease is stored.
+        The tensor's memory is not reused until the last reference to it is gone, even after the lease; but only what is written
+        before the end of a WRITE lease is stored.
 
         Entering raises KeyNotFound, LeaseConflict, TransferError, and CapacityError after the deadline. Leaving a READ lease
         whose tensor was written to raises MisuseError.
@@ -270,10 +273,10 @@ class TieredStore:
 
     @from_here
     def prefetch(self, keys: Sequence[Key], *, tier: str | None = None) -> None:
-        """Bring ``keys`` up to ``tier`` (default: the top one), in this order, when there is room and time.
+        """Fetch ``keys`` to ``tier`` (default: the top one), in this order, when there is room and bandwidth.
 
-        A hint: a newer one replaces what has not begun. Never waits; a full tier, an unknown key or a failed read is not an
-        error. Raises MisuseError for a tier that is not there.
+        A hint: a newer one replaces fetches that have not begun. Never waits; a full tier, an unknown key or a failed read is
+        not an error. Raises MisuseError for a tier that the store does not have.
         """
         wanted = listed(keys)
         refuse_keys(wanted)
@@ -281,10 +284,10 @@ class TieredStore:
 
     @contextlib.contextmanager
     def trace(self, *, most: int | None = None) -> Iterator[list[Touch]]:
-        """``with store.trace() as order:`` writes down what is leased or put meanwhile, by any thread, as a list of touches.
+        """Record what is leased or put, by any thread, as a list of touches: ``with store.trace() as order:``.
 
-        Each is a (key, tier, use); ``get`` and ``fetch`` are READ. Traces may overlap. The list is the caller's. ``most``:
-        while it has so many touches, none are added; it is the caller's to take them out.
+        Each touch is a (key, tier, use); ``get`` and ``fetch`` are READ. Traces may overlap. The list is the caller's.
+        ``most``: while the list has so many touches, none are added; the caller may remove some.
         """
         engine = self._running()
         token = Token()
@@ -294,7 +297,7 @@ class TieredStore:
                 engine.state.records.append(record)
             yield record.touches
         finally:
-            del token  # nothing is written down any more, whatever strikes now
+            del token  # ends the recording, whatever exception strikes now
             records = engine.state.records
             engine.later(lambda: records.__setitem__(slice(None), [other for other in records if other is not record]))
 
@@ -306,13 +309,14 @@ class TieredStore:
         then: Literal["again", "end"] = "again",
         prefetch: Literal["on", "off"] = "on",
     ) -> int:
-        """Expect ``order`` from here on, again and again: evict what it needs last, and fetch ahead what it needs next.
+        """Follow ``order`` from here on, again and again: evict what it needs last, and read ahead what it needs next.
 
-        ``order`` is what ``trace`` wrote down, or keys by hand, all of which are read. A loop may stray from it; that costs
-        time, nothing else. With ``then="end"`` it comes once: what its rest does not touch leaves first, nothing is fetched
-        beyond it, and after its last touch nothing is followed. Another order keeps what was planned for the beginning that
-        both have in common. An empty one ends it. ``prefetch="off"`` only evicts by it. Returns how many touches were planned
-        anew. Raises MisuseError for a tier that is not there. Results never depend on the order.
+        ``order`` is the list of a ``trace``, or keys, all of which are read. A loop may deviate from it, which costs time and
+        nothing else. With ``then="end"`` the order comes once: tensors that its rest does not touch leave first, nothing beyond
+        it is read ahead, and after its last touch nothing is followed. A new order keeps the plan for the beginning that it
+        shares with the old one. An empty order ends following. ``prefetch="off"`` evicts by the order and reads nothing ahead.
+        Returns the number of touches that were planned anew. Raises MisuseError for a tier that the store does not have.
+        Results never depend on the order.
         """
         if prefetch not in ("on", "off") or then not in ("again", "end"):
             raise MisuseError("prefetch is 'on' or 'off', then is 'again' or 'end'")
@@ -323,8 +327,8 @@ class TieredStore:
         goals = [self._tier_index(touch.tier) for touch in touches]
 
         def sizes(index: int) -> list[int]:
-            """What each touch takes of tier ``index``, in whole slots; a byte where it is for a tier below, or more than there
-            could be."""
+            """Return the bytes, in whole slots, that each touch takes of tier ``index``; 1 where the touch is for a lower tier,
+            or larger than the tier."""
             most, alignment = self._parts.tiers[index].capacity, getattr(self._parts.tiers[index], "alignment", 1)
             wanted = [found[key] if goal <= index else 0 for key, goal in zip(keys, goals, strict=True)]
             return [-(-nbytes // alignment) * alignment if 0 < nbytes <= most else 1 for nbytes in wanted]
@@ -346,29 +350,29 @@ class TieredStore:
 
     @from_here
     def delete(self, key: Key) -> None:
-        """Forget ``key``; its room is free once nothing refers to it. Raises KeyNotFound, LeaseConflict while it is leased."""
+        """Delete ``key``; its room is free once nothing refers to it. Raises KeyNotFound, LeaseConflict while it is leased."""
         refuse_keys([key])
         self._generations.refuse_change(self)
         self._running().wait(Delete(key))
 
     def __contains__(self, key: object) -> bool:
-        """Whether there is a tensor of that name."""
+        """Return whether there is a tensor of that name."""
         directory = self._running().state.directory
         return isinstance(key, str) and key in directory
 
     def __iter__(self) -> Iterator[Key]:
-        """The keys as of now, in no particular order."""
+        """Iterate over the keys as of now, in no particular order."""
         engine = self._running()
         with engine.lock:
             return iter(list(engine.state.directory))
 
     def __len__(self) -> int:
-        """How many tensors there are."""
+        """Return the number of tensors."""
         return len(self._running().state.directory)
 
     @from_here
     def spec(self, key: Key) -> TensorSpec:
-        """Shape and element type of ``key``; moves nothing. Raises KeyNotFound."""
+        """Return the shape and element type of ``key``; moves nothing. Raises KeyNotFound."""
         engine = self._running()
         refuse_keys([key])
         with engine.lock:
@@ -378,17 +382,17 @@ class TieredStore:
 
     @property
     def generation(self) -> int:
-        """Number of the newest commit, or of the one opened; 0 before the first, and where nothing can be committed."""
+        """Number of the newest commit, or of the opened one; 0 before the first, and where nothing can be committed."""
         return self._generations.generation
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What the commit numbered ``generation`` was given, as JSON gives it back; empty before the first."""
+        """User data of the commit numbered ``generation``, as JSON returns it; empty before the first."""
         return self._generations.meta
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors of the top tier are."""
+        """Device of the tensors in the top tier."""
         return getattr(self._parts.memories[0], "device", torch.device("cpu"))
 
     @property
@@ -400,35 +404,37 @@ class TieredStore:
 
     @from_here
     def commit(self, meta: Mapping[str, object] | None = None) -> int:
-        """Make everything durable, with ``meta`` (JSON values); returns the generation. Without ``meta`` the last one stays.
+        """Make the state of the store durable, with ``meta`` (JSON values; default: the last one), and return the generation.
 
         When this returns, a crash or power loss leaves at least this state; when it raises, the commit before holds. Raises
-        LeaseConflict under an open WRITE lease, CapacityError where the disk has no room for what changed, CommitError when it
-        fails, MisuseError without a disk, with durability "none" or a ``meta`` that is not JSON, or what a failed write raises.
+        LeaseConflict under an open WRITE lease, CapacityError where the disk has no room for the changes, CommitError when it
+        fails, MisuseError without a disk, with durability "none" or a ``meta`` that is not JSON, or the error of a failed
+        write.
         """
         return self._committing(meta).commit(meta, self)
 
     def refuse_commits(self, why: str | None) -> None:
-        """From here on commits raise MisuseError, and leaving a ``with`` block makes none. None: no longer."""
+        """Make commits raise MisuseError with ``why``, and ``with`` blocks end without one. None allows commits again."""
         self._generations.refused = why
 
     @from_here
     def commit_async(self, meta: Mapping[str, object] | None = None) -> Future[int]:
-        """``commit`` all as it is now, and go on meanwhile; the future gives the generation, or raises, when it is durable.
+        """Commit the state as of now while the caller goes on; the future gives the generation, or raises, when the commit has
+        ended.
 
-        Leases go on, too: only one that would change a tensor which is not on the disk yet waits, for that tensor alone, and
-        so do ``put`` and ``delete`` of it. Waits for a commit that is open; ``close`` waits for this one. Raises LeaseConflict
-        and MisuseError as ``commit``, at once, and CapacityError where there plainly is no room.
+        Leases go on, too: only one that would change a tensor which is not on the disk yet waits, for that tensor alone, and so
+        do ``put`` and ``delete`` of it. Waits for an open commit; ``close`` waits for this one. Raises LeaseConflict and
+        MisuseError as ``commit``, at once, and CapacityError where there certainly is no room.
         """
-        return self._committing(meta).commit_behind(meta, self)
+        return self._committing(meta).commit_async(meta, self)
 
     @from_here
     def rollback(self, generation: int | None = None, *, needs: Sequence[Key] = ()) -> int:
-        """All tensors as they were in the newest commit, or in ``generation``, if that is kept; returns its number.
+        """Restore all tensors as of the newest commit, or of ``generation``, if that is kept; return its number.
 
-        Reads and writes none of them: what changed since is given up, what did not stays where it is. ``meta`` is that
+        No tensor is read or written: changes since are discarded, unchanged tensors stay where they are. ``meta`` becomes that
         commit's. The next commit gets a new number. Raises LeaseConflict under any open lease, MisuseError where nothing was
-        committed or the commit has no tensor of ``needs``, ManifestError for a generation that is not there.
+        committed or the commit lacks a tensor of ``needs``, ManifestError for a generation that does not exist.
         """
         return self._committing(None).rollback(generation, needs)
 
@@ -442,7 +448,8 @@ class TieredStore:
     # -- looking in -------------------------------------------------------------------------------------------------------
 
     def statistics(self) -> StoreStatistics:
-        """What happened since ``open``: a frozen snapshot. Subtract two of them to see what one part of a program took."""
+        """Return a frozen snapshot of the counters since ``open``. The difference of two is the cost of the program between
+        them."""
         engine = self._running()
         engine.look()
         with engine.lock:
@@ -466,9 +473,10 @@ class TieredStore:
 
     @contextlib.contextmanager
     def timeline(self, *, limit: int = 1_000_000) -> Iterator[Timeline]:
-        """``with store.timeline() as timeline:`` records every transfer, lease and stall meanwhile, and every ``span``.
+        """Record every transfer, lease, stall and ``span``: ``with store.timeline() as timeline:``.
 
-        At most ``limit`` events, of about 200 bytes each. One timeline at a time: MisuseError. Changes no result.
+        At most ``limit`` events, of about 200 bytes each. Only one timeline may be recorded at a time: MisuseError. Changes no
+        result.
         """
         engine = self._running()
         token = Token()
@@ -478,20 +486,20 @@ class TieredStore:
         try:
             yield recorder.timeline
         finally:
-            del token  # what is recorded is nobody's any more, whatever strikes now
+            del token  # ends the recording, whatever exception strikes now
             engine.later(engine.stop_recording)
             recorder.stop()
 
     def span(self, kind: str, name: str) -> Span:
-        """``with store.span("evaluation", "after epoch 3"):`` a part of the caller's work, to be seen in a timeline.
+        """Mark a part of the caller's own work for a timeline: ``with store.span("evaluation", "after epoch 3"):``.
 
-        Costs next to nothing while none is recorded. Ends with the block, or by ``end()``.
+        Costs next to nothing while no timeline is recorded. Ends with the block, or by ``end()``.
         """
         recorder = self._engine.recorder
         return NO_SPAN if recorder is None else recorder.begin(kind, name)
 
     def free_on_device(self) -> int:
-        """Bytes that are free on the filesystems of the store's data files; 0 for a store without a disk."""
+        """Return the bytes that are free on the filesystems of the store's data files; 0 for a store without a disk."""
         self._running()
         return self._parts.nvme.free_on_device() if self._parts.nvme else 0
 

@@ -1,7 +1,8 @@
-"""``tiered.verify``: every byte that a store's commits reference is read back and compared with its checksum.
+"""``tiered.verify``: reads back every byte that a store's commits reference and compares it with its checksum.
 
-Nothing is written and no store is opened: the files are opened for reading, with a lock that keeps stores out meanwhile. What
-several generations share is read once, in the order in which it lies on the drives, through a few buffers of one piece each.
+Nothing is written and no store is opened: the files are opened for reading, with a lock that keeps stores out meanwhile. Bytes
+that several generations share are read once, in the order of their offsets on the drives, through a few buffers of one piece
+each.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, BackendName, IORequest, Op
 __all__ = ["CheckedGeneration", "Damage", "Verification", "verify"]
 
 DEPTH = 8
-"""Pieces of PIECE_BYTES in memory: what is read ahead while one is checked."""
+"""Buffers of PIECE_BYTES: pieces in flight while one is verified."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """One thing that is not as it was committed.
+    """A difference between the files and what was committed.
 
-    ``what`` is wrong, in ``nbytes`` bytes at ``offset`` of the file ``path``, or (offset None) with that file as a whole.
-    ``key`` is the tensor whose bytes these are, None where a file is damaged; ``generations`` are those that need them, and
-    ``written`` the one in which the tensor was written.
+    ``what`` is wrong, in ``nbytes`` bytes at ``offset`` of the file ``path``, or (offset None) with the file as a whole.
+    ``key`` is the tensor whose bytes these are, None where a file is damaged; ``generations`` are those that need the bytes,
+    and ``written`` is the one in which the tensor was written.
     """
 
     what: str
@@ -61,8 +62,8 @@ class Damage:
 
 @dataclass(frozen=True)
 class CheckedGeneration:
-    """One commit: how many ``tensors`` it has, of ``nbytes`` together, and how many of them are ``damaged``; None where its
-    manifest cannot be read. ``obstacle``: the damaged file for which it cannot be opened, whatever its tensors are like."""
+    """A commit: its number of ``tensors``, their ``nbytes``, and how many of them are ``damaged``; None where its manifest
+    cannot be read. ``obstacle``: the damaged file because of which it cannot be opened, even if its tensors are intact."""
 
     number: int
     tensors: int | None
@@ -77,7 +78,7 @@ class CheckedGeneration:
 
 @dataclass(frozen=True)
 class Verification:
-    """What ``verify`` found. ``read``: bytes of tensors that were read, each once; ``tensors``: how many different ones."""
+    """The result of ``verify``. ``read``: bytes of tensors that were read, each once; ``tensors``: number of different ones."""
 
     folder: str
     generations: tuple[CheckedGeneration, ...]
@@ -98,18 +99,18 @@ def verify(
     backend: BackendName = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> Verification:
-    """Read back all that the store in folder ``path`` has committed, or what ``generation`` needs, and say what is damaged.
+    """Read back all that the store in folder ``path`` has committed, or what ``generation`` needs, and return what is damaged.
 
-    The store must not be open. Nothing is changed, and a store of a process that died needs no repair before. ``paths`` are
+    The store must not be open. Nothing is changed, and the store of a process that died needs no repair before. ``paths`` are
     the folders of its data files where it has several drives; one that is left out counts as missing. ``progress`` is called
     with the bytes read so far and in all, after each piece; it may raise, to stop. Memory: 32 MiB, and the manifests.
 
-    What is damaged is no error but part of the answer, a manifest too. Raises MisuseError (no store there, no such generation,
-    other paths than the store's), StoreLocked, and TieredError where the process has no descriptor, thread or memory left.
+    Damage, of a manifest too, is part of the result and no error. Raises MisuseError (no store there, no such generation, other
+    paths than the store's), StoreLocked, and TieredError where the process has no descriptor, thread or memory left.
     """
     folder = _named(path)
     with contextlib.ExitStack() as stack:
-        opened = _open_folder(folder)  # all is looked for in this one, whatever its name leads to meanwhile
+        opened = _open_folder(folder)  # all files are opened in this folder, wherever its path leads meanwhile
         stack.callback(opened.close)
         files, listed, damages = _open_files(opened, paths, stack)
         manifests, checked, more = _load(opened, generation)
@@ -117,32 +118,32 @@ def verify(
         if not files and not checked:
             raise MisuseError(f"{folder} is not a tiered store: it has neither a data file nor a manifest")
         damages += _compare(folder, files, listed, manifests)
-        claims = _claims(manifests)
-        reader = _Reader(files, claims, progress or (lambda done, total: None))
+        tensors = _stored_tensors(manifests)
+        reader = _Reader(files, tensors, progress or (lambda done, total: None))
         found = _joined(reader.damages(backend))
     broken = Counter(number for _, number in {(damage.key, number) for damage in found for number in damage.generations})
-    ends = _ends(files, claims)
+    ends = _ends(files, tensors)
     counted = [
         one if one.tensors is None else replace(one, damaged=broken[one.number], obstacle=_obstacle(one.number, damages, ends))
         for one in checked
     ]
-    return Verification(str(folder), tuple(counted), (*damages, *found), len(claims), reader.read)
+    return Verification(str(folder), tuple(counted), (*damages, *found), len(tensors), reader.read)
 
 
 def _obstacle(number: int, damages: Sequence[Damage], ends: Mapping[tuple[str, int], int]) -> str | None:
-    """The first damage to a file that generation ``number`` needs; one of no generation is in the way of all."""
+    """Return the first damage to a file that generation ``number`` needs; damage that belongs to no generation affects all."""
     for one in damages:
         needed = not one.generations or number in one.generations
-        if needed and (not one.offset or one.offset < ends.get((one.path, number), 0)):  # spare room at the end may be gone
+        if needed and (not one.offset or one.offset < ends.get((one.path, number), 0)):  # unused space at the end is not needed
             return f"{one.path}: {one.what}"
     return None
 
 
-# The files
+# Files
 
 
 def _named(path: str | os.PathLike[str]) -> Path:
-    """The folder that a store would open by this name. Raises MisuseError where it would not."""
+    """Return the folder that a store would open by this name. Raises MisuseError where it would refuse."""
     if not os.fspath(path):
         raise MisuseError("a store's folder has a name; '.' is the current one")
     folder = Path(os.path.expanduser(path)).absolute()
@@ -162,7 +163,7 @@ def _open_folder(folder: Path) -> OpenFolder:
 
 @dataclass(frozen=True)
 class _File:
-    """A data file, open for reading; ``problem`` instead where it cannot be."""
+    """A data file, open for reading, or the ``problem`` because of which it is not."""
 
     path: str
     fd: int = -1
@@ -174,7 +175,7 @@ class _File:
 def _open_files(
     opened: OpenFolder, paths: Sequence[str | os.PathLike[str]] | None, stack: contextlib.ExitStack
 ) -> tuple[dict[int, _File], Record | None, list[Damage]]:
-    """The data files that are there by index, what the list of drives says, and what is wrong with them."""
+    """Return the data files that exist, by index, the list of drives, and what is wrong with these files."""
     folder = opened.path
     try:
         names = set(opened.names())
@@ -182,7 +183,7 @@ def _open_files(
         raise cannot_open(folder, error) from error
     if paths is None:
         if LIST_FILE in names:
-            raise MisuseError(f"{folder} keeps its tensors in other folders, which have to be named: {folders_of(folder)}")
+            raise MisuseError(f"{folder} keeps its tensors in other folders, which must be named: {folders_of(folder)}")
         if DATA_FILE not in names:
             return {}, None, []
         file, damages = _open_file(folder, DATA_FILE, 0, stack, opened.fd)
@@ -221,7 +222,7 @@ def _open_files(
 
 
 def _indices(place: Path) -> list[int]:
-    """Which drives' files are in the folder ``place``; none where it cannot be listed: its drive is missing."""
+    """Return the indices of the data files in the folder ``place``; none where it cannot be listed: its drive is missing."""
     try:
         return sorted(int(match[1]) for match in map(DRIVE.fullmatch, os.listdir(place)) if match)
     except OSError as error:
@@ -237,7 +238,7 @@ def _open_file(
     try:
         fd = open_to_read(folder, name, at)
     except PermissionError as error:
-        raise MisuseError(f"cannot open {path}: {error.strerror}; it takes the rights of who made the store") from error
+        raise MisuseError(f"cannot open {path}: {error.strerror}; run as the store's owner") from error
     except OSError as error:
         if error.errno in SHORTAGES:
             raise cannot_open(path, error) from error
@@ -257,11 +258,11 @@ def _open_file(
     except OSError as error:
         alignment = MINIMUM_ALIGNMENT
         damages.append(Damage(_cannot("read", error), path, 0, min(alignment, size)))
-    if direct and alignment % max(1, direct_io_alignment(fd)):  # it came from a drive with smaller sectors
+    if direct and alignment % max(1, direct_io_alignment(fd)):  # the file came from a drive with smaller sectors
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
         direct = False
     if not direct:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # what is checked is to come from the drive
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # the bytes to verify must come from the drive
     return _File(path, fd, size, uuid), damages
 
 
@@ -271,15 +272,15 @@ def _cannot(do: str, error: OSError) -> str:
 
 
 def _without(message: str, path: object) -> str:
-    """What is wrong with ``path``, which is named beside it."""
+    """Return the message without the path, which is reported beside it."""
     return message.removeprefix(str(path)).lstrip(": ")
 
 
-# What they should hold
+# Manifests
 
 
 def _load(opened: OpenFolder, generation: int | None) -> tuple[list[Manifest], list[CheckedGeneration], list[Damage]]:
-    """The manifests that can be read, newest first; a line for each that is there; what is wrong with the others."""
+    """Return the manifests that can be read, newest first; the entry of each that exists; what is wrong with the others."""
     folder = opened.path
     there = generations.generations(opened)
     if generation is not None:
@@ -303,7 +304,7 @@ def _load(opened: OpenFolder, generation: int | None) -> tuple[list[Manifest], l
 
 
 def _compare(folder: Path, files: Mapping[int, _File], listed: Record | None, manifests: Sequence[Manifest]) -> list[Damage]:
-    """What is wrong between manifests and files: missing ones, those of other stores, those that are too short."""
+    """Return the differences between manifests and files: missing files, those of other stores, those that are too short."""
     damages = []
     for manifest in manifests:
         path = str(folder / f"manifest.{manifest.generation}")
@@ -332,7 +333,7 @@ def _compare(folder: Path, files: Mapping[int, _File], listed: Record | None, ma
 
 
 @dataclass
-class _Claim:
+class _StoredTensor:
     """A tensor with bytes as manifests describe it, and the generations whose manifests do so."""
 
     store: bytes
@@ -355,24 +356,24 @@ class _Claim:
         return self.record.extent.offset + self.record.extent.nbytes
 
 
-def _claims(manifests: Sequence[Manifest]) -> list[_Claim]:
-    """Each once, whichever generations share it."""
-    found: dict[tuple[str, TensorRecord], _Claim] = {}
+def _stored_tensors(manifests: Sequence[Manifest]) -> list[_StoredTensor]:
+    """Return each stored tensor once, whichever generations share it."""
+    found: dict[tuple[str, TensorRecord], _StoredTensor] = {}
     for manifest in manifests:
         for record in manifest.tensors:
             if record.extent is not None:
-                claim = _Claim(bytes.fromhex(manifest.store), record, [])
-                found.setdefault((manifest.store, record), claim).numbers.append(manifest.generation)
+                tensor = _StoredTensor(bytes.fromhex(manifest.store), record, [])
+                found.setdefault((manifest.store, record), tensor).numbers.append(manifest.generation)
     return list(found.values())
 
 
-def _ends(files: Mapping[int, _File], claims: Sequence[_Claim]) -> dict[tuple[str, int], int]:
-    """Where the last extent of each generation ends in each data file, by its path and the generation's number."""
+def _ends(files: Mapping[int, _File], tensors: Sequence[_StoredTensor]) -> dict[tuple[str, int], int]:
+    """Return where the last extent of each generation ends in each data file, by its path and the generation's number."""
     ends: dict[tuple[str, int], int] = {}
-    for claim in claims:
-        for number in claim.numbers if claim.file in files else ():
-            where = files[claim.file].path, number
-            ends[where] = max(ends.get(where, 0), claim.end)
+    for tensor in tensors:
+        for number in tensor.numbers if tensor.file in files else ():
+            where = files[tensor.file].path, number
+            ends[where] = max(ends.get(where, 0), tensor.end)
     return ends
 
 
@@ -381,54 +382,56 @@ def _ends(files: Mapping[int, _File], claims: Sequence[_Claim]) -> dict[tuple[st
 
 @dataclass(frozen=True)
 class _Piece:
-    """``nbytes`` of a tensor at ``offset`` in it; ``expected``: their checksum."""
+    """A piece of a tensor: ``nbytes`` at ``offset`` in it; ``expected``: their checksum."""
 
-    claim: _Claim
+    tensor: _StoredTensor
     offset: int
     nbytes: int
     expected: bytes
 
     def damage(self, path: str, what: str) -> Damage:
-        record = self.claim.record
-        where = self.claim.offset + self.offset
-        return Damage(what, path, where, self.nbytes, record.key, tuple(sorted(self.claim.numbers)), record.generation)
+        record = self.tensor.record
+        where = self.tensor.offset + self.offset
+        return Damage(what, path, where, self.nbytes, record.key, tuple(sorted(self.tensor.numbers)), record.generation)
 
 
-def _pieces_of(claim: _Claim) -> Iterator[_Piece]:
-    nbytes, checksums = claim.record.spec.nbytes, claim.record.checksums
+def _pieces_of(tensor: _StoredTensor) -> Iterator[_Piece]:
+    nbytes, checksums = tensor.record.spec.nbytes, tensor.record.checksums
     for place, offset in enumerate(range(0, nbytes, PIECE_BYTES)):
         expected = checksums[place * CHECKSUM_BYTES : (place + 1) * CHECKSUM_BYTES]
-        yield _Piece(claim, offset, min(PIECE_BYTES, nbytes - offset), expected)
+        yield _Piece(tensor, offset, min(PIECE_BYTES, nbytes - offset), expected)
 
 
 class _Reader:
-    """Reads all pieces, some at a time, and checks each. ``read``: how many bytes came."""
+    """A reader that verifies all pieces, DEPTH of them in flight. ``read``: bytes that were read."""
 
-    def __init__(self, files: Mapping[int, _File], claims: Sequence[_Claim], progress: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, files: Mapping[int, _File], tensors: Sequence[_StoredTensor], progress: Callable[[int, int], None]
+    ) -> None:
         self._files, self._progress = files, progress
-        self._claims = sorted(claims, key=lambda claim: (claim.offset, claim.file))  # as they lie, all drives at once
-        self._total = sum(claim.record.spec.nbytes for claim in claims)
+        self._tensors = sorted(tensors, key=lambda tensor: (tensor.offset, tensor.file))  # by offset, all drives at once
+        self._total = sum(tensor.record.spec.nbytes for tensor in tensors)
         self._done = self.read = 0
 
     def damages(self, backend: BackendName) -> Iterator[Damage]:
-        """One for each piece that is damaged, as they are found."""
+        """Yield a damage for each damaged piece, as it is found."""
         dram = DramTier(DramConfig(DEPTH * PIECE_BYTES))
         try:
             with contextlib.closing(open_backend(backend, DEPTH)) as ring:
                 free = [dram.address + place * PIECE_BYTES for place in range(DEPTH)]
                 under_way: dict[int, tuple[_Piece, int]] = {}
-                waiting = (piece for claim in self._claims for piece in _pieces_of(claim))
+                waiting = (piece for tensor in self._tensors for piece in _pieces_of(tensor))
                 while True:
                     while free and (piece := next(waiting, None)) is not None:
-                        file = self._files.get(piece.claim.file)
+                        file = self._files.get(piece.tensor.file)
                         if file is None or file.problem is not None:
-                            path = file.path if file else f"drive.{piece.claim.file}"
+                            path = file.path if file else f"drive.{piece.tensor.file}"
                             yield piece.damage(path, "the file is missing" if file is None else f"the file {file.problem}")
                             self._tell(piece, 0)
                             continue
                         address = free.pop()
                         under_way[address] = piece, _length(piece)
-                        offset = piece.claim.offset + piece.offset
+                        offset = piece.tensor.offset + piece.offset
                         request = IORequest(Operation.READ, file.fd, offset, address, _length(piece), address)
                         assert ring.submit([request]) == 1, "no more are submitted than the ring holds"
                     if not under_way:
@@ -438,7 +441,7 @@ class _Reader:
                         what = _wrong(piece, length, completion.result, completion.tag)
                         free.append(completion.tag)
                         if what is not None:
-                            yield piece.damage(self._files[piece.claim.file].path, what)
+                            yield piece.damage(self._files[piece.tensor.file].path, what)
                         self._tell(piece, max(0, min(piece.nbytes, completion.result)))
         finally:
             dram.close()
@@ -450,9 +453,9 @@ class _Reader:
 
 
 def _length(piece: _Piece) -> int:
-    """Of the read: extents are padded to the alignment."""
-    assert piece.claim.record.extent is not None
-    return min(PIECE_BYTES, piece.claim.record.extent.nbytes - piece.offset)
+    """Return the bytes to read for a piece: extents are padded to the alignment."""
+    assert piece.tensor.record.extent is not None
+    return min(PIECE_BYTES, piece.tensor.record.extent.nbytes - piece.offset)
 
 
 def _wrong(piece: _Piece, length: int, result: int, address: int) -> str | None:
@@ -460,15 +463,15 @@ def _wrong(piece: _Piece, length: int, result: int, address: int) -> str | None:
         return f"cannot be read: {os.strerror(-result)} (errno {-result})"
     if result < piece.nbytes:
         return "the file ends before"
-    record = piece.claim.record
+    record = piece.tensor.record
     found = (ctypes.c_char * piece.nbytes).from_address(address)
-    if digest(piece.claim.store, record.tensor_id, record.generation, piece.offset, found) == piece.expected:
+    if digest(piece.tensor.store, record.tensor_id, record.generation, piece.offset, found) == piece.expected:
         return None
     return "wrong checksum" if any(found.raw) else "wrong checksum: zeros, as if it had never been written"
 
 
 def _joined(damages: Iterator[Damage]) -> list[Damage]:
-    """By place; pieces next to each other of which the same is wrong are one damage."""
+    """Sort damages by place, and join adjacent pieces with the same damage."""
     found: list[Damage] = []
     for damage in sorted(damages, key=lambda one: (one.path, one.offset or 0, one.key or "")):
         last = found[-1] if found else None

@@ -203,7 +203,7 @@ def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
         free, total = torch.cuda.mem_get_info(device)
         raise CapacityError(
             f"{device} refuses {nbytes} bytes ({format_size(nbytes)}) for the HBM tier: {format_size(free)} of "
-            f"{format_size(total)} are free; ask for less, or end what else uses the device"
+            f"{format_size(total)} are free; ask for less, or end other programs on the device"
         ) from error
     except (RuntimeError, TypeError) as error:
         raise TieredError(f"{device} cannot give the HBM tier {nbytes} bytes: {str(error).splitlines()[0]}") from error

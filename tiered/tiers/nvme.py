@@ -348,7 +348,7 @@ class NvmeTier:
             return self._drives.strayed() if self._drives else self.files[0].strayed()
         except OSError as error:
             return (
-                f"{self.folder} cannot be looked at ({error.strerror}, errno {error.errno}): nothing is known to be wrong with "
+                f"{self.folder} cannot be accessed ({error.strerror}, errno {error.errno}): nothing is known to be wrong with "
                 "it; see what its filesystem says, and commit again"
             )
 
