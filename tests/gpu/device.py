@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 
-from tests.store.test_store import numbers
+from tests.store.chains import numbers
 from tiered import TieredStore
 from tiered.store.lease import flat, spec_of
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.gpu.conftest import Open
 from tests.gpu.device import KIB, MIB, Device, numbers, raw, require_device, same
-from tests.store.test_store import DTYPES
+from tests.store.test_tensors import DTYPES
 from tiered import KeyNotFound, MisuseError, TieredStore
 from tiered.types import TensorSpec
 

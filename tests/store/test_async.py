@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import gc
 import os
 import random
@@ -23,14 +22,6 @@ from tiered import CapacityError, CorruptionError, KeyNotFound, LeaseConflict, M
 from tiered.format.generations import load
 
 Answer = TypeVar("Answer")
-
-
-@pytest.fixture(autouse=True)
-def _watchdog() -> Iterator[None]:
-    """A deadlock fails with every thread's traceback instead of hanging."""
-    faulthandler.dump_traceback_later(600, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(params=CHAINS, ids=lambda chain: chain.name)

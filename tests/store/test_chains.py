@@ -30,14 +30,6 @@ LARGE = 120 << 10
 HUGE = 700 << 10  # more than the device has, less than the host
 
 
-@pytest.fixture(autouse=True)
-def _watchdog() -> Iterator[None]:
-    """A deadlock fails with every thread's traceback instead of hanging."""
-    faulthandler.dump_traceback_later(600, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
-
-
 @pytest.fixture(params=[chain for chain in CHAINS if "hbm" in chain.memories], ids=lambda chain: chain.name)
 def with_device(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TieredStore]:
     store = request.param.open(tmp_path / "state", deadline=60)

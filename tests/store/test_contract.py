@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import faulthandler
 import itertools
 import os
 import threading
@@ -41,14 +40,6 @@ SCRATCH = [chain for chain in CHAINS if chain.disk and not chain.durable]
 
 def over(chains: list[Chain] | tuple[Chain, ...]) -> Any:
     return pytest.mark.parametrize("chain", chains, ids=lambda chain: chain.name)
-
-
-@pytest.fixture(autouse=True)
-def _watchdog() -> Iterator[None]:
-    """A deadlock fails with every thread's traceback instead of hanging."""
-    faulthandler.dump_traceback_later(600, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import torch
 
 from tests import programs
 from tests.filesystems import fill, root, small_ext4
-from tests.store.test_store import MIB, numbers, same
+from tests.store.chains import MIB, numbers, same
 from tiered import CapacityError, CommitError, CorruptionError, ManifestError, MisuseError, StoreLocked, TieredStore
 from tiered.format.generations import generations, load
 from tiered.format.manifest import encode

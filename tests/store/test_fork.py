@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import gc
 import os
 import sys
@@ -21,14 +20,6 @@ from tests.fakes import in_child
 from tests.store.chains import MIB, nothing_is_held, numbers, push_out, same
 from tiered import ForkedStore, StoreLocked, TensorSpec, TieredStore
 from tiered.io.probe import libaio_unavailable
-
-
-@pytest.fixture(autouse=True)
-def _watchdog() -> Iterator[None]:
-    """A deadlock fails with every thread's traceback instead of hanging."""
-    faulthandler.dump_traceback_later(600, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(params=["libaio", "posix", "aiofiles", "no disk"])

@@ -16,7 +16,7 @@ import torch
 
 from tests import programs
 from tests.filesystems import root
-from tests.store.test_store import numbers
+from tests.store.chains import numbers
 from tiered import Damage, ManifestError, MisuseError, StoreLocked, TieredStore, Verification, verify
 from tiered.format.generations import load
 from tiered.format.manifest import TensorRecord

@@ -1,0 +1,199 @@
+"""Stores that are used at the wrong time or by the wrong process; and by many threads, which is right."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import programs
+from tests.fakes import in_child
+from tests.store.chains import MIB
+from tests.store.opened import Open
+from tiered import (
+    CapacityError,
+    ForkedStore,
+    KeyNotFound,
+    LeaseConflict,
+    StoreClosed,
+    StoreLocked,
+    TieredStore,
+)
+from tiered.types import TensorSpec
+
+
+def test_use_after_close(store: TieredStore) -> None:
+    store.put("a", torch.tensor(1))
+    lease = store.lease("a")
+    store.close()
+    store.close()
+    for use in (
+        lambda: store.put("a", torch.tensor(1)),
+        lambda: store.get("a"),
+        lambda: lease.__enter__(),
+        lambda: store.lease("a").__enter__(),
+        lambda: store.delete("a"),
+        lambda: store.prefetch(["a"]),
+        lambda: "a" in store,
+        lambda: list(store),
+        lambda: len(store),
+        lambda: store.spec("a"),
+        lambda: store.commit(),
+        lambda: store.statistics(),
+        lambda: store.free_on_device(),
+        lambda: store.__enter__(),
+        lambda: store.create("b", TensorSpec("float32", (1,), 4)),
+    ):
+        with pytest.raises(StoreClosed, match="is closed"):
+            use()
+
+
+def test_closing_under_a_lease(store: TieredStore) -> None:
+    store.put("a", torch.tensor(1))
+    with store.lease("a") as a:
+        store.close()
+        assert a.item() == 1
+
+
+def test_closing_wakes_who_waits(store: TieredStore) -> None:
+    store.put("a", torch.ones(200 << 10))
+    with store.lease("a") as a:
+        pass
+    raised: list[BaseException] = []
+
+    def put() -> None:
+        try:
+            store.put("b", torch.ones(200 << 10))
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=put)
+    thread.start()
+    while not store._engine.requests.waiting:
+        os.sched_yield()
+    store.close()
+    thread.join()
+    assert isinstance(raised[0], StoreClosed)
+    assert a.eq(1).all()
+
+
+def test_a_forked_child_is_refused(open_store: Open) -> None:
+    store = open_store()
+    store.put("a", torch.tensor(1))
+
+    def child() -> str:
+        refused = []
+        for use in (
+            lambda: store.get("a"),
+            lambda: store.put("a", torch.tensor(2)),
+            lambda: len(store),
+            lambda: store.commit(),
+            lambda: store.__enter__(),
+        ):
+            try:
+                use()
+            except ForkedStore:
+                refused.append("ForkedStore")
+        store.close()
+        return " ".join(refused)
+
+    assert in_child(child) == " ".join(["ForkedStore"] * 5)
+    store.put("b", torch.tensor(2))  # the parent's is none the worse
+    assert (store.get("a").item(), store.get("b").item()) == (1, 2)
+    store.commit()
+    store.close()
+    assert sorted(open_store()) == ["a", "b"]
+
+
+def test_a_second_process_is_refused(open_store: Open, folder: Path) -> None:
+    with open_store() as store:
+        store.put("a", torch.tensor(1))
+        program = (
+            f"import tiered\ntry:\n    tiered.TieredStore.open({str(folder)!r}, dram='1MiB')\n"
+            "except tiered.StoreLocked as error:\n    print(error)"
+        )
+        found = programs.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert str(os.getpid()) in found.stdout, found.stdout + found.stderr
+        with pytest.raises(StoreLocked):
+            open_store()
+        assert store.get("a").item() == 1
+    assert open_store().get("a").item() == 1
+
+
+@pytest.mark.parametrize("dram", [0, 1, MIB - 1, "1023KiB"])
+def test_too_small_a_budget_names_the_smallest(open_store: Open, folder: Path, dram: int | str) -> None:
+    with pytest.raises(CapacityError, match="the smallest is 1,048,576 bytes"):
+        open_store(dram=dram)
+    assert not folder.exists()
+
+
+def test_many_threads(store: TieredStore) -> None:
+    """Every tensor is uniform at all times: a torn or foreign one would show."""
+    keys = [f"t{number}" for number in range(12)]
+    sizes = [1000, 10_000, 40_000]
+    failures: list[BaseException] = []
+    counts = {"done": 0, "refused": 0}
+
+    def uniform(key: str, tensor: torch.Tensor) -> None:
+        low, high = int(tensor.min()), int(tensor.max())
+        assert low == high, f"{key} is torn: {low} to {high}"
+        assert low % len(keys) == keys.index(key), f"{key} has the bytes of {keys[low % len(keys)]}"
+
+    def work(seed: int) -> None:
+        source = random.Random(seed)
+        done = refused = 0
+        try:
+            for _ in range(250):
+                chosen = source.sample(keys, source.choice([1, 1, 2]))
+                key, index = chosen[0], keys.index(chosen[0])
+                value = index + len(keys) * source.randrange(1000)
+                what = source.randrange(12)
+                try:
+                    if what < 3:
+                        store.put(key, torch.full((source.choice(sizes),), value))
+                    elif what < 6:
+                        with store.lease(chosen) as leased:
+                            for name, tensor in zip(chosen, leased, strict=True):
+                                uniform(name, tensor)
+                        del leased, tensor
+                    elif what < 8:
+                        with store.lease(key, access="write") as tensor:
+                            uniform(key, tensor)
+                            tensor.fill_(value)
+                        del tensor
+                    elif what < 10:
+                        uniform(key, store.get(key))
+                    elif what == 10:
+                        store.prefetch(source.sample(keys, 4))
+                    elif source.random() < 0.4:
+                        store.delete(key)
+                    elif source.random() < 0.2:
+                        store.commit({"by": seed})
+                    done += 1
+                except (LeaseConflict, KeyNotFound):
+                    refused += 1
+        except BaseException as error:
+            failures.append(error)
+        counts["done"] += done
+        counts["refused"] += refused
+
+    for key in keys:
+        store.put(key, torch.full((40_000,), keys.index(key)))
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+    assert counts["done"] > 1000, counts
+    for key in list(store):
+        uniform(key, store.get(key))
+        store.delete(key)
+    pool = store.statistics().tiers[0]
+    assert (pool.used, pool.held, pool.copies) == (0, 0, 0)
+    assert store.statistics().evictions > 50
