@@ -34,7 +34,9 @@ def found(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, A
 
 def test_everything_that_was_asked_for_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = found(capsys, "--dir", tmp_path)
-    assert {backend["name"]: backend["unavailable"] for backend in report["backends"]}["posix"] is None
+    backends = {backend["name"]: backend["unavailable"] for backend in report["backends"]}
+    assert list(backends) == ["libaio", "aiofiles", "posix"]
+    assert backends["posix"] is backends["aiofiles"] is None
     assert report["torch"] == torch.__version__
     assert bool(report["cuda"]["devices"]) != bool(report["cuda"]["why_none"])
     disk = report["filesystem"]

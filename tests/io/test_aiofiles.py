@@ -12,7 +12,7 @@ import pytest
 
 from tests.contracts.io_backend import BLOCK, PATIENCE, READ, WRITE, File, IOBackendContract, Memory, drain, run
 from tiered.errors import MisuseError, TieredError
-from tiered.io import aiofiles as aiofile
+from tiered.io import aiofiles
 from tiered.io.aiofiles import AiofilesBackend, AiofilesConfig
 from tiered.store.opening import open_backend
 from tiered.types import IOCompletion, IORequest
@@ -55,7 +55,7 @@ class TestAiofilesWithoutPreadv(IOBackendContract):
 
     @pytest.fixture
     def backend(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[AiofilesBackend]:
-        monkeypatch.setattr(aiofile, "_read", aiofile._pread)
+        monkeypatch.setattr(aiofiles, "_read", aiofiles._pread)
         backend = AiofilesBackend()
         yield backend
         backend.close()
@@ -93,7 +93,7 @@ def test_depth_requests_move_at_once(backend: AiofilesBackend, fd: int, monkeypa
         barrier.wait()
         return len(memory)
 
-    monkeypatch.setattr(aiofile, "_read", together)
+    monkeypatch.setattr(aiofiles, "_read", together)
     memory = Memory(BLOCK)
     requests = [IORequest(READ, fd, 0, memory.address, BLOCK, tag) for tag in range(backend.depth)]
     assert run(backend, requests) == dict.fromkeys(range(backend.depth), BLOCK)
@@ -106,8 +106,8 @@ def test_short_transfers_are_continued(
     def pieces(call: Callable[..., int]) -> Callable[..., int]:
         return lambda fd, memory, offset: call(fd, memory[:1000], offset)
 
-    monkeypatch.setattr(aiofile, "_read", pieces(aiofile._preadv))
-    monkeypatch.setattr(aiofile, "_write", pieces(os.pwrite))
+    monkeypatch.setattr(aiofiles, "_read", pieces(aiofiles._preadv))
+    monkeypatch.setattr(aiofiles, "_write", pieces(os.pwrite))
     memory = Memory(3 * BLOCK)
     content = memory.fill(5)
     request = IORequest(READ if operation is READ else WRITE, fd, 100, memory.address, 3 * BLOCK, 1)
@@ -122,7 +122,7 @@ def test_an_error_after_a_part_is_the_error(backend: AiofilesBackend, fd: int, m
             raise OSError(errno.EIO, "broken")
         return os.preadv(fd, [memory[: len(memory) // 2]], offset)
 
-    monkeypatch.setattr(aiofile, "_read", half)
+    monkeypatch.setattr(aiofiles, "_read", half)
     memory = Memory(2 * BLOCK)
     assert run(backend, [IORequest(READ, fd, 0, memory.address, 2 * BLOCK, 1)]) == {1: -errno.EIO}
 
@@ -143,7 +143,7 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
-        monkeypatch.setattr(aiofile, "_read", self._read)
+        monkeypatch.setattr(aiofiles, "_read", self._read)
 
     def _read(self, fd: int, memory: memoryview, offset: int) -> int:
         assert self.open.wait(PATIENCE)
@@ -248,7 +248,7 @@ def test_without_threads_requests_are_made_all_the_same_and_once(
         return os.preadv(fd, [memory], offset)
 
     monkeypatch.setattr(threading.Thread, "start", start_if_there_is_one)
-    monkeypatch.setattr(aiofile, "_read", counted)
+    monkeypatch.setattr(aiofiles, "_read", counted)
     memory = Memory(8 * BLOCK)
     requests = [IORequest(READ, fd, tag, memory.address + tag * BLOCK, BLOCK, tag) for tag in range(8)]
     for _ in range(3):

@@ -4,7 +4,6 @@ None in the report, or has the reason."""
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import re
 import resource
@@ -39,11 +38,7 @@ SMALLEST_ALIGNMENT = 4096
 
 def backends() -> dict[str, str | None]:
     """Return each I/O backend with the reason why it does not work here, None where it works."""
-    found: dict[str, str | None] = {}
-    for name, module in (("libaio", "libaio"), ("aiofiles", "aiofile"), ("posix", "posix")):
-        if importlib.util.find_spec(f"tiered.io.{module}") is not None:
-            found[name] = _unavailable(module)
-    return found
+    return {name: _unavailable(name) for name in ("libaio", "aiofiles", "posix")}
 
 
 def _unavailable(module: str) -> str | None:
@@ -137,7 +132,8 @@ def _mount(path: str) -> tuple[str | None, str | None]:
 
 
 def huge_pages() -> dict[str, Any]:
-    """Describe huge pages. ``pool``: whether touched memory of the DRAM tier has huge pages, by /proc/self/smaps."""
+    """Describe huge pages. ``pool`` says whether the kernel backs touched memory of a DRAM tier with huge pages, according to
+    /proc/self/smaps."""
     setting = _read("/sys/kernel/mm/transparent_hugepage/enabled")
     chosen = re.search(r"\[(\w+)\]", setting or "")
     meminfo = dict(re.findall(r"^(HugePages_\w+|Hugepagesize):\s+(\d+)", _read("/proc/meminfo") or "", re.MULTILINE))

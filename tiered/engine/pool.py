@@ -92,8 +92,8 @@ class Pool:
         return {copy.slot.offset: copy for copy in self.evictable.values() if copy.evictability is not writing}
 
     def _after_moves(self, memory: Movable, nbytes: int, most: float) -> Slot | None:
-        """Allocate a slot of ``nbytes``, which are free but fragmented, after moving others; only the pool stores their
-        slots."""
+        """Move idle copies until ``nbytes`` free bytes lie in one piece, and allocate them. Return None where more than
+        ``most`` bytes would have to move."""
         movable = self._movable()
         plan = moves(self._slots, self.tier.capacity, nbytes, movable, most)
         for old, to in plan or ():
@@ -196,7 +196,7 @@ class Pool:
             self.evictable[copy.key] = copy
 
     def adopt(self, policy: EvictionPolicy) -> None:
-        """Have ``policy`` choose victims from now on; it learns which copies there are."""
+        """Let ``policy`` choose victims from now on, and report every present copy to ``policy``."""
         for key in self.copies:  # else the old policy would remember copies that leave meanwhile
             self.policy.forgotten(key)
         self.policy = policy

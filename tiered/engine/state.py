@@ -552,7 +552,8 @@ class EngineState:
         self._dropped_clean[copy.tier].pop(copy.key, None)
 
     def follow(self, order: FollowedOrder | None, policies: Sequence[EvictionPolicy]) -> None:
-        """Evict along ``order`` from here on, or no longer; new policies learn which copies are there."""
+        """Follow ``order`` from now on; None ends following. Each tier above the bottom adopts its policy of ``policies``, and
+        each policy is told the copies of its tier."""
         self.order = order
         if order is not None:
             order.adopt(policies)

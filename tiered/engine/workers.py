@@ -125,7 +125,7 @@ class Worker:
         self._coming.release()
 
     def wait_reached(self) -> None:
-        """Wait until the work has reached its point, or has ended."""
+        """Wait until the work has called ``reached``, or has ended."""
         with self._coming:
             return
 

@@ -49,7 +49,7 @@ class AiofilesBackend:
     def __init__(self, config: AiofilesConfig | None = None) -> None:
         self.depth = (config or AiofilesConfig()).depth
         if not 1 <= self.depth <= 1024:
-            raise MisuseError(f"aiofile: depth {self.depth} is not between 1 and 1024")
+            raise MisuseError(f"aiofiles: depth {self.depth} is not between 1 and 1024")
         self._owner = os.getpid()
         self._closed = False
         self._changed = threading.Condition()  # guards the next three
@@ -57,7 +57,7 @@ class AiofilesBackend:
         self._done: list[IOCompletion] = []  # complete and not reaped
         self._wakeup = Wakeup()  # set while completions wait
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself refers to its tasks weakly
-        self._pool = ThreadPoolExecutor(self.depth, "tiered-aiofile-io")  # starts its threads on demand
+        self._pool = ThreadPoolExecutor(self.depth, "tiered-aiofiles-io")  # starts its threads on demand
         with contextlib.ExitStack() as undo:
             undo.callback(self._wakeup.close)
             with contextlib.ExitStack() as reserved:  # a loop that fails half-made keeps its descriptors and complains at exit
@@ -65,7 +65,7 @@ class AiofilesBackend:
                     reserved.callback(os.close, os.dup(self._wakeup.fileno()))
             self._loop = asyncio.new_event_loop()
             undo.callback(self._loop.close)
-            self._worker = threading.Thread(target=self._loop.run_forever, name="tiered-aiofile", daemon=True)
+            self._worker = threading.Thread(target=self._loop.run_forever, name="tiered-aiofiles", daemon=True)
             self._worker.start()
             undo.pop_all()
 
@@ -109,9 +109,9 @@ class AiofilesBackend:
 
     def _check(self) -> None:
         if os.getpid() != self._owner:
-            raise ForkedStore("an aiofile backend belongs to the process that opened it; open one in the child")
+            raise ForkedStore("an aiofiles backend belongs to the process that opened it; open one in the child")
         if self._closed:
-            raise StoreClosed("this aiofile backend is closed")
+            raise StoreClosed("this aiofiles backend is closed")
 
     # In the loop's thread
 

@@ -388,7 +388,8 @@ class Commits(Generations):
             raise
 
     def _complete(self, flush: Flush, draft: _Draft, owner: object, worker: Worker) -> int:
-        """Wait for the flush and publish the draft. ``owner`` is referred to until the end, so that it is not collected."""
+        """Wait for the flush, then publish the draft. The call keeps a reference to ``owner``, so that the garbage collector
+        cannot take ``owner`` during the commit."""
         self._engine.wait(flush)  # a flush that fails drops the draft
         try:
             return self._publish(draft, worker)

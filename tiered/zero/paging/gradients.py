@@ -347,8 +347,11 @@ class UnitGradients:
         return scale
 
     def unscaled(self, placement: Placement, factor: torch.Tensor) -> tuple[bool, Callable[[], None]]:
-        """Return whether the gradient is finite, and what has it multiplied by ``factor`` (0-d) at its next use, as fp32 where
-        its type is narrower, when it is called, once or twice."""
+        """Return whether the gradient is finite, and a function.
+
+        Calling the function, once or twice, records that the next use multiplies the gradient by ``factor`` (0-d), in fp32
+        where the gradient's type is narrower.
+        """
         self.collect(placement)
         self.close()
         factor, state = host(factor), self.states[placement]

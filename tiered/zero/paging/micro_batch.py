@@ -362,7 +362,8 @@ def _compute(original: Forward, structure: Structure | None, leaves: list[Any]) 
 
 
 class _Again:
-    """Tensor for the recomputation: kept, a reference to a paged parameter, or one that all parts share."""
+    """Stand-in for a tensor argument. The recomputation rebuilds the argument from ``source``: a saved activation, a reference
+    to a paged parameter, or a detached tensor that all micro-batches share."""
 
     __slots__ = ("requires_grad", "source")
 

@@ -61,10 +61,10 @@ class NoSync:
 class ReduceScatter:
     """Reduce-scatter of gradients over ranks. All ranks call the same; only which gradients arrive, and when, may differ.
 
-    ReduceScatter are begun in one order on all ranks, the last unit of the model first, whenever backward moves on and the next
-    in that order is complete; the end of backward begins and ends what is left. Nothing waits for another rank before that: a
-    rank whose data leave a unit out is behind with its reductions, and never in the way of a gather. One is under way at a
-    time; what is complete before waits in the store.
+    Reductions begin in one order on all ranks, the last unit of the model first. A reduction begins when backward goes on to
+    another unit and the next unit in that order is complete; the end of backward begins and ends the reductions that are left.
+    No rank waits for another one before that: a rank whose data leave a unit out is behind with its reductions, and never in
+    the way of a gather. One reduction is under way at a time; a unit that is complete earlier waits in the store.
 
     Parameters are gathered as units are held, the next one while this one computes, where the pass is as the last. Without
     room for that (``overlapped``) one thing is done after the other.

@@ -164,7 +164,7 @@ class ParameterStorage(Protocol):
         ...
 
     def restored(self) -> None:
-        """Forget what is known of the values, because the store went back to a commit."""
+        """Drop every note about stale values, because the store was rolled back to a commit."""
         ...
 
     def refresh(self) -> None:
