@@ -108,7 +108,7 @@ class TestOpening:
     def test_a_foreign_data_file_is_left_alone(self, folder: Path) -> None:
         folder.mkdir()
         (folder / "data.0").write_bytes(b"a,b\n1,2\n")
-        with pytest.raises(ManifestError, match="damaged or not one"):
+        with pytest.raises(ManifestError, match="damaged, or another file"):
             NvmeTier.open(NvmeConfig(folder))
         assert (folder / "data.0").read_bytes() == b"a,b\n1,2\n"
 

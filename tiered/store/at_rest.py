@@ -87,7 +87,7 @@ class StoreAtRest:
         there = set(self._opened.names())
         if paths is None and LIST_FILE in there:
             where = folders_of(self.folder)
-            raise MisuseError(f"{self.folder} keeps its tensors in other folders, which must be named: {where}")
+            raise MisuseError(f"{self.folder} keeps its tensors in other folders, which have to be named: {where}")
         if paths is not None and LIST_FILE not in there:
             raise MisuseError(f"{self.folder} keeps its tensors in its own folder: leave paths out")
         places = [self.folder] if paths is None else [Path(os.path.expanduser(place)) for place in paths]

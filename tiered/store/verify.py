@@ -183,7 +183,7 @@ def _open_files(
         raise cannot_open(folder, error) from error
     if paths is None:
         if LIST_FILE in names:
-            raise MisuseError(f"{folder} keeps its tensors in other folders, which must be named: {folders_of(folder)}")
+            raise MisuseError(f"{folder} keeps its tensors in other folders, which have to be named: {folders_of(folder)}")
         if DATA_FILE not in names:
             return {}, None, []
         file, damages = _open_file(folder, DATA_FILE, 0, stack, opened.fd)
