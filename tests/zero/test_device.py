@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import programs
+
+PYTEST = """if True:
+    import sys
+    from tests import programs
+    programs.fork_from_here()  # the ranks, too
+    import pytest
+    sys.exit(pytest.main(sys.argv[1:]))
+"""
+
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ builds the device")
 def test_parameters_that_compute_on_a_device(tmp_path: Path) -> None:
     cases = Path(__file__).with_name("on_device.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'within'}", str(cases)]
-    ended = subprocess.run(command, cwd=cases.parents[2], capture_output=True, text=True, timeout=600)
+    command = [sys.executable, "-c", PYTEST, "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'within'}", str(cases)]
+    ended = programs.run(command, cwd=cases.parents[2], capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stdout[-20_000:] + ended.stderr[-2_000:]
     assert " passed" in ended.stdout
