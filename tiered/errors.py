@@ -61,16 +61,30 @@ _R = TypeVar("_R")
 
 
 def from_here(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Have ``method``, which callers use, raise a TieredError without the frames below it: they say nothing to a caller."""
+    """Have ``method``, which callers use, raise a TieredError without the package's frames below it."""
 
     @wraps(method)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return method(*args, **kwargs)
         except TieredError as error:
-            raise error.with_traceback(None) from error.__cause__
+            drop_frames(error)
+            raise error
 
     return called
+
+
+def drop_frames(error: TieredError) -> None:
+    """Remove the traceback of ``error`` where all frames in it are the package's: they say nothing to a caller.
+
+    A frame of a caller's own function (a policy, an order that is a generator) keeps the traceback as it is.
+    """
+    trace = error.__traceback__
+    while trace is not None:
+        if not str(trace.tb_frame.f_globals.get("__name__", "")).startswith("tiered."):
+            return
+        trace = trace.tb_next
+    error.__traceback__ = None
 
 
 def shortened(text: str, most: int = WIDEST) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiered import TieredError, TieredStore
+from tiered import LRU, KeyNotFound, MisuseError, TieredError, TieredStore
 
 
 def held(store: TieredStore) -> None:
@@ -47,7 +47,35 @@ def test_the_last_frame_is_that_of_a_public_call(tmp_path: Path, name: str) -> N
     frames = traceback.extract_tb(caught.value.__traceback__)
     internal = [frame.filename for frame in frames if "/tiered/engine/" in frame.filename or "/format/" in frame.filename]
     assert internal == []
-    assert caught.value.__suppress_context__
+
+
+def test_the_error_that_the_caller_was_handling_stays(tmp_path: Path) -> None:
+    def clean_up(store: TieredStore) -> None:
+        try:
+            raise ZeroDivisionError
+        finally:
+            store.get("b")
+
+    with TieredStore.open(None, dram="4MiB") as store, pytest.raises(TieredError) as caught:
+        clean_up(store)
+    assert isinstance(caught.value.__context__, ZeroDivisionError)
+    assert not caught.value.__suppress_context__
+
+
+def test_frames_of_the_callers_own_functions_stay(tmp_path: Path) -> None:
+    def policy() -> LRU:
+        raise MisuseError("no policy")
+
+    with pytest.raises(MisuseError) as caught:
+        TieredStore.open(None, dram="4MiB", eviction=policy)
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "policy"
+
+
+def test_a_missing_tensor_is_said_before_a_conflict() -> None:
+    with TieredStore.open(None, dram="4MiB") as store:
+        store.put("a", torch.zeros(10))
+        with store.lease("a", access="write"), pytest.raises(KeyNotFound), store.lease(["a", "b"]):
+            pass
 
 
 def test_opening(tmp_path: Path) -> None:

@@ -407,15 +407,6 @@ class Directory:
         self._changed(copy)
         return copy
 
-    def to_lease(self, key: Key, access: Access) -> Entry:
-        """Return the tensor ``key``. Raises KeyNotFound, and LeaseConflict where an open lease excludes the new one."""
-        entry = self.find(key)
-        if entry is None:
-            raise KeyNotFound(f"no tensor {key!r} in the store")
-        if entry.writers or access is Access.WRITE:
-            self.refuse_conflict(entry, access)
-        return entry
-
     def refuse_conflict(self, entry: Entry, access: Access) -> None:
         """Raise LeaseConflict where an open lease excludes another one."""
         if entry.writers or (access is Access.WRITE and entry.leased):

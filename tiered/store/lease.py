@@ -18,7 +18,7 @@ from tiered.engine.engine import Engine
 from tiered.engine.requests import Lease
 from tiered.engine.residency import Copy
 from tiered.engine.state import Token
-from tiered.errors import ManifestError, MisuseError, TieredError
+from tiered.errors import ManifestError, MisuseError, TieredError, drop_frames
 from tiered.interfaces import Memory
 from tiered.types import LARGEST, Access, Key, TensorSpec
 
@@ -277,14 +277,16 @@ class LeaseOfOne(_Held):
     def __enter__(self) -> torch.Tensor:
         try:
             return self._enter()[0]
-        except TieredError as error:  # without the frames below: they say nothing to a caller
-            raise error.with_traceback(None) from error.__cause__
+        except TieredError as error:
+            drop_frames(error)
+            raise error
 
     async def __aenter__(self) -> torch.Tensor:
         try:
             return (await self._arrive())[0]
         except TieredError as error:
-            raise error.with_traceback(None) from error.__cause__
+            drop_frames(error)
+            raise error
 
 
 class LeaseOfMany(_Held):
@@ -293,14 +295,16 @@ class LeaseOfMany(_Held):
     def __enter__(self) -> tuple[torch.Tensor, ...]:
         try:
             return tuple(self._enter())
-        except TieredError as error:  # without the frames below: they say nothing to a caller
-            raise error.with_traceback(None) from error.__cause__
+        except TieredError as error:
+            drop_frames(error)
+            raise error
 
     async def __aenter__(self) -> tuple[torch.Tensor, ...]:
         try:
             return tuple(await self._arrive())
         except TieredError as error:
-            raise error.with_traceback(None) from error.__cause__
+            drop_frames(error)
+            raise error
 
 
 def end_struck() -> bool:

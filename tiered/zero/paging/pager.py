@@ -290,8 +290,8 @@ class Pager:
 
     def _defer_hidden(self, unit: Unit) -> None:
         """Defer the update of a unit where a forward that records runs something that does not: reentrant checkpointing, whose
-        gradients come apart."""
-        if self._frames[0].recording and not torch.is_grad_enabled():
+        gradients come apart. With ranks an update waits for the reduction anyway, and the reduction need not wait."""
+        if self._reduce_scatter is None and self._frames[0].recording and not torch.is_grad_enabled():
             unit.gradients.deferred = True
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
