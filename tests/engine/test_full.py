@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.store.chains import CHAINS, MIB, kib, nothing_is_held, push_out
+from tests.store.chains import CHAINS, MIB, hurried, kib, nothing_is_held, push_out
 from tiered import CapacityError, KeyNotFound, StoreClosed, TensorSpec, TieredStore
 
 DEADLINE = 0.05
@@ -40,10 +40,11 @@ def store(tmp_path: Path) -> Iterator[TieredStore]:
 def hold(store: TieredStore, tier: str, count: int, name: str, size: int = 160) -> list[torch.Tensor]:
     """Aliases that stay after their leases; what is held in the device has no copy in the host."""
     held = []
-    for number in range(count):
-        store.put(f"{name} {number}", kib(size, number))
-        with store.lease(f"{name} {number}", access="write", tier=tier) as tensor:
-            held.append(tensor)
+    with hurried(store, 60.0):  # the disk may be slow
+        for number in range(count):
+            store.put(f"{name} {number}", kib(size, number))
+            with store.lease(f"{name} {number}", access="write", tier=tier) as tensor:
+                held.append(tensor)
     return held
 
 

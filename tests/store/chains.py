@@ -101,7 +101,8 @@ def kib(count: int, value: int = 0) -> torch.Tensor:
 def push_out(store: TieredStore) -> None:
     """Fill host memory with another tensor, so that all leaves it. For stores with a disk."""
     (capacity,) = [tier.capacity for tier in store.statistics().tiers if tier.name == "dram"]
-    store.put("ballast", torch.zeros(capacity, dtype=torch.uint8))
+    with hurried(store, 60.0):  # the disk may be slow, whatever the store's own deadline is
+        store.put("ballast", torch.zeros(capacity, dtype=torch.uint8))
     store.delete("ballast")
 
 
