@@ -11,6 +11,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
@@ -67,10 +68,16 @@ def job(machine: Machine, backend: str, rounds: int) -> None:
                     store.put(key, content(key, version, nbytes))
             mark(f"committing {version}")
             if version % 3 == 0:
-                future = store.commit_async({"version": version})
-                future.add_done_callback(lambda done: mark(f"committed {done.result()}"))
+                future, marked = store.commit_async({"version": version}), threading.Event()
+
+                def acknowledge(done: Future[int], marked: threading.Event = marked) -> None:
+                    mark(f"committed {done.result()}")
+                    marked.set()
+
+                future.add_done_callback(acknowledge)
                 scribble(store, version)
                 assert future.result() == version
+                assert marked.wait(60), "callbacks come after the result"
             else:
                 assert store.commit({"version": version}) == version
                 mark(f"committed {version}")
