@@ -70,14 +70,14 @@ def job(machine: Machine, backend: str, rounds: int) -> None:
             if version % 3 == 0:
                 future, marked = store.commit_async({"version": version}), threading.Event()
 
-                def committed(done: Future[int], marked: threading.Event = marked) -> None:
+                def acknowledge(done: Future[int], marked: threading.Event = marked) -> None:
                     mark(f"committed {done.result()}")
                     marked.set()
 
-                future.add_done_callback(committed)
+                future.add_done_callback(acknowledge)
                 scribble(store, version)
                 assert future.result() == version
-                marked.wait()  # who waits for the result may go on before callbacks have run
+                assert marked.wait(60), "callbacks come after the result"
             else:
                 assert store.commit({"version": version}) == version
                 mark(f"committed {version}")
