@@ -1,1 +1,1 @@
-"""The ``tiered`` command."""
+"""The ``tiered`` command: each module parses options, calls the library and prints."""

@@ -167,19 +167,19 @@ def add_store(parser: argparse.ArgumentParser, what: str = "the store's folder")
 
 
 def add_paths(parser: argparse.ArgumentParser) -> None:
-    """``--paths FOLDER ...``."""
+    """Add ``--paths FOLDER ...``, the folders of a store on several drives."""
     parser.add_argument(
         "--paths", metavar="FOLDER", nargs="+", help="folders of the store's data files, for a store on several drives"
     )
 
 
 def add_generation(parser: argparse.ArgumentParser, what: str) -> None:
-    """``--generation N``."""
+    """Add ``--generation N``, a commit of the store; ``what`` is the help text."""
     parser.add_argument("--generation", metavar="N", type=count, help=what)
 
 
 def add_backend(parser: argparse._ActionsContainer, default: str | None = "auto") -> None:
-    """``--backend NAME``."""
+    """Add ``--backend NAME``, an I/O backend."""
     parser.add_argument("--backend", choices=BACKENDS, default=default, help="how to do file I/O (default: auto)")
 
 

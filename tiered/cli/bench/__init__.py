@@ -1,1 +1,1 @@
-"""``tiered bench``."""
+"""``tiered bench``: measures drives, stores, optimizer steps and trainings."""

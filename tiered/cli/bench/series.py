@@ -180,7 +180,7 @@ class Setup:
         return 3 * self.moved + (128 << 20)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the sizes."""
+        """Return the sizes in bytes, counts and the order, for a JSON report."""
         return {
             "pool_bytes": self.pool,
             "tensor_bytes": self.tensor,

@@ -72,7 +72,7 @@ class Point:
         return f"{self.mode} {self.order} {exact_size(self.block)} x {self.depth}{checked}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the combination."""
+        """Return the combination of options for a JSON report."""
         return {
             "mode": self.mode,
             "order": self.order,
@@ -230,7 +230,7 @@ class Options:
 
     @property
     def memory(self) -> int:
-        """Bytes of buffers."""
+        """Bytes of I/O buffers that the largest combination of block and depth needs."""
         return max(self.blocks) * max(self.depths)
 
     def points(self) -> list[Point]:
