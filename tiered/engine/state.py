@@ -665,10 +665,11 @@ class EngineState:
         if self.fence is not None:
             self._fenced(copy, stream)
         copy.aliases -= 1
-        if copy.state is not State.EMPTY:
-            self.changed(copy, copy.classify())
-        elif copy.aliases == 0:
-            self.pools[copy.tier].reap_dead_alias(copy)
+        if copy.state is State.EMPTY:
+            if not copy.aliases:
+                self.pools[copy.tier].reap_dead_alias(copy)
+        elif (evictability := copy.classify()) is not copy.evictability:
+            self.changed(copy, evictability)
 
     def lease_ended(self, lease: LeaseHold) -> None:
         """End ``lease``: by the engine, or where what was left half done is counted anew."""
