@@ -110,9 +110,10 @@ class Scheduler:
         """Whether transfers of ``entry`` are under way, or have to be, for which ``ticket`` has to wait."""
         if self._frozen(entry, ticket):
             return True
-        if entry.in_flight:
+        in_flight = entry.in_flight
+        if in_flight:
             self.state.transfers.raise_urgency(entry.key, ticket.urgency)
-        return entry.in_flight
+        return in_flight
 
     def _frozen(self, entry: Entry, ticket: Ticket) -> bool:
         """Whether a snapshot needs ``entry`` as it is, so that ``ticket`` has to wait for its write-back.
@@ -164,8 +165,8 @@ class Scheduler:
         """
         state = self.state
         pool = state.pools[tier]
-        if nbytes > pool.tier.capacity:
-            return self._beyond_capacity(tier, nbytes)
+        if tier < state.bottom:
+            self._refuse_beyond_capacity(tier, nbytes)
         if ticket.urgency is Urgency.PREFETCH and not self._may_prefetch(tier, nbytes, ticket):
             return None
         slot = pool.allocate(nbytes, 0) or self.take_planned_room(tier, nbytes, ticket)
