@@ -235,7 +235,6 @@ class Install(Request):
         state.claims.take(self.room.holder)
         copy = entry.copies[self.tier]
         assert copy is not None
-        state.install(copy)
         state.used(entry, self.tier, Use.PUT)
         state.planned_anew(copy)  # a plan says more of it from now on
         state.changing = False

@@ -175,6 +175,7 @@ class Scheduler:
         if slot is None and tier < state.bottom:
             slot = self.make_room(tier, nbytes, ticket)
         if slot is None:
+            self._refuse_beyond_capacity(tier, nbytes)  # only now: to ask a disk for its capacity is a system call
             ticket.full_tiers = (*ticket.full_tiers, tier)
         return slot
 
@@ -184,12 +185,11 @@ class Scheduler:
         if tier == self.state.bottom and not pool.aliased_evicted:
             raise CapacityError(pool.why_full(nbytes))
 
-    def _beyond_capacity(self, tier: int, nbytes: int) -> Slot:
+    def _refuse_beyond_capacity(self, tier: int, nbytes: int) -> None:
+        """Raise CapacityError where ``nbytes`` are more than ``tier`` could ever hold."""
         pool = self.state.pools[tier]
-        slot = pool.allocate(nbytes) if pool.bottom else None
-        if slot is None:
+        if nbytes > pool.tier.capacity:
             raise CapacityError(pool.why_never(nbytes))
-        return slot
 
     def _may_prefetch(self, tier: int, nbytes: int, ticket: Ticket) -> bool:
         """Whether a prefetch may take room: not while the link is busy, nor where a demand waits for room, or would."""
@@ -401,19 +401,13 @@ class Scheduler:
             state.disturbances += 1
             return
         state.directory.end_writeback(entry, index, completion.error, completion.checksums, transfer.generation)
-        if completion.error is None:
-            state.pools[index + 1].policy.touched(entry.key)
-            below = entry.copies[index + 1]
-            if below is not None:
-                state.planned_anew(below)
-        else:
+        below, snapshot = entry.copies[index + 1], state.snapshot
+        if below is None:  # the write-back failed
             state.disturbances += 1
-        self._on_writeback_done(entry)
-
-    def _on_writeback_done(self, entry: Entry) -> None:
-        """A write-back of ``entry`` ended, with or without an error, and perhaps not at the bottom."""
-        state, snapshot = self.state, self.state.snapshot
-        if entry.unsaved is None:
+        elif below.tier < state.bottom:
+            state.install(below)
+            state.planned_anew(below)
+        else:
             if state.arrived is not None:
                 state.arrived(entry)
             if snapshot is not None and entry.key in snapshot.frozen:

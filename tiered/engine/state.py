@@ -581,8 +581,9 @@ class EngineState:
                 record.touches.append(Touch(entry.key, self.pools[tier].tier.name, use, entry.nbytes))
 
     def install(self, copy: Copy) -> None:
-        """Learn of a copy that did not come by a transfer (put, restore, move)."""
-        self.pools[copy.tier].policy.touched(copy.key)
+        """Let the eviction policy of its tier know of ``copy``, which is new there and was not leased yet."""
+        if copy.tier < self.bottom:
+            self.pools[copy.tier].policy.touched(copy.key)
 
     def give_back(self, tier: int, slot: Slot, fences: tuple[Fence, ...] = ()) -> None:
         """Free a slot that became no tensor; ``fences`` guard what was put into it."""
