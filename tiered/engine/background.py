@@ -169,8 +169,9 @@ class ReadAhead(Ticket):
         while at < until:
             entry = self._missing_at(tier, plan.at(at))
             if entry is not None and entry.nbytes <= largest:  # larger ones on demand
-                if self._has_room(tier, pool, entry.nbytes) and self._due(tier, at):
-                    found = entry if self._vain[tier] != (at, cursor, pool.changes) else None
+                again = self._vain[tier] != (at, cursor, pool.changes)
+                if again and self._has_room(tier, pool, entry.nbytes) and self._due(tier, at):
+                    found = entry
                 break
             at += 1
         self._reached[tier] = at

@@ -63,8 +63,10 @@ class Pool:
 
     def allocate(self, nbytes: int, most: float = MOVED) -> Slot | None:
         """Allocate a slot, moving other slots out of its way where that takes at most ``most`` times ``nbytes``."""
+        if self._memory is not None and nbytes > self.free:
+            return None
         slot = self.tier.allocate(nbytes)
-        if slot is None and self._memory is not None and nbytes <= self.free:
+        if slot is None and self._memory is not None:
             slot = self._after_moves(self._memory, nbytes, most * nbytes)
         if slot is not None:
             self.account(slot)

@@ -291,6 +291,14 @@ class Directory:
             raise KeyNotFound(f"no tensor {key!r} in the store")
         return found
 
+    def leasable(self, keys: Iterable[Key], access: Access) -> list[Entry]:
+        """Return the tensors ``keys``. Raises KeyNotFound, and LeaseConflict where an open lease of one excludes ``access``."""
+        entries = [self._entries.get(key) or self.entry(key) for key in keys]
+        for entry in entries:
+            if entry.writers or access is Access.WRITE:
+                self.refuse_conflict(entry, access)
+        return entries
+
     # -- coming and going ------------------------------------------------------------------------------------------------
 
     def put(self, key: Key, spec: TensorSpec, tier: int, slot: Slot, fences: tuple[Fence, ...] = ()) -> Entry:
@@ -387,7 +395,7 @@ class Directory:
         return self.lend(entry, tier, access)
 
     def lend(self, entry: Entry, tier: int, access: Access) -> Copy:
-        """Open a lease as ``grant`` does, after ``refuse_conflict`` was called."""
+        """Open a lease as ``grant`` does, of a tensor that ``leasable`` returned."""
         copy = entry.copies[tier]
         assert copy is not None and copy.valid
         if access is Access.WRITE:
