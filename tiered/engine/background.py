@@ -52,10 +52,8 @@ class WriteBehind:
         return state.writeback_due
 
     def start(self) -> None:
-        """Admit the write-backs that are due."""
+        """Admit the write-backs that are due; called where the state says that there may be some."""
         state = self._state
-        if not state.writeback_due:
-            return
         state.writeback_due = False
         self._ticket = None
         dropped, state.dropped_dirty = state.dropped_dirty, {}

@@ -216,8 +216,11 @@ class Scheduler:
         state = self.state
         if state.order is None or not state.order.plans(tier):
             return None
+        dropped = state.dropped_by_plan(tier)
+        if not dropped:
+            return None
         pool, acceptable = state.pools[tier], self._acceptable(tier, ticket)
-        size, dropped = pool.rounded(nbytes), state.dropped_by_plan(tier)
+        size = pool.rounded(nbytes)
         same = next((copy for copy in dropped if copy.nbytes == size and acceptable(copy)), None)
         found = [same] if same is not None else pool.together(size, [copy for copy in dropped if acceptable(copy)])
         for copy in found or ():
