@@ -27,6 +27,7 @@ from tiered.zero.paging.gradients import UnitGradients
 from tiered.zero.paging.saved_tensors import refuse_tracing
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.storage import Cast, CheckpointRecord, ParameterStorage, TensorStore, host
+from tiered.zero.paging.tensors.parameters import paged_class
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import Pending, States, Update
 
@@ -129,6 +130,8 @@ class Unit:
         self._access = Access.READ
         self._versions: list[int] = []
         self._placeholders = {p: Placeholder.on(store.device, p.shape, p.dtype) for p in plan.placements}
+        self._kinds = {p: type(p.parameter) for p in plan.placements}
+        """The class that each parameter has while it is held."""
         self._steppers: dict[Placement, weakref.WeakMethod[Stepper]] = {}
         self._lent: list[StorageWeakRef] = []
         self.references: set[weakref.ref[object]] = set()  # what graphs saved of it, which has no memory of its own
@@ -171,8 +174,9 @@ class Unit:
             self.version += 1
         self._access = access
         self.base = self.storage.materialize(access)
-        for placement in self.plan.placements:
-            placement.parameter.data = placement.view(self.base)
+        for placement, kind in self._kinds.items():
+            view = placement.view(self.base)
+            placement.parameter.__class__, placement.parameter.data = kind, view
         self._versions = [p.parameter._version for p in self.plan.placements]
 
     def drop(self) -> None:
@@ -192,6 +196,7 @@ class Unit:
             if self._steppers:
                 self._lent = [*_living(self._lent), StorageWeakRef(self.base.untyped_storage())]  # type: ignore[no-untyped-call]
             if self._access is Access.WRITE:
+                self._copy_replaced(self.base)
                 self.storage.write_back(self.base)
             elif self._holders:
                 written = self._written(_address(self.base))
@@ -201,6 +206,20 @@ class Unit:
                 f"parameter {written!r} was changed in place while it was paged in for reading, and the change is lost; "
                 "change parameters through the optimizer or load_state_dict"
             )
+
+    @torch.no_grad()
+    def _copy_replaced(self, base: torch.Tensor) -> None:
+        """Copy into ``base`` the values of parameters that were given other ``.data`` while they could be written to."""
+        for placement in self.plan.placements:
+            parameter = placement.parameter
+            if _address(parameter) == _address(base):
+                continue
+            if (parameter.shape, parameter.dtype) != (placement.shape, placement.dtype):
+                raise MisuseError(
+                    f"parameter {placement.name!r} has shape {tuple(placement.shape)} of {placement.dtype} in the store and "
+                    f"cannot be given .data of {tuple(parameter.shape)} of {parameter.dtype}; its values are as before"
+                )
+            placement.view(base).copy_(parameter)
 
     def _written(self, here: int) -> str | None:
         """Return the name of the last parameter that was changed while it was memory at ``here`` and could only be read."""
@@ -220,16 +239,23 @@ class Unit:
             self._in_use = False
 
     def release_parameters(self) -> None:
-        for placement, placeholder in self._placeholders.items():
-            placement.parameter.data = placeholder.tensor
+        for placement in self._placeholders:
+            self._release(placement)
+
+    def _release(self, placement: Placement) -> None:
+        """Take a parameter's memory away. In one line without a call, which no signal handler interrupts: a parameter of its own
+        class, whose reads nobody answers, is never seen with a placeholder."""
+        parameter, kind, data = placement.parameter, self._kinds[placement], self._placeholders[placement].tensor
+        released = paged_class(kind)
+        parameter.__class__, parameter.data, parameter.__class__ = kind, data, released
 
     def refuse_written(self, placement: Placement) -> None:
         """Raise MisuseError if a parameter that nobody holds was written to, or given other data; its values are as before."""
         placeholder = self._placeholders[placement]
         if placeholder.intact and _address(placement.parameter) == placeholder.address:
             return
-        self._placeholders[placement] = fresh = Placeholder.on(self.store.device, placement.shape, placement.dtype)
-        placement.parameter.data = fresh.tensor
+        self._placeholders[placement] = Placeholder.on(self.store.device, placement.shape, placement.dtype)
+        self._release(placement)
         raise MisuseError(
             f"parameter {placement.name!r} was written to, or given other data or another dtype, while its values were in the "
             "store, and the change is lost: change paged parameters with load_state_dict, and others before zero.page"
