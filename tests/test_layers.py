@@ -74,6 +74,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "io.probe": "whether libaio works here, asked without importing it",
     "store.commit": "generations of an open store: commit, rollback, recovery",
     "zero.paging.gradients": "the gradients of one unit, from autograd to the update",
+    "zero.paging.tensors.parameters": "what a parameter answers to torch while its values are in the store",
     "zero.paging.pager": "a paged model's hooks, frames and backward pass",
 }
 LONG, SHORT = 600, 60

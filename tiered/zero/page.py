@@ -82,9 +82,9 @@ def gathered(what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, write: 
 
     ``what``: a module (all of its parameters), a parameter, or several; those that are not paged are left out. A single read or
     write outside of forward needs no such block; it is for code that uses the same parameters many times, or that reads their
-    memory without torch (``data_ptr``). With ``write=True`` what the block writes to them goes to the store; without, a write
-    raises MisuseError at the end of the block and is lost. The model's forward, ``backward`` and ``optimizer.step`` are refused
-    within the block. With several processes all of them enter the block.
+    memory without torch (``data_ptr``). ``write=True`` says that the block writes to them: what it writes goes to the store,
+    also what it writes without torch. Without, values that torch writes are found at the end of the block, and copied. The
+    model's forward, and ``optimizer.step``, are refused within the block. With several processes all of them enter the block.
 
     Raises CapacityError where the memory budget cannot hold the parameters, with the number of bytes.
     """

@@ -145,8 +145,8 @@ class Backward:
 
 
 class Gathering:
-    """Units that a block of ``zero.gathered`` holds. The block alone keeps this object, and a weak reference tells whether it is
-    still running."""
+    """Units that a block of ``zero.gathered`` holds. The block alone keeps this object, and a weak reference tells whether it
+    is still running."""
 
     __slots__ = ("__weakref__", "units")
 
@@ -850,7 +850,8 @@ def _names(units: Iterable[Unit]) -> str:
 def _refuse_updated(unit: Unit, version: int) -> None:
     if unit.version != version:
         raise MisuseError(
-            f"the parameters of {unit.plan.name!r} were updated after this graph was made: call backward before step()"
+            f"the parameters of {unit.plan.name!r} were updated, or written to, after this graph was made: call backward "
+            "before step() and before other writes"
         )
 
 

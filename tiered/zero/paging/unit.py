@@ -191,7 +191,7 @@ class Unit:
         """Drop the unit, however often it is held and whatever an interruption left of it."""
         if not self._in_use:
             return
-        written = None
+        written: dict[Placement, torch.Tensor] = {}
         if self.base is not None:
             if self._steppers:
                 self._lent = [*_living(self._lent), StorageWeakRef(self.base.untyped_storage())]  # type: ignore[no-untyped-call]
@@ -201,33 +201,36 @@ class Unit:
             elif self._holders:
                 written = self._written(_address(self.base))
         self.give_up()
-        if written is not None:
-            raise MisuseError(
-                f"parameter {written!r} was changed in place while it was paged in for reading, and the change is lost; "
-                "change parameters through the optimizer or load_state_dict"
-            )
+        if written:
+            self._land(written)
 
     @torch.no_grad()
     def _copy_replaced(self, base: torch.Tensor) -> None:
         """Copy into ``base`` the values of parameters that were given other ``.data`` while they could be written to."""
         for placement in self.plan.placements:
-            parameter = placement.parameter
-            if _address(parameter) == _address(base):
-                continue
-            if (parameter.shape, parameter.dtype) != (placement.shape, placement.dtype):
-                raise MisuseError(
-                    f"parameter {placement.name!r} has shape {tuple(placement.shape)} of {placement.dtype} in the store and "
-                    f"cannot be given .data of {tuple(parameter.shape)} of {parameter.dtype}; its values are as before"
-                )
-            placement.view(base).copy_(parameter)
+            if _address(placement.parameter) != _address(base):
+                _refuse_other_kind(placement)
+                placement.view(base).copy_(placement.parameter)
 
-    def _written(self, here: int) -> str | None:
-        """Return the name of the last parameter that was changed while it was memory at ``here`` and could only be read."""
-        written = None
+    def _written(self, here: int) -> dict[Placement, torch.Tensor]:
+        """Return copies of the parameters that were changed while they were memory at ``here`` that is leased for reading."""
+        written = {}
         for placement, version in zip(self.plan.placements, self._versions, strict=True):
-            if placement.parameter._version != version or _address(placement.parameter) != here:
-                written = placement.name
+            parameter = placement.parameter
+            if parameter._version != version or _address(parameter) != here:
+                _refuse_other_kind(placement)
+                written[placement] = parameter.detach().clone()
         return written
+
+    @torch.no_grad()
+    def _land(self, written: dict[Placement, torch.Tensor]) -> None:
+        """Write the values to the store. A graph made before raises in backward, because the unit has a new version."""
+        self.hold(Access.WRITE)
+        try:
+            for placement, values in written.items():
+                placement.parameter.copy_(values)
+        finally:
+            self.drop()
 
     def give_up(self) -> None:
         """Drop the unit without writing it back, because all was rolled back or nothing came of it."""
@@ -243,8 +246,8 @@ class Unit:
             self._release(placement)
 
     def _release(self, placement: Placement) -> None:
-        """Take a parameter's memory away. In one line without a call, which no signal handler interrupts: a parameter of its own
-        class, whose reads nobody answers, is never seen with a placeholder."""
+        """Take a parameter's memory away. In one line without a call, which no signal handler interrupts: a parameter of its
+        own class, whose reads nobody answers, is never seen with a placeholder."""
         parameter, kind, data = placement.parameter, self._kinds[placement], self._placeholders[placement].tensor
         released = paged_class(kind)
         parameter.__class__, parameter.data, parameter.__class__ = kind, data, released
@@ -370,6 +373,16 @@ class Unit:
             param = host(part.stored_flat(unit, 0, part.numel))
             self.states.load(part, param, {name: part.cut(value) for name, value in state.items()})
             del unit, param
+
+
+def _refuse_other_kind(placement: Placement) -> None:
+    """Raise MisuseError where a parameter that is held was given ``.data`` of another shape or type."""
+    parameter = placement.parameter
+    if (parameter.shape, parameter.dtype) != (placement.shape, placement.dtype):
+        raise MisuseError(
+            f"parameter {placement.name!r} has shape {tuple(placement.shape)} of {placement.dtype} in the store and cannot be "
+            f"given .data of {tuple(parameter.shape)} of {parameter.dtype}; its values are as before"
+        )
 
 
 def _living(storages: list[StorageWeakRef]) -> list[StorageWeakRef]:

@@ -1,21 +1,21 @@
 """Let a parameter whose values are in the store be used like any other: read, written to, viewed, asked for its shape.
 
-While nobody holds its unit, a parameter has the class ``PagedParameter``, a subclass of its own one. Each function of torch that
-is given such a parameter calls ``__torch_function__`` instead (https://docs.pytorch.org/docs/stable/notes/extending.html), where
-there are four answers:
+While nobody holds its unit, a parameter has the class ``PagedParameter``, a subclass of its own one. Each function of torch
+that is given such a parameter calls ``__torch_function__`` instead
+(https://docs.pytorch.org/docs/stable/notes/extending.html), where there are four answers:
 
-- what needs no values (shape, dtype, gradient, hooks; the functions of ``torch.autograd``, which take a parameter as an
-  identity) is answered by the parameter as it is, and what depends on strides by a tensor of the same geometry on the meta
-  device;
-- a view (``detach``, ``.data``, ``t``, an index) is a ``PagedView``: it has the geometry of the view, no memory, and the function
-  that makes it, which is called again whenever the view is used. So a view never shows old values, and a write lands in the store;
-- what cannot be right (another type, memory that would be shared) raises MisuseError;
-- everything else runs while the units are held. Autograd then records the parameter itself, and what it saves is packed as it
+- What needs no values (shape, dtype, gradient, hooks) is answered by the parameter as it is, and what depends on strides by a
+  tensor of the same geometry on the meta device.
+- A view (``detach``, ``.data``, ``t``, an index) is a ``PagedView``: it has the geometry of the view, no memory, and the
+  function that makes it, which is called again whenever the view is used. So a view never shows old values, and a write to it
+  lands in the store.
+- What cannot be right (another type, memory that would be shared) raises MisuseError.
+- Everything else runs while the units are held. Autograd then records the parameter itself, and what it saves is packed as it
   is within forward: gradients through such reads arrive like all others.
 
-A function that is given more than ``SHARE`` of the memory that units have is given copies, one after the other, so that a list of
-all parameters needs no more of the pool than one of them. Functions of lists (``torch._foreach_...``) run on one element after the
-other.
+A function that is given parameters of more units than ``SHARE`` of the largest size is given copies, made one after the other,
+so that a list of all parameters needs no more of the pool than one of them. Functions of lists (``torch._foreach_...``) run on
+one element after the other.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from torch.autograd.graph import get_gradient_edge
 from tiered import MisuseError
 from tiered.types import Access
 
-__all__ = ["ParameterOwner", "PagedParameter", "PagedView", "paged_class", "unpage"]
+__all__ = ["SHARE", "PagedParameter", "PagedView", "ParameterOwner", "paged_class", "unpage"]
 
 _without_us: Callable[..., Any] = torch._C._disabled_torch_function_impl
-"""Calls a function of torch with no ``__torch_function__`` in force. It is of C, so that no exception leaves that state behind."""
+"""Calls a function of torch with no ``__torch_function__`` in force. It is of C: no exception leaves that state behind."""
 
 Function = Callable[..., Any]
 SHARE = 2
@@ -82,6 +82,10 @@ def _name(func: Function) -> str:
     return name.partition(".")[0]  # add.Tensor of torch.ops
 
 
+def _words(names: str) -> set[str]:
+    return set(names.split())
+
+
 def _attributes(names: str, *ways: str) -> set[str]:
     return {f"{name}.__{way}__" for name in names.split() for way in ways or ("get",)}
 
@@ -91,28 +95,29 @@ AS_IT_IS = {
     *_attributes("shape ndim dtype device layout is_leaf grad_fn _grad_fn retains_grad output_nr name names itemsize nbytes"),
     *_attributes("is_cpu is_cuda is_meta is_quantized is_sparse is_sparse_csr is_mkldnn is_mps is_xla is_xpu is_nested is_ipu"),
     *_attributes("is_vulkan is_maia is_mtia is_hpu _version grad_dtype _base _cdata"),
-    *("size dim ndimension numel nelement element_size get_device is_floating_point is_complex is_signed is_inference".split()),
-    *("is_conj is_neg is_same_size is_shared is_pinned is_tensor __len__ __hash__ requires_grad_ register_hook".split()),
-    *("register_post_accumulate_grad_hook retain_grad has_names _is_view _is_zerotensor result_type can_cast".split()),
-    *("data_ptr untyped_storage _use_count _has_compatible_shallow_copy_type get_gradient_edge".split()),
+    *_words("size dim ndimension numel nelement element_size get_device is_floating_point is_complex is_signed is_inference"),
+    *_words("is_conj is_neg is_same_size is_shared is_pinned is_tensor __len__ __hash__ requires_grad_ register_hook"),
+    *_words("register_post_accumulate_grad_hook retain_grad has_names _is_view _is_zerotensor result_type can_cast"),
+    *_words("data_ptr untyped_storage _use_count _has_compatible_shallow_copy_type get_gradient_edge"),
 }
 """Functions that take a parameter for what it is, without its values."""
 
-GEOMETRY = {"stride", "is_contiguous", "storage_offset", "dim_order", "_debug_has_internal_overlap", "is_non_overlapping_and_dense"}
+GEOMETRY = {"stride", "is_contiguous", "storage_offset", "dim_order", "_debug_has_internal_overlap"}
 """Functions whose result depends on strides."""
 
 LIKE = {
-    *("zeros_like ones_like empty_like full_like rand_like randn_like randint_like".split()),
-    *("new_zeros new_ones new_empty new_full new_empty_strided".split()),
+    *_words("zeros_like ones_like empty_like full_like rand_like randn_like randint_like"),
+    *_words("new_zeros new_ones new_empty new_full new_empty_strided"),
 }
 """Functions that make a new tensor of the same type, device or geometry."""
 
 VIEWS = {
     *_attributes("data T mT H mH real imag"),
-    *("detach alias view view_as reshape reshape_as t adjoint transpose swapaxes swapdims permute movedim moveaxis unsqueeze".split()),
-    *("squeeze narrow select __getitem__ expand expand_as flatten unflatten ravel unbind split split_with_sizes chunk".split()),
-    *("tensor_split hsplit vsplit dsplit diagonal as_strided unfold view_as_real view_as_complex broadcast_to __iter__".split()),
-    *("atleast_1d atleast_2d atleast_3d".split()),
+    *_words("detach alias view view_as reshape reshape_as t adjoint transpose swapaxes swapdims permute movedim moveaxis"),
+    *_words("unsqueeze squeeze"),
+    *_words("narrow select __getitem__ expand expand_as flatten unflatten ravel unbind split split_with_sizes chunk"),
+    *_words("tensor_split hsplit vsplit dsplit diagonal as_strided unfold view_as_real view_as_complex broadcast_to __iter__"),
+    *_words("atleast_1d atleast_2d atleast_3d"),
 }
 """Functions whose result may be a view of their first argument."""
 
@@ -124,17 +129,19 @@ RESHAPED = "would change the shape, or the memory, of a parameter in place"
 REFUSED = {
     **dict.fromkeys(("__dlpack__", "storage", "_typed_storage", "__cuda_array_interface__.__get__", "share_memory_"), SHARED),
     **dict.fromkeys(("pin_memory", "apply_", "map_", "map2_"), "needs the values in ordinary memory"),
-    **dict.fromkeys("set_ resize_ resize_as_ detach_ t_ squeeze_ unsqueeze_ transpose_ swapaxes_ swapdims_".split(), RESHAPED),
-    **dict.fromkeys("as_strided_ _set_data rename_ swap_tensors names.__set__ real.__set__ imag.__set__".split(), RESHAPED),
+    **dict.fromkeys(_words("set_ resize_ resize_as_ detach_ t_ squeeze_ unsqueeze_ transpose_ swapaxes_ swapdims_"), RESHAPED),
+    **dict.fromkeys(_words("as_strided_ _set_data rename_ swap_tensors names.__set__ real.__set__ imag.__set__"), RESHAPED),
 }
 """Functions that cannot be right, and why."""
 
-COPIED = {"numpy", "__array__"}
+COPIED = {"numpy"}
 """Functions whose result, which is no tensor, shares the memory of their argument."""
+
+AUGMENTED = {f"__i{name}__" for name in _words("add sub mul truediv floordiv mod pow matmul and or xor lshift rshift")}
 
 VIEW_REFUSED = {
     *_attributes("requires_grad grad _grad _backward_hooks data", "set", "delete"),
-    *("requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad get_gradient_edge".split()),
+    *_words("requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad get_gradient_edge"),
 }
 """What a view that is made anew at each use cannot keep."""
 
@@ -142,7 +149,7 @@ VIEW_REFUSED = {
 def _writes(name: str) -> bool:
     """Return whether a function of this name writes to its first argument."""
     if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__", "__iter__"))
+        return name == "__setitem__" or name in AUGMENTED
     return (name.endswith("_") and not name.endswith("__")) or name == "data.__set__"
 
 
@@ -166,7 +173,10 @@ class PagedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _no_copy()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return _array(self, dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's stub misnames it
         with ExitStack() as stack:
             _hold(stack, [self], [])
             return repr(self)  # of the class that it has now
@@ -224,7 +234,10 @@ class PagedView(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _no_copy()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return _array(self, dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's stub misnames it
         with ExitStack() as stack:
             _hold(stack, [self.parameter], [])
             return repr(self.made())
@@ -233,13 +246,21 @@ class PagedView(torch.Tensor):
 @functools.cache
 def paged_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     """Return the class of parameters of class ``kind`` while nobody holds them."""
-    return PagedParameter if kind is nn.Parameter else type(f"Paged{kind.__name__}", (PagedParameter, kind), {"held_class": kind})
+    if kind is nn.Parameter:
+        return PagedParameter
+    return type(f"Paged{kind.__name__}", (PagedParameter, kind), {"held_class": kind})
 
 
 def unpage(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Make a parameter an ordinary one, which has ``values``. Nothing interrupts this between its parts."""
     kind = parameter.held_class if isinstance(parameter, PagedParameter) else type(parameter)
     parameter.__class__, parameter.data = kind, values
+
+
+def _array(tensor: torch.Tensor, dtype: Any) -> Any:
+    """Return a copy for NumPy, whatever it asks for: an array on the store's memory would outlive it."""
+    found: Any = tensor.numpy()
+    return found if dtype is None else found.astype(dtype)
 
 
 def _no_copy() -> MisuseError:
@@ -267,10 +288,10 @@ def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: 
             return _of_view(name, func, types, args, kwargs)
     if name in REFUSED:
         raise MisuseError(f"{_shown(args, kwargs)}: {name} {REFUSED[name]}; use a copy (.clone()), or tiered.zero.gathered")
-    if name in VIEW_REFUSED and any(isinstance(found, PagedView) for found in _leaves((args, kwargs))):
+    if name in VIEW_REFUSED and args and isinstance(args[0], PagedView):
         raise MisuseError(
-            f"{_shown(args, kwargs)}: {name.partition('.')[0]} of a view of a parameter in the store would be lost, because the "
-            "view is made anew at each use: use the parameter itself, or a copy (.clone())"
+            f"{_shown(args, kwargs)}: {name.partition('.')[0]} of a view of a parameter in the store would be lost, because "
+            "the view is made anew at each use: use the parameter itself, or a copy (.clone())"
         )
     if name in GEOMETRY:
         return func(*_map(args, _geometry), **_map(kwargs, _geometry))
@@ -314,8 +335,8 @@ def _gradients(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     sources = list(inputs) if isinstance(inputs, list | tuple) else [inputs]
     if any(_is_paged(value) for value in _leaves(given)) or any(isinstance(value, PagedView) for value in sources):
         raise MisuseError(
-            f"{_shown(args, kwargs)}: torch.autograd.grad takes parameters as inputs, not views of them, and no outputs that are "
-            "parameters: give it the parameters, and copies (.clone()) as outputs"
+            f"{_shown(args, kwargs)}: torch.autograd.grad takes parameters as inputs, not views of them, and no outputs that "
+            "are parameters: give it the parameters, and copies (.clone()) as outputs"
         )
     zeros = given.pop("materialize_grads", False)
     if zeros:
@@ -361,11 +382,11 @@ def _view(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, Any]
     def shown(view: Any, index: int | None) -> Any:
         if not isinstance(view, torch.Tensor) or view.untyped_storage()._cdata != memory:
             return NotImplemented
-        parameter = source.parameter if isinstance(source, PagedView) else source
+        parameter: Any = source.parameter if isinstance(source, PagedView) else source
 
         def made() -> torch.Tensor:
             whole = func(_real(source), *rest[0], **rest[1])
-            return whole if index is None else whole[index]
+            return whole if index is None else whole[index]  # type: ignore[no-any-return]
 
         return source if view is geometry else PagedView.of(parameter, view, made)
 
@@ -417,11 +438,12 @@ def _set_data(parameter: torch.Tensor, value: Any) -> None:
     if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (parameter.shape, parameter.dtype):
         what = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise MisuseError(
-            f"{_shown((parameter,), {})} has shape {tuple(parameter.shape)} of {parameter.dtype} in the store and cannot be given "
-            f".data of {what}: page a model that has them"
+            f"{_shown((parameter,), {})} has shape {tuple(parameter.shape)} of {parameter.dtype} in the store and cannot be "
+            f"given .data of {what}: page a model that has them"
         )
-    if isinstance(value, PagedView) and value.parameter is parameter and value.geometry.shape == parameter.shape:
-        if value.geometry.stride() == _geometry(parameter).stride() and not value.geometry.storage_offset():
+    if isinstance(value, PagedView) and value.parameter is parameter and not value.geometry.storage_offset():
+        own = _geometry(parameter)
+        if (value.geometry.shape, value.geometry.stride()) == (own.shape, own.stride()):
             return  # the same elements: written to already
     with torch.no_grad():
         parameter.detach().copy_(value)
