@@ -180,7 +180,7 @@ def test_a_write_in_forward_lands_in_the_store(store: TieredStore, kind: type[nn
         assert torch.equal(model.state_dict()["weight"], reference.state_dict()["weight"])
     if kind is Doubling:
         with pytest.raises(MisuseError, match="or written to, after this graph was made"):
-            model(torch.ones(4)).sum().backward()
+            model(torch.ones(4, requires_grad=True)).sum().backward()
 
 
 @pytest.mark.parametrize("harm", ["data", "assigned"])
