@@ -20,10 +20,10 @@ from tiered.errors import MisuseError
 from tiered.system import compiler, refuse_little_room
 from tiered.zero.collectives import Ranks
 from tiered.zero.intent import decide
-from tiered.zero.paging.gradients import SpentGradient
 from tiered.zero.paging.pager import Pager, placement_of
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.sharding import Stage, Stage1
+from tiered.zero.paging.tensors.gradients import SpentGradient, whole_norms
 from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import Placement
 from tiered.zero.paging.update import AdamWRule, Update
@@ -270,7 +270,7 @@ class AdamW(Optimizer):
         if not graded:
             return torch.tensor(0.0, device="cpu")
         graded.sort(key=lambda found: found[2].index)
-        norms = self._norms(graded, order)
+        norms = whole_norms(graded, order)
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(f"The total norm of order {norm_type} of the gradients is not finite: {total.item()}")
@@ -285,18 +285,6 @@ class AdamW(Optimizer):
         for _, unit, placement in found:
             unit.gradients.refuse_interrupted(placement)
         return [one for one in found if one[2].parameter.grad is not None]
-
-    def _norms(self, graded: Sequence[tuple[Pager, Unit, Placement]], order: float) -> list[torch.Tensor]:
-        """Return the norm of each whole gradient."""
-        norms: dict[Placement, torch.Tensor] = {}
-        for pager in dict.fromkeys(pager for pager, _, _ in graded):
-            mine = [(unit, placement) for home, unit, placement in graded if home is pager]
-            here = [unit.gradients.norm(placement, order) for unit, placement in mine]
-            if pager.partition.shares > 1:
-                partial = torch.stack(here)
-                here = list(pager.gradient_sync.norms(partial.double(), order).to(partial.dtype))
-            norms.update(zip((placement for _, placement in mine), here, strict=True))
-        return [norms[placement] for _, _, placement in graded]
 
     def grad(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return a copy of the gradient of ``parameter``, of its shape and dtype, or None when it has none. Raises MisuseError
@@ -434,7 +422,8 @@ class AdamW(Optimizer):
         def count() -> None:
             self.steps[placement] = step
 
-        return Update(_rule(self.param_groups[self._group_of[placement]]), step), count
+        _, unit, _ = placement_of(placement.parameter)
+        return Update(_rule(self.param_groups[self._group_of[placement]]), step, *unit.gradients.factors(placement)), count
 
     def _unscale(self, factor: torch.Tensor) -> list[bool]:
         """Multiply all gradients by ``factor`` (0-d) when they are used; return for each whether it was finite before."""

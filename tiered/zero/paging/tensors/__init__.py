@@ -1,0 +1,1 @@
+"""Tensors that stand for what is in the store."""
