@@ -73,6 +73,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "engine.state": "what the engine's lock guards, kept consistent; no decisions",
     "io.probe": "whether libaio works here, asked without importing it",
     "store.commit": "generations of an open store: commit, rollback, recovery",
+    "zero.paging.gradients": "the gradients of one unit, from autograd to the update",
     "zero.paging.pager": "a paged model's hooks, frames and backward pass",
 }
 LONG, SHORT = 600, 60

@@ -125,18 +125,21 @@ class UnitGradients:
         placement.parameter.grad = state.marker
 
     def shows(self, placement: Placement, origin: StoredGradient) -> bool:
-        """Return whether ``parameter.grad`` is the stored gradient, which is ``origin``."""
+        """Return whether ``parameter.grad`` is the stored gradient ``origin``, or a view of it."""
         grad = placement.parameter.grad
         return isinstance(grad, StoredGradient) and grad.origin is origin and self.states[placement].marker is origin
+
+    def is_shown(self, placement: Placement) -> bool:
+        """Return whether ``parameter.grad`` is the stored gradient, and not a view of it that somebody assigned."""
+        grad = placement.parameter.grad
+        return isinstance(grad, StoredGradient) and not grad.path and self.shows(placement, grad.origin)
 
     def assigned(self, placement: Placement) -> torch.Tensor | None:
         """Return the values of a gradient that somebody assigned to ``parameter.grad``, in ordinary memory; or None."""
         grad = placement.parameter.grad
-        if grad is None or isinstance(grad, SpentGradient):
+        if grad is None or isinstance(grad, SpentGradient) or self.is_shown(placement):
             return None
-        if not isinstance(grad, StoredGradient):
-            return grad
-        return None if not grad.path and self.shows(placement, grad.origin) else grad.values()
+        return grad.values() if isinstance(grad, StoredGradient) else grad
 
     # -- arriving ----------------------------------------------------------------------------------------------------------
 
@@ -178,7 +181,7 @@ class UnitGradients:
         """Overwrite the stored gradient of one parameter."""
         state = self.states[placement]
         state.accumulate = False
-        if state.marker is not None and not self.shows(placement, state.marker):
+        if not self.is_shown(placement):
             state.marker = None
         self._add(placement, grad)
 
@@ -191,9 +194,10 @@ class UnitGradients:
 
     def overwrite(self, placement: Placement, values: torch.Tensor) -> None:
         """Overwrite the stored gradient that ``parameter.grad`` shows with ``values``, which have the parameter's shape."""
-        state = self.states[placement]
-        state.adding = True
-        self.take(placement, values)
+        state, shown = self.states[placement], placement.parameter.grad
+        state.adding, state.accumulate = True, False
+        self._add(placement, values)
+        placement.parameter.grad = shown  # which may be an alias, or a view that somebody assigned
         state.accumulate = True  # what another backward pass brings is added
         state.adding = False
         self.close()
@@ -283,8 +287,13 @@ class UnitGradients:
         if part is None:
             return torch.empty(0, dtype=placement.dtype, device="cpu")
         assigned = self.assigned(placement)
-        if assigned is not None:
-            return host(part.cut(assigned))
+        return self.stored(placement) if assigned is None else host(part.cut(assigned))
+
+    def stored(self, placement: Placement) -> torch.Tensor:
+        """Return a copy in host memory of the part of the stored gradient that this process stores."""
+        part = self.parts.get(placement)
+        if part is None:
+            return torch.empty(0, dtype=placement.dtype, device="cpu")
         self.close()
         with self.store.lease(self.key) as stored:
             copy = part.view(stored).to("cpu", copy=True)

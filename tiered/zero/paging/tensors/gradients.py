@@ -41,7 +41,11 @@ class Stored(Protocol):
     """Gradients of one unit: what ``UnitGradients`` does for a ``StoredGradient``."""
 
     def shows(self, placement: Placement, origin: StoredGradient) -> bool:
-        """Return whether ``parameter.grad`` is ``origin``, or a view of it, and the gradient is in the store."""
+        """Return whether ``parameter.grad`` is the stored gradient ``origin``, or a view of it."""
+        ...
+
+    def is_shown(self, placement: Placement) -> bool:
+        """Return whether ``parameter.grad`` is the stored gradient, and not a view of it that somebody assigned."""
         ...
 
     def refuse_interrupted(self, placement: Placement) -> None: ...
@@ -63,7 +67,7 @@ class PagedUnit(Protocol):
     @property
     def gradients(self) -> Stored: ...
 
-    def gradient(self, placement: Placement) -> torch.Tensor | None:
+    def stored_gradient(self, placement: Placement) -> torch.Tensor:
         """Return a copy of the whole gradient. All ranks call it together."""
         ...
 
@@ -214,6 +218,11 @@ class StoredGradient(torch.Tensor):
             synchronised([self._found()[0]])
             return _Copies().of(self)
 
+    def is_whole(self) -> bool:
+        """Return whether this is the stored gradient, and ``parameter.grad`` shows it as it is."""
+        _, unit, placement = self._found()
+        return not self.path and unit.gradients.is_shown(placement)
+
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
         return self.values().cpu(memory_format=memory_format)
 
@@ -348,9 +357,7 @@ class _Copies:
         """Return the values of ``stored``, as memory of the copy of its gradient."""
         _, unit, placement = stored._found()
         if placement not in self._copies:
-            values = unit.gradient(placement)
-            assert values is not None, "it is shown"
-            self._copies[placement] = unit, values
+            self._copies[placement] = unit, unit.stored_gradient(placement)
         made = functools.reduce(lambda base, view: view(base), stored.path, self._copies[placement][1])
         self._made[id(made)] = made, stored
         return made
@@ -440,7 +447,7 @@ def _one_at_a_time(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
 
 
 def _norms(func: Any, tensors: Sequence[torch.Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    if dtype is not None or any(isinstance(one, StoredGradient) and one.path for one in tensors):
+    if dtype is not None or not all(one.is_whole() for one in tensors if isinstance(one, StoredGradient)):
         return _one_at_a_time(func, (tensors, ord, dtype), {})  # type: ignore[no-any-return]
     found = iter(_known([one for one in tensors if isinstance(one, StoredGradient)], float(ord)))
     return [next(found) if isinstance(one, StoredGradient) else func([one], ord)[0] for one in tensors]
@@ -456,7 +463,7 @@ def _norm(
     dtype: torch.dtype | None = None,
 ) -> Any:
     whole = not dim or sorted(one % stored.dim() for one in dim) == list(range(stored.dim()))
-    if stored.path or keepdim or dtype is not None or not whole:
+    if keepdim or dtype is not None or not whole or not stored.is_whole():
         return _compute(func, (stored, ord, dim, keepdim), {"dtype": dtype})
     return _known([stored], float(ord))[0]
 
@@ -518,7 +525,7 @@ def _factor(tensor: Any, other: Any, *, divide: bool) -> torch.Tensor | None:
 
     None for what could become infinite by it: whether gradients are finite is known from when they arrived.
     """
-    if not isinstance(tensor, StoredGradient) or tensor.path or tensor.dim() == 0:
+    if not isinstance(tensor, StoredGradient) or tensor.dim() == 0 or not tensor.is_whole():
         return None
     if isinstance(other, torch.Tensor):
         if isinstance(other, StoredGradient) or other.dim() > 0 or not other.is_floating_point():
