@@ -209,9 +209,10 @@ def compare_operations(ours: nn.Module, theirs: nn.Module, names: list[str]) -> 
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_each_operation_is_that_of_memory(name: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_operation_is_that_of_memory(dtype: torch.dtype, name: str) -> None:
     with TieredStore.open(None, dram="1MiB") as store:
-        compare_operations(*pair(store), ["scale", name, name])
+        compare_operations(*pair(store, dtype), ["scale", name, name])
 
 
 @pytest.mark.parametrize("order", [2.0, 1, 3, 0, INF, -1.0, -INF])

@@ -493,7 +493,7 @@ def _scale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     others = list(args[1]) if isinstance(args[1], list | tuple) else [args[1]] * len(tensors)
     waiting: dict[Placement, tuple[Graded, torch.Tensor]] = {}
     for index, (tensor, other) in enumerate(zip(tensors, others, strict=True)):
-        factor = _factor(tensor, other, divide=_SCALING[func])
+        factor = _factor(tensor, other, func)
         found = None if factor is None else tensor._found()
         if factor is None or found is None or found[2] in waiting:
             here = [tensors[index]] if listed else tensors[index]
@@ -519,20 +519,23 @@ def _decide(graded: Sequence[Graded], deeds: Sequence[Callable[[], object]]) -> 
     decide([model.intent for model in models], deeds)
 
 
-def _factor(tensor: Any, other: Any, *, divide: bool) -> torch.Tensor | None:
-    """Return the factor, 0-d, by which the next use may multiply ``tensor`` with the same bits as an operation with ``other``
-    now; or None.
+def _factor(tensor: Any, other: Any, func: Any) -> torch.Tensor | None:
+    """Return the factor, 0-d, by which the next use may multiply ``tensor`` with the same bits as ``func`` with ``other`` now;
+    or None.
 
     None for what could become infinite by it: whether gradients are finite is known from when they arrived.
     """
     if not isinstance(tensor, StoredGradient) or tensor.dim() == 0 or not tensor.is_whole():
         return None
+    divide = _SCALING.get(func, False)
     if isinstance(other, torch.Tensor):
         if isinstance(other, StoredGradient) or other.dim() > 0 or not other.is_floating_point():
             return None
         factor = other.detach().to("cpu", copy=True)
     elif isinstance(other, float) or (isinstance(other, int) and abs(other) <= 1 << 24):
-        factor = torch.tensor(float(other), dtype=torch.float64, device="cpu")
+        rounded = func._overloadname in ("Scalar", "ScalarList")  # these round to the type of the gradient first
+        dtype = tensor.dtype if rounded and not divide else torch.float64
+        factor = torch.tensor(float(other), dtype=dtype, device="cpu")
     else:
         return None
     value = factor.item()
@@ -548,7 +551,7 @@ def _unscale(func: Any, tensors: Sequence[torch.Tensor], found_inf: torch.Tensor
     graded: list[Graded] = []
     deeds: list[Callable[[], object]] = []
     for tensor in tensors:
-        factor = _factor(tensor, inv_scale.reshape(()), divide=False)
+        factor = _factor(tensor, inv_scale.reshape(()), func)
         if factor is None or not isinstance(tensor, StoredGradient):
             _compute(func, ([tensor], found_inf, inv_scale), {})
             continue
