@@ -35,10 +35,10 @@ TREE: dict[str, tuple[str, ...]] = {
         *("optimizer", "checkpoint", "page"),
     ),
     "zero.paging": (
-        *("tensors", "units", "step_trace", "storage", "saved_tensors", "update", "gradients", "sharding", "unit", "reduction"),
-        *("micro_batch", "pager"),
+        *("units", "step_trace", "storage", "saved_tensors", "update", "tensors", "gradients", "sharding", "unit"),
+        *("reduction", "micro_batch", "pager"),
     ),
-    "zero.paging.tensors": ("parameters",),
+    "zero.paging.tensors": ("parameters", "gradients"),
     "zero.build": ("staging", "construct"),
     "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors"),
     "cli": ("arguments", "stop", "measure", "output", "machine", "info", "stores", "train", "bench", "completion", "main"),

@@ -23,6 +23,7 @@ from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint.reshard import Source, opened, reshard
 from tiered.zero.checkpoint.safetensors import Pretrained
 from tiered.zero.collectives import Ranks
+from tiered.zero.optimizer import refuse_others
 from tiered.zero.paging.micro_batch import SAVED_SHARE, refuse_batch_dependent, split_modules
 from tiered.zero.paging.pager import Pager, PagerConfig, pager_of, placement_of
 from tiered.zero.paging.sharding import Partition, Sharded, Stage, Stage3, Unsharded
@@ -223,6 +224,7 @@ class _Options:
 
 
 def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
+    refuse_others()
     in_update_tier(store, options.update_tier)
     window = Window.of(store)
     held = [key for key in store if key.startswith(f"{options.name}/")]

@@ -358,8 +358,13 @@ class Unit:
     def gradient(self, placement: Placement) -> torch.Tensor | None:
         """Return a copy of the gradient as torch would have it in ``parameter.grad``, or None."""
         part = self.gradients.copy(placement)
-        if part is None:
-            return None
+        return None if part is None else self._whole_gradient(placement, part)
+
+    def stored_gradient(self, placement: Placement) -> torch.Tensor:
+        """Return a copy of the gradient that is stored, whatever ``parameter.grad`` shows. All ranks call it together."""
+        return self._whole_gradient(placement, self.gradients.stored(placement))
+
+    def _whole_gradient(self, placement: Placement, part: torch.Tensor) -> torch.Tensor:
         return self._partition.whole(self.plan, placement, part, "the gradient").to(placement.parameter.device)
 
     def load_state(self, placement: Placement, state: dict[str, torch.Tensor]) -> None:
