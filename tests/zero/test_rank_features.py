@@ -120,7 +120,56 @@ def loaded(store: TieredStore, paged: Callable[..., Any]) -> Found:
     return looks(model, optimizer)
 
 
-FEATURES = {made.__name__: made for made in (converted, half, split, true_bf16, scaled, looked_at, loaded)}
+def in_place(store: TieredStore, paged: Callable[..., Any]) -> Found:
+    """Gradients are read and written by torch's own functions. Norms of these orders are exact, whoever has a share."""
+    model = paged(Tied(layers=2))
+    optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    seen: list[torch.Tensor] = []
+    for step in range(3):
+        optimizer.zero_grad()
+        for seed in (step, step + 10):  # the second is added to what was written
+            scaler.scale(model.loss(seed)).backward()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            torch._foreach_mul_(gradients, 0.5)
+            gradients[3].mul_(3).view(-1)[:2].neg_()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)
+        for order in (float("inf"), 0):
+            seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, order))
+        seen += [gradients[0].norm(float("inf")), gradients[0].clone(), gradients[1].sum(), gradients[3] / 2]
+        scaler.step(optimizer)
+        scaler.update()
+    ranks = torch.distributed.is_initialized()
+    assert repr(gradients[0]).startswith("StoredGradient(of=" if ranks else "tensor("), "to print asks no other rank"
+    return {"seen": dict(enumerate(seen)), **looks(model, optimizer)}
+
+
+def clipped(store: TieredStore, paged: Callable[..., Any]) -> Found:
+    """By torch, and by the optimizer: the same bits."""
+    models = [paged(Tied(layers=2), name=name) for name in ("torch", "ours")]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [zero.AdamW(model.parameters(), lr=1e-2) for model in models]
+    for step, (order, foreach) in enumerate([(2.0, None), (2.0, None), (1.0, True), (3.0, False)]):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model.loss(step).backward()
+        norms = (
+            torch.nn.utils.clip_grad_norm_(models[0].parameters(), 0.1, order, foreach=foreach),
+            optimizers[1].clip_grad_norm_(0.1, order),
+        )
+        assert torch.equal(*norms)
+        for optimizer in optimizers:
+            optimizer.step()
+    left, right = (looks(model, optimizer) for model, optimizer in zip(models, optimizers, strict=True))
+    assert same(left, right)
+    return {}
+
+
+FEATURES = {
+    made.__name__: made
+    for made in (converted, half, split, true_bf16, scaled, looked_at, loaded, in_place, clipped)
+}
 
 
 def all_of(rank: int, folder: Path) -> dict[Any, Found]:

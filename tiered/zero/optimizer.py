@@ -1,42 +1,50 @@
 """Optimizer and loss scaling for gradients that are in the store.
 
 ``AdamW`` for paged parameters: ``step()`` defers, each unit is updated when it is next needed. For parameters that stay in
-memory, with states in a store (``resident.py``), ``step()`` updates. ``GradScaler`` scales losses dynamically for either.
+memory, with states in a store (``resident.py``), ``step()`` updates. ``GradScaler`` scales losses for either.
+``refuse_others`` has any other optimizer's step on paged parameters raise.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT, register_optimizer_step_pre_hook
 
 from tiered import TieredError, TieredStore
 from tiered.errors import MisuseError
 from tiered.system import compiler, refuse_little_room
 from tiered.zero.collectives import Ranks
 from tiered.zero.intent import decide
-from tiered.zero.paging.gradients import SpentGradient
 from tiered.zero.paging.pager import Pager, placement_of
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.sharding import Stage, Stage1
+from tiered.zero.paging.tensors.gradients import SpentGradient, whole_norms
 from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import Placement
 from tiered.zero.paging.update import AdamWRule, Update
 from tiered.zero.resident import Resident
 
-__all__ = ["AdamW", "GradScaler"]
+__all__ = ["AdamW", "GradScaler", "refuse_others"]
 
 MIXED = (
     "some of these parameters are paged and others are not: make an optimizer for each kind, with store= for those that stay "
     "in memory"
 )
 
-
+REFUSED = {
+    "fused": "fused=False: parameters are updated by torch's fused kernel, whose bits these are: leave fused= out",
+    "foreach": "foreach=True: parameters are updated by torch's fused kernel, whose bits are others: leave foreach= out",
+    "amsgrad": "amsgrad=True: the largest second moments are not kept: leave amsgrad= out",
+    "capturable": "capturable=True: a CUDA graph cannot fetch what is updated from the store: leave capturable= out",
+    "differentiable": "differentiable=True: a graph of the update would keep all parameters: leave differentiable= out",
+}
+"""Why there is no such update as these arguments of ``torch.optim.AdamW`` ask for."""
 HALF_LOADED = (
     "an exception struck optimizer.load_state_dict, and some parameters have the states that it was given and others have not: "
     "call it again, or zero.rollback"
@@ -74,20 +82,27 @@ class AdamW(Optimizer):
     A bf16 parameter that is given another value between steps keeps the low bits of its master, which are less than half a
     unit of its last place.
 
-    Parameters whose gradient is None are left alone. ``lr``, ``betas``, ``eps``, ``weight_decay``, ``maximize`` as in torch
-    (Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101). Raises MisuseError for parameters that are not paged where
-    there is no ``store``, for those that are where there is one, and for a name that is taken.
+    Parameters whose gradient is None are left alone. All arguments of ``torch.optim.AdamW`` are taken, as torch takes them
+    (Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101): ``model.named_parameters()``, too, and a tensor for ``lr``.
+    The bits are those of ``fused=True``; MisuseError names ``fused=False``, ``foreach=True``, ``amsgrad=True``,
+    ``capturable=True`` and ``differentiable=True``. Raises MisuseError for parameters that are not paged where there is no
+    ``store``, for those that are where there is one, and for a name that is taken.
     """
 
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         update: str = "on_fetch",
         store: TieredStore | None = None,
         name: str = "optimizer",
@@ -102,6 +117,10 @@ class AdamW(Optimizer):
             raise MisuseError("update='in_backward' is for paged parameters: leave it or store= out")
         if store is None and (stage, group, timeout, name, existing) != (None, None, None, "optimizer", "refuse"):
             raise MisuseError("name, existing, stage, group and timeout go with store=; a paged model was given them by page")
+        asked = {"fused": fused, "foreach": foreach, "amsgrad": amsgrad, "capturable": capturable}
+        _refuse_kernels({**asked, "differentiable": differentiable})
+        if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+            raise MisuseError(f"lr={lr} has {lr.numel()} elements: give one")
         self._in_backward = update == "in_backward"
         self._group_of: dict[Placement, int] = {}
         for what, value, wrong in (
@@ -121,7 +140,8 @@ class AdamW(Optimizer):
         self._resident = None if store is None else Resident(store, name, existing, _ranks(stage, group, timeout))
         self._made = False
         super().__init__(
-            given, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+            given,
+            {"lr": lr, "betas": tuple(map(float, betas)), "eps": eps, "weight_decay": weight_decay, "maximize": maximize},
         )
         self._made = True
         if self._resident is not None:
@@ -129,6 +149,7 @@ class AdamW(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in torch; every parameter must be paged, or none where there is a store."""
+        _refuse_kernels(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -270,7 +291,7 @@ class AdamW(Optimizer):
         if not graded:
             return torch.tensor(0.0, device="cpu")
         graded.sort(key=lambda found: found[2].index)
-        norms = self._norms(graded, order)
+        norms = whole_norms(graded, order)
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(f"The total norm of order {norm_type} of the gradients is not finite: {total.item()}")
@@ -285,18 +306,6 @@ class AdamW(Optimizer):
         for _, unit, placement in found:
             unit.gradients.refuse_interrupted(placement)
         return [one for one in found if one[2].parameter.grad is not None]
-
-    def _norms(self, graded: Sequence[tuple[Pager, Unit, Placement]], order: float) -> list[torch.Tensor]:
-        """Return the norm of each whole gradient."""
-        norms: dict[Placement, torch.Tensor] = {}
-        for pager in dict.fromkeys(pager for pager, _, _ in graded):
-            mine = [(unit, placement) for home, unit, placement in graded if home is pager]
-            here = [unit.gradients.norm(placement, order) for unit, placement in mine]
-            if pager.partition.shares > 1:
-                partial = torch.stack(here)
-                here = list(pager.gradient_sync.norms(partial.double(), order).to(partial.dtype))
-            norms.update(zip((placement for _, placement in mine), here, strict=True))
-        return [norms[placement] for _, _, placement in graded]
 
     def grad(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return a copy of the gradient of ``parameter``, of its shape and dtype, or None when it has none. Raises MisuseError
@@ -434,7 +443,8 @@ class AdamW(Optimizer):
         def count() -> None:
             self.steps[placement] = step
 
-        return Update(_rule(self.param_groups[self._group_of[placement]]), step), count
+        _, unit, _ = placement_of(placement.parameter)
+        return Update(_rule(self.param_groups[self._group_of[placement]]), step, *unit.gradients.factors(placement)), count
 
     def _unscale(self, factor: torch.Tensor) -> list[bool]:
         """Multiply all gradients by ``factor`` (0-d) when they are used; return for each whether it was finite before."""
@@ -471,7 +481,36 @@ class AdamW(Optimizer):
 
 
 def _rule(group: dict[str, Any]) -> AdamWRule:
-    return AdamWRule(float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"], group["maximize"])
+    first, second = map(float, group["betas"])
+    return AdamWRule(float(group["lr"]), (first, second), group["eps"], group["weight_decay"], group["maximize"])
+
+
+def _refuse_kernels(asked: Mapping[str, Any]) -> None:
+    """Raise MisuseError for what torch's fused kernel, or this optimizer, cannot do."""
+    for name, why in REFUSED.items():
+        value = asked.get(name)
+        if value is not None and bool(value) != (name == "fused"):
+            raise MisuseError(why)
+
+
+@cache
+def refuse_others() -> None:
+    """Have every step of another optimizer on paged parameters raise MisuseError, from the first call on."""
+    register_optimizer_step_pre_hook(_refuse_paged)
+
+
+def _refuse_paged(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Raise MisuseError if ``optimizer``, which is about to make a step, is another one, for paged parameters."""
+    if isinstance(optimizer, AdamW):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if "_tiered" in parameter.__dict__:
+                name = type(optimizer).__name__
+                raise MisuseError(
+                    f"{name} cannot update parameters that are paged, whose values are in the store: make tiered.zero.AdamW "
+                    f"for them, or keep what {name} updates out of the model that is paged"
+                )
 
 
 def _refuse_state(name: str, shape: torch.Size, found: Mapping[str, Any]) -> None:
@@ -491,7 +530,8 @@ def _refuse_little_room(params: Sequence[Any]) -> None:
     ordinary memory before they are stored: one at a time, or two of one that several modules share."""
     groups = [group["params"] for group in params if isinstance(group, dict)]
     given = [parameter for group in groups if isinstance(group, list) for parameter in group] if groups else params
-    paged = (parameter for parameter in given if isinstance(parameter, torch.Tensor) and hasattr(parameter, "_tiered"))
+    alone = (one[1] if isinstance(one, tuple) else one for one in given)
+    paged = (parameter for parameter in alone if isinstance(parameter, torch.Tensor) and hasattr(parameter, "_tiered"))
     pagers = dict.fromkeys(placement_of(parameter)[0] for parameter in paged)
     for pager in pagers:
         named = [parameter for _, parameter in pager.model.named_parameters(remove_duplicate=False)]

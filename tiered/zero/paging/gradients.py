@@ -1,5 +1,4 @@
-"""Own the gradients of one unit's parameters: what is known of each, what is stored, and what ``parameter.grad`` shows
-meanwhile.
+"""Own the gradients of one unit's parameters: what is known of each, what is stored, and when ``parameter.grad`` shows it.
 
 ``GradientState`` has all that is known of one gradient, ``UnitGradients`` the states of a unit, what arrived in the running
 backward pass, and one tensor in the store, which exists while there are gradients. ``LocalGradients`` has what one of several
@@ -19,87 +18,29 @@ import torch
 from tiered import Access, InterruptedStep, MisuseError, TensorSpec
 from tiered.zero.leases import Opened
 from tiered.zero.paging.storage import CheckpointRecord, TensorStore, host
+from tiered.zero.paging.tensors.gradients import SpentGradient, StoredGradient
 from tiered.zero.paging.units import Placement, UnitPlan
 from tiered.zero.paging.update import all_finite
 
-__all__ = ["Arriving", "GradientState", "LocalGradients", "SpentGradient", "StoredGradient", "UnitGradients"]
-
-class StoredGradient(torch.Tensor):
-    """Marker in ``parameter.grad`` for a gradient that is in the store. It has the gradient's shape and dtype and no memory;
-    computing with it raises MisuseError.
-
-    ``optimizer.grad(parameter)`` gives the values, ``optimizer.clip_grad_norm_`` clips.
-    """
-
-    @staticmethod
-    def __new__(cls, parameter: torch.Tensor, name: str) -> StoredGradient:
-        made: StoredGradient = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
-        )
-        made.parameter_name = name
-        return made
-
-    parameter_name: str
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's stub misnames it
-        return f"{type(self).__name__}(of={self.parameter_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks the classmethod
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        name = next((arg.parameter_name for arg in _flatten(args) if isinstance(arg, cls)), "?")
-        raise MisuseError(cls._why(name, func))
-
-    @classmethod
-    def _why(cls, name: str, func: object) -> str:
-        """Say why ``func`` cannot compute with the gradient of parameter ``name``, and what to do instead."""
-        return (
-            f"the gradient of {name!r} is in the store, so {func} cannot compute with it: use "
-            "optimizer.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_, optimizer.zero_grad() instead of "
-            "grad.zero_(), optimizer.grad(parameter) to look at it, tiered.zero.GradScaler instead of torch.amp.GradScaler"
-        )
-
-
-class SpentGradient(StoredGradient):
-    """Marker for a gradient that is gone, because its parameter was updated with it during backward. Computing with it raises
-    MisuseError."""
-
-    @classmethod
-    def _why(cls, name: str, func: object) -> str:
-        return (
-            f"{name!r} was updated during backward, and its gradient is gone, so {func} cannot compute with it: clipping, loss "
-            'scaling and accumulation need update="on_fetch"'
-        )
-
-
-def _flatten(values: Sequence[Any]) -> list[Any]:
-    flat: list[Any] = []
-    for value in values:
-        flat.extend(_flatten(value) if isinstance(value, list | tuple) else [value])
-    return flat
-
+__all__ = ["Arriving", "GradientState", "LocalGradients", "UnitGradients"]
 
 @dataclass(eq=False)
 class GradientState:
     """All that is known of one gradient.
 
-    ``scales``: factors that the stored gradient has yet to be multiplied by; then, as fp32 where its type is narrower, by
-    ``wide_scales``, which a scaled loss leaves once it was unscaled. ``norms``: its known norms, by order. ``orders``: those
-    that were asked for before, which are computed while a gradient is at hand; they will be asked for when it has been
-    multiplied by ``expected``, if it is as last time. ``finite``: whether the stored gradient, as it is, has neither NaN nor
-    infinity. ``accumulate``: the next gradient is added to it. ``spent``: an update within backward used it up, and
-    ``optimizer.step()`` was not called since. ``adding``: the stored gradient is not in ``parameter.grad`` now, or only half
-    added to; an interruption leaves it so. ``unreduced``: this rank's sum of it is in ``LocalGradients``, and the mean over the
-    ranks is not stored yet. ``hooks``: the autograd node that accumulates it, and what identifies the hooks on it that count
-    (None: there are none).
+    ``marker``: what ``parameter.grad`` shows, or showed last; another one (None: not made yet) for each gradient, so that what
+    was kept of a former one is not taken for it. ``scales``: factors that the stored gradient has yet to be multiplied by;
+    then, as fp32 where its type is narrower, by ``wide_scales``, which a scaled loss leaves once it was unscaled. ``norms``:
+    its known norms, by order. ``orders``: those that were asked for before, which are computed while a gradient is at hand;
+    they will be asked for when it has been multiplied by ``expected``, if it is as last time. ``finite``: whether the stored
+    gradient, as it is, has neither NaN nor infinity. ``accumulate``: the next gradient is added to it. ``spent``: an update
+    within backward used it up, and ``optimizer.step()`` was not called since. ``adding``: the stored gradient is not in
+    ``parameter.grad`` now, or only half added to; an interruption leaves it so. ``unreduced``: this rank's sum of it is in
+    ``LocalGradients``, and the mean over the ranks is not stored yet. ``hooks``: the autograd node that accumulates it, and
+    what identifies the hooks on it that count (None: there are none).
     """
 
-    marker: StoredGradient
+    marker: StoredGradient | None = None
     scales: list[torch.Tensor] = field(default_factory=list)
     wide_scales: list[torch.Tensor] = field(default_factory=list)
     expected: torch.Tensor | None = None
@@ -131,9 +72,7 @@ class UnitGradients:
     ) -> None:
         self.store, self.key, self._checkpoint = store, key, checkpoint
         self._apply_update = weakref.WeakMethod(apply_update)
-        self.states = {
-            p: GradientState(StoredGradient(p.parameter, p.name)) for p in placements if p.dtype.is_floating_point
-        }
+        self.states = {p: GradientState() for p in placements if p.dtype.is_floating_point}
         self.parts = {placement: part for placement, part in parts.items() if placement in self.states}
         self.opened: torch.Tensor | None = None  # while gradients arrive: leased
         self._lease = Opened()
@@ -174,6 +113,34 @@ class UnitGradients:
     def any(self) -> bool:
         return any(self.has(placement) for placement in self.states)
 
+    # -- shown -------------------------------------------------------------------------------------------------------------
+
+    def show(self, placement: Placement) -> None:
+        """Have ``parameter.grad`` show the stored gradient, which is new or has changed."""
+        state = self.states[placement]
+        if state.marker is None:
+            state.marker = StoredGradient(placement)
+        elif not state.marker.is_inference():
+            torch.autograd.graph.increment_version(state.marker)
+        placement.parameter.grad = state.marker
+
+    def shows(self, placement: Placement, origin: StoredGradient) -> bool:
+        """Return whether ``parameter.grad`` is the stored gradient ``origin``, or a view of it."""
+        grad = placement.parameter.grad
+        return isinstance(grad, StoredGradient) and grad.origin is origin and self.states[placement].marker is origin
+
+    def is_shown(self, placement: Placement) -> bool:
+        """Return whether ``parameter.grad`` is the stored gradient, and not a view of it that somebody assigned."""
+        grad = placement.parameter.grad
+        return isinstance(grad, StoredGradient) and not grad.path and self.shows(placement, grad.origin)
+
+    def assigned(self, placement: Placement) -> torch.Tensor | None:
+        """Return the values of a gradient that somebody assigned to ``parameter.grad``, in ordinary memory; or None."""
+        grad = placement.parameter.grad
+        if grad is None or isinstance(grad, SpentGradient) or self.is_shown(placement):
+            return None
+        return grad.values() if isinstance(grad, StoredGradient) else grad
+
     # -- arriving ----------------------------------------------------------------------------------------------------------
 
     def before(self, placement: Placement) -> None:
@@ -183,11 +150,12 @@ class UnitGradients:
         self.refuse_another(placement)
         self.refuse_interrupted(placement)
         if grad is None:
-            state.accumulate = False
+            state.accumulate, state.marker = False, None
         else:
+            assigned = self.assigned(placement)
             state.adding = True
-            if not isinstance(grad, StoredGradient):
-                self.take(placement, grad)
+            if assigned is not None:
+                self.take(placement, assigned)
             state.accumulate = True
         placement.parameter.grad = None
 
@@ -211,16 +179,28 @@ class UnitGradients:
 
     def take(self, placement: Placement, grad: torch.Tensor) -> None:
         """Overwrite the stored gradient of one parameter."""
-        self.states[placement].accumulate = False
+        state = self.states[placement]
+        state.accumulate = False
+        if not self.is_shown(placement):
+            state.marker = None
         self._add(placement, grad)
 
     def collect(self, placement: Placement) -> None:
         """Store a gradient that somebody assigned to ``parameter.grad``."""
         self.refuse_interrupted(placement)
-        grad = placement.parameter.grad
-        assert grad is not None
-        if not isinstance(grad, StoredGradient):
-            self.take(placement, grad)
+        assigned = self.assigned(placement)
+        if assigned is not None:
+            self.take(placement, assigned)
+
+    def overwrite(self, placement: Placement, values: torch.Tensor) -> None:
+        """Overwrite the stored gradient that ``parameter.grad`` shows with ``values``, which have the parameter's shape."""
+        state, shown = self.states[placement], placement.parameter.grad
+        state.adding, state.accumulate = True, False
+        self._add(placement, values)
+        placement.parameter.grad = shown  # which may be an alias, or a view that somebody assigned
+        state.accumulate = True  # what another backward pass brings is added
+        state.adding = False
+        self.close()
 
     def add(self, placement: Placement, grad: torch.Tensor) -> None:
         """Add ``grad``, which has the parameter's shape and has been accumulated."""
@@ -237,7 +217,7 @@ class UnitGradients:
         else:
             self.open()
             self.clear(state)
-        placement.parameter.grad = state.marker
+        self.show(placement)
 
     def clear(self, state: GradientState) -> None:
         """Forget the factors of a gradient of which this process stores nothing."""
@@ -306,8 +286,14 @@ class UnitGradients:
         part = self.parts.get(placement)
         if part is None:
             return torch.empty(0, dtype=placement.dtype, device="cpu")
-        if not isinstance(grad, StoredGradient):
-            return host(part.cut(grad))
+        assigned = self.assigned(placement)
+        return self.stored(placement) if assigned is None else host(part.cut(assigned))
+
+    def stored(self, placement: Placement) -> torch.Tensor:
+        """Return a copy in host memory of the part of the stored gradient that this process stores."""
+        part = self.parts.get(placement)
+        if part is None:
+            return torch.empty(0, dtype=placement.dtype, device="cpu")
         self.close()
         with self.store.lease(self.key) as stored:
             copy = part.view(stored).to("cpu", copy=True)
@@ -364,6 +350,12 @@ class UnitGradients:
 
         return finite, unscale
 
+    def is_finite(self, placement: Placement) -> bool:
+        """Return whether the gradient has neither NaN nor infinity, and is not to be multiplied by such a factor."""
+        self.collect(placement)
+        self.close()
+        return _is_finite(self.states[placement])
+
     def refuse_infinite(self, placement: Placement) -> None:
         """Raise MisuseError if the gradient has NaN or infinity, or is to be multiplied by such a factor."""
         self.collect(placement)
@@ -379,7 +371,7 @@ class UnitGradients:
     def spend(self, placement: Placement) -> None:
         """Mark the gradient as used up by an update within backward."""
         self.states[placement].spent = True
-        placement.parameter.grad = SpentGradient(placement.parameter, placement.name)
+        placement.parameter.grad = SpentGradient(placement)
 
     def refuse_spent(self, placement: Placement) -> None:
         """Raise MisuseError if the parameter was updated within this backward pass."""
@@ -412,7 +404,7 @@ class UnitGradients:
         placement.parameter.grad = None
         state = self.states.get(placement)
         if state is not None:
-            state.adding = False
+            state.adding, state.marker = False, None
 
     def factors(self, placement: Placement) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """Return what an update multiplies the stored gradient by: first, and then in the type of the master."""
@@ -432,7 +424,8 @@ class UnitGradients:
         if not present:
             return False
         if placement.parameter.grad is None:
-            placement.parameter.grad = state.marker
+            state.marker = None
+            self.show(placement)
         return not isinstance(placement.parameter.grad, SpentGradient)
 
     # -- in a checkpoint ---------------------------------------------------------------------------------------------------
@@ -464,7 +457,9 @@ class UnitGradients:
             state.expected, state.norms, state.orders = kept["expected"], dict(kept["norms"]), set(kept["orders"])
             state.finite, state.spent, state.accumulate = kept["finite"], False, kept["there"]
             state.adding = state.unreduced = False
-            placement.parameter.grad = state.marker if kept["there"] else None
+            state.marker = placement.parameter.grad = None
+            if kept["there"]:
+                self.show(placement)
 
     def delete(self) -> None:
         """Delete the stored gradients, because nothing refers to them any more."""
@@ -473,6 +468,7 @@ class UnitGradients:
             self._checkpoint.invalidate()
             self.store.delete(self.key)
         for state in self.states.values():
+            state.marker = None
             state.scales.clear()
             state.wide_scales.clear()
 
@@ -537,23 +533,24 @@ class LocalGradients:
         self._gradients.refuse_another(placement)
         if grad is None:
             self._states[placement].unreduced = False
-            self._states[placement].accumulate = False
+            self._states[placement].accumulate, self._states[placement].marker = False, None
         else:
-            self._collect(placement, grad)
+            self._collect(placement)
         placement.parameter.grad = None
 
     def collect(self) -> None:
         """Store gradients that somebody assigned to ``parameter.grad``."""
         for placement, state in self._states.items():
             if placement.parameter.grad is not None:
-                self._collect(placement, placement.parameter.grad)
+                self._collect(placement)
             else:
                 state.unreduced = False
 
-    def _collect(self, placement: Placement, grad: torch.Tensor) -> None:
-        if not isinstance(grad, StoredGradient):  # it is taken for the mean, the same everywhere
+    def _collect(self, placement: Placement) -> None:
+        assigned = self._gradients.assigned(placement)
+        if assigned is not None:  # it is taken for the mean, the same everywhere
             self._states[placement].unreduced = False
-            self._gradients.take(placement, grad)
+            self._gradients.take(placement, assigned)
             self._gradients.close()
             self._states[placement].accumulate = True
 
@@ -568,7 +565,7 @@ class LocalGradients:
         else:
             target.copy_(grad)
             state.unreduced = True
-        placement.parameter.grad = state.marker
+        self._gradients.show(placement)
 
     def _open(self) -> torch.Tensor:
         if self._opened is None:

@@ -235,8 +235,10 @@ class ReduceScatter:
         everybody = self._ranks.all_gather(host(partial), "norms of gradients")
         if order == float("inf"):
             return everybody.amax(0)
-        if order <= 0:
-            raise MisuseError(f"norms of order {order} are not computed over several ranks: use a positive one, or infinity")
+        if order == 0:  # how many elements are not zero
+            return everybody.sum(0)
+        if order < 0:
+            raise MisuseError(f"norms of order {order} are not computed over several ranks: use 0, a positive one, or infinity")
         whole: torch.Tensor = torch.linalg.vector_norm(everybody, order, dim=0)
         return whole
 

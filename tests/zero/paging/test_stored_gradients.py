@@ -1,0 +1,529 @@
+"""``parameter.grad`` of a paged model does what one in memory does: the same bits, whatever is read from it, or written."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.zero.harness import Clip, equal, in_memory, train
+from tests.zero.models import Mixed, Tied, parameter_groups
+from tests.zero.narrow import MasterAdamW, Narrow
+from tiered import InterruptedStep, MisuseError, TieredStore, zero
+from tiered.zero.paging.gradients import UnitGradients
+from tiered.zero.paging.pager import placement_of
+from tiered.zero.paging.tensors.gradients import StoredGradient
+
+INF = float("inf")
+DRAM = "2MiB"
+
+
+def by_torch(model: nn.Module, **options: Any) -> Clip:
+    return lambda limit: nn.utils.clip_grad_norm_(model.parameters(), limit, **options)
+
+
+def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """NaNs are alike."""
+    if (ours.shape, ours.dtype, ours.stride()) != (theirs.shape, theirs.dtype, theirs.stride()):
+        return False
+    nans = ours.isnan() & theirs.isnan()
+    mine, other = (one.masked_fill(nans, 0).reshape(-1).view(torch.uint8) for one in (ours, theirs))
+    return torch.equal(mine, other)
+
+
+class Shapes(nn.Module):
+    """Parameters of many shapes, whose gradients are what they are given; some have strides of their own."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        made = [torch.zeros(5, 7), torch.zeros(()), torch.zeros(33), torch.zeros(4, 3, 2, 2), torch.zeros(1), torch.zeros(6, 6)]
+        made[0] = torch.zeros(7, 5).t()
+        made[3] = made[3].to(memory_format=torch.channels_last)
+        self.all = nn.ParameterList(nn.Parameter(one.to(dtype)) for one in made)
+
+    def forward(self, factors: list[torch.Tensor]) -> torch.Tensor:
+        return sum(((p * f).sum() for p, f in zip(self.all, factors, strict=True)), torch.zeros(()))
+
+
+def backward(model: nn.Module, seed: int, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    factors = [(torch.randn(p.shape, generator=generator) * scale).to(p.dtype) for p in model.parameters()]
+    model(factors).backward()
+
+
+def pair(store: TieredStore, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> tuple[Shapes, Shapes]:
+    """A model in memory and one in the store, with the same gradients."""
+    theirs = Shapes(dtype)
+    ours = copy.deepcopy(theirs)
+    zero.page(ours, store, existing="overwrite")
+    for model in (theirs, ours):
+        backward(model, seed, scale)
+    return ours, theirs
+
+
+def alike(ours: nn.Module, theirs: nn.Module) -> bool:
+    found = zip(ours.parameters(), theirs.parameters(), strict=True)
+    return all((a.grad is None) == (b.grad is None) and (b.grad is None or same_bits(a.grad.cpu(), b.grad)) for a, b in found)
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_training_that_torch_clips_is_that_of_memory(store: TieredStore, foreach: bool | None) -> None:
+    twin = in_memory("tied")
+    model = zero.page(copy.deepcopy(twin.untrained), store)
+    optimizer = zero.AdamW(parameter_groups(model), lr=1e-3)
+    assert train(model, optimizer, by_torch(model, foreach=foreach)) == twin.numbers
+    assert equal(model.state_dict(), twin.model)
+    for number, state in twin.state.items():
+        assert equal(optimizer.state_dict()["state"][number], state)
+
+
+@pytest.mark.parametrize("kind", ["narrow", "bf16", "mixed"])
+def test_training_of_narrow_types_that_torch_clips_is_that_of_memory(store: TieredStore, kind: str) -> None:
+    torch.manual_seed(0)
+    reference: Any = {"narrow": Narrow, "bf16": lambda: Tied(layers=2).to(torch.bfloat16), "mixed": Mixed}[kind]()
+    paged = copy.deepcopy(reference)
+    masters = MasterAdamW(parameter_groups(reference), lr=1e-3)
+
+    def loop(model: nn.Module, norm: float) -> torch.Tensor:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= 3
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        return nn.utils.clip_grad_norm_(model.parameters(), norm)
+
+    expected = train(reference, masters, partial(loop, reference), steps=4)
+    zero.page(paged, store)
+    optimizer = zero.AdamW(parameter_groups(paged), lr=1e-3)
+    assert train(paged, optimizer, partial(loop, paged), steps=4) == expected
+    assert equal(paged.state_dict(), reference.state_dict())
+
+
+OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "scale": lambda g: g.mul_(0.3),
+    "scale up": lambda g: g.mul_(7),
+    "by a tensor": lambda g: g.mul_(torch.tensor(0.7)),
+    "by a wider tensor": lambda g: g.mul_(torch.tensor(-0.9, dtype=torch.float64)),
+    "by a vector": lambda g: g.mul_(torch.tensor([0.7])) if g.dim() else None,
+    "halve": lambda g: g.div_(2),
+    "third": lambda g: g.div_(3.0),
+    "by a power of two": lambda g: g.div_(torch.tensor(-16.0)),
+    "imul": lambda g: g.__imul__(0.1),
+    "foreach": lambda g: torch._foreach_mul_([g], 0.2),
+    "foreach twice": lambda g: torch._foreach_mul_([g, g], torch.tensor(0.3)),
+    "foreach list": lambda g: torch._foreach_mul_([g, torch.ones(3)], [0.5, 3.0]),
+    "foreach vectors": lambda g: torch._foreach_addcmul_([g], [torch.ones_like(g)], [torch.ones_like(g)], torch.tensor([0.5])),
+    "foreach quotient": lambda g: torch._foreach_div_([g], 8.0),
+    "zero": lambda g: g.zero_(),
+    "fill": lambda g: g.fill_(0.25),
+    "add": lambda g: g.add_(1, alpha=0.5),
+    "add to itself": lambda g: g.add_(g),
+    "square": lambda g: g.square_(),
+    "clamp": lambda g: g.clamp_(-0.5, 0.5),
+    "copy": lambda g: g.copy_(torch.linspace(0, 1, max(1, g.numel()))[: g.numel()].view(g.shape)),
+    "out": lambda g: torch.add(g, 1, out=g),
+    "detached": lambda g: g.detach().mul_(0.6),
+    "data": lambda g: g.data.add_(0.6),
+    "data of data": lambda g: g.data.data.neg_(),
+    "flat view": lambda g: g.view(-1)[:1].fill_(3) if g.is_contiguous() else None,
+    "transposed": lambda g: g.mT.mul_(torch.arange(1.0, 1 + g.shape[-2])) if g.dim() > 1 else None,
+    "item": lambda g: g.__setitem__(0, 0.125) if g.dim() else None,
+    "masked": lambda g: g.__setitem__(g > 0, -1.0),
+    "rows": lambda g: [row.mul_(0.5) for row in g] if g.dim() else None,
+    "split": lambda g: g.chunk(2)[-1].add_(1) if g.dim() else None,
+    "nan": lambda g: g.nan_to_num_(),
+    "norm": lambda g: g.norm(),
+    "norm 1": lambda g: g.norm(1),
+    "norm of data": lambda g: g.data.norm(3.0),
+    "norm of a view": lambda g: g.unsqueeze(0).norm(),
+    "norm, kept": lambda g: torch.linalg.vector_norm(g, 2, keepdim=True),
+    "norm, wide": lambda g: torch.linalg.vector_norm(g, 2, dtype=torch.float64),
+    "norm of rows": lambda g: torch.linalg.vector_norm(g, 2, 0) if g.dim() else None,
+    "foreach norm": lambda g: torch._foreach_norm([g, torch.ones(2), g], 2)[2],
+    "foreach norm, wide": lambda g: torch._foreach_norm([g], INF, torch.float64)[0],
+    "total": lambda g: nn.utils.get_total_norm([g], 0.5),
+    "max": lambda g: g.abs().max(),
+    "finite": lambda g: torch.isfinite(g),
+    "isnan": lambda g: g.isnan().any(),
+    "sum": lambda g: g.sum().item(),
+    "arithmetic": lambda g: (2 - g / 3) * g,
+    "clone": lambda g: g.clone(),
+    "clone, another format": lambda g: g.clone(memory_format=torch.contiguous_format),
+    "double": lambda g: g.double(),
+    "float": lambda g: g.float() + 0,
+    "reshape": lambda g: g.reshape(-1) + 0,
+    "permuted": lambda g: g.T.contiguous() if g.dim() == 2 else None,
+    "cat": lambda g: torch.cat([g.flatten(), g.flatten()]),
+    "index": lambda g: g[torch.tensor([0])] if g.dim() else None,
+    "list": lambda g: g.tolist(),
+    "foreach abs": lambda g: torch._foreach_abs([g, g])[1],
+    "zeros": lambda g: torch.zeros_like(g),
+    "new": lambda g: g.new_ones(3),
+    "repr": repr,
+    "layout": lambda g: (g.shape, g.stride(), g.is_contiguous(), g.dtype, g.device, g.requires_grad, g.grad_fn, g.is_leaf),
+    "same": lambda g: (g.to(g.dtype) is g, g.to("cpu") is g, g.requires_grad_(False) is g, g.detach_() is g),
+    "equal": lambda g: torch.equal(g, g.clone()),
+}
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    st.lists(st.sampled_from(list(OPERATIONS)), min_size=1, max_size=6),
+    st.integers(0, 99),
+    st.booleans(),
+)
+def test_sequences_of_operations(dtype: torch.dtype, names: list[str], seed: int, again: bool) -> None:
+    with TieredStore.open(None, dram="1MiB") as store:
+        ours, theirs = pair(store, dtype, seed)
+        compare_operations(ours, theirs, names)
+        if again:
+            for model in (ours, theirs):
+                backward(model, seed + 1)
+            compare_operations(ours, theirs, names)
+
+
+def compare_operations(ours: nn.Module, theirs: nn.Module, names: list[str]) -> None:
+    for name in names:
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            before = mine.grad
+            found, expected = (OPERATIONS[name](one.grad) for one in (mine, other))
+            assert mine.grad is before, name
+            if isinstance(expected, torch.Tensor):
+                found = found.clone() if isinstance(found, StoredGradient) else found
+                assert same_bits(found, expected), name
+            elif not isinstance(expected, list | tuple) or isinstance(expected[0], float | bool | torch.Size):
+                assert str(found) == str(expected), name
+    assert alike(ours, theirs), names
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_operation_is_that_of_memory(dtype: torch.dtype, name: str) -> None:
+    with TieredStore.open(None, dram="1MiB") as store:
+        compare_operations(*pair(store, dtype), ["scale", name, name])
+
+
+@pytest.mark.parametrize("order", [2.0, 1, 3, 0, INF, -1.0, -INF])
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_order_of_norm(order: float, foreach: bool | None, dtype: torch.dtype) -> None:
+    with TieredStore.open(None, dram="1MiB") as store:
+        ours, theirs = pair(store, dtype)
+        for seed in range(2):
+            norms = [
+                (
+                    nn.utils.get_total_norm([p.grad for p in model.parameters()], order, foreach=foreach),
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.5, order, foreach=foreach),
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.25, order, True, foreach),
+                )
+                for model in (ours, theirs)
+            ]
+            assert all(map(torch.equal, *norms))
+            assert alike(ours, theirs)
+            for model in (ours, theirs):
+                nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, torch.tensor(1.0), foreach)
+                nn.utils.clip_grad_value_(model.parameters(), 0.05, foreach)
+                backward(model, seed)  # is added
+            assert alike(ours, theirs)
+
+
+@pytest.mark.parametrize("bad", [INF, float("nan")])
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_norms_that_are_not_finite(store: TieredStore, bad: float, foreach: bool | None) -> None:
+    ours, theirs = pair(store)
+    for model in (ours, theirs):
+        model.all[2].grad[3] = bad
+        with pytest.raises(RuntimeError, match="non-finite"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, 2.0, True, foreach)
+    assert alike(ours, theirs), "nothing has changed"
+    norms = [nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach) for model in (ours, theirs)]
+    assert str(norms[0]) == str(norms[1])
+    assert alike(ours, theirs)
+    optimizer = zero.AdamW(ours.parameters())
+    with pytest.raises(MisuseError, match="not finite"):
+        optimizer.step()
+
+
+def test_torch_and_the_optimizer_clip_alike(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    first: Any = Tied()
+    models = [first, copy.deepcopy(first)]
+    with TieredStore.open(tmp_path / "store", dram="3MiB") as store:
+        for number, model in enumerate(models):
+            zero.page(model, store, name=f"model{number}")
+        optimizers = [zero.AdamW(model.parameters()) for model in models]
+        left = train(models[0], optimizers[0], optimizers[0].clip_grad_norm_, steps=3)
+        assert train(models[1], optimizers[1], by_torch(models[1]), steps=3) == left
+        assert equal(models[0].state_dict(), models[1].state_dict())
+        store.close()
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_from_the_second_step_on_clipping_reads_nothing(store: TieredStore, foreach: bool | None, scaled: bool) -> None:
+    model: Any = zero.page(Tied(), store)
+    optimizer = zero.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(model.loss(step)).backward()
+        with store.trace() as order:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach)
+            scaler.step(optimizer)
+            scaler.update()
+        assert step == 0 or not order
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("init_scale", [2.0**12, 1000.0, 0.75])
+def test_unscaling_by_torch(dtype: torch.dtype, init_scale: float) -> None:
+    with TieredStore.open(None, dram="1MiB") as store:
+        ours, theirs = pair(store, dtype, scale=init_scale)
+        optimizers = zero.AdamW(ours.parameters()), torch.optim.SGD(theirs.parameters())
+        for bad in (None, INF):
+            found = []
+            for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+                scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+                scaler.scale(torch.zeros(()))
+                if bad is not None:
+                    model.all[0].grad[1, 2] = bad
+                scaler.unscale_(optimizer)
+                found.append(sum(scaler._found_inf_per_device(optimizer).values()).item())
+            assert found == [float(bad is not None)] * 2
+            assert alike(ours, theirs)
+
+
+def test_one_gradient_at_a_time_is_in_memory(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = zero.page(Tied(), store)
+    model.loss(0).backward()
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = [0]
+    real = UnitGradients.stored
+
+    def counted(self: UnitGradients, placement: Any) -> torch.Tensor:
+        made = real(self, placement)
+        alive.append(weakref.ref(made))
+        most[0] = max(most[0], sum(one() is not None for one in alive))
+        return made
+
+    monkeypatch.setattr(UnitGradients, "stored", counted)
+    gc.disable()
+    try:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        torch._foreach_div_(gradients, 3.0)
+        torch._foreach_norm(gradients, 2.0, torch.float64)
+        nn.utils.clip_grad_value_(model.parameters(), 1e-4, foreach=False)
+    finally:
+        gc.enable()
+    assert len(alive) > 3 * len(gradients)
+    assert most[0] <= 2, "one, and the next while its memory is taken"
+
+
+def test_what_leaves_torch_is_a_copy(store: TieredStore) -> None:
+    ours, theirs = pair(store)
+    mine, other = ours.all[0].grad, theirs.all[0].grad
+    assert isinstance(mine, StoredGradient)
+    for made in (mine.cpu(), mine.clone(), copy.deepcopy(mine), copy.copy(mine), pickle.loads(pickle.dumps(mine)), mine + 0):
+        assert type(made) is torch.Tensor
+        assert torch.equal(made, other)
+    file = io.BytesIO()
+    torch.save({"gradient": mine}, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file)["gradient"], other)
+    array = mine.numpy()
+    assert numpy.array_equal(array, other.numpy())
+    assert numpy.array_equal(numpy.asarray(mine), other.numpy())
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 1
+    assert f"{ours.all[1].grad:.3f}" == f"{theirs.all[1].grad:.3f}"
+    assert float(ours.all[4].grad) == float(theirs.all[4].grad)
+    assert alike(ours, theirs)
+
+
+def test_data_can_be_assigned(store: TieredStore) -> None:
+    ours, theirs = pair(store)
+    for model in (ours, theirs):
+        model.all[0].grad.data = model.all[0].grad.data.clamp(-0.1, 0.1)
+    assert alike(ours, theirs)
+    with pytest.raises(MisuseError, match="cannot become"):
+        ours.all[0].grad.data = torch.zeros(3)
+
+
+def test_a_shape_cannot_change_in_place(store: TieredStore) -> None:
+    ours, theirs = pair(store)
+    for change in (lambda g: g.t_(), lambda g: g.resize_(3), lambda g: g.unsqueeze_(0), lambda g: g.set_()):
+        with pytest.raises(MisuseError, match=r"would change the shape of the gradient of 'all\.0'"):
+            change(ours.all[0].grad)
+    assert alike(ours, theirs)
+
+
+def test_a_gradient_that_is_gone_says_so(store: TieredStore) -> None:
+    ours, _ = pair(store)
+    optimizer = zero.AdamW(ours.parameters())
+    former = ours.all[0].grad
+    row, shown = former[0], repr(former)
+    backward(ours, 1)
+    assert ours.all[0].grad is former
+    assert repr(former) != shown, "accumulated"
+    for forget in (optimizer.zero_grad, partial(setattr, ours.all[0], "grad", None)):
+        forget()
+        backward(ours, 2)
+        assert ours.all[0].grad is not former
+        for gone in (former, row):
+            with pytest.raises(MisuseError, match=r"'all.0' is gone.*clone"):
+                gone.norm()
+            with pytest.raises(MisuseError, match="is gone"):
+                gone.zero_()
+        assert "of='all.0'" in repr(former)
+        ours.all[0].grad = former
+        with pytest.raises(MisuseError, match="is gone"):
+            optimizer.step()
+        optimizer.zero_grad()
+    kept = ours.all[0]
+    backward(ours, 3)
+    left = kept.grad
+    del ours, optimizer
+    gc.collect()
+    with pytest.raises(MisuseError, match=r"model of 'all.0' is gone"):
+        left.norm()
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
+def test_gradients_that_are_assigned_to_other_parameters(store: TieredStore) -> None:
+    ours, theirs = pair(store)
+    optimizers = zero.AdamW(ours.parameters()), torch.optim.AdamW(theirs.parameters(), fused=True)
+    found: list[tuple[torch.Tensor, ...]] = []
+    for model in (ours, theirs):
+        first, second, square = model.all[2], model.all[4], model.all[5]
+        former = square.grad
+        square.grad = former.t()
+        former.mul_(0.9).clamp_(-0.7)[0].neg_()
+        norms = former.norm(3), square.grad.norm(), square.grad[0].norm()
+        backward(model, 6)
+        square.grad = square.grad.contiguous()
+        square.grad.add_(1)
+        second.grad = first.grad[3:4]
+        first.grad = first.grad.detach()
+        first.grad.mul_(0.5)
+        found.append((*norms, nn.utils.clip_grad_norm_([second, first], 0.1)))
+    assert found[0] == found[1]
+    assert alike(ours, theirs)
+    assert torch.equal(optimizers[0].grad(ours.all[5]), theirs.all[5].grad)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert equal(ours.state_dict(), theirs.state_dict())
+
+
+def test_after_a_step_a_gradient_can_still_be_read_and_written(store: TieredStore) -> None:
+    ours, theirs = pair(store)
+    optimizers = zero.AdamW(ours.parameters()), torch.optim.AdamW(theirs.parameters(), fused=True)
+    for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+        for change in ("scale", "add", "zero"):
+            for parameter in model.parameters():
+                OPERATIONS[change](parameter.grad)
+            optimizer.step()
+        model.zero_grad(set_to_none=False)
+        backward(model, 4)
+    assert alike(ours, theirs)
+    assert equal(ours.state_dict(), theirs.state_dict())
+
+
+def test_autograd_uses_gradients_as_numbers(store: TieredStore) -> None:
+    ours, theirs = pair(store)
+    weights = []
+    for model in (ours, theirs):
+        weight = torch.ones(33, requires_grad=True)
+        (model.all[2].grad * weight).sum().backward()
+        late = (model.all[2].grad * weight).sum()
+        backward(model, 5)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            late.backward()
+        weights.append(weight.grad)
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
+def test_hooks_change_gradients_as_they_come(store: TieredStore, update: str) -> None:
+    def changed(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.7)
+        nn.utils.clip_grad_norm_(parameter, 0.01)  # type: ignore[arg-type]
+        if parameter.dim() > 1:
+            parameter.grad.clamp_(-1e-3, 1e-3).mul_(0.3)
+
+    torch.manual_seed(0)
+    theirs: Any = Tied()
+    ours = copy.deepcopy(theirs)
+    zero.page(ours, store)
+    optimizers = zero.AdamW(ours.parameters(), update=update), torch.optim.AdamW(theirs.parameters(), fused=True)
+    ours.loss(7)  # a pager's hooks are there from the first forward on; these run after them
+    for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(changed)
+        for step in range(3):
+            optimizer.zero_grad()
+            model.loss(step).backward()
+            optimizer.step()
+    assert equal(ours.state_dict(), theirs.state_dict())
+
+
+def test_an_interrupted_write_is_told(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, _ = pair(store)
+    optimizer = zero.AdamW(ours.parameters())
+    real = UnitGradients.write
+
+    def interrupted(self: UnitGradients, *arguments: Any) -> None:
+        real(self, *arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(UnitGradients, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ours.all[0].grad.clamp_(-1, 1)
+    monkeypatch.undo()
+    for use in (lambda: ours.all[0].grad.norm(), lambda: nn.utils.clip_grad_norm_(ours.parameters(), 1.0), optimizer.step):
+        with pytest.raises(InterruptedStep, match=r"'all.0'.*zero_grad"):
+            use()
+    optimizer.zero_grad()
+    backward(ours, 1)
+    optimizer.step()
+
+
+def test_a_list_is_multiplied_whole_or_not_at_all(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pair(store)
+    last = placement_of(ours.all[5])[1].gradients
+    monkeypatch.setattr(last, "scaled", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        torch._foreach_mul_([p.grad for p in ours.parameters()], 0.5)
+    monkeypatch.undo()
+    assert alike(ours, theirs)
+
+
+def test_factors_are_committed(store: TieredStore) -> None:
+    ours, theirs = pair(store)
+    optimizer = zero.AdamW(ours.parameters())
+    for model in (ours, theirs):
+        for parameter in model.parameters():
+            parameter.grad.mul_(0.3)
+    zero.commit(ours, optimizer)
+    ours.all[0].grad.mul_(0.5)
+    zero.rollback(ours, optimizer)
+    assert alike(ours, theirs)
+    optimizer.step()
+    fused = torch.optim.AdamW(theirs.parameters(), fused=True)
+    fused.step()
+    assert equal(ours.state_dict(), theirs.state_dict())

@@ -1,0 +1,157 @@
+"""``zero.AdamW`` takes what ``torch.optim.AdamW`` takes, and other optimizers on paged parameters are named."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.zero.harness import equal, train
+from tests.zero.models import Tied, parameter_groups
+from tiered import MisuseError, TieredStore, zero
+
+
+def test_it_has_all_arguments_of_torch() -> None:
+    ours, theirs = (list(inspect.signature(made).parameters.values()) for made in (zero.AdamW, torch.optim.AdamW))
+    positional = [p.name for p in theirs if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert [p.name for p in ours][: len(positional)] == positional
+    defaults = {p.name: p.default for p in ours}
+    assert all(defaults[p.name] == p.default for p in theirs)
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_what_torch_takes_is_taken(store: TieredStore, resident: bool) -> None:
+    """A tensor for lr, which a scheduler changes in place; betas, too; names; and every default that is said."""
+    torch.manual_seed(0)
+    reference = Tied(layers=2)
+    model = copy.deepcopy(reference)
+    if not resident:
+        zero.page(model, store)
+    more: dict[str, Any] = {"store": store} if resident else {}
+    stated = {"amsgrad": False, "maximize": True, "foreach": None, "capturable": False, "differentiable": False, "fused": True}
+    numbers, optimizers = [], []
+    for net, made, options in ((reference, torch.optim.AdamW, {}), (model, zero.AdamW, more)):
+        lr = torch.tensor(1e-3)
+        optimizer = made(net.named_parameters(), lr, (0.8, 0.95), 1e-7, 0.02, **stated, **options)
+        numbers.append(train(net, optimizer, steps=4, batches=1))
+        optimizers.append(optimizer)
+    assert numbers[0] == numbers[1]
+    assert equal(reference.state_dict(), model.state_dict())
+    left, right = (optimizer.state_dict() for optimizer in optimizers)
+    for key in ("param_names", "params", "lr", "betas", "eps", "weight_decay", "maximize", "fused"):
+        assert left["param_groups"][0][key] == right["param_groups"][0][key], key
+
+
+def test_groups_have_names_and_betas_that_are_tensors(store: TieredStore) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = zero.page(copy.deepcopy(reference), store)
+    for net, made, options in ((reference, torch.optim.AdamW, {"fused": True}), (model, zero.AdamW, {"foreach": False})):
+        first, second = net
+        betas = torch.tensor(0.8), torch.tensor(0.9)
+        optimizer = made([{"params": list(first.named_parameters()), "lr": 0.1}], betas=betas, **options)
+        optimizer.add_param_group({"params": list(second.named_parameters()), "fused": True})
+        net(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        assert [group["param_names"] for group in optimizer.param_groups] == [["weight", "bias"]] * 2
+    assert equal(reference.state_dict(), model.state_dict())
+
+
+REFUSED = {"fused": False, "foreach": True, "amsgrad": True, "capturable": True, "differentiable": True}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_with_the_reason(store: TieredStore, name: str) -> None:
+    model = zero.page(nn.Linear(4, 4), store)
+    with pytest.raises(MisuseError, match=rf"^{name}={REFUSED[name]}: .*leave {name}= out$"):
+        zero.AdamW(model.parameters(), **{name: REFUSED[name]})
+    with pytest.raises(MisuseError, match=rf"^{name}={REFUSED[name]}: "):
+        zero.AdamW([{"params": [model.weight], name: REFUSED[name]}])
+    with pytest.raises(MisuseError, match=rf"^{name}={REFUSED[name]}: "):
+        zero.AdamW(nn.Linear(2, 2).parameters(), store=store, **{name: REFUSED[name]})
+    zero.AdamW(model.parameters())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"lr": -1.0}, {"lr": torch.tensor(-1.0)}, {"eps": -1.0}, {"weight_decay": -1.0}, {"betas": (1.0, 0.9)}],
+    ids=str,
+)
+def test_values_out_of_range_are_named(store: TieredStore, wrong: dict[str, Any]) -> None:
+    model = zero.page(nn.Linear(4, 4), store)
+    with pytest.raises(MisuseError, match=f"{next(iter(wrong))}=.*out of range"):
+        zero.AdamW(model.parameters(), **wrong)
+    with pytest.raises(MisuseError, match="has 2 elements"):
+        zero.AdamW(model.parameters(), lr=torch.ones(2))
+
+
+class Mine(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise AssertionError("it must not come to this")
+
+
+def others(params: Any) -> list[torch.optim.Optimizer]:
+    return [
+        torch.optim.SGD(params, lr=0.1),
+        torch.optim.SGD(params, lr=0.1, foreach=False),
+        torch.optim.AdamW(params, fused=True),
+        torch.optim.Adam(params, foreach=True),
+        torch.optim.LBFGS(params),
+        Mine(params),
+    ]
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_another_optimizer_is_named_at_its_first_step(store: TieredStore, index: int) -> None:
+    model: Any = zero.page(Tied(layers=2), store)
+    beside = nn.Linear(2, 2)
+    other = others([*beside.parameters(), *model.parameters()])[index]
+    before = model.state_dict()
+    model.loss(0).backward()
+    name = type(other).__name__
+    with pytest.raises(MisuseError, match=rf"^{name} cannot update .*tiered\.zero\.AdamW.*or keep what {name} updates out"):
+        other.step(lambda: model.loss(0))  # type: ignore[arg-type,return-value]
+    assert equal(model.state_dict(), before)
+    optimizer = zero.AdamW(model.parameters())
+    optimizer.step()
+    assert not equal(model.state_dict(), before)
+
+
+def test_other_optimizers_of_other_parameters_are_left_alone(store: TieredStore) -> None:
+    zero.page(nn.Linear(2, 2), store)
+    plain = nn.Linear(2, 2)
+    before = copy.deepcopy(plain.state_dict())
+    plain(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert not equal(plain.state_dict(), before)
+
+
+def test_one_that_was_made_before_the_model_was_paged(store: TieredStore) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    zero.page(model, store)
+    with pytest.raises(MisuseError, match="SGD cannot update"):
+        optimizer.step()
+
+
+def test_a_model_that_trains_with_groups_and_kwargs_of_a_trainer(store: TieredStore) -> None:
+    """transformers gives ``lr``, ``betas``, ``eps`` and ``fused``, and groups by decay."""
+    torch.manual_seed(0)
+    reference = Tied(layers=2)
+    model = zero.page(copy.deepcopy(reference), store)
+    given: dict[str, Any] = {"lr": 5e-5, "betas": (0.9, 0.999), "eps": 1e-8, "fused": True}
+    made = [
+        (net, kind(parameter_groups(net), **given))
+        for net, kind in ((reference, torch.optim.AdamW), (model, zero.AdamW))
+    ]
+    assert train(*made[0], steps=3) == train(*made[1], steps=3)
+    assert equal(reference.state_dict(), model.state_dict())

@@ -1,0 +1,1 @@
+"""Tensors of torch's type whose values are in the store."""
