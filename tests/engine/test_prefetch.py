@@ -15,7 +15,7 @@ from tiered.engine.engine import Engine, EngineConfig
 from tiered.engine.policy import LRU, NEVER, NextUse, Plan, Touch
 from tiered.engine.requests import Install, Lease, Room
 from tiered.engine.residency import State
-from tiered.engine.retention import RetentionPlan, affordable, bytes_moved, decide, room_for
+from tiered.engine.retention import PRICES, RetentionPlan, affordable, bytes_moved, decide, room_for
 from tiered.engine.snapshot import Flush
 from tiered.engine.state import Token
 from tiered.types import Access, Direction, TensorSpec, Then, Transfer, Urgency, Use
@@ -223,6 +223,23 @@ def test_a_decision_is_no_worse_than_belady(order: list[tuple[str, Use]], sizes:
     belady = bytes_moved(keys, uses, nbytes, budget, RetentionPlan(), then)
     decision = decide(keys, uses, nbytes, budget, then=then)
     assert bytes_moved(keys, uses, nbytes, budget, decision, then) <= belady
+
+
+@given(
+    order=st.lists(st.tuples(st.sampled_from("abcdefgh"), st.sampled_from([Use.READ, Use.WRITE])), min_size=2, max_size=40),
+    budget=st.integers(2, 7),
+)
+def test_tensors_stay_for_good_only_where_that_saves_bytes(order: list[tuple[str, Use]], budget: int) -> None:
+    keys, uses = [key for key, _ in order], [use for _, use in order]
+    nbytes = [100] * len(order)
+    decision = decide(keys, uses, nbytes, 100 * budget)
+    if decision.keep is None:
+        return
+    lengths = [next(n for n in range(1, len(keys) + 1) if keys[(i + n) % len(keys)] == key) for i, key in enumerate(keys)]
+    mean = sum(lengths) / len(lengths)
+    moved = bytes_moved(keys, uses, nbytes, 100 * budget, decision)
+    for price in PRICES:
+        assert moved < 0.99 * bytes_moved(keys, uses, nbytes, 100 * budget, RetentionPlan(price * mean))
 
 
 def test_with_room_to_spare_a_decision_says_of_each_touch_whether_to_keep() -> None:
