@@ -461,6 +461,7 @@ def woken(rig: Rig) -> bool:
     """Whether the engine's thread would take a turn now; answers once."""
     found = bool(select.select([rig.engine._wake.fileno()], [], [], 0)[0])
     rig.engine._wake.clear()
+    rig.engine._woken = False
     return found
 
 

@@ -38,7 +38,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("units", "step_trace", "storage", "saved_tensors", "update", "tensors", "gradients", "sharding", "unit"),
         *("reduction", "micro_batch", "pager"),
     ),
-    "zero.paging.tensors": ("gradients",),
+    "zero.paging.tensors": ("parameters", "gradients"),
     "zero.build": ("staging", "construct"),
     "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors"),
     "cli": ("arguments", "stop", "measure", "output", "machine", "info", "stores", "train", "bench", "completion", "main"),
@@ -74,6 +74,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "io.probe": "whether libaio works here, asked without importing it",
     "store.commit": "generations of an open store: commit, rollback, recovery",
     "zero.paging.gradients": "the gradients of one unit, from autograd to the update",
+    "zero.paging.tensors.parameters": "what a parameter answers to torch while its values are in the store",
     "zero.paging.pager": "a paged model's hooks, frames and backward pass",
 }
 LONG, SHORT = 600, 60

@@ -676,6 +676,21 @@ def test_who_waits_is_woken_by_what_makes_room_in_a_callers_thread() -> None:
     rig.wind_down()
 
 
+def test_a_thread_that_was_woken_is_not_woken_again_before_it_looks() -> None:
+    rig = Rig(8, 400, reserve=0.0)
+    fill(rig, "a", nbytes=4)
+    rig.run()
+    assert not woken(rig)
+    wakes = rig.engine.wakes
+    for _ in range(2):
+        for _ in range(3):
+            rig.engine._poke()
+        rig.engine.turn()
+        assert not woken(rig), "what was announced has been seen"
+    assert rig.engine.wakes == wakes + 2
+    rig.wind_down()
+
+
 def test_a_resident_lease_wakes_nobody() -> None:
     rig = Rig(8, 400, reserve=0.0)
     fill(rig, "a", nbytes=4)

@@ -476,6 +476,33 @@ def test_a_chain_of_one() -> None:
     assert len(model) == 0
 
 
+def test_of_a_copy_at_the_bottom_only_that_it_comes_or_goes_is_told() -> None:
+    told: list[tuple[int, State]] = []
+    directory = Directory(2, lambda copy, kind: told.append((copy.tier, copy.state)))
+
+    def tells() -> list[tuple[int, State]]:
+        found = told[:]
+        told.clear()
+        return found
+
+    entry = directory.put("a", SPEC, 0, Slot(0, 8))
+    assert tells() == [(0, State.DIRTY)]
+    directory.begin_writeback(entry, 0, Slot(0, 8))
+    assert tells() == [(0, State.WRITEBACK), (1, State.FILLING)]
+    directory.end_writeback(entry, 0, None)
+    assert tells() == [(0, State.CLEAN)]
+    top = entry.copies[0]
+    assert top is not None
+    directory.evict(top)
+    assert tells() == [(0, State.EMPTY)]
+    directory.begin_fill(entry, 0, Slot(8, 8))
+    assert tells() == [(0, State.FILLING)], "and not that the bottom is read"
+    directory.end_fill(entry, 0, None)
+    assert tells() == [(0, State.CLEAN)]
+    directory.forget("a")
+    assert tells() == [(0, State.EMPTY), (1, State.EMPTY)]
+
+
 def test_an_empty_tensor_takes_a_slot() -> None:
     assert Entry("a", TensorSpec("float32", (0, 3), 4), 1, [None]).nbytes == 1
 

@@ -52,10 +52,8 @@ class WriteBehind:
         return state.writeback_due
 
     def start(self) -> None:
-        """Admit the write-backs that are due."""
+        """Admit the write-backs that are due; called where the state says that there may be some."""
         state = self._state
-        if not state.writeback_due:
-            return
         state.writeback_due = False
         self._ticket = None
         dropped, state.dropped_dirty = state.dropped_dirty, {}
@@ -169,8 +167,9 @@ class ReadAhead(Ticket):
         while at < until:
             entry = self._missing_at(tier, plan.at(at))
             if entry is not None and entry.nbytes <= largest:  # larger ones on demand
-                if self._has_room(tier, pool, entry.nbytes) and self._due(tier, at):
-                    found = entry if self._vain[tier] != (at, cursor, pool.changes) else None
+                again = self._vain[tier] != (at, cursor, pool.changes)
+                if again and self._has_room(tier, pool, entry.nbytes) and self._due(tier, at):
+                    found = entry
                 break
             at += 1
         self._reached[tier] = at

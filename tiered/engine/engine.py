@@ -90,6 +90,7 @@ class Engine:
         self._owned: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
         self._changed = threading.Condition(self.lock)
         self._wake = OwnedWakeup()
+        self._woken = False  # since the engine's thread looked last
         self._counters = self.state.transfers.counters
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -453,8 +454,11 @@ class Engine:
             request.notify()
 
     def _poke(self) -> None:
-        self.wakes += 1
-        self._wake.set()
+        """Wake the engine's thread, unless that was done since the thread looked last. Called under the lock."""
+        if not self._woken:
+            self.wakes += 1
+            self._wake.set()
+            self._woken = True  # after it: an exception that strikes in between must not leave the thread asleep
 
     def _refuse_stopped(self) -> None:
         if self._unrepairable is not None:
@@ -482,7 +486,7 @@ class Engine:
                 if finished:
                     break
                 if not moved and any(fd == self._wake.fileno() for fd, _ in self._sleep(poller)):
-                    self._wake.clear()
+                    self._woken = True
         except BaseException as error:
             with self.lock:
                 self._broken = error
@@ -504,6 +508,9 @@ class Engine:
         it.)"""
         completions = [(index, done) for index, link in enumerate(self.links) for done in link.poll(0.0)]
         with self.lock:
+            if self._woken:
+                self._wake.clear()
+                self._woken = False
             if self.state.changing:
                 self._recount()
             if self.state.claims.ended:
@@ -515,7 +522,7 @@ class Engine:
                     self.recorder.transferred(link.src, link.dst, transfer, completion.error)
             finished = self.requests.advance()
             self._look_ahead()
-            if not self._stopping:
+            if self.state.writeback_due and not self._stopping:
                 self.write_behind.start()
             if completions or finished:
                 self._changed.notify_all()

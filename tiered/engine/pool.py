@@ -30,7 +30,7 @@ class Pool:
 
     ``evictable`` are the copies that may leave, now or after a write-back; ``bytes_of[evictability]`` are the bytes of their
     slots; ``marked`` are victims that were chosen and have not left yet. ``aliased_evicted`` are EMPTY copies whose memory
-    still has aliases. ``largest`` is the largest allocated slot. Nothing leaves the ``bottom``.
+    still has aliases. ``largest`` is the largest allocated slot. Nothing leaves the ``bottom``, and its policy is told nothing.
     """
 
     def __init__(self, tier: Tier, policy: EvictionPolicy, *, bottom: bool) -> None:
@@ -63,8 +63,10 @@ class Pool:
 
     def allocate(self, nbytes: int, most: float = MOVED) -> Slot | None:
         """Allocate a slot, moving other slots out of its way where that takes at most ``most`` times ``nbytes``."""
+        if self._memory is not None and nbytes > self.free:
+            return None
         slot = self.tier.allocate(nbytes)
-        if slot is None and self._memory is not None and nbytes <= self.free:
+        if slot is None and self._memory is not None:
             slot = self._after_moves(self._memory, nbytes, most * nbytes)
         if slot is not None:
             self.account(slot)
@@ -155,7 +157,8 @@ class Pool:
         if copy.state is State.EMPTY:
             if self.copies.get(copy.key) is copy:
                 del self.copies[copy.key]
-                self.policy.forgotten(copy.key)
+                if not self.bottom:
+                    self.policy.forgotten(copy.key)
             self._reclassify(copy, Evictability.USED)
             if copy.aliases:
                 self.aliased_evicted.add(copy)
@@ -174,11 +177,13 @@ class Pool:
     def rename(self, copy: Copy, key: Key) -> None:
         """Record that the copy belongs to ``key`` from now on."""
         del self.copies[copy.key]
-        self.policy.forgotten(copy.key)
-        self._reclassify(copy, Evictability.USED)
+        if not self.bottom:
+            self.policy.forgotten(copy.key)
+            self._reclassify(copy, Evictability.USED)
         copy.key = key
         self.note(copy, copy.classify())
-        self.policy.touched(key)
+        if not self.bottom:
+            self.policy.touched(key)
 
     def _reclassify(self, copy: Copy, now: Evictability) -> None:
         before = copy.evictability
@@ -334,7 +339,8 @@ class Pool:
             copy.evictability = Evictability.USED
         for copy in self.copies.values():
             self.note(copy, copy.classify())
-            policy.touched(copy.key)
+            if not self.bottom:
+                policy.touched(copy.key)
 
     # -- looking in ------------------------------------------------------------------------------------------------------
 

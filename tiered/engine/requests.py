@@ -86,23 +86,17 @@ class Lease(Request, LeaseHold):
         return () if self.done else self.keys
 
     def attempt_here(self, state: EngineState) -> bool:
-        directory, write = state.directory, self.access is Access.WRITE
-        entries = [directory.entry(key) for key in self.keys]
-        for entry in entries:
-            if entry.writers or write:
-                directory.refuse_conflict(entry, self.access)
+        entries = state.directory.leasable(self.keys, self.access)
         if not self._resident(state, entries):
             return False
-        if write and (state.snapshot is not None or any(entry.in_flight for entry in entries)):
+        if self.access is Access.WRITE and (state.snapshot is not None or any(entry.in_flight for entry in entries)):
             return False
         self._grant(state, entries)
         return True
 
     def attempt(self, scheduler: Scheduler) -> bool:
         state = scheduler.state
-        entries = [state.directory.entry(key) for key in self.keys]
-        for entry in entries:
-            state.directory.refuse_conflict(entry, self.access)
+        entries = state.directory.leasable(self.keys, self.access)
         if not self._resident(state, entries):
             self._refuse_impossible(state, [entry.nbytes for entry in entries])
             arrived = [scheduler.bring(entry, self.tier, self) for entry in entries]  # each starts, not only the first
@@ -235,7 +229,6 @@ class Install(Request):
         state.claims.take(self.room.holder)
         copy = entry.copies[self.tier]
         assert copy is not None
-        state.install(copy)
         state.used(entry, self.tier, Use.PUT)
         state.planned_anew(copy)  # a plan says more of it from now on
         state.changing = False

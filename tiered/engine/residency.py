@@ -245,7 +245,9 @@ class Entry:
 class Directory:
     """All tensors of a store.
 
-    ``changed(copy, evictability)`` is called after each change of a copy: its state, its leases, the transfers that read it.
+    ``changed(copy, evictability)`` is called when a copy has come or gone, when its state has changed, and when leases or
+    transfers that read it have changed what it means for eviction. Of a copy at the bottom, which is never evicted and never
+    unsaved, only that it has come or gone is told.
     """
 
     def __init__(self, depth: int, changed: Callable[[Copy, Evictability], None]) -> None:
@@ -289,6 +291,14 @@ class Directory:
             raise KeyNotFound(f"no tensor {key!r} in the store")
         return found
 
+    def leasable(self, keys: Iterable[Key], access: Access) -> list[Entry]:
+        """Return the tensors ``keys``. Raises KeyNotFound, and LeaseConflict where an open lease of one excludes ``access``."""
+        entries = [self._entries.get(key) or self.entry(key) for key in keys]
+        for entry in entries:
+            if entry.writers or access is Access.WRITE:
+                self.refuse_conflict(entry, access)
+        return entries
+
     # -- coming and going ------------------------------------------------------------------------------------------------
 
     def put(self, key: Key, spec: TensorSpec, tier: int, slot: Slot, fences: tuple[Fence, ...] = ()) -> Entry:
@@ -311,7 +321,7 @@ class Directory:
         self._entries[key] = entry
         if old is not None:
             self._vacate_all(old)
-        self._changed(copy)
+        self._came(copy)
         return entry
 
     def add(self, key: Key, spec: TensorSpec, tensor_id: int) -> Entry:
@@ -329,7 +339,7 @@ class Directory:
         copy.become(State.FILLING)
         copy.become(State.CLEAN)
         entry.copies[-1] = copy
-        self._changed(copy)
+        self._came(copy)
         return entry
 
     def forget(self, key: Key) -> None:
@@ -372,7 +382,7 @@ class Directory:
         fresh.become(State.DIRTY)
         self._vacate(entry, copy)
         entry.copies[copy.tier] = fresh
-        self._changed(fresh)
+        self._came(fresh)
         return fresh
 
     # -- leases ----------------------------------------------------------------------------------------------------------
@@ -385,7 +395,7 @@ class Directory:
         return self.lend(entry, tier, access)
 
     def lend(self, entry: Entry, tier: int, access: Access) -> Copy:
-        """Open a lease as ``grant`` does, after ``refuse_conflict`` was called."""
+        """Open a lease as ``grant`` does, of a tensor that ``leasable`` returned."""
         copy = entry.copies[tier]
         assert copy is not None and copy.valid
         if access is Access.WRITE:
@@ -421,7 +431,7 @@ class Directory:
         else:
             assert copy.readers > 0
             copy.readers -= 1
-        self._changed(copy)
+        self._use_changed(copy)
 
     # -- transfers -------------------------------------------------------------------------------------------------------
 
@@ -434,15 +444,15 @@ class Directory:
         copy = Copy(entry.key, tier, slot)
         copy.become(State.FILLING)
         entry.copies[tier] = copy
-        self._changed(source)
-        self._changed(copy)
+        self._use_changed(source)
+        self._came(copy)
         return copy
 
     def end_fill(self, entry: Entry, tier: int, error: TieredError | None) -> None:
         source, copy = entry.copies[tier + 1], entry.copies[tier]
         assert source is not None and copy is not None
         source.reads_from -= 1
-        self._changed(source)
+        self._use_changed(source)
         if error is None:
             copy.become(State.CLEAN)
             self._changed(copy)
@@ -459,7 +469,7 @@ class Directory:
         copy.become(State.FILLING)
         entry.copies[tier + 1] = copy
         self._changed(source)
-        self._changed(copy)
+        self._came(copy)
         return copy
 
     def end_writeback(
@@ -490,8 +500,19 @@ class Directory:
 
     # -- within ----------------------------------------------------------------------------------------------------------
 
-    def _changed(self, copy: Copy) -> None:
+    def _came(self, copy: Copy) -> None:
         self._tell(copy, copy.classify())
+
+    def _changed(self, copy: Copy) -> None:
+        """Tell that the state of ``copy`` changed."""
+        if copy.tier < self.depth - 1:
+            self._tell(copy, copy.classify())
+
+    def _use_changed(self, copy: Copy) -> None:
+        """Tell that a lease of ``copy``, or a transfer that reads it, began or ended, where eviction has to know."""
+        evictability = copy.classify()
+        if evictability is not copy.evictability and copy.tier < self.depth - 1:
+            self._tell(copy, evictability)
 
     def _vacate_all(self, entry: Entry) -> None:
         for copy in entry.copies:
@@ -501,7 +522,7 @@ class Directory:
     def _vacate(self, entry: Entry, copy: Copy) -> None:
         copy.become(State.EMPTY)
         entry.copies[copy.tier] = None
-        self._changed(copy)
+        self._tell(copy, Evictability.USED)
 
     def recount(self, claims: Iterable[tuple[Copy, Access]], reads: Iterable[Copy]) -> None:
         """Restore the table's invariants after an exception struck within a change: ``claims`` are the existing leases,

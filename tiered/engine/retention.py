@@ -27,6 +27,9 @@ SIMULATED = 20_000
 SETTLED = 50_000
 """Longest order, in touches, for which the plan says of each touch whether the tensor stays (up to a second); along a longer
 one the furthest next use leaves first."""
+STAYING = 0.99
+"""Most bytes that a plan in which tensors stay for good may move, as a factor of what the best price moves: such a plan reads
+what does not stay in long stretches, which costs more time than it saves where the bytes are nearly the same."""
 DEAR = 1.02
 """Factor of bytes moved that room for read-ahead may cost at most."""
 
@@ -110,15 +113,21 @@ def _cheapest(
     keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], budget: int, then: Then
 ) -> tuple[int, RetentionPlan]:
     """Return the bytes moved by the best of the plans that are tried, and that plan."""
-    tried = [RetentionPlan()]
+    tried, staying = [RetentionPlan()], list[RetentionPlan]()
     if any(use is not Use.READ for use in uses):
         lengths = [after - i for i, after in enumerate(_following(keys, then)) if after is not None]
         mean = sum(lengths) / max(1, len(lengths))
         tried = [RetentionPlan(price * mean) for price in PRICES]
         if then == "again":
-            tried += [_staying(keys, uses, sizes, int(budget * share)) for share in SHARES]
-    counted = [(bytes_moved(keys, uses, sizes, budget, decision, then), decision) for decision in tried]
-    return min(counted, key=lambda found: found[0])
+            staying = [_staying(keys, uses, sizes, int(budget * share)) for share in SHARES]
+
+    def cheapest(plans: Sequence[RetentionPlan]) -> tuple[int, RetentionPlan]:
+        counted = [(bytes_moved(keys, uses, sizes, budget, plan, then), plan) for plan in plans]
+        return min(counted, key=lambda found: found[0])
+
+    best = cheapest(tried)
+    other = cheapest(staying) if staying else best
+    return other if other[0] < STAYING * best[0] else best
 
 
 def _staying(keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], room: int) -> RetentionPlan:

@@ -110,9 +110,10 @@ class Scheduler:
         """Whether transfers of ``entry`` are under way, or have to be, for which ``ticket`` has to wait."""
         if self._frozen(entry, ticket):
             return True
-        if entry.in_flight:
+        in_flight = entry.in_flight
+        if in_flight:
             self.state.transfers.raise_urgency(entry.key, ticket.urgency)
-        return entry.in_flight
+        return in_flight
 
     def _frozen(self, entry: Entry, ticket: Ticket) -> bool:
         """Whether a snapshot needs ``entry`` as it is, so that ``ticket`` has to wait for its write-back.
@@ -164,8 +165,8 @@ class Scheduler:
         """
         state = self.state
         pool = state.pools[tier]
-        if nbytes > pool.tier.capacity:
-            return self._beyond_capacity(tier, nbytes)
+        if tier < state.bottom:
+            self._refuse_beyond_capacity(tier, nbytes)
         if ticket.urgency is Urgency.PREFETCH and not self._may_prefetch(tier, nbytes, ticket):
             return None
         slot = pool.allocate(nbytes, 0) or self.take_planned_room(tier, nbytes, ticket)
@@ -174,6 +175,7 @@ class Scheduler:
         if slot is None and tier < state.bottom:
             slot = self.make_room(tier, nbytes, ticket)
         if slot is None:
+            self._refuse_beyond_capacity(tier, nbytes)  # only now: to ask a disk for its capacity is a system call
             ticket.full_tiers = (*ticket.full_tiers, tier)
         return slot
 
@@ -183,12 +185,11 @@ class Scheduler:
         if tier == self.state.bottom and not pool.aliased_evicted:
             raise CapacityError(pool.why_full(nbytes))
 
-    def _beyond_capacity(self, tier: int, nbytes: int) -> Slot:
+    def _refuse_beyond_capacity(self, tier: int, nbytes: int) -> None:
+        """Raise CapacityError where ``nbytes`` are more than ``tier`` could ever hold."""
         pool = self.state.pools[tier]
-        slot = pool.allocate(nbytes) if pool.bottom else None
-        if slot is None:
+        if nbytes > pool.tier.capacity:
             raise CapacityError(pool.why_never(nbytes))
-        return slot
 
     def _may_prefetch(self, tier: int, nbytes: int, ticket: Ticket) -> bool:
         """Whether a prefetch may take room: not while the link is busy, nor where a demand waits for room, or would."""
@@ -215,8 +216,11 @@ class Scheduler:
         state = self.state
         if state.order is None or not state.order.plans(tier):
             return None
+        dropped = state.dropped_by_plan(tier)
+        if not dropped:
+            return None
         pool, acceptable = state.pools[tier], self._acceptable(tier, ticket)
-        size, dropped = pool.rounded(nbytes), state.dropped_by_plan(tier)
+        size = pool.rounded(nbytes)
         same = next((copy for copy in dropped if copy.nbytes == size and acceptable(copy)), None)
         found = [same] if same is not None else pool.together(size, [copy for copy in dropped if acceptable(copy)])
         for copy in found or ():
@@ -400,19 +404,13 @@ class Scheduler:
             state.disturbances += 1
             return
         state.directory.end_writeback(entry, index, completion.error, completion.checksums, transfer.generation)
-        if completion.error is None:
-            state.pools[index + 1].policy.touched(entry.key)
-            below = entry.copies[index + 1]
-            if below is not None:
-                state.planned_anew(below)
-        else:
+        below, snapshot = entry.copies[index + 1], state.snapshot
+        if below is None:  # the write-back failed
             state.disturbances += 1
-        self._on_writeback_done(entry)
-
-    def _on_writeback_done(self, entry: Entry) -> None:
-        """A write-back of ``entry`` ended, with or without an error, and perhaps not at the bottom."""
-        state, snapshot = self.state, self.state.snapshot
-        if entry.unsaved is None:
+        elif below.tier < state.bottom:
+            state.install(below)
+            state.planned_anew(below)
+        else:
             if state.arrived is not None:
                 state.arrived(entry)
             if snapshot is not None and entry.key in snapshot.frozen:

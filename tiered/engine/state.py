@@ -581,8 +581,9 @@ class EngineState:
                 record.touches.append(Touch(entry.key, self.pools[tier].tier.name, use, entry.nbytes))
 
     def install(self, copy: Copy) -> None:
-        """Learn of a copy that did not come by a transfer (put, restore, move)."""
-        self.pools[copy.tier].policy.touched(copy.key)
+        """Let the eviction policy of its tier know of ``copy``, which is new there and was not leased yet."""
+        if copy.tier < self.bottom:
+            self.pools[copy.tier].policy.touched(copy.key)
 
     def give_back(self, tier: int, slot: Slot, fences: tuple[Fence, ...] = ()) -> None:
         """Free a slot that became no tensor; ``fences`` guard what was put into it."""
@@ -665,10 +666,11 @@ class EngineState:
         if self.fence is not None:
             self._fenced(copy, stream)
         copy.aliases -= 1
-        if copy.state is not State.EMPTY:
-            self.changed(copy, copy.classify())
-        elif copy.aliases == 0:
-            self.pools[copy.tier].reap_dead_alias(copy)
+        if copy.state is State.EMPTY:
+            if not copy.aliases:
+                self.pools[copy.tier].reap_dead_alias(copy)
+        elif (evictability := copy.classify()) is not copy.evictability:
+            self.changed(copy, evictability)
 
     def lease_ended(self, lease: LeaseHold) -> None:
         """End ``lease``: by the engine, or where what was left half done is counted anew."""

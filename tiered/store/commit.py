@@ -291,7 +291,6 @@ class Commits(Generations):
         copy = entry.copies[-1]
         assert copy is not None
         copy.record = encoded
-        state.install(copy)
 
     def rollback(self, generation: int | None, needs: Sequence[Key]) -> int:
         """Restore the state of ``generation`` (None: the newest) and return its number. Tensors that did not change since stay

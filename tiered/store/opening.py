@@ -303,12 +303,7 @@ def _restore_to_read(parts: Parts, engine: Engine, manifest: Manifest) -> None:
         if extent is not None:
             slot = nvme.slot(extent.file, extent.offset, extent.nbytes)
         state.pools[-1].account(slot)
-        entry = state.directory.restore(
-            record.key, record.spec, record.tensor_id, slot, record.checksums, record.generation
-        )
-        copy = entry.copies[-1]
-        assert copy is not None
-        state.install(copy)
+        state.directory.restore(record.key, record.spec, record.tensor_id, slot, record.checksums, record.generation)
 
 
 def _begin(options: OpenOptions, config: StoreConfig) -> tuple[Parts, Engine]:

@@ -4,7 +4,7 @@ from tiered.zero.build.construct import Construction, ConstructionStatistics, in
 from tiered.zero.checkpoint.checkpoint import commit, commit_async, resume, rollback
 from tiered.zero.checkpoint.safetensors import export
 from tiered.zero.optimizer import AdamW, GradScaler
-from tiered.zero.page import PagingStatistics, no_sync, page, statistics
+from tiered.zero.page import PagingStatistics, gathered, no_sync, page, statistics
 from tiered.zero.paging.sharding import Stage, Stage1, Stage2, Stage3
 from tiered.zero.paging.units import Policy
 from tiered.zero.paging.update import AdamWRule, UpdateRule
@@ -26,6 +26,7 @@ __all__ = [
     "commit",
     "commit_async",
     "export",
+    "gathered",
     "init",
     "no_sync",
     "open_store",

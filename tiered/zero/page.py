@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tiered import CapacityError, MisuseError, TieredError, TieredStore
+from tiered import Access, CapacityError, MisuseError, TieredError, TieredStore
 from tiered.system import Trimmer, refuse_little_room, returned_at_once
 from tiered.zero.build.construct import unguard
 from tiered.zero.build.staging import PREFIX, Staged, Window, current, find
@@ -25,14 +25,15 @@ from tiered.zero.checkpoint.safetensors import Pretrained
 from tiered.zero.collectives import Ranks
 from tiered.zero.optimizer import refuse_others
 from tiered.zero.paging.micro_batch import SAVED_SHARE, refuse_batch_dependent, split_modules
-from tiered.zero.paging.pager import Pager, PagerConfig, pager_of
+from tiered.zero.paging.pager import Pager, PagerConfig, pager_of, placement_of
 from tiered.zero.paging.sharding import Partition, Sharded, Stage, Stage3, Unsharded
 from tiered.zero.paging.step_trace import Prefetch
 from tiered.zero.paging.storage import UpdateTier, in_update_tier
+from tiered.zero.paging.tensors.parameters import unpage
 from tiered.zero.paging.units import Limits, ModelPlan, Placement, Policy, UnitPlan, divide
 from tiered.zero.rank_stores import newest_set, number_of
 
-__all__ = ["PagingStatistics", "no_sync", "page", "statistics"]
+__all__ = ["PagingStatistics", "gathered", "no_sync", "page", "statistics"]
 
 @dataclass(frozen=True, slots=True)
 class PagingStatistics:
@@ -74,6 +75,32 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         sync.paused = before
+
+
+@contextmanager
+def gathered(what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, write: bool = False) -> Iterator[None]:
+    """Have parameters in memory, as real tensors, for a block of code.
+
+    ``what``: a module (all of its parameters), a parameter, or several; those that are not paged are left out. A single read or
+    write outside of forward needs no such block; it is for code that uses the same parameters many times, or that reads their
+    memory without torch (``data_ptr``). ``write=True`` says that the block writes to them: what it writes goes to the store,
+    also what it writes without torch. Without, values that torch writes are found at the end of the block, and copied. The
+    model's forward, and ``optimizer.step``, are refused within the block. With several processes all of them enter the block.
+
+    Raises CapacityError where the memory budget cannot hold the parameters, with the number of bytes.
+    """
+    if isinstance(what, nn.Module):
+        given: list[torch.Tensor] = list(what.parameters())
+    else:
+        given = [what] if isinstance(what, torch.Tensor) else list(what)
+    pagers: dict[Pager, list[torch.Tensor]] = {}
+    for parameter in given:
+        if hasattr(parameter, "_tiered"):
+            pagers.setdefault(placement_of(parameter)[0], []).append(parameter)
+    with ExitStack() as stack:
+        for pager, mine in pagers.items():
+            stack.enter_context(pager.gathering(mine, Access.WRITE if write else Access.READ))
+        yield
 
 
 AS_IT_IS = Policy()
@@ -536,7 +563,7 @@ class _Adoption:
             with self.store.lease(key, tier="dram") as memory:
                 value.copy_(placement.stored_view(memory))
                 del memory
-            parameter.data = value
+            unpage(parameter, value)
             del value
             if parameter in self.staged:
                 found = self.staged[parameter]

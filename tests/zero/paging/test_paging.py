@@ -26,7 +26,8 @@ def test_released_parameters_keep_shape_and_hold_no_memory(store: TieredStore) -
     model = zero.page(Tied(), store)
     for parameter in model.parameters():
         assert parameter.untyped_storage().nbytes() <= 8
-        assert torch.isnan(parameter).all(), "a stale read must be loud"
+        with torch._C.DisableTorchFunctionSubclass():
+            assert torch.isnan(parameter).all(), "a read that nobody answers must be loud"
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in Tied().parameters())
 
 
@@ -152,57 +153,49 @@ def test_a_graph_from_before_a_step_cannot_run_after_it(store: TieredStore) -> N
     model.loss(2).backward()
 
 
-def test_changing_a_paged_parameter_in_place_during_forward_is_refused(store: TieredStore) -> None:
-    class Vandal(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4))
+class Doubling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                self.weight.mul_(2)
-            return x * self.weight
-
-    model = zero.page(Vandal(), store)
-    with pytest.raises(MisuseError, match="'weight' was changed in place"):
-        model(torch.ones(4))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(2)
+        return x * self.weight
 
 
-def test_giving_a_parameter_other_data_during_forward_is_refused(store: TieredStore) -> None:
-    class Vandal(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.weight.data = torch.zeros(4, 4)
-            return super().forward(x)
-
-    model = zero.page(Vandal(4, 4), store)
-    with pytest.raises(MisuseError, match="'weight' was changed in place"):
-        model(torch.ones(4))
+class Replacing(Doubling):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.weight.detach() * 3
+        return x * self.weight
 
 
-@pytest.mark.parametrize("harm", ["init", "data", "assigned", "half"])
-def test_a_write_to_a_released_parameter_raises_and_spoils_nothing(store: TieredStore, harm: str) -> None:
+@pytest.mark.parametrize("kind", [Doubling, Replacing])
+def test_a_write_in_forward_lands_in_the_store(store: TieredStore, kind: type[nn.Module]) -> None:
+    reference, model = kind(), zero.page(kind(), store)
+    for _ in range(3):
+        with torch.no_grad():
+            assert torch.equal(model(torch.ones(4)), reference(torch.ones(4)))
+        assert torch.equal(model.state_dict()["weight"], reference.state_dict()["weight"])
+    if kind is Doubling:
+        with pytest.raises(MisuseError, match="or written to, after this graph was made"):
+            model(torch.ones(4, requires_grad=True)).sum().backward()
+
+
+@pytest.mark.parametrize("harm", ["data", "assigned"])
+def test_a_write_past_torch_functions_raises_and_spoils_nothing(store: TieredStore, harm: str) -> None:
     model = zero.page(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), store)
     expected = model.state_dict()
     weight = model[1].weight
-    if harm == "init":
-        nn.init.ones_(weight)
-    elif harm == "data":
-        weight.data.zero_()
-    elif harm == "assigned":
-        weight.data = torch.ones(4, 4)
-    else:
-        model[1].half()
+    with torch._C.DisableTorchFunctionSubclass():
+        if harm == "data":
+            weight.data.as_strided((1,), (1,)).zero_()
+        else:
+            weight.data = torch.ones(4, 4)
     with pytest.raises(MisuseError, match=r"parameter '1\.weight' was written to"):
         model(torch.ones(1, 4))
-    if harm == "half":
-        with pytest.raises(MisuseError, match=r"parameter '1\.bias' was written to"):
-            _ = model[1].bias
-    assert torch.isnan(weight).all()
-    assert weight.dtype is torch.float32
     model(torch.ones(1, 4))
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
-    with pytest.raises(RuntimeError, match="single memory location"):
-        nn.init.normal_(model[0].weight)
 
 
 def test_an_exception_in_forward_or_backward_leaves_nothing_held(store: TieredStore) -> None:

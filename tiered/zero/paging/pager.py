@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from tiered import MisuseError, Span, TieredError, TieredStore
+from tiered import CapacityError, MisuseError, Span, TieredError, TieredStore
 from tiered.system import Trimmer
 from tiered.types import Access
 from tiered.zero.intent import Intent
@@ -51,6 +51,7 @@ from tiered.zero.paging.saved_tensors import (
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.step_trace import Prefetch, StepTrace
 from tiered.zero.paging.storage import CheckpointRecord, UpdateTier, in_update_tier
+from tiered.zero.paging.tensors.parameters import SHARE
 from tiered.zero.paging.unit import BackwardUpdates, Unit
 from tiered.zero.paging.units import ModelPlan, Placement, is_called
 
@@ -143,6 +144,16 @@ class Backward:
         return self.end() is not None
 
 
+class Gathering:
+    """Units that a block of ``zero.gathered`` holds. The block alone keeps this object, and a weak reference tells whether it
+    is still running."""
+
+    __slots__ = ("__weakref__", "units")
+
+    def __init__(self) -> None:
+        self.units: list[Unit] = []
+
+
 class Listing(OrderedDict[str, Any]):
     """Dict for ``state_dict`` to fill where it is to have the parameters themselves."""
 
@@ -176,6 +187,7 @@ class Pager:
 
     def __init__(self, model: nn.Module, store: TieredStore, plan: ModelPlan, config: PagerConfig) -> None:
         name, pool, partition = config.name, config.pool, config.partition
+        self._pool = pool
         self.model, self.store, self.name = model, store, name
         self.limits = plan.limits
         self.checkpoint, chunk = CheckpointRecord(store, name), plan.limits.chunk
@@ -190,6 +202,8 @@ class Pager:
         self._held = {module: [self.units[i] for i in indices] for module, indices in plan.held.items()}
         self._frames: list[Frame] = []
         self._bases: dict[int, Unit] = {}
+        self._accesses = 0  # functions of torch that use parameters, outside of modules whose forward holds them
+        self._gatherings: weakref.WeakSet[Gathering] = weakref.WeakSet()
         self._backward: Backward | None = None
         self._updates = BackwardUpdates()
         self.step_trace = StepTrace.of(store)
@@ -208,9 +222,9 @@ class Pager:
 
     def _watch(self) -> None:
         for unit in self.units:
-            unit.release_parameters()
             for placement in unit.plan.placements:
                 placement.parameter._tiered = ParameterHandle(self, unit, placement)  # type: ignore[attr-defined]
+            unit.release_parameters()
         for module in self.model.modules():
             if module._parameters:
                 module._parameters = _Watched(module._parameters, self)
@@ -272,8 +286,8 @@ class Pager:
     def _hold(self, frame: Frame, unit: Unit) -> None:
         if not unit.held:
             self._look_ahead(unit)
-        self._hook_gradients(unit)
         self.take(unit)
+        self._hook_gradients(unit)
         self._defer_hidden(unit)
         frame.units.append(unit)
         assert unit.base is not None
@@ -347,13 +361,102 @@ class Pager:
                 self._hold(self._frames[-1], unit)
             self._defer_hidden(unit)
         elif recomputed:
-            self._hook_gradients(unit)
             self._visit_backward((unit,))
+            self._hook_gradients(unit)
             if parameter.requires_grad and not hooks_active():
                 return parameter.view_as(parameter)
         else:
             return parameter
         return parameter.detach() if recomputed and not parameter.requires_grad else parameter
+
+    # -- outside of modules that hold them -----------------------------------------------------------------------------------
+
+    def stride(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        """Return the strides that ``parameter`` has when it is held."""
+        return self._home[parameter][1].stride  # type: ignore[index]
+
+    def nbytes(self, parameters: Collection[torch.Tensor]) -> int:
+        """Return the bytes of the units of ``parameters``."""
+        return sum(unit.plan.nbytes for unit in self._units_of(parameters))
+
+    @property
+    def room(self) -> int:
+        """Return how many bytes of units a function of torch may hold at a time."""
+        return SHARE * self.limits.unit
+
+    def recomputes(self) -> bool:
+        """Return whether a part of forward is being computed again within backward."""
+        return in_backward() and torch.is_grad_enabled()
+
+    @contextmanager
+    def accessing(
+        self, parameters: Collection[torch.Tensor], access: Access
+    ) -> Iterator[Callable[[torch.Tensor], bool]]:
+        """Hold the units of ``parameters`` for a function of torch; what autograd saves of them is packed as in forward. Gives
+        a function that tells whether a tensor shows memory of these units. Raises what ``hold`` raises."""
+        if not self._accesses:
+            self.start_anew()
+        hooks = torch.is_grad_enabled() and not hooks_active()
+        held: list[Unit] = []
+        bases: set[int] = set()
+        self._accesses += 1
+        try:
+            for unit in self._units_of(parameters):
+                self.take(unit, access)
+                held.append(unit)
+                self._hook_gradients(unit)
+                assert unit.base is not None
+                bases.add(unit.base.untyped_storage().data_ptr())
+                self._bases[unit.base.untyped_storage().data_ptr()] = unit
+            if hooks:
+                push_hooks(self._pack, self._unpack)
+            yield lambda tensor: tensor.untyped_storage().data_ptr() in bases
+        finally:
+            if hooks and hooks_active() == (self._pack, self._unpack):
+                pop_hooks()
+            self._accesses = max(0, self._accesses - 1)
+            for unit in reversed(held):
+                self._drop(unit)
+
+    def _units_of(self, parameters: Iterable[torch.Tensor]) -> list[Unit]:
+        return list(dict.fromkeys(self._home[parameter][0] for parameter in parameters))  # type: ignore[index]
+
+    @contextmanager
+    def gathering(self, parameters: Collection[torch.Tensor], access: Access) -> Iterator[None]:
+        """Hold the units of ``parameters`` for a block of code. Raises CapacityError where they do not fit."""
+        self.start_anew()
+        units = [unit for unit in self._units_of(parameters) if unit not in self._gathered()]
+        needed = sum(unit.plan.nbytes for unit in [*units, *self._gathered()])
+        if needed > self._pool - self.limits.unit:
+            raise CapacityError(
+                f"these parameters are {needed:,} bytes with the others of their units, and {self._pool - self.limits.unit:,} "
+                "bytes of the memory budget can be gathered at a time: gather fewer, or open the store with a larger dram="
+            )
+        gathering = Gathering()
+        self._gatherings.add(gathering)
+        hooks = torch.is_grad_enabled() and not hooks_active()
+        self._accesses += 1
+        try:
+            for unit in self._units_of(parameters):
+                gathering.units.append(unit)
+                self.take(unit, access)
+                self._hook_gradients(unit)
+                assert unit.base is not None
+                self._bases[unit.base.untyped_storage().data_ptr()] = unit
+            if hooks:
+                push_hooks(self._pack, self._unpack)
+            yield
+        finally:
+            if hooks and hooks_active() == (self._pack, self._unpack):
+                pop_hooks()
+            self._accesses = max(0, self._accesses - 1)
+            self._gatherings.discard(gathering)
+            for unit in reversed(gathering.units):
+                if unit.held:
+                    self._drop(unit)
+
+    def _gathered(self) -> set[Unit]:
+        return {unit for gathering in self._gatherings for unit in gathering.units}
 
     @property
     def phase(self) -> Phase:
@@ -379,7 +482,8 @@ class Pager:
 
     def start_anew(self) -> None:
         """Do as ``start``, and reset also where a unit is held, which nobody may do outside of forward and backward."""
-        if any(unit.in_hand for unit in self.units) and not self.computing:
+        gathered = self._gathered()
+        if any(unit.in_hand and unit not in gathered for unit in self.units) and not self.computing:
             self.reset()
         self.start()
 
@@ -389,6 +493,8 @@ class Pager:
         Raises InterruptedStep where an exception left what cannot be gone on with, MisuseError where a parameter was written to
         while it could only be read.
         """
+        if self._gathered():
+            raise MisuseError("the parameters are in use by zero.gathered: leave its block first")
         self.intent.finish()
         if self._backward is not None and not in_backward():
             drop_queued()
@@ -402,7 +508,7 @@ class Pager:
         self._let_go(Unit.give_up)
 
     def _let_go(self, how: Callable[[Unit], None]) -> None:
-        frames, self._frames = self._frames, []
+        frames, self._frames, self._accesses = self._frames, [], 0
         for frame in frames:
             frame.end_span()
         if self._backward is not None:
@@ -449,7 +555,7 @@ class Pager:
         return None
 
     def _pack(self, tensor: torch.Tensor) -> object:
-        if not self._frames:  # an exception left these hooks behind, and this is another model's
+        if not (self._frames or self._accesses):  # an exception left these hooks behind, and this is another model's
             return tensor
         reference = self.reference(tensor)
         if reference is not None or self.splitter is None:
@@ -679,6 +785,16 @@ class ParameterHandle:
     def __init__(self, pager: Pager, unit: Unit, placement: Placement) -> None:
         self._pager, self._unit, self._placement = weakref.ref(pager), weakref.ref(unit), weakref.ref(placement)
 
+    @property
+    def name(self) -> str:
+        """Return the parameter's name in its model, as errors say it."""
+        placement = self._placement()
+        return "of a model that is gone" if placement is None else placement.name
+
+    def owner(self) -> Pager | None:
+        """Return the pager, or None where the model is gone."""
+        return self._pager()
+
     def resolve(self) -> tuple[Pager, Unit, Placement] | None:
         """Return pager, unit and placement, or None where the model is gone."""
         pager, unit, placement = self._pager(), self._unit(), self._placement()
@@ -734,7 +850,8 @@ def _names(units: Iterable[Unit]) -> str:
 def _refuse_updated(unit: Unit, version: int) -> None:
     if unit.version != version:
         raise MisuseError(
-            f"the parameters of {unit.plan.name!r} were updated after this graph was made: call backward before step()"
+            f"the parameters of {unit.plan.name!r} were updated, or written to, after this graph was made: call backward "
+            "before step() and before other writes"
         )
 
 

@@ -27,6 +27,7 @@ from tiered.zero.paging.gradients import UnitGradients
 from tiered.zero.paging.saved_tensors import refuse_tracing
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.storage import Cast, CheckpointRecord, ParameterStorage, TensorStore, host
+from tiered.zero.paging.tensors.parameters import paged_class
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import Pending, States, Update
 
@@ -129,6 +130,8 @@ class Unit:
         self._access = Access.READ
         self._versions: list[int] = []
         self._placeholders = {p: Placeholder.on(store.device, p.shape, p.dtype) for p in plan.placements}
+        self._kinds = {p: type(p.parameter) for p in plan.placements}
+        """The class that each parameter has while it is held."""
         self._steppers: dict[Placement, weakref.WeakMethod[Stepper]] = {}
         self._lent: list[StorageWeakRef] = []
         self.references: set[weakref.ref[object]] = set()  # what graphs saved of it, which has no memory of its own
@@ -171,8 +174,9 @@ class Unit:
             self.version += 1
         self._access = access
         self.base = self.storage.materialize(access)
-        for placement in self.plan.placements:
-            placement.parameter.data = placement.view(self.base)
+        for placement, kind in self._kinds.items():
+            view = placement.view(self.base)
+            placement.parameter.__class__, placement.parameter.data = kind, view
         self._versions = [p.parameter._version for p in self.plan.placements]
 
     def drop(self) -> None:
@@ -187,28 +191,46 @@ class Unit:
         """Drop the unit, however often it is held and whatever an interruption left of it."""
         if not self._in_use:
             return
-        written = None
+        written: dict[Placement, torch.Tensor] = {}
         if self.base is not None:
             if self._steppers:
                 self._lent = [*_living(self._lent), StorageWeakRef(self.base.untyped_storage())]  # type: ignore[no-untyped-call]
             if self._access is Access.WRITE:
+                self._copy_replaced(self.base)
                 self.storage.write_back(self.base)
             elif self._holders:
                 written = self._written(_address(self.base))
         self.give_up()
-        if written is not None:
-            raise MisuseError(
-                f"parameter {written!r} was changed in place while it was paged in for reading, and the change is lost; "
-                "change parameters through the optimizer or load_state_dict"
-            )
+        if written:
+            self._land(written)
 
-    def _written(self, here: int) -> str | None:
-        """Return the name of the last parameter that was changed while it was memory at ``here`` and could only be read."""
-        written = None
+    @torch.no_grad()
+    def _copy_replaced(self, base: torch.Tensor) -> None:
+        """Copy into ``base`` the values of parameters that were given other ``.data`` while they could be written to."""
+        for placement in self.plan.placements:
+            if _address(placement.parameter) != _address(base):
+                _refuse_other_kind(placement)
+                placement.view(base).copy_(placement.parameter)
+
+    def _written(self, here: int) -> dict[Placement, torch.Tensor]:
+        """Return copies of the parameters that were changed while they were memory at ``here`` that is leased for reading."""
+        written = {}
         for placement, version in zip(self.plan.placements, self._versions, strict=True):
-            if placement.parameter._version != version or _address(placement.parameter) != here:
-                written = placement.name
+            parameter = placement.parameter
+            if parameter._version != version or _address(parameter) != here:
+                _refuse_other_kind(placement)
+                written[placement] = parameter.detach().clone()
         return written
+
+    @torch.no_grad()
+    def _land(self, written: dict[Placement, torch.Tensor]) -> None:
+        """Write the values to the store. A graph made before raises in backward, because the unit has a new version."""
+        self.hold(Access.WRITE)
+        try:
+            for placement, values in written.items():
+                placement.parameter.copy_(values)
+        finally:
+            self.drop()
 
     def give_up(self) -> None:
         """Drop the unit without writing it back, because all was rolled back or nothing came of it."""
@@ -220,16 +242,23 @@ class Unit:
             self._in_use = False
 
     def release_parameters(self) -> None:
-        for placement, placeholder in self._placeholders.items():
-            placement.parameter.data = placeholder.tensor
+        for placement in self._placeholders:
+            self._release(placement)
+
+    def _release(self, placement: Placement) -> None:
+        """Take a parameter's memory away. In one line without a call, which no signal handler interrupts: a parameter of its
+        own class, whose reads nobody answers, is never seen with a placeholder."""
+        parameter, kind, data = placement.parameter, self._kinds[placement], self._placeholders[placement].tensor
+        released = paged_class(kind)
+        parameter.__class__, parameter.data, parameter.__class__ = kind, data, released
 
     def refuse_written(self, placement: Placement) -> None:
         """Raise MisuseError if a parameter that nobody holds was written to, or given other data; its values are as before."""
         placeholder = self._placeholders[placement]
         if placeholder.intact and _address(placement.parameter) == placeholder.address:
             return
-        self._placeholders[placement] = fresh = Placeholder.on(self.store.device, placement.shape, placement.dtype)
-        placement.parameter.data = fresh.tensor
+        self._placeholders[placement] = Placeholder.on(self.store.device, placement.shape, placement.dtype)
+        self._release(placement)
         raise MisuseError(
             f"parameter {placement.name!r} was written to, or given other data or another dtype, while its values were in the "
             "store, and the change is lost: change paged parameters with load_state_dict, and others before zero.page"
@@ -349,6 +378,16 @@ class Unit:
             param = host(part.stored_flat(unit, 0, part.numel))
             self.states.load(part, param, {name: part.cut(value) for name, value in state.items()})
             del unit, param
+
+
+def _refuse_other_kind(placement: Placement) -> None:
+    """Raise MisuseError where a parameter that is held was given ``.data`` of another shape or type."""
+    parameter = placement.parameter
+    if (parameter.shape, parameter.dtype) != (placement.shape, placement.dtype):
+        raise MisuseError(
+            f"parameter {placement.name!r} has shape {tuple(placement.shape)} of {placement.dtype} in the store and cannot be "
+            f"given .data of {tuple(parameter.shape)} of {parameter.dtype}; its values are as before"
+        )
 
 
 def _living(storages: list[StorageWeakRef]) -> list[StorageWeakRef]:

@@ -1,1 +1,1 @@
-"""Tensors that stand for what is in the store."""
+"""Tensors of torch's type whose values are in the store."""

@@ -1,0 +1,378 @@
+"""Parameters outside of forward: what reads, writes and views of paged ones give is what they give in memory, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tiered import CapacityError, MisuseError, TieredStore, zero
+
+Model = Any
+
+
+class Layers(nn.Module):
+    """Linear layers with a tied head, a weight in a plain list, and one parameter of its own; no unit holds all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(48, 96), nn.Linear(96, 96, bias=False)
+        self.convolution = nn.Conv1d(1, 4, 3).to(memory_format=torch.contiguous_format)
+        self.frozen = nn.Linear(48, 48).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.extra = nn.Parameter(torch.randn(96, 48))
+        self.listed = [self.second.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.frozen(x)).tanh()
+        x = x @ self.listed[0] * self.scale
+        x = (x @ self.extra).unsqueeze(1)
+        penalty = sum(parameter.abs().mean() for parameter in self.parameters())
+        return self.convolution(x).flatten(1) @ self.first.weight.t()[:1, :1].expand(184, 2) + penalty
+
+
+def build() -> Layers:
+    torch.manual_seed(0)
+    return Layers()
+
+
+@pytest.fixture(params=["disk", "three tiers", "no disk"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TieredStore]:
+    if request.param == "no disk":
+        store = TieredStore.open(None, dram="1MiB")
+    else:
+        hbm = "1MiB" if request.param == "three tiers" else None
+        store = TieredStore.open(tmp_path / "store", dram="1MiB", hbm=hbm, device="cpu")
+    with store:
+        yield store
+        store.close()
+
+
+class Sides:
+    """The same model in memory and paged, each with its optimizer."""
+
+    def __init__(self, store: TieredStore) -> None:
+        self.x = torch.randn(6, 48, generator=torch.Generator().manual_seed(1))
+        self.memory, self.paged = build(), zero.page(build(), store)
+        trained = [parameter for parameter in self.memory.parameters() if parameter.requires_grad]
+        self.optimizers: dict[nn.Module, torch.optim.Optimizer] = {
+            self.memory: torch.optim.AdamW(trained, lr=1e-2, fused=True),
+            self.paged: zero.AdamW([parameter for parameter in self.paged.parameters() if parameter.requires_grad], lr=1e-2),
+        }
+
+    def step(self, model: Model, more: Callable[[Model], torch.Tensor] | None = None) -> list[torch.Tensor]:
+        optimizer = self.optimizers[model]
+        loss = model(self.x).square().mean()
+        if more is not None:
+            loss = loss + more(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [loss.detach()]
+
+    def agree(self, what: Callable[[Model], Any], more: Callable[[Model], torch.Tensor] | None = None) -> None:
+        """Assert that ``what`` gives the same for both models, before and after steps, and leaves them equal."""
+        for _ in range(2):
+            expected, found = frozen(what(self.memory)), frozen(what(self.paged))
+            assert same(expected, found), (expected, found)
+            assert same(self.step(self.memory, more), self.step(self.paged, more))
+        state = self.paged.state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in self.memory.state_dict().items())
+
+
+def frozen(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        return [frozen(one) for one in value]
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right) and (left.dtype, left.stride()) == (right.dtype, right.stride())
+    if isinstance(left, list):
+        return len(left) == len(right) and all(same(a, b) for a, b in zip(left, right, strict=True))
+    return np.array_equal(left, right) if isinstance(left, np.ndarray) else bool(left == right)
+
+
+READS: dict[str, Callable[[Model], Any]] = {
+    "norms": lambda m: [p.norm() for p in m.parameters()],
+    "repr": lambda m: [repr(p) for p in m.parameters()],
+    "repr of a view": lambda m: repr(m.extra.t()),
+    "format": lambda m: f"{m.scale.detach():.3f} {m.extra[0, 0].item()}",
+    "data": lambda m: [p.data for p in m.parameters()],
+    "views": lambda m: [m.extra.t(), m.extra[3], m.extra.view(-1)[5:], m.extra.t()[2].unsqueeze(0), m.extra.T.mT],
+    "geometry": lambda m: [(p.stride(), p.is_contiguous(), p.t().stride(), p.shape) for p in m.parameters() if p.dim() < 3],
+    "facts": lambda m: [(p.dtype, p.device, p.numel(), p.nbytes, p.element_size(), p.is_leaf, p.dim()) for p in m.parameters()],
+    "recording": lambda m: [(p.detach().requires_grad, p.data.is_leaf, p.reshape(-1).is_leaf) for p in m.parameters()],
+    "like": lambda m: [torch.zeros_like(p) for p in m.parameters()] + [m.extra.new_ones(3)],
+    "numpy": lambda m: [p.detach().numpy() for p in m.parameters()],
+    "asarray": lambda m: np.asarray(m.extra.data) + np.asarray(m.extra.detach().t().t()),
+    "lists": lambda m: (m.scale.tolist(), m.extra[0].tolist(), float(m.scale.detach()), bool(m.scale > 1), len(m.extra)),
+    "iteration": lambda m: [row.sum() for row in m.extra],
+    "unbind": lambda m: list(m.extra.unbind(1))[:3] + list(m.extra.chunk(5)) + list(torch.split(m.extra, 7, dim=1)),
+    "indices": lambda m: [m.extra[[1, 2]], m.extra[m.extra > 0], m.extra[torch.tensor([3, 1])], m.extra[..., 0], m.extra[None]],
+    "vector": lambda m: nn.utils.parameters_to_vector(m.parameters()),
+    "cat": lambda m: torch.cat([p.detach().view(-1) for p in m.parameters()]),
+    "stack": lambda m: torch.stack([m.first.weight, m.extra]),
+    "equal": lambda m: (torch.equal(m.extra, m.extra), torch.equal(m.extra, m.first.weight), torch.allclose(m.extra, m.extra)),
+    "histogram": lambda m: torch.histc(m.extra.detach(), 10),
+    "quantile": lambda m: torch.quantile(m.extra, 0.3),
+    "foreach": lambda m: torch._foreach_norm(list(m.parameters())),
+    "operators": lambda m: [m.extra + 1, 1 - m.extra, m.extra @ m.first.weight.t(), m.extra**2, -m.scale, 2 / m.scale],
+    "einsum": lambda m: torch.einsum("ij,kj->ik", m.first.weight, m.extra),
+    "conversions": lambda m: [m.extra.float(), m.extra.double(), m.extra.to(torch.bfloat16), m.extra.cpu(), m.extra.to("cpu")],
+    "functional": lambda m: nn.functional.linear(torch.ones(48), m.extra, m.first.bias),
+    "moved": lambda m: [p.clone() for p in m.to("cpu").float().parameters()],
+    "averaged": lambda m: average(m),
+}
+
+
+def average(model: Model) -> list[torch.Tensor]:
+    averages = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    with torch.no_grad():
+        for mean, parameter in zip(averages, model.parameters(), strict=True):
+            mean.mul_(0.9).add_(parameter, alpha=0.1)
+            mean.lerp_(parameter, 0.3)
+    return averages
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_read_gives_what_it_gives_in_memory(opened: TieredStore, name: str) -> None:
+    Sides(opened).agree(READS[name])
+
+
+PENALTIES: dict[str, Callable[[Model], torch.Tensor]] = {
+    "l1": lambda m: 1e-2 * sum(p.abs().sum() for p in m.parameters() if p.requires_grad),
+    "l2 of views": lambda m: sum(p.view(-1).square().sum() for p in m.parameters() if p.requires_grad),
+    "orthogonal": lambda m: (m.second.weight @ m.second.weight.t() - torch.eye(96)).norm(),
+    "two": lambda m: (m.extra * m.first.weight).sum() * m.scale,
+    "rows": lambda m: sum(row.exp().sum() for row in m.extra[:3]),
+    "vector": lambda m: nn.utils.parameters_to_vector(p for p in m.parameters() if p.requires_grad).norm(),
+    "foreach": lambda m: torch.stack(torch._foreach_norm([p for p in m.parameters() if p.requires_grad])).sum(),
+    "checkpointed": lambda m: checkpoint(recomputed, m, torch.ones(96), use_reentrant=False),
+    "gathered": lambda m: inside(m),
+}
+
+
+def recomputed(model: Model, x: torch.Tensor) -> torch.Tensor:
+    return (x @ model.extra @ model.frozen.weight).sin().sum()
+
+
+def inside(model: Model) -> torch.Tensor:
+    with zero.gathered([model.extra, model.scale]):
+        return (model.extra.square().mean() * model.scale).exp()
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_a_read_is_differentiable(opened: TieredStore, name: str) -> None:
+    Sides(opened).agree(lambda model: model.scale, PENALTIES[name])
+
+
+@torch.no_grad()
+def initialise(model: Model) -> None:
+    torch.manual_seed(5)
+    init = nn.init
+    init.kaiming_uniform_(model.first.weight)
+    init.orthogonal_(model.second.weight)
+    init.trunc_normal_(model.extra, std=0.1)
+    init.constant_(model.first.bias, 0.25)
+    init.dirac_(model.convolution.weight)
+    init.eye_(model.frozen.weight)
+    init.sparse_(model.extra, 0.2)
+
+
+@torch.no_grad()
+def gather(model: Model) -> None:
+    block = contextlib.nullcontext() if type(model.scale) is nn.Parameter else zero.gathered(model, write=True)
+    with block:
+        for parameter in model.parameters():
+            parameter.mul_(0.7)
+        model.extra.data = torch.full((96, 48), 0.125)
+
+
+def assign(model: Model) -> None:
+    model.extra.data = torch.linspace(-1, 1, 96 * 48).view(96, 48)
+    model.scale.data = model.scale.data * 2
+
+
+def in_place(what: Callable[[Model], object]) -> Callable[[Model], None]:
+    def write(model: Model) -> None:
+        with torch.no_grad():
+            what(model)
+
+    return write
+
+
+def add_to(model: Model) -> None:
+    weight = model.extra.data
+    weight += 1
+    model.extra.data = weight  # as peft merges
+
+
+@torch.no_grad()
+def gather_to_read(model: Model) -> None:
+    block = contextlib.nullcontext() if type(model.scale) is nn.Parameter else zero.gathered(model)
+    with block:
+        model.extra.mul_(2)
+        model.scale.data = torch.tensor(3.0)
+
+
+WRITES: dict[str, Callable[[Model], None]] = {
+    "multiplied": in_place(lambda m: [p.mul_(0.5) for p in m.parameters()]),
+    "clamped": in_place(lambda m: [p.data.clamp_(-0.05, 0.05) for p in m.parameters()]),
+    "assigned": assign,
+    "added": add_to,
+    "one row": in_place(lambda m: m.extra.__setitem__(0, 3.0)),
+    "a row of data": in_place(lambda m: m.extra.data[3].fill_(2)),
+    "a column of a view": in_place(lambda m: m.extra.detach().t()[1:3].zero_()),
+    "copied": in_place(lambda m: m.extra.copy_(m.first.weight)),
+    "initialised": initialise,
+    "reset": lambda m: reset(m),
+    "from a vector": in_place(lambda m: nn.utils.vector_to_parameters(torch.linspace(0, 1, numbers(m)), m.parameters())),
+    "foreach": in_place(lambda m: torch._foreach_mul_([p for p in m.parameters() if p.requires_grad], 0.9)),
+    "out": in_place(lambda m: torch.add(m.extra, 1, out=m.extra)),
+    "masked": in_place(lambda m: m.extra.masked_fill_(m.extra > 0, 0.0)),
+    "gathered": gather,
+    "gathered to read": gather_to_read,
+}
+
+
+def reset(model: Model) -> None:
+    torch.manual_seed(3)
+    model.first.reset_parameters()
+    model.convolution.reset_parameters()
+
+
+def numbers(model: Model) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_lands_in_the_store(opened: TieredStore, name: str) -> None:
+    sides = Sides(opened)
+    sides.agree(lambda model: (WRITES[name](model), [p.sum() for p in model.parameters()])[1])
+
+
+def test_a_write_is_committed(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        model = zero.page(build(), store)
+        model.extra.data.fill_(7)
+        zero.commit(model)
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        model = zero.page(build(), store, existing="resume")
+        assert torch.equal(model.extra, torch.full((96, 48), 7.0))
+
+
+def test_an_update_that_waits_is_seen_by_a_read(store: TieredStore) -> None:
+    sides = Sides(store)
+    for _ in range(3):
+        sides.step(sides.memory)
+        sides.step(sides.paged)
+        assert torch.equal(sides.paged.extra, sides.memory.extra)  # the update had waited
+        view, expected = sides.paged.extra.detach()[2], sides.memory.extra.detach()[2]
+        sides.step(sides.memory)
+        sides.step(sides.paged)
+        assert torch.equal(view, expected), "a view shows the present values, as torch's does"
+
+
+def test_a_graph_of_before_a_write_raises(store: TieredStore) -> None:
+    model = zero.page(build(), store)
+    loss = model.extra.square().sum()
+    model.extra.data.mul_(2)
+    with pytest.raises(MisuseError, match="after this graph was made"):
+        loss.backward()
+
+
+def test_functions_that_take_a_parameter_as_an_identity(store: TieredStore) -> None:
+    sides = Sides(store)
+    found = []
+    for model in (sides.memory, sides.paged):
+        wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        seen: list[torch.Tensor] = []
+        handle = model.extra.register_hook(lambda gradient, seen=seen: seen.append(gradient.clone()))
+        loss = model(sides.x).square().mean()
+        found.append(list(torch.autograd.grad(loss, wanted, retain_graph=True)))
+        found[-1] += torch.autograd.grad(loss, [model.scale, model.extra])
+        found[-1] += torch.autograd.grad(model.scale * 2, wanted, materialize_grads=True)
+        found[-1] += seen
+        handle.remove()
+        assert {model.extra, model.scale} == {model.scale, model.extra}
+        assert model.extra in set(model.parameters())
+    assert same(found[0], found[1])
+    loss = sides.paged(sides.x).square().mean()
+    loss.backward(inputs=[sides.paged.extra])
+    assert sides.paged.extra.grad is not None
+    assert sides.paged.scale.grad is None
+
+
+def test_penalties_of_all_parameters_need_one_unit_of_memory(store: TieredStore) -> None:
+    """In a pool of a fifth of the parameters."""
+    model = zero.page(nn.Sequential(*(nn.Linear(160, 160) for _ in range(52))), store)
+    reference = nn.Sequential(*(nn.Linear(160, 160) for _ in range(52)))
+    reference.load_state_dict(model.state_dict())
+    results = []
+    for side in (reference, model):
+        sum(parameter.abs().sum() for parameter in side.parameters()).backward()
+        results.append(nn.utils.parameters_to_vector(side.parameters()).detach())
+    assert torch.equal(results[0], results[1])
+    optimizer = zero.AdamW(model.parameters())
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(optimizer.grad(mine), theirs.grad)  # type: ignore[arg-type]
+    with pytest.raises(CapacityError, match=r"bytes of the memory budget can be gathered"), zero.gathered(model):
+        pass
+    assert sum(tier.held for tier in store.statistics().tiers) == 0
+
+
+REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
+    "deepcopy": (copy.deepcopy, "cannot be copied or pickled"),
+    "deepcopy of a parameter": (lambda m: copy.deepcopy(m.extra), "cannot be copied or pickled"),
+    "pickle": (lambda m: pickle.dumps(m.extra), "cannot be copied or pickled"),
+    "half": (lambda m: m.half(), r"cannot be given \.data of .* torch.float16"),
+    "another shape": (lambda m: setattr(m.extra, "data", torch.ones(3)), r"'extra' has shape \(96, 48\)"),
+    "dlpack": (lambda m: m.extra.detach().__dlpack__(), "would share the memory"),
+    "shared": (lambda m: m.extra.share_memory_(), "would share the memory"),
+    "resized": (lambda m: m.extra.data.resize_(3), "would change the shape"),
+    "a leaf of a view": (lambda m: m.extra.detach().requires_grad_(), "view of a parameter in the store would be lost"),
+    "a hook of a view": (lambda m: m.extra.t().register_hook(print), "view of a parameter in the store would be lost"),
+    "forward within gathered": (lambda m: forward_within(m), "leave its block first"),
+}
+
+
+def forward_within(model: Model) -> None:
+    with zero.gathered(model.extra):
+        model(torch.ones(2, 48))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_right_raises(store: TieredStore, name: str) -> None:
+    sides = Sides(store)
+    call, message = REFUSED[name]
+    with pytest.raises(MisuseError, match=message):
+        call(sides.paged)
+    sides.agree(lambda model: model.extra)
+
+
+def test_an_array_of_a_parameter_is_read_only(store: TieredStore) -> None:
+    array = zero.page(build(), store).extra.detach().numpy()
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 1
+
+
+def test_parameters_of_a_model_that_is_gone_say_so(store: TieredStore) -> None:
+    parameter = zero.page(build(), store).extra
+    gc.collect()
+    assert parameter.shape == (96, 48)
+    with pytest.raises(MisuseError, match="the model of this parameter is gone"):
+        parameter.norm()
