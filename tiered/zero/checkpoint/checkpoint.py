@@ -109,8 +109,11 @@ def rollback(
     scheduler: Stateful | None = None,
     scaler: Stateful | None = None,
     data: Stateful | torch.Generator | None = None,
+    generation: int | None = None,
 ) -> Any:
     """Give up all since the last commit, after an exception or a loss that is not finite, say; returns its ``extra``.
+
+    ``generation``: another commit to go back to, which the store still keeps (``TieredStore.open(keep=)``).
 
     Whatever an exception left of forward, backward or ``step()``, and wherever it struck: all that models in the store hold by
     themselves (leases, gradients, updates that are pending, hooks) is thrown away. Where this call is interrupted, too, call it
@@ -131,11 +134,13 @@ def rollback(
             "for it (again, with all that zero.commit was given)"
         )
     try:
-        pager.store.rollback(needs=[pager.checkpoint.key])
-    except MisuseError:  # nothing was changed
+        pager.store.rollback(generation, needs=[pager.checkpoint.key])
+    except (MisuseError, ManifestError):  # nothing was changed
         for other, why in zip(others, before, strict=True):
             other.intent.spoil(why)
         raise
+    if generation is not None:
+        pager.partition.refuse_apart(pager.store)
     if pager.splitter is not None:
         pager.splitter.activations.forget()
     pager.gradient_sync.paused = False

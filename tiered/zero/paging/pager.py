@@ -199,6 +199,8 @@ class Pager:
         self._reduce_scatter = self.gradient_sync if isinstance(self.gradient_sync, ReduceScatter) else None
         self.placements = sorted((p for u in plan.units for p in u.placements), key=lambda p: p.index)
         self._home = {p.parameter: (u, p) for u in self.units for p in u.plan.placements}
+        self._copied: dict[nn.Parameter, tuple[str, weakref.ref[torch.Tensor], int]] = {}
+        """Of each parameter the name under which ``state_dict`` gave the last copy, the copy, and the version of its unit."""
         self._held = {module: [self.units[i] for i in indices] for module, indices in plan.held.items()}
         self._frames: list[Frame] = []
         self._bases: dict[int, Unit] = {}
@@ -745,9 +747,16 @@ class Pager:
     # -- state_dict --------------------------------------------------------------------------------------------------------
 
     def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Put copies in the place of parameters; one copy of a parameter that has several names, as torch has one tensor."""
         for name, parameter in module._parameters.items() if not isinstance(state, Listing) else ():
-            if parameter is not None and prefix + name in state and parameter in self._home:
-                state[prefix + name] = self.value(parameter)
+            if parameter is None or prefix + name not in state or parameter not in self._home:
+                continue
+            first, copied, version = self._copied.get(parameter, ("", None, -1))
+            same = copied() if copied is not None and first in state and first != prefix + name else None
+            if same is None or state[first] is not same or version != self._home[parameter][0].version:
+                same = self.value(parameter)
+                self._copied[parameter] = prefix + name, weakref.ref(same), self._home[parameter][0].version
+            state[prefix + name] = same
 
     def listed(self) -> dict[str, Any]:
         """Return what ``state_dict`` has, with the parameters themselves in place of their values."""
