@@ -1,0 +1,1 @@
+"""Adapters to training libraries, each in a file that alone imports its library."""
