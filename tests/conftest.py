@@ -18,6 +18,7 @@ SLOW = (
     *("stress/test_memory_limits.py", "stress/test_errors.py", "stress/test_struck.py", "stress/test_hostile.py"),
     *("zero/test_rank_commits.py", "zero/test_interrupted.py", "stress/test_sanitizers.py", "stress/test_bad_steps.py"),
     *("zero/test_wire.py", "stress/test_kill_ranks.py", "stress/test_ranks.py", "zero/checkpoint/test_checkpoint.py"),
+    *("integrations/test_accelerate.py", "integrations/test_lightning.py"),
     *("zero/test_rank_trouble.py", "cli/train/test_resume.py", "cli/train/test_train.py", "stress/test_identity.py"),
 )
 """Files that take ten seconds or more. A process that began one of them last would keep the others waiting."""

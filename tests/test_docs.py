@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,10 @@ SKIPPED = "Not run in the tests: "
 NUMBER = r"(?<![\w.,])\d+(?:,\d{3})*(?:\.\d+)?(?!\w)"
 
 
+OPTIONAL = ("accelerate", "lightning")
+"""Libraries that adapters are for. Programs that import one are run where it is installed, and its warnings are not ours."""
+
+
 @dataclass(frozen=True)
 class Block:
     """Python in a page. ``line`` is that of its first line; ``why_not``: why it is not run, empty where it is."""
@@ -30,6 +35,11 @@ class Block:
     line: int
     source: str
     why_not: str
+
+    @property
+    def libraries(self) -> list[str]:
+        """The optional libraries that the program imports."""
+        return [name for name in OPTIONAL if re.search(rf"^(import|from) {name}\b", self.source, re.MULTILINE)]
 
     @property
     def file(self) -> str:
@@ -53,7 +63,7 @@ def run(block: Block, page: Path, folder: Path) -> str:
     where = f"{page.name}:{block.line}"
     script = folder / (block.file or f"{page.stem}_{block.line}.py")
     script.write_text(block.source if block.file else "\n" * (block.line - 1) + block.source)  # tracebacks show the page's line
-    command = [sys.executable, "-W", "error", str(script)]
+    command = [sys.executable, "-W", "default" if block.libraries else "error", str(script)]
     if block.file.startswith("test_"):
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(script)]
     elif block.file:
@@ -71,7 +81,7 @@ def run(block: Block, page: Path, folder: Path) -> str:
 def test_programs_run(page: Path, tmp_path: Path) -> None:
     """A page's blocks in order, in one folder; each is a program of its own, or a file that later ones import."""
     for block in blocks_of(page.read_text()):
-        if not block.why_not:
+        if not block.why_not and all(find_spec(name) for name in block.libraries):
             printed = run(block, page, tmp_path)
             assert printed or page.name != "README.md", f"{page.name}:{block.line} shows nothing"
 

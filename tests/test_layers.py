@@ -41,6 +41,7 @@ TREE: dict[str, tuple[str, ...]] = {
     "zero.paging.tensors": ("parameters", "gradients"),
     "zero.build": ("staging", "construct"),
     "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors"),
+    "integrations": ("saves", "accelerate", "lightning"),
     "cli": ("arguments", "stop", "measure", "output", "machine", "info", "stores", "train", "bench", "completion", "main"),
     "cli.stores": ("ls", "verify", "export", "import_"),
     "cli.train": ("options", "model", "timeline", "ranks", "loop", "resume", "report", "run", "check", "command"),
@@ -59,6 +60,7 @@ USES: dict[str, tuple[str, ...]] = {
     "engine": ("",),
     "store": ("", "format", "io", "tiers", "links", "engine"),
     "zero": ("tiered", "errors", "types", "system", "store.at_rest", "format.safetensors", "format.safetensors_writer"),
+    "integrations": ("tiered", "store.at_rest", "zero"),
     "cli": ("tiered", "", "format", "io", "tiers", "links", "engine", "store", "zero", "data"),
 }
 
@@ -269,6 +271,8 @@ LINES = "\n" * SHORT
         ("zero.paging.units", "from tiered.zero.page import page", "zero.paging.units -> zero.page"),
         ("zero.checkpoint.checkpoint", "from tiered.zero.page import page", "zero.checkpoint.checkpoint -> zero.page"),
         ("zero.page", "from tiered.cli.stop import Stopped", "zero.page -> cli.stop"),
+        ("zero.page", "from tiered.integrations import accelerate", "zero.page -> integrations.accelerate"),
+        ("integrations.accelerate", "from tiered.engine.engine import Engine", "integrations.accelerate -> engine.engine"),
         ("cli.train.model", "from tiered.cli.bench.fio import Fio", "cli.train.model -> cli.bench.fio"),
     ],
 )

@@ -250,8 +250,36 @@ def test_a_model_in_memory_stays_with_accelerate(store: TieredStore, tmp_path: P
     run.train(1)
     nn.init.zeros_(beside.weight)
     run.accelerator.load_state(str(tmp_path / "state"))
-    assert same((beside.weight.detach(), run.result())[0], before[0])
+    assert torch.equal(beside.weight, before[0])
     assert same(run.result(), before[1])
+
+
+def test_two_models_in_one_store(store: TieredStore, tmp_path: Path) -> None:
+    run = Run(store)
+    other = zero.page(nn.Linear(5, 5), store, name="other")
+    model, optimizer = run.accelerator.prepare(other, zero.AdamW(other.parameters(), lr=0.1))
+
+    def step() -> None:
+        run.train(1)
+        run.accelerator.backward(model(torch.ones(2, 5)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    run.accelerator.save_state(str(tmp_path / "state"))
+    before = run.result(), {name: value.clone() for name, value in model.state_dict().items()}
+    step()
+    after = run.result(), {name: value.clone() for name, value in model.state_dict().items()}
+    run.accelerator.load_state(str(tmp_path / "state"))
+    assert same(run.result(), before[0])
+    assert same({**model.state_dict()}, before[1])
+    step()
+    assert same(run.result(), after[0])
+    assert same({**model.state_dict()}, after[1])
+    with pytest.raises(MisuseError, match="'other' has two optimizers"):
+        second = zero.AdamW(other.parameters())
+        run.accelerator.prepare(second)
+        run.accelerator.save_state(str(tmp_path / "state"))
 
 
 # Two processes
@@ -284,7 +312,8 @@ def expected_of_two() -> tuple[list[list[float]], dict[str, Any]]:
 
 
 def scenario(rank: int, folder: Path) -> dict[str, Any]:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    here = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {**here, "OMP_NUM_THREADS": "1"}  # as torchrun and accelerate launch set them
     found: dict[str, Any] = {}
     with zero.open_store(folder / "stores", dram="2MiB") as store:
         run = Run(store, clip=None, shuffle=False)

@@ -1,6 +1,6 @@
 """Have Hugging Face Accelerate save and load a paged model as commits of its store (https://hf.co/docs/accelerate).
 
-A loop over ``accelerator.prepare(...)`` needs nothing of this file: a paged model and ``zero.AdamW`` go through it as any others.
+A loop over ``accelerator.prepare(...)`` needs nothing of this file: a paged model and ``zero.AdamW`` go through as others do.
 ``register`` is for the three places where Accelerate would do what paging does already: it wraps a model in
 DistributedDataParallel, copies optimizer states to a device, and saves copies of everything.
 """
@@ -45,8 +45,8 @@ def register(accelerator: Accelerator, store: TieredStore) -> None:
     - ``save_state(folder)`` commits the store, without a copy of the states in memory. The folder has the rest, as Accelerate
       writes it (schedulers, samplers, random states, registered objects), and in ``tiered.json`` which commit belongs to it. So
       the store is needed to load it, and has to keep the commit: ``TieredStore.open(keep=)``.
-    - ``load_state(folder)`` goes back to that commit. It also loads a folder that Accelerate saved without this, from a model in
-      memory or on a store. ``export_state`` writes such a folder.
+    - ``load_state(folder)`` goes back to that commit. It also loads a folder that Accelerate saved without this, from a model
+      in memory or in a store. ``export_state`` writes such a folder.
 
     Models and optimizers of ``accelerator`` that are not paged stay as they are. Raises MisuseError where the accelerator
     divides models itself (FSDP, DeepSpeed, Megatron-LM) or is registered for another store.
@@ -62,7 +62,8 @@ def register(accelerator: Accelerator, store: TieredStore) -> None:
         raise MisuseError(f"this accelerator is registered for {registered}: make one for each store")
     if registered is None:
         accelerator._tiered_store = store
-        accelerator.__class__ = _registered(type(accelerator))
+        kind_of_it: type = type(accelerator)
+        accelerator.__class__ = _registered(kind_of_it)
 
 
 def export_state(accelerator: Accelerator, folder: str | os.PathLike[str]) -> None:
@@ -78,6 +79,8 @@ class _Registered(Accelerator):
     """An accelerator after ``register``."""
 
     _tiered_store: TieredStore
+    _models: list[Any]
+    _optimizers: list[Any]
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -89,8 +92,8 @@ class _Registered(Accelerator):
             raise MisuseError(f"this model is in {store}, and the accelerator is registered for {self._tiered_store}")
         if store.device.type != self.device.type:
             raise MisuseError(
-                f"{store} computes on {store.device}, and this accelerator on {self.device}: make it with Accelerator(cpu=True), "
-                "or open the store with hbm= and that device="
+                f"{store} computes on {store.device}, and this accelerator on {self.device}: make it with "
+                "Accelerator(cpu=True), or open the store with hbm= and that device="
             )
         # evaluation_mode leaves out nothing but wrappers for training with several processes
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)  # type: ignore[no-any-return]
@@ -132,7 +135,9 @@ class _Registered(Accelerator):
             super().load_state(input_dir, load_kwargs, **more)
             return
         if not (folder / FILE).exists():
-            raise MisuseError(f"{folder} has neither {FILE} nor weights: save_state did not come to its end, or it is no such folder")
+            raise MisuseError(
+                f"{folder} has neither {FILE} nor weights: save_state did not come to its end, or it is another folder"
+            )
         try:
             found = json.loads((folder / FILE).read_text())
         except ValueError as error:
@@ -160,7 +165,9 @@ class _Registered(Accelerator):
             if isinstance(prepared.optimizer, zero.AdamW) and not prepared.optimizer.resident:
                 pager = placement_of(prepared.optimizer.param_groups[0]["params"][0])[0]
                 if pager in optimizers:
-                    raise MisuseError(f"model {pager.name!r} has two optimizers, and a commit has one: give it one with two groups")
+                    raise MisuseError(
+                        f"model {pager.name!r} has two optimizers, and a commit has one: give it one with two param groups"
+                    )
                 optimizers[pager] = prepared.optimizer
         paged = [model for model in self._models if is_paged(model)]
         return [(model, optimizers.get(pager_of(model))) for model in paged]
@@ -193,17 +200,17 @@ def _loader_state(loader: Any) -> dict[str, Any]:
     return {
         "iteration": getattr(loader, "iteration", None),
         "epoch": getattr(sampler, "epoch", None),
-        "seed": getattr(sampler, "initial_seed", None),
+        "initial_seed": getattr(sampler, "initial_seed", None),
         "generator": drawn,
     }
 
 
 def _load_loader(loader: Any, state: dict[str, Any]) -> None:
     """Set what ``_loader_state`` returned, as far as this loader has it."""
-    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
-    for owner, name, key in ((loader, "iteration", "iteration"), (sampler, "epoch", "epoch"), (sampler, "initial_seed", "seed")):
-        if state.get(key) is not None and hasattr(owner, name):
-            setattr(owner, name, state[key])
+    sampler: Any = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    for owner, name in ((loader, "iteration"), (sampler, "epoch"), (sampler, "initial_seed")):
+        if state.get(name) is not None and hasattr(owner, name):
+            setattr(owner, name, state[name])
     if state.get("generator") is not None and getattr(sampler, "generator", None) is not None:
         drawn = torch.frombuffer(bytearray(base64.b64decode(state["generator"])), dtype=torch.uint8)
         sampler.generator.set_state(drawn)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 from uuid import uuid4
 
 import torch
@@ -34,11 +34,11 @@ class TieredStrategy(SingleDeviceStrategy):
 
     ``store``: a ``TieredStore``, or the folder of one, which is opened when a run begins, with ``dram`` and ``options`` (other
     arguments of ``TieredStore.open``: ``hbm``, ``keep``, ``paths``). It stays open for further runs of the trainer and for the
-    model's parameters, until ``close()``. ``page``: arguments of ``zero.page`` (``name``, ``policy``, ``micro_batch``, ``weights``).
+    model's parameters, until ``close()``. ``page``: arguments of ``zero.page``, such as ``name``, ``policy`` and ``weights``.
 
     What ``configure_model`` builds is never whole in memory. Paging follows, before ``configure_optimizers``, which returns
-    ``zero.AdamW(self.parameters(), ...)``. A run without ``ckpt_path`` begins with the values that the module has, and overwrites
-    the model of that name in the store; the parameters of a module that was paged by an earlier run go on as they are.
+    ``zero.AdamW(self.parameters(), ...)``. A run without ``ckpt_path`` begins with the values that the module has, and
+    overwrites the model of that name in the store; a module that was paged by an earlier run goes on as it is.
 
     ``checkpoints``:
 
@@ -47,7 +47,7 @@ class TieredStrategy(SingleDeviceStrategy):
       ``trainer.save_checkpoint`` makes no copy of them in memory, and ``on_save_checkpoint`` finds an empty ``state_dict``.
     - "whole": a checkpoint file is what Lightning writes without this strategy, for which everything is copied to memory.
 
-    Either way ``ckpt_path=`` loads whole checkpoints, of whatever strategy. Random states are left as they are, as by Lightning.
+    Either way ``ckpt_path=`` loads whole checkpoints, of whatever strategy. Random states stay as they are, as with Lightning.
     """
 
     strategy_name = "tiered"
@@ -68,10 +68,12 @@ class TieredStrategy(SingleDeviceStrategy):
         if checkpoints not in ("commits", "whole"):
             raise MisuseError(f"checkpoints is 'commits' or 'whole', not {checkpoints!r}")
         if isinstance(store, TieredStore) and (dram is not None or options):
-            raise MisuseError(f"{store} is open, and has its options already: leave dram= and the others out, or give its folder")
+            raise MisuseError(f"{store} is open, and has its options already: leave dram= and others out, or give its folder")
         refused = {"existing", "stage", "group", "timeout", "source"} & set(page or {})
         if refused:
-            raise MisuseError(f"page={sorted(refused)} is not for this strategy: one process, and ckpt_path= says what to go on from")
+            raise MisuseError(
+                f"page={sorted(refused)} is not for this strategy, which has one process, and goes on from what ckpt_path= says"
+            )
         here = store.device if isinstance(store, TieredStore) else torch.device(device) if "hbm" in options else "cpu"
         super().__init__(here, accelerator, checkpoint_io, precision_plugin)
         self._given, self._options = store, {"dram": dram, "device": device, **options}
@@ -106,7 +108,7 @@ class TieredStrategy(SingleDeviceStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Page the module, then make its optimizers."""
         self.accelerator.setup(trainer)
-        self.model = self.precision_plugin.convert_module(self.model)
+        self.model: Any = self.precision_plugin.convert_module(self._module())
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -173,14 +175,15 @@ class TieredStrategy(SingleDeviceStrategy):
             elif _is_ours(optimizer):
                 load_optimizer(optimizer, state[KEY])
             else:
-                raise MisuseError(f"the checkpoint has the state of a tiered.zero.AdamW, and this is {type(optimizer).__name__}")
+                name = type(optimizer).__name__
+                raise MisuseError(f"the checkpoint is of a tiered.zero.AdamW, and configure_optimizers made a {name}")
 
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
 
 
-def _is_ours(optimizer: Optimizer) -> bool:
+def _is_ours(optimizer: Optimizer) -> TypeGuard[zero.AdamW]:
     return isinstance(optimizer, zero.AdamW) and not optimizer.resident
 
 

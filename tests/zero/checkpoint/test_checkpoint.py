@@ -245,6 +245,27 @@ def test_rollback_after_a_bad_step(tmp_path: Path, where: str, update: str) -> N
         assert equal(dict(model.state_dict()), values)
 
 
+def test_rollback_to_an_older_commit_that_is_kept(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "state", dram=DRAM, keep=2) as store:
+        model = zero.page(Tied(), store)
+        optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for number in range(3):
+            zero.commit(model, optimizer, extra={"step": number})
+            optimizer.zero_grad()
+            losses.append(model.loss(number))  # type: ignore[operator]
+            losses[-1].backward()
+            optimizer.step()
+        with pytest.raises(ManifestError, match="no generation 1"):
+            zero.rollback(model, optimizer, generation=1)
+        assert torch.equal(model.loss(9), model.loss(9))  # type: ignore[operator]  # nothing was changed
+        assert zero.rollback(model, optimizer, generation=2) == {"step": 1}
+        assert torch.equal(model.loss(1), losses[1])  # type: ignore[operator]
+        assert zero.rollback(model, optimizer, generation=3) == {"step": 2}
+        assert torch.equal(model.loss(2), losses[2])  # type: ignore[operator]
+        store.close()
+
+
 def test_a_commit_of_the_store_alone_never_pairs_an_old_record_with_newer_tensors(tmp_path: Path) -> None:
     with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
         model = zero.page(Tied(), store)

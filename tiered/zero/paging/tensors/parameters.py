@@ -331,8 +331,8 @@ def _refuse_wrapper(caller: str, args: Sequence[Any]) -> None:
     for module, why in WRAPPERS.items():
         if caller.startswith(module):
             raise MisuseError(
-                f"{_shown(args, {})} is paged, and {why}: leave the wrapper out, for several processes page their model together "
-                "(zero.page, with stage=); with accelerate, call tiered.integrations.accelerate.register before prepare"
+                f"{_shown(args, {})} is paged, and {why}: leave the wrapper out, for several processes page their model "
+                "together (zero.page, with stage=); with accelerate call tiered.integrations.accelerate.register before prepare"
             )
 
 
