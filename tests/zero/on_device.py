@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,34 @@ def mixed() -> nn.Module:
 
 
 MODELS = [lambda: Tied(mode="plain"), lambda: Tied(mode="checkpoint"), lambda: Tied(mode="reentrant"), mixed]
+
+
+@pytest.mark.parametrize("tier", ["dram", "hbm"])
+def test_gradients_are_on_the_device_for_who_computes_with_them(
+    tmp_path: Path, device: torch.device, tier: UpdateTier
+) -> None:
+    def clip(model: nn.Module, limit: float) -> torch.Tensor:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                assert parameter.grad.device == (parameter.grad * 2).device == device
+                parameter.grad.mul_(torch.tensor(0.7, device=device)).div_(3)
+                parameter.grad.view(-1)[:3].add_(parameter.grad.abs().max())
+                assert parameter.grad.norm().device == device
+        nn.utils.clip_grad_value_(model.parameters(), 0.1)
+        return nn.utils.clip_grad_norm_(model.parameters(), limit, error_if_nonfinite=True)
+
+    torch.manual_seed(0)
+    plain = Tied().to(device)
+    fused = torch.optim.AdamW(plain.parameters(), fused=True)
+    expected = train(plain, fused, partial(clip, plain), device)
+    torch.manual_seed(0)
+    model = Tied()
+    with open_store(tmp_path / "store", hbm="1MiB", dram="1MiB") as store:
+        zero.page(model, store, update_tier=tier)
+        optimizer = zero.AdamW(model.parameters())
+        assert train(model, optimizer, partial(clip, model), device) == expected
+        same(model, plain)
+        store.close()
 
 
 @pytest.mark.parametrize("make", MODELS, ids=["tied", "checkpoint", "reentrant", "mixed"])

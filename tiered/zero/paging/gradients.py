@@ -139,7 +139,7 @@ class UnitGradients:
         grad = placement.parameter.grad
         if grad is None or isinstance(grad, SpentGradient) or self.is_shown(placement):
             return None
-        return grad.values() if isinstance(grad, StoredGradient) else grad
+        return grad.collected() if isinstance(grad, StoredGradient) else grad
 
     # -- arriving ----------------------------------------------------------------------------------------------------------
 
@@ -296,8 +296,13 @@ class UnitGradients:
             return torch.empty(0, dtype=placement.dtype, device="cpu")
         self.close()
         with self.store.lease(self.key) as stored:
-            copy = part.view(stored).to("cpu", copy=True)
-        return _scaled(copy, self.states[placement]).to(placement.dtype)
+            copy, state = part.view(stored).to("cpu", copy=True), self.states[placement]
+        for scale in state.scales:
+            copy.mul_(scale)
+        wide = _widened(copy) if state.wide_scales else copy
+        for scale in state.wide_scales:
+            wide.mul_(scale)
+        return wide.to(placement.dtype)
 
     def norm(self, placement: Placement, order: float) -> torch.Tensor:
         """Return ``vector_norm`` of the part of the gradient that this process stores, from when it arrived where it is known.

@@ -164,8 +164,7 @@ class StoredGradient(torch.Tensor):
 
     _placement: weakref.ref[Placement]
     parameter_name: str
-    origin: StoredGradient
-    """The whole gradient: this object, but for views and aliases."""
+    _origin: StoredGradient | None
     path: tuple[View, ...]
     """How this is made of the whole gradient."""
 
@@ -181,8 +180,13 @@ class StoredGradient(torch.Tensor):
             device=placement.parameter.device,
         )
         made._placement, made.parameter_name = weakref.ref(placement), placement.name
-        made.origin, made.path = made, ()
+        made._origin, made.path = None, ()
         return made
+
+    @property
+    def origin(self) -> StoredGradient:
+        """The whole gradient: this object, but for views and aliases."""
+        return self if self._origin is None else self._origin
 
     def _viewed(self, view: View) -> Any:
         """Return what ``view`` makes of this, one object or several."""
@@ -207,7 +211,7 @@ class StoredGradient(torch.Tensor):
             device=self.device,
         )
         made._placement, made.parameter_name = self._placement, self.parameter_name
-        made.origin, made.path = self.origin, (*self.path, *view)
+        made._origin, made.path = self.origin, (*self.path, *view)
         return made
 
     # -- what torch does not dispatch --------------------------------------------------------------------------------------
@@ -216,6 +220,16 @@ class StoredGradient(torch.Tensor):
         """Return a copy of the values in ordinary memory. All ranks call it together."""
         with torch.no_grad():
             synchronised([self._found()[0]])
+            return _Copies().of(self)
+
+    def collected(self) -> torch.Tensor:
+        """Return a copy of the values, because this was assigned to another parameter's ``grad``, or is a view of its own."""
+        if self._found()[0].partition.shares > 1:
+            raise MisuseError(
+                f"a gradient of {self.parameter_name!r}, of which each rank has a share, was assigned to a parameter's grad: "
+                "assign grad.clone()"
+            )
+        with torch.no_grad():
             return _Copies().of(self)
 
     def is_whole(self) -> bool:
@@ -265,6 +279,8 @@ class StoredGradient(torch.Tensor):
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
+        if values is self:  # as Module.to() assigns it
+            return
         if values.shape != self.shape or values.dtype != self.dtype:
             raise MisuseError(
                 f"the gradient of {self.parameter_name!r} is {tuple(self.shape)}, {self.dtype}; its data cannot become "
