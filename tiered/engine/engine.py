@@ -321,8 +321,8 @@ class Engine:
             self._submit(Prefetch(keys, tier))
 
     def offload(self, keys: Sequence[Key], tier: int) -> Offload:
-        """Move ``keys`` down to ``tier``; return the request, which is done. Hints, and fetches along an order that is followed,
-        wait for the next touch. Raises what the request raises."""
+        """Move ``keys`` down to ``tier``; return the request, which is done. Hints are given up, and fetches along an order
+        that is followed wait for the next touch. Raises what the request raises."""
         self.refuse_nested()
         with self.lock:
             waiting = self.requests.waiting

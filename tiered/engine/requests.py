@@ -273,8 +273,8 @@ class Delete(Request):
 class Offload(Request):
     """Moves ``keys`` down until no tier above ``tier`` has a copy of them: what no tier below has is written back first.
 
-    A tensor stays where somebody has leased it, or still refers to its memory; ``stayed`` are those tensors. Raises the error of
-    a write-back that failed, and CapacityError where the tier is full and nothing can leave it.
+    A tensor stays where somebody has leased it, or still refers to its memory; ``stayed`` are those tensors. Raises the error
+    of a write-back that failed, and CapacityError where the tier is full and nothing can leave it.
     """
 
     def __init__(self, keys: Iterable[Key], tier: int) -> None:
