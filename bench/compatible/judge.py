@@ -67,7 +67,7 @@ def judge(row: Row, *, timeout: float, check: bool = False, folder: str | None =
         with suppress(ChildProcessError):
             os.waitpid(child, 0)
     seconds = time.perf_counter() - start
-    log = (here / "log").read_text(errors="replace")[-4000:] if (here / "log").exists() else ""
+    log = (here / "log").read_text(errors="replace")[-20_000:] if (here / "log").exists() else ""
     try:
         verdict, detail, read, trace = pickle.loads((here / "outcome").read_bytes())
     except FileNotFoundError:

@@ -17,7 +17,7 @@ GROUP = "writes"
 Write = Callable[[Any, Any], object]
 
 
-def writes(name: str) -> Callable[[Write], Write]:
+def writes(name: str, *, depends: bool = True) -> Callable[[Write], Write]:
     """Register a write to a model or one of its parameters: before training, and between two steps."""
 
     def register(write: Write) -> Write:
@@ -30,7 +30,7 @@ def writes(name: str) -> Callable[[Write], Write]:
             side.show("written", model.state_dict())
             side.train(model, optimizer, first=2)
 
-        row(GROUP, name)(function)
+        row(GROUP, name, depends=depends)(function)
         return write
 
     return register
@@ -241,7 +241,7 @@ def _(model: Any, p: Any) -> None:
     model.body[2].fc1.reset_parameters()
 
 
-@writes("reset_parameters() of every module")
+@writes("reset_parameters() of every module", depends=False)
 def _(model: Any, p: Any) -> None:
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
@@ -263,7 +263,7 @@ def _(model: Any, p: Any) -> None:
     vector_to_parameters(parameters_to_vector(model.parameters()).detach() * 0.9, model.parameters())
 
 
-@writes("load_state_dict, strict")
+@writes("load_state_dict, strict", depends=False)
 def _(model: Any, p: Any) -> None:
     torch.manual_seed(3)
     model.load_state_dict(Toy().state_dict())
