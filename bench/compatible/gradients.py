@@ -65,9 +65,7 @@ between("clip_grad_value_, foreach=True")(
 between("clip_grad_value_, foreach=False")(
     lambda model, optimizer: utils.clip_grad_value_(model.parameters(), 1e-3, foreach=False)
 )
-between("get_total_norm of the gradients")(
-    lambda model, optimizer: utils.get_total_norm([p.grad for p in model.parameters()])
-)
+between("get_total_norm of the gradients")(lambda model, optimizer: utils.get_total_norm([p.grad for p in model.parameters()]))
 between("get_total_norm, norm_type=inf, foreach=True")(
     lambda model, optimizer: utils.get_total_norm([p.grad for p in model.parameters()], norm_type=math.inf, foreach=True)
 )
@@ -145,15 +143,12 @@ between("p.grad is not None")(
     lambda model, optimizer: [[p.grad is not None for p in model.parameters()], model.head.bias.grad.sum()]
 )
 between("torch.isfinite(p.grad).all()")(
-    lambda model, optimizer: [[torch.isfinite(p.grad).all(), p.grad.isnan().any()] for p in model.parameters()]
-    + [model.head.bias.grad.sum()]
+    lambda model, optimizer: (
+        [[torch.isfinite(p.grad).all(), p.grad.isnan().any()] for p in model.parameters()] + [model.head.bias.grad.sum()]
+    )
 )
-between("torch.cat of all gradients")(
-    lambda model, optimizer: torch.cat([p.grad.flatten() for p in model.parameters()])
-)
-between("torch._foreach_norm of gradients")(
-    lambda model, optimizer: torch._foreach_norm([p.grad for p in model.parameters()])
-)
+between("torch.cat of all gradients")(lambda model, optimizer: torch.cat([p.grad.flatten() for p in model.parameters()]))
+between("torch._foreach_norm of gradients")(lambda model, optimizer: torch._foreach_norm([p.grad for p in model.parameters()]))
 between("torch.dot of gradient and parameter")(
     lambda model, optimizer: [torch.dot(p.grad.flatten(), p.detach().flatten()) for p in model.parameters()]
 )
@@ -163,13 +158,9 @@ between("p.grad.float(), p.grad.to(float64), p.grad.cpu()")(
 between("torch.nn.utils.parameters_to_vector of gradients")(
     lambda model, optimizer: utils.parameters_to_vector([p.grad for p in model.parameters()])
 )
-between("torch.save of gradients")(
-    lambda model, optimizer: _saved([p.grad for p in model.parameters()])
-)
+between("torch.save of gradients")(lambda model, optimizer: _saved([p.grad for p in model.parameters()]))
 between("p.grad.sum(), (p.grad ** 2).sum(), p.grad @ p.grad.t()")(
-    lambda model, optimizer: [
-        [g.sum(), (g**2).sum(), g @ g.t()] for g in (p.grad for p in model.parameters()) if g.ndim > 1
-    ]
+    lambda model, optimizer: [[g.sum(), (g**2).sum(), g @ g.t()] for g in (p.grad for p in model.parameters()) if g.ndim > 1]
 )
 between("optimizer.param_groups[0]['params'] gradients")(
     lambda model, optimizer: [p.grad.norm() for p in optimizer.param_groups[0]["params"]]

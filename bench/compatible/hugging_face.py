@@ -86,7 +86,7 @@ def trainer_of(
 
 def show_training(side: Side, trainer: Any) -> None:
     """Show what was logged, and the model."""
-    timed = ("runtime", "per_second", "flos")
+    timed = ("time", "per_second", "flos")
     log = [
         {key: value for key, value in line.items() if not any(word in key for word in timed)}
         for line in trainer.state.log_history
@@ -147,7 +147,9 @@ for _schedule, _kwargs in {
 training("logging of gradient norms (logging_steps=1)", logging_steps=1, max_grad_norm=1.0, logging_first_step=True)
 training("train_sampling_strategy='group_by_length'", train_sampling_strategy="group_by_length", max_grad_norm=0.0,
          data=samples(16, (8, 16, 12, 20)), extra={"data_collator": padded})  # fmt: skip
-training("samples of several lengths, padded", data=samples(16, (8, 16, 12)), max_grad_norm=0.0, extra={"data_collator": padded})
+training(
+    "samples of several lengths, padded", data=samples(16, (8, 16, 12)), max_grad_norm=0.0, extra={"data_collator": padded}
+)
 training("neftune_noise_alpha=5", neftune_noise_alpha=5.0, max_grad_norm=0.0)
 training("num_train_epochs=2", num_train_epochs=2, max_steps=-1, max_grad_norm=0.0)
 training("tied embeddings", lambda: llama(tie_word_embeddings=True), max_grad_norm=0.0)
@@ -370,7 +372,11 @@ def _(side: Side) -> None:
         save_strategy="no", logging_steps=1, predict_with_generate=True, generation_max_length=6, max_grad_norm=0.0,
     )  # fmt: skip
     trainer = transformers.Seq2SeqTrainer(
-        model=model, args=args, train_dataset=samples(8), eval_dataset=samples(4), optimizers=(side.adamw(model.parameters()), None)
+        model=model,
+        args=args,
+        train_dataset=samples(8),
+        eval_dataset=samples(4),
+        optimizers=(side.adamw(model.parameters()), None),
     )
     trainer.train()
     show_training(side, trainer)
@@ -478,7 +484,7 @@ for _name, _options in MODES.items():
         batch = padded(samples(4))
         side.train(model, optimizer, 1, loss=lambda model, number: model(**batch).loss)
         model.eval()
-        ids = batch["input_ids"][:1 if "lookup" in name else 2, :5]
+        ids = batch["input_ids"][: 1 if "lookup" in name else 2, :5]
         found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, **options)
         if not isinstance(found, torch.Tensor):
             side.show("logits", [found.logits, found.scores])
@@ -637,4 +643,5 @@ def _(side: Side) -> None:
         side.show("finite", math.isfinite(float(norm)))
         side.show("norm", norm)
 
-    side.train(model, optimizer, 3, loss=lambda model, number: model(**padded(samples(4))).loss, between=clip, scheduler=scheduler)
+    batch = padded(samples(4))
+    side.train(model, optimizer, 3, loss=lambda model, number: model(**batch).loss, between=clip, scheduler=scheduler)

@@ -66,16 +66,19 @@ for _backend in ("eager", "aot_eager", "inductor"):
         lambda model, backend=_backend: torch.compile(model, backend=backend),
         _slow,
     )
-    compiled(
-        f"model.compile(backend={_backend!r})", lambda model, backend=_backend: _whole(model, backend=backend), _slow
-    )
+    compiled(f"model.compile(backend={_backend!r})", lambda model, backend=_backend: _whole(model, backend=backend), _slow)
     compiled(
         f"block.compile(backend={_backend!r}) for each block",
         lambda model, backend=_backend: _each_block(model, backend=backend),
         _slow,
     )
-compiled("torch.compile(model, backend='eager', fullgraph=True)", lambda model: torch.compile(model, backend="eager", fullgraph=True))
-compiled("torch.compile(model, backend='aot_eager', dynamic=True)", lambda model: torch.compile(model, backend="aot_eager", dynamic=True))
+compiled(
+    "torch.compile(model, backend='eager', fullgraph=True)", lambda model: torch.compile(model, backend="eager", fullgraph=True)
+)
+compiled(
+    "torch.compile(model, backend='aot_eager', dynamic=True)",
+    lambda model: torch.compile(model, backend="aot_eager", dynamic=True),
+)
 
 
 @row(GROUP, "torch.compile before paging, backend='eager'", slow=3)
