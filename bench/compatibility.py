@@ -32,6 +32,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
+from textwrap import indent
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # rows are forked: no pool of threads may exist before
 
@@ -78,8 +79,8 @@ def missing(row: Row) -> str:
     return ""
 
 
-def run(rows: Sequence[Row], *, timeout: float, check: bool, folder: str | None) -> list[Outcome]:
-    """Judge each of ``rows``, with a line of progress."""
+def run(rows: Sequence[Row], *, timeout: float, check: bool, folder: str | None, verbose: bool) -> list[Outcome]:
+    """Judge each of ``rows``, with a line of progress. Prints those that fail, or all."""
     found: list[Outcome] = []
     start = time.perf_counter()
     for number, row in enumerate(rows, 1):
@@ -89,11 +90,21 @@ def run(rows: Sequence[Row], *, timeout: float, check: bool, folder: str | None)
             found.append(Outcome(row.group, row.name, MISSING, lacking, 0.0))
             continue
         found.append(judge(row, timeout=timeout, check=check, folder=folder))
-        if found[-1].verdict not in (IDENTICAL, CLEAR):
+        if verbose or found[-1].verdict not in (IDENTICAL, CLEAR):
             progress("")
-            print(f"{found[-1].verdict}: {row.group}: {row.name}: {found[-1].detail}", flush=True)
+            print(line(found[-1], verbose), flush=True)
     progress("")
     return found
+
+
+def line(found: Outcome, verbose: bool) -> str:
+    """Return what is printed of an outcome."""
+    if not verbose:
+        return f"{found.verdict}: {found.group}: {found.name}: {found.detail}"
+    text = (
+        f"{found.verdict:12} {found.seconds:6.1f} s  {found.read >> 10:6} KiB read  {found.group}: {found.name}  {found.detail}"
+    )
+    return text + (f"\n{indent(found.trace.rstrip(), '    ')}" if found.trace else "")
 
 
 def progress(text: str) -> None:
@@ -172,12 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not rows:
         print("no row has such a name: --list shows them", file=sys.stderr)
         return 2
-    found = run(rows, timeout=options.timeout, check=options.check, folder=options.dir)
-    if options.verbose:
-        for one in found:
-            print(f"{one.verdict:12} {one.seconds:6.1f} s  {one.read >> 10:6} KiB read  {one.group}: {one.name}  {one.detail}")
-            if one.trace and one.verdict != IDENTICAL:
-                print("    " + one.trace.rstrip().replace("\n", "\n    "))
+    found = run(rows, timeout=options.timeout, check=options.check, folder=options.dir, verbose=options.verbose)
     print(counts(found))
     print(versions())
     if options.json:
@@ -200,7 +206,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dir", default=tempfile.gettempdir(), help="where stores are made (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the outcomes, with traces")
     parser.add_argument("--write", metavar="FILE", help="write the page of documentation")
-    parser.add_argument("--verbose", action="store_true", help="print a line for each row, and traces")
+    parser.add_argument("--verbose", action="store_true", help="print a line for each row as it ends, and traces")
     return parser.parse_args(arguments)
 
 

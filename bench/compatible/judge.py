@@ -71,7 +71,7 @@ def judge(row: Row, *, timeout: float, check: bool = False, folder: str | None =
     try:
         verdict, detail, read, trace = pickle.loads((here / "outcome").read_bytes())
     except FileNotFoundError:
-        verdict, detail, read, trace = INVALID if check else WRONG, why, 0, log
+        verdict, detail, read, trace = (WRONG if (here / "paged").exists() else INVALID), why, 0, log
     shutil.rmtree(here, ignore_errors=True)
     return Outcome(row.group, row.name, verdict, detail, round(seconds, 2), read, trace)
 
