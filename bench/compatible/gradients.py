@@ -496,7 +496,7 @@ def _(side: Side) -> None:
 
 @row(GROUP, "GAN: two models, two optimizers, detach")
 def _(side: Side) -> None:
-    maker, critic = side.page(Dense(last=torch.nn.Linear(128, 32))), side.page(Dense(), name="critic")
+    maker, critic = side.page(Dense(last=lambda width: torch.nn.Linear(width, 32))), side.page(Dense(), name="critic")
     makers, critics = side.adamw(maker.parameters()), side.adamw(critic.parameters())
     for number in range(3):
         noise, real = (torch.randn(8, 32) for _ in range(2))

@@ -25,6 +25,9 @@ __all__ = ["ROWS", "Dense", "Row", "Side", "Toy", "row"]
 BUDGET = 1 << 20
 """Bytes of DRAM that a paged model has, unless it needs more."""
 
+DEADLINE = 10.0
+"""Seconds after which a store says that there is no room: before a row's time is over."""
+
 Loss = Callable[[nn.Module, int], torch.Tensor]
 
 
@@ -159,7 +162,9 @@ class Side:
             store.close()
 
     def _opened(self, budget: int) -> TieredStore:
-        store = TieredStore.open(self.folder / f"store{len(self._stores)}-{budget}", dram=budget, durability="none")
+        store = TieredStore.open(
+            self.folder / f"store{len(self._stores)}-{budget}", dram=budget, durability="none", deadline=DEADLINE
+        )
         self._stores.append(store)
         return store
 
@@ -229,13 +234,13 @@ class Toy(nn.Module):
 
 
 class Dense(nn.Sequential):
-    """A perceptron of smooth layers, from 32 numbers to one."""
+    """A perceptron of smooth layers, from 32 numbers to one: 1.2 MiB of parameters."""
 
-    def __init__(self, width: int = 128, depth: int = 5, last: nn.Module | None = None) -> None:
+    def __init__(self, width: int = 176, depth: int = 10, last: Callable[[int], nn.Module] | None = None) -> None:
         layers: list[nn.Module] = [nn.Linear(32, width), nn.Tanh()]
         for _ in range(depth):
             layers += [nn.Linear(width, width), nn.Tanh()]
-        super().__init__(*layers, last or nn.Linear(width, 1))
+        super().__init__(*layers, last(width) if last else nn.Linear(width, 1))
 
     def loss(self, number: int) -> torch.Tensor:
         """Return the loss of batch ``number``."""

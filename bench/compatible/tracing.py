@@ -129,7 +129,7 @@ def _(side: Side) -> None:
     side.train(model, optimizer, 3, loss=lambda model, number: entropy(model(tokens(number, 4, 8))))
 
 
-@row(GROUP, "compiled autograd", slow=3)
+@row(GROUP, "compiled autograd")
 def _(side: Side) -> None:
     model, optimizer = side.toy()
 
