@@ -58,7 +58,7 @@ def judge(row: Row, *, timeout: float, check: bool = False, folder: str | None =
     here = Path(tempfile.mkdtemp(prefix="compatibility-", dir=folder))
     start = time.perf_counter()
     limit = timeout * row.slow
-    child = _forked(row, here, limit, check)
+    child = _forked(row, here, check)
     try:
         why = _waited(child, limit)
     finally:
@@ -76,7 +76,7 @@ def judge(row: Row, *, timeout: float, check: bool = False, folder: str | None =
     return Outcome(row.group, row.name, verdict, detail, round(seconds, 2), read, trace)
 
 
-def _forked(row: Row, here: Path, limit: float, check: bool) -> int:
+def _forked(row: Row, here: Path, check: bool) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python's about threads: the parent has computed nothing
         child = os.fork()
@@ -91,11 +91,10 @@ def _forked(row: Row, here: Path, limit: float, check: bool) -> int:
         for stream in (1, 2):
             os.dup2(log, stream)
         faulthandler.enable(log)
-        faulthandler.dump_traceback_later(0.9 * limit, file=log)
+        faulthandler.register(signal.SIGUSR1, log)
         os.chdir(here)
         warnings.simplefilter("ignore")
         found = (_examined if check else _compared)(row, here)
-        faulthandler.cancel_dump_traceback_later()
         (here / "unfinished").write_bytes(pickle.dumps(found))
         (here / "unfinished").rename(here / "outcome")
     except BaseException:
@@ -113,6 +112,8 @@ def _waited(child: int, limit: float) -> str:
             ended = f"by signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "without a result"
             return f"the process ended {ended}"
         if time.monotonic() > deadline:
+            os.kill(child, signal.SIGUSR1)  # where it is
+            time.sleep(0.2)
             return f"no result after {limit:g} s"
         with suppress(psutil.Error):
             if psutil.Process(child).memory_info().rss > MOST_MEMORY:
