@@ -190,9 +190,9 @@ class Commits(Generations):
     def kept(self) -> tuple[int, ...]:
         return tuple(number for number in self._kept if number not in self.unreadable)
 
-    def retain(self, newest: int, also: Collection[int]) -> None:
-        """Keep that many of the newest generations from the next commit on, and those of ``also``."""
-        self._keep, self._also = newest, frozenset(also)
+    def retain(self, newest: int | None, also: Collection[int]) -> None:
+        """Keep that many of the newest generations from the next commit on (None: as many as now), and those of ``also``."""
+        self._keep, self._also = self._keep if newest is None else newest, frozenset(also)
 
     @property
     def meta(self) -> dict[str, Any]:

@@ -397,16 +397,16 @@ class TieredStore:
         return self._generations.kept
 
     @from_here
-    def retain(self, newest: int, *, also: Collection[int] = ()) -> None:
-        """Keep, from the next commit on, that many of the newest generations, and those of ``also``, however old they are; in
-        place of ``keep=``. Call it again after reopening.
+    def retain(self, newest: int | None = None, *, also: Collection[int] = ()) -> None:
+        """Keep, from the next commit on, that many of the newest generations (None: as many as now, at first ``keep=``), and
+        those of ``also``, however old they are. Call it again after reopening.
 
         Raises MisuseError for a number below 1, for a generation that is not there, and where nothing can be committed.
         """
         commits = self._committing(None)
         wanted = sorted(set(also))
         gone = [number for number in wanted if number not in commits.kept]
-        if type(newest) is not int or newest < 1 or gone:
+        if gone or (newest is not None and (type(newest) is not int or newest < 1)):
             raise MisuseError(
                 f"generation {gone[0]} is not there any more: of {self}, {list(commits.kept)} are"
                 if gone

@@ -756,7 +756,8 @@ class Pager:
         version = self._home[parameter][0].version
         other, then, copied = self._copied.get(parameter, ("", version, _no_tensor))
         copy = copied()
-        if copy is not None and other != name and then == version and state.get(other) is copy:
+        there = state.get(other) is copy
+        if copy is not None and there and other != name and then == version:
             return copy
         copy = self.value(parameter)
         self._copied[parameter] = name, self._home[parameter][0].version, weakref.ref(copy)
