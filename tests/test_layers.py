@@ -41,6 +41,7 @@ TREE: dict[str, tuple[str, ...]] = {
     "zero.paging.tensors": ("parameters", "gradients"),
     "zero.build": ("staging", "construct"),
     "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors"),
+    "integrations": ("transformers",),
     "cli": ("arguments", "stop", "measure", "output", "machine", "info", "stores", "train", "bench", "completion", "main"),
     "cli.stores": ("ls", "verify", "export", "import_"),
     "cli.train": ("options", "model", "timeline", "ranks", "loop", "resume", "report", "run", "check", "command"),
@@ -59,6 +60,7 @@ USES: dict[str, tuple[str, ...]] = {
     "engine": ("",),
     "store": ("", "format", "io", "tiers", "links", "engine"),
     "zero": ("tiered", "errors", "types", "system", "store.at_rest", "format.safetensors", "format.safetensors_writer"),
+    "integrations": ("tiered", "zero"),
     "cli": ("tiered", "", "format", "io", "tiers", "links", "engine", "store", "zero", "data"),
 }
 

@@ -7,7 +7,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
@@ -422,6 +422,30 @@ class TieredStore:
     def meta(self) -> dict[str, Any]:
         """User data of the commit numbered ``generation``, as JSON returns it; empty before the first."""
         return self._generations.meta
+
+    @property
+    def generations(self) -> tuple[int, ...]:
+        """Numbers of the commits that ``rollback`` and ``open(generation=)`` can go back to, oldest first; empty where nothing
+        can be committed."""
+        return self._generations.kept
+
+    @from_here
+    def retain(self, newest: int | None = None, *, also: Collection[int] = ()) -> None:
+        """Keep, from the next commit on, that many of the newest generations (None: as many as now, at first ``keep=``), and
+        those of ``also``, however old they are. Call it again after reopening.
+
+        Raises MisuseError for a number below 1, for a generation that is not there, and where nothing can be committed.
+        """
+        commits = self._committing(None)
+        wanted = sorted(set(also))
+        gone = [number for number in wanted if number not in commits.kept]
+        if gone or (newest is not None and (type(newest) is not int or newest < 1)):
+            raise MisuseError(
+                f"generation {gone[0]} is not there any more: of {self}, {list(commits.kept)} are"
+                if gone
+                else f"at least the newest generation stays: {newest!r} is no number of generations to retain"
+            )
+        commits.retain(newest, wanted)
 
     @property
     def device(self) -> torch.device:

@@ -245,6 +245,32 @@ def test_rollback_after_a_bad_step(tmp_path: Path, where: str, update: str) -> N
         assert equal(dict(model.state_dict()), values)
 
 
+def test_rollback_to_an_earlier_commit(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with TieredStore.open(tmp_path / "state", dram=DRAM, keep=3) as store:
+        model = zero.page(Tied(), store)
+        optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+        losses: list[float] = []
+
+        def step() -> float:
+            optimizer.zero_grad()
+            loss = model.loss(len(losses))  # type: ignore[operator]
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.item()))
+            return losses[-1]
+
+        for _ in range(3):
+            step()
+            zero.commit(model, optimizer, extra={"step": len(losses)})
+        with pytest.raises(ManifestError, match="no generation 9"):
+            zero.rollback(model, optimizer, generation=9)
+        step()
+        expected, losses = losses[1:], losses[:1]
+        assert zero.rollback(model, optimizer, generation=1) == {"step": 1}
+        assert [step() for _ in expected] == expected
+
+
 def test_a_commit_of_the_store_alone_never_pairs_an_old_record_with_newer_tensors(tmp_path: Path) -> None:
     with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
         model = zero.page(Tied(), store)

@@ -109,8 +109,10 @@ def rollback(
     scheduler: Stateful | None = None,
     scaler: Stateful | None = None,
     data: Stateful | torch.Generator | None = None,
+    generation: int | None = None,
 ) -> Any:
     """Give up all since the last commit, after an exception or a loss that is not finite, say; returns its ``extra``.
+    ``generation``: go back to an earlier commit, one of ``store.generations``.
 
     Whatever an exception left of forward, backward or ``step()``, and wherever it struck: all that models in the store hold by
     themselves (leases, gradients, updates that are pending, hooks) is thrown away. Where this call is interrupted, too, call it
@@ -131,8 +133,8 @@ def rollback(
             "for it (again, with all that zero.commit was given)"
         )
     try:
-        pager.store.rollback(needs=[pager.checkpoint.key])
-    except MisuseError:  # nothing was changed
+        pager.store.rollback(generation, needs=[pager.checkpoint.key])
+    except (MisuseError, ManifestError):  # nothing was changed
         for other, why in zip(others, before, strict=True):
             other.intent.spoil(why)
         raise

@@ -204,6 +204,7 @@ class Pager:
         self._bases: dict[int, Unit] = {}
         self._accesses = 0  # functions of torch that use parameters, outside of modules whose forward holds them
         self._gatherings: weakref.WeakSet[Gathering] = weakref.WeakSet()
+        self._copied: dict[nn.Parameter, tuple[str, int, Callable[[], torch.Tensor | None]]] = {}
         self._backward: Backward | None = None
         self._updates = BackwardUpdates()
         self.step_trace = StepTrace.of(store)
@@ -747,7 +748,20 @@ class Pager:
     def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, parameter in module._parameters.items() if not isinstance(state, Listing) else ():
             if parameter is not None and prefix + name in state and parameter in self._home:
-                state[prefix + name] = self.value(parameter)
+                state[prefix + name] = self._copy_for(state, prefix + name, parameter)
+
+    def _copy_for(self, state: dict[str, Any], name: str, parameter: nn.Parameter) -> torch.Tensor:
+        """Return a copy of a parameter's value for ``state``: the one that it has already where modules share the parameter, so
+        that a tied weight is one tensor, as in memory."""
+        version = self._home[parameter][0].version
+        other, then, copied = self._copied.get(parameter, ("", version, _no_tensor))
+        copy = copied()
+        there = state.get(other) is copy
+        if copy is not None and there and other != name and then == version:
+            return copy
+        copy = self.value(parameter)
+        self._copied[parameter] = name, self._home[parameter][0].version, weakref.ref(copy)
+        return copy
 
     def listed(self) -> dict[str, Any]:
         """Return what ``state_dict`` has, with the parameters themselves in place of their values."""
@@ -829,6 +843,10 @@ def pager_of(model: nn.Module) -> Pager:
     for parameter in model.parameters():
         return placement_of(parameter)[0]
     raise MisuseError("this model has no parameters")
+
+
+def _no_tensor() -> None:
+    """Stand for a weak reference to nothing."""
 
 
 def weak_hook(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement], None]) -> Callable[[Any], None]:
