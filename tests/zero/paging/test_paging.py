@@ -251,6 +251,19 @@ def test_state_dict_loads_into_an_ordinary_model_and_back(store: TieredStore) ->
     assert held(store) == 0
 
 
+def test_state_dict_has_one_tensor_for_a_tied_parameter(store: TieredStore) -> None:
+    model = zero.page(Tied(), store)
+    first = model.state_dict()
+    assert first["head.weight"] is first["embedding.weight"]
+    assert first["norm.weight"] is not first["norm.bias"]
+    with torch.no_grad():
+        model.embedding.weight.mul_(2)
+    assert torch.equal(model.head.state_dict()["weight"], 2 * first["head.weight"])
+    again = model.state_dict(destination=first)  # of now, also where earlier copies lie
+    assert again["head.weight"] is again["embedding.weight"]
+    assert torch.equal(again["head.weight"], model.embedding.weight)
+
+
 def test_a_submodule_may_be_called_by_itself(store: TieredStore) -> None:
     reference = Tied()
     block = reference.blocks[0]

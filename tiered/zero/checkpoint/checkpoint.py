@@ -138,6 +138,8 @@ def rollback(
         for other, why in zip(others, before, strict=True):
             other.intent.spoil(why)
         raise
+    if generation is not None:
+        pager.partition.refuse_apart(pager.store)
     if pager.splitter is not None:
         pager.splitter.activations.forget()
     pager.gradient_sync.paused = False
@@ -152,6 +154,20 @@ def rollback(
 def extra_of(store: TieredStore, name: str) -> Any:
     """Return what ``resume`` will return, before there is a model: it may say how to make one. Raises as ``resume``."""
     return read_record(store, name)["extra"]
+
+
+def optimizer_record(optimizer: AdamW) -> dict[str, Any]:
+    """Return the param groups and step counts of an optimizer for paged parameters; its states are in the store. What a commit
+    has of it, for those who keep it elsewhere."""
+    return _of_optimizer(optimizer, placement_of(optimizer.param_groups[0]["params"][0])[0])
+
+
+def load_optimizer(optimizer: AdamW, record: Mapping[str, Any]) -> None:
+    """Load what ``optimizer_record`` returned. Raises MisuseError where the param groups have other parameters."""
+    pager = placement_of(optimizer.param_groups[0]["params"][0])[0]
+    here = [_names(group["params"], pager) for group in optimizer.param_groups]
+    named = {placement.name: placement for placement in pager.placements}
+    loaders.load_all([loaders.of_optimizer(optimizer, here, named, record)])
 
 
 # Writing

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from tiered.zero.paging.units import Placement
 __all__ = [
     "Loader",
     "Stateful",
+    "keeping_random_states",
     "load_all",
     "of_data",
     "of_generator",
@@ -221,6 +222,16 @@ def random_states() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
     }
+
+
+@contextmanager
+def keeping_random_states() -> Iterator[None]:
+    """Have the random generators go on after a block as if it had not been."""
+    before = random_states()
+    try:
+        yield
+    finally:
+        load_all([of_random(before)])
 
 
 def of_random(found: Mapping[str, Any]) -> Loader:

@@ -746,6 +746,7 @@ class Pager:
     # -- state_dict --------------------------------------------------------------------------------------------------------
 
     def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Put copies in the place of parameters; one copy of a parameter that has several names, as torch has one tensor."""
         for name, parameter in module._parameters.items() if not isinstance(state, Listing) else ():
             if parameter is not None and prefix + name in state and parameter in self._home:
                 state[prefix + name] = self._copy_for(state, prefix + name, parameter)

@@ -21,6 +21,7 @@ one element after the other.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
@@ -133,6 +134,13 @@ REFUSED = {
     **dict.fromkeys(_words("as_strided_ _set_data rename_ swap_tensors names.__set__ real.__set__ imag.__set__"), RESHAPED),
 }
 """Functions that cannot be right, and why."""
+
+WRAPPERS = {
+    "torch.nn.parallel.distributed": "DistributedDataParallel would reduce its gradients a second time",
+    "torch.distributed.fsdp._fully_shard": "fully_shard would take its parameters out of the store",
+    "torch.distributed.fsdp": "FullyShardedDataParallel would take its parameters out of the store",
+}
+"""Modules of torch that divide or reduce a model whose paging does that itself, and what they would do. The first that fits."""
 
 COPIED = {"numpy"}
 """Functions whose result, which is no tensor, shares the memory of their argument."""
@@ -280,6 +288,9 @@ def _owner(parameter: torch.Tensor) -> ParameterOwner:
 
 def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name = _name(func)
+    caller = sys._getframe(1).f_back  # of the function, of which C has no frame
+    if caller is not None and caller.f_globals.get("__name__", "").startswith("torch."):
+        _refuse_wrapper(caller.f_globals["__name__"], args)
     if name in AS_IT_IS:
         first = args[0] if args else None
         if not isinstance(first, PagedView):
@@ -312,6 +323,17 @@ def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: 
     if name.startswith("_foreach_"):
         return _for_each(func, args, kwargs)
     return _compute(name, func, args, kwargs)
+
+
+def _refuse_wrapper(caller: str, args: Sequence[Any]) -> None:
+    """Raise MisuseError where the module that calls a function of a parameter is one that wraps models. They have no hook that
+    would tell, and ask each parameter for something before they change anything of it."""
+    for module, why in WRAPPERS.items():
+        if caller.startswith(module):
+            raise MisuseError(
+                f"{_shown(args, {})} is paged, and {why}: leave the wrapper out, for several processes page their model together "
+                "(zero.page, with stage=); with accelerate, call tiered.integrations.accelerate.register before prepare"
+            )
 
 
 def _of_view(name: str, func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

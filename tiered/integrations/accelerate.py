@@ -1,0 +1,219 @@
+"""Have Hugging Face Accelerate save and load a paged model as commits of its store (https://hf.co/docs/accelerate).
+
+A loop over ``accelerator.prepare(...)`` needs nothing of this file: a paged model and ``zero.AdamW`` go through it as any others.
+``register`` is for the three places where Accelerate would do what paging does already: it wraps a model in
+DistributedDataParallel, copies optimizer states to a device, and saves copies of everything.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import nn
+
+from tiered import MisuseError, TieredStore, zero
+from tiered.integrations.saves import Pair, Saved, is_paged, restore, save, store_of
+from tiered.zero.paging.pager import pager_of, placement_of
+
+__all__ = ["FILE", "export_state", "register"]
+
+FILE = "tiered.json"
+"""The file in a folder of ``save_state`` that says which commit has the model and its optimizer."""
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+REFUSED = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+"""Kinds of training that divide the model themselves."""
+
+
+def register(accelerator: Accelerator, store: TieredStore) -> None:
+    """Have ``accelerator`` know models that are paged into ``store``. Call it before ``prepare``.
+
+    - ``prepare`` leaves such a model unwrapped with several processes, for paging averages the gradients itself, and moves no
+      optimizer state.
+    - ``accumulate`` and ``no_sync`` add gradients up in the rank's store, as ``zero.no_sync``.
+    - ``save_state(folder)`` commits the store, without a copy of the states in memory. The folder has the rest, as Accelerate
+      writes it (schedulers, samplers, random states, registered objects), and in ``tiered.json`` which commit belongs to it. So
+      the store is needed to load it, and has to keep the commit: ``TieredStore.open(keep=)``.
+    - ``load_state(folder)`` goes back to that commit. It also loads a folder that Accelerate saved without this, from a model in
+      memory or on a store. ``export_state`` writes such a folder.
+
+    Models and optimizers of ``accelerator`` that are not paged stay as they are. Raises MisuseError where the accelerator
+    divides models itself (FSDP, DeepSpeed, Megatron-LM) or is registered for another store.
+    """
+    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    if kind in REFUSED:
+        raise MisuseError(
+            f"this accelerator is set up for {kind}, which divides a model itself, and paging does that, too: leave its plugin "
+            "out (accelerate config: no FSDP, no DeepSpeed), and give zero.page a stage="
+        )
+    registered = getattr(accelerator, "_tiered_store", None)
+    if registered is not None and registered is not store:
+        raise MisuseError(f"this accelerator is registered for {registered}: make one for each store")
+    if registered is None:
+        accelerator._tiered_store = store
+        accelerator.__class__ = _registered(type(accelerator))
+
+
+def export_state(accelerator: Accelerator, folder: str | os.PathLike[str]) -> None:
+    """Write to ``folder`` what ``save_state`` of an accelerator without a store writes, for any accelerator to load.
+
+    The parameters and optimizer states are copied to memory for that, all at once. Several processes call it together.
+    """
+    plain: Any = super(_Registered, accelerator) if isinstance(accelerator, _Registered) else accelerator
+    plain.save_state(os.fspath(folder))
+
+
+class _Registered(Accelerator):
+    """An accelerator after ``register``."""
+
+    _tiered_store: TieredStore
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        if not is_paged(model):
+            return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
+        store = store_of(model)
+        if store is not self._tiered_store:
+            raise MisuseError(f"this model is in {store}, and the accelerator is registered for {self._tiered_store}")
+        if store.device.type != self.device.type:
+            raise MisuseError(
+                f"{store} computes on {store.device}, and this accelerator on {self.device}: make it with Accelerator(cpu=True), "
+                "or open the store with hbm= and that device="
+            )
+        # evaluation_mode leaves out nothing but wrappers for training with several processes
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)  # type: ignore[no-any-return]
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        if isinstance(optimizer, zero.AdamW):
+            device_placement = False  # it would copy all states to the device, and back
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        with zero.no_sync(model) if is_paged(model) else super().no_sync(model):
+            yield
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **more: Any) -> Any:
+        pairs = self._paged()
+        if not pairs:
+            return super().save_state(output_dir, safe_serialization, **more)
+        mark = [uuid4().hex]
+        if self.num_processes > 1:
+            broadcast_object_list(mark)
+        writes = self.is_main_process or (self.project_configuration.save_on_each_node and self.is_local_main_process)
+        if output_dir is not None and writes:
+            Path(output_dir, FILE).unlink(missing_ok=True)  # until the folder is complete it belongs to no commit
+        self.wait_for_everyone()
+        with self._without(pairs):
+            folder = super().save_state(output_dir, safe_serialization, **more)
+        generations = tuple(gather_object([save(pairs, mark[0])]))
+        found = {"loaders": [_loader_state(loader) for loader in self._dataloaders]}
+        if writes:
+            _write(Path(folder, FILE), {**Saved(mark[0], generations).written(), **found})
+        self.wait_for_everyone()
+        return folder
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **more: Any) -> None:
+        pairs = self._paged()
+        folder = self._folder(input_dir) if pairs else None
+        if folder is None or (not (folder / FILE).exists() and any((folder / name).exists() for name in WEIGHTS)):
+            super().load_state(input_dir, load_kwargs, **more)
+            return
+        if not (folder / FILE).exists():
+            raise MisuseError(f"{folder} has neither {FILE} nor weights: save_state did not come to its end, or it is no such folder")
+        try:
+            found = json.loads((folder / FILE).read_text())
+        except ValueError as error:
+            raise MisuseError(f"{folder / FILE} is damaged: {error}") from error
+        restore(pairs, Saved.of(found, str(folder)), str(folder), rank=self.process_index)
+        with self._without(pairs):
+            super().load_state(input_dir, load_kwargs, **more)
+        for loader, state in zip(self._dataloaders, found.get("loaders", ()), strict=False):
+            _load_loader(loader, state)
+
+    def _folder(self, given: str | None) -> Path | None:
+        """Return the folder that ``load_state`` means, as it finds it; None where it finds none, and says so."""
+        if given is not None:
+            found = Path(os.path.expanduser(given))
+            return found if found.is_dir() else None
+        if not self.project_configuration.automatic_checkpoint_naming:
+            return None
+        numbered = {path: re.findall(r"\d+", path.name) for path in Path(self.project_dir, "checkpoints").glob("*")}
+        return max((path for path, found in numbered.items() if found), key=lambda path: int(numbered[path][-1]), default=None)
+
+    def _paged(self) -> list[Pair]:
+        """Return the paged models that were prepared, each with its optimizer."""
+        optimizers: dict[Any, zero.AdamW] = {}
+        for prepared in self._optimizers:
+            if isinstance(prepared.optimizer, zero.AdamW) and not prepared.optimizer.resident:
+                pager = placement_of(prepared.optimizer.param_groups[0]["params"][0])[0]
+                if pager in optimizers:
+                    raise MisuseError(f"model {pager.name!r} has two optimizers, and a commit has one: give it one with two groups")
+                optimizers[pager] = prepared.optimizer
+        paged = [model for model in self._models if is_paged(model)]
+        return [(model, optimizers.get(pager_of(model))) for model in paged]
+
+    @contextmanager
+    def _without(self, pairs: list[Pair]) -> Iterator[None]:
+        """Leave the models and optimizers that the store has out of what Accelerate saves and loads, for a block."""
+        models, optimizers = self._models, self._optimizers
+        paged = [id(one) for pair in pairs for one in pair]
+        self._models = [model for model in models if id(model) not in paged]
+        self._optimizers = [prepared for prepared in optimizers if id(prepared.optimizer) not in paged]
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+
+@cache
+def _registered(kind: type) -> type:
+    """Return the class of registered accelerators that were of class ``kind``."""
+    return _Registered if kind is Accelerator else type(kind.__name__, (_Registered, kind), {})
+
+
+def _loader_state(loader: Any) -> dict[str, Any]:
+    """Return how many epochs a prepared data loader has ended, and what draws the order of the next one. Accelerate saves
+    neither."""
+    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    generator = getattr(sampler, "generator", None) if not hasattr(sampler, "epoch") else None  # which seeds it anew
+    drawn = None if generator is None else base64.b64encode(generator.get_state().numpy().tobytes()).decode()
+    return {
+        "iteration": getattr(loader, "iteration", None),
+        "epoch": getattr(sampler, "epoch", None),
+        "seed": getattr(sampler, "initial_seed", None),
+        "generator": drawn,
+    }
+
+
+def _load_loader(loader: Any, state: dict[str, Any]) -> None:
+    """Set what ``_loader_state`` returned, as far as this loader has it."""
+    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    for owner, name, key in ((loader, "iteration", "iteration"), (sampler, "epoch", "epoch"), (sampler, "initial_seed", "seed")):
+        if state.get(key) is not None and hasattr(owner, name):
+            setattr(owner, name, state[key])
+    if state.get("generator") is not None and getattr(sampler, "generator", None) is not None:
+        drawn = torch.frombuffer(bytearray(base64.b64decode(state["generator"])), dtype=torch.uint8)
+        sampler.generator.set_state(drawn)
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    """Write a file that is there as a whole or not at all, also after a power loss."""
+    part = path.with_name(path.name + ".tmp")
+    with part.open("w") as file:
+        json.dump(found, file)
+        file.flush()
+        os.fsync(file.fileno())
+    part.rename(path)
