@@ -25,7 +25,12 @@ SECTIONS: list[tuple[str, str, list[str] | None, str]] = [
     ("An order to follow", "tiered.engine.policy", ["Touch"], ""),
     ("Checking a store", "tiered.store.verify", None, ""),
     ("Importing", "tiered.store.importing", None, ""),
-    ("Statistics", "tiered.telemetry", ["FlowStatistics", "LinkStatistics", "StoreStatistics", "TierStatistics"], ""),
+    (
+        "Statistics",
+        "tiered.telemetry",
+        ["FlowStatistics", "LinkStatistics", "Offloaded", "StoreStatistics", "TierStatistics"],
+        "",
+    ),
     (
         "Timelines",
         "tiered.telemetry",

@@ -41,7 +41,7 @@ TREE: dict[str, tuple[str, ...]] = {
     "zero.paging.tensors": ("parameters", "gradients"),
     "zero.build": ("staging", "construct"),
     "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors"),
-    "integrations": ("saves", "accelerate", "lightning"),
+    "integrations": ("saves", "transformers", "accelerate", "lightning"),
     "cli": ("arguments", "stop", "measure", "output", "machine", "info", "stores", "train", "bench", "completion", "main"),
     "cli.stores": ("ls", "verify", "export", "import_"),
     "cli.train": ("options", "model", "timeline", "ranks", "loop", "resume", "report", "run", "check", "command"),
@@ -72,9 +72,11 @@ LARGEST_PACKAGE = 12  # files and subpackages
 # The one thing that each file of more than 600 or fewer than 60 lines owns.
 LONG_OR_SHORT: dict[str, str] = {
     "cli.info": "the options of `tiered info`; what they ask for imports torch, and --help must not",
+    "engine.engine": "the engine's thread and lock, and what callers do under them",
     "engine.state": "what the engine's lock guards, kept consistent; no decisions",
     "io.probe": "whether libaio works here, asked without importing it",
     "store.commit": "generations of an open store: commit, rollback, recovery",
+    "zero.page": "the public calls on a whole model, beside training it",
     "zero.paging.gradients": "the gradients of one unit, from autograd to the update",
     "zero.paging.tensors.parameters": "what a parameter answers to torch while its values are in the store",
     "zero.paging.pager": "a paged model's hooks, frames and backward pass",

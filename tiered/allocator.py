@@ -67,6 +67,10 @@ class FreeSpace:
         last = self._starts[-1] if self._starts else None
         return self._sizes[last] if last is not None and last + self._sizes[last] == self.capacity else 0
 
+    def free_ranges(self) -> list[tuple[int, int]]:
+        """Return offset and size of each free range, by address."""
+        return [(start, self._sizes[start]) for start in self._starts]
+
     def round_up(self, nbytes: int) -> int:
         return -(-nbytes // self.alignment) * self.alignment
 

@@ -13,7 +13,7 @@ from tiered.types import Candidate, Completion, Fence, IOCompletion, IORequest, 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["EvictionPolicy", "IOBackend", "Link", "Memory", "Movable", "Planned", "Restorable", "Streams", "Tier"]
+__all__ = ["EvictionPolicy", "IOBackend", "Link", "Memory", "Movable", "Planned", "Restorable", "Returnable", "Streams", "Tier"]
 
 
 @runtime_checkable
@@ -122,6 +122,15 @@ class Memory(Tier, Protocol):
 
     def close(self) -> None:
         """Release the memory; tensors that still alias it stay valid. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class Returnable(Memory, Protocol):
+    """A memory whose free ranges can be given back to the system. An interface of its own, because not every memory can."""
+
+    def give_back(self) -> int:
+        """Give the memory of free ranges back; return how many bytes. It comes again at the next touch."""
         ...
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "FlowStatistics",
     "LeaseEvent",
     "LinkStatistics",
+    "Offloaded",
     "PoolEvent",
     "Recorder",
     "Span",
@@ -116,6 +117,16 @@ class StoreStatistics:
 
 
 Event = TypeVar("Event")
+
+
+@dataclass(frozen=True, slots=True)
+class Offloaded:
+    """What ``TieredStore.offload`` did: ``stayed`` are the tensors that are leased, or whose memory something still refers to.
+    ``given_back``: bytes of the DRAM budget that the process does not use now. ``seconds``: how long it took."""
+
+    stayed: tuple[str, ...]
+    given_back: int
+    seconds: float
 
 
 class _Space(Protocol):

@@ -276,9 +276,8 @@ def test_two_models_in_one_store(store: TieredStore, tmp_path: Path) -> None:
     step()
     assert same(run.result(), after[0])
     assert same({**model.state_dict()}, after[1])
+    run.accelerator.prepare(zero.AdamW(other.parameters()))
     with pytest.raises(MisuseError, match="'other' has two optimizers"):
-        second = zero.AdamW(other.parameters())
-        run.accelerator.prepare(second)
         run.accelerator.save_state(str(tmp_path / "state"))
 
 

@@ -146,6 +146,16 @@ class AgainstADict(RuleBasedStateMachine):
             with pytest.raises(KeyNotFound):
                 copied()
 
+    @rule(chosen=some, all_of_them=st.booleans(), tier=st.sampled_from([None, "dram"]))
+    def offload(self, chosen: list[str], all_of_them: bool, tier: str | None) -> None:
+        chosen = list(self.now) if all_of_them else [key for key in chosen if key in self.now]
+        stayed: list[str] = []
+        if self.refused(lambda: stayed.extend(self.store.offload(None if all_of_them else chosen, tier=tier).stayed)):
+            return
+        assert self.alias is not None or not stayed
+        for key in chosen:
+            same(self.store.get(key), self.now[key])
+
     @rule(key=keys)
     def delete(self, key: str) -> None:
         if self.now.pop(key, None) is None:

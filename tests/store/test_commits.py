@@ -390,6 +390,36 @@ def test_rollback_to_an_older_generation(folder: Path) -> None:
         store.close()
 
 
+def test_an_old_generation_is_retained_as_long_as_it_is_named(folder: Path) -> None:
+    with opened(folder, keep=1) as store:
+        assert store.generations == ()
+        for step in (1, 2, 3, 4):
+            store.put("a", filled(step))
+            store.commit()
+            if step == 2:
+                store.retain(1, also=[2])
+        assert store.generations == (2, 4)
+        store.rollback(2)
+        assert store.get("a").eq(2).all()
+        store.retain(2, also=[2])
+        store.commit()
+        assert store.generations == (2, 4, 5)
+        store.close()
+    with opened(folder, keep=1, generation=2) as store:
+        assert store.get("a").eq(2).all()
+        store.retain(1, also=[2])
+        store.put("a", filled(6))
+        store.commit()
+        assert store.generations == (2, 6)
+        store.retain(1)
+        store.commit()
+        assert store.generations == (7,)
+        with pytest.raises(MisuseError, match="generation 2 is not there any more"):
+            store.retain(1, also=[2])
+        with pytest.raises(MisuseError, match="at least the newest"):
+            store.retain(0)
+
+
 def test_rollback_under_a_lease_or_before_a_commit(folder: Path) -> None:
     with opened(folder) as store:
         store.put("a", filled(1))

@@ -110,6 +110,8 @@ class ReadAhead(Ticket):
         self._calm = [(0, 0.0)] * hops  # by tier: up to which position, and seconds of computing, nothing is due
         self._vain = [(-1, -1, -1)] * hops  # by tier: what found no room, and when, as changes there count time
         self._costs = costs
+        self.paused = False
+        """Fetch nothing before the next touch: the loop has had its tensors moved down."""
 
     def __str__(self) -> str:
         return "fetching ahead"
@@ -123,7 +125,7 @@ class ReadAhead(Ticket):
 
     def touched(self, asked: float, granted: float) -> None:
         """Learn that the loop asked for its next touch at the time ``asked``, and computes with it since ``granted``."""
-        plan = self.order.plan
+        plan, self.paused = self.order.plan, False
         if self._since is not None:
             position, since = self._since
             plan.took(position, max(0.0, asked - since))
@@ -133,6 +135,8 @@ class ReadAhead(Ticket):
         """Whether the engine would find something to bring now, or the end."""
         if self.order.plan.over:
             return True
+        if self.paused:
+            return False
         for tier in range(len(self.order.rooms)):  # noqa: SIM110 - a generator takes longer, and this is on the path of a lease
             if self._next(tier) is not None:
                 return True
@@ -140,7 +144,7 @@ class ReadAhead(Ticket):
 
     def attempt(self) -> bool:
         """Admit the fetches that are due; return whether the order has ended."""
-        for tier in reversed(range(len(self.order.rooms))):  # the lowest hop feeds those above
+        for tier in reversed(range(0 if self.paused else len(self.order.rooms))):  # the lowest hop feeds those above
             self._fetch(tier)
         return self.order.plan.over
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from tiered.engine.background import ReadAhead, WriteBehind
 from tiered.engine.policy import Plan, Touch
-from tiered.engine.requests import Lease, Prefetch, Request, RequestQueue, Work, why_stuck
+from tiered.engine.requests import Lease, Offload, Prefetch, Request, RequestQueue, Work, why_stuck
 from tiered.engine.residency import Copy
 from tiered.engine.scheduler import Scheduler
 from tiered.engine.snapshot import Flush
@@ -319,6 +319,19 @@ class Engine:
             waiting = self.requests.waiting
             waiting[:] = [request for request in waiting if not isinstance(request, Prefetch)]
             self._submit(Prefetch(keys, tier))
+
+    def offload(self, keys: Sequence[Key], tier: int) -> Offload:
+        """Move ``keys`` down to ``tier``; return the request, which is done. Hints are given up, and fetches along an order
+        that is followed wait for the next touch. Raises what the request raises."""
+        self.refuse_nested()
+        with self.lock:
+            waiting = self.requests.waiting
+            waiting[:] = [request for request in waiting if not isinstance(request, Prefetch)]
+            if self.read_ahead is not None:
+                self.read_ahead.paused = True
+        request = Offload(keys, tier)
+        self.wait(request)
+        return request
 
     def sizes(self, keys: Iterable[Key]) -> dict[Key, int]:
         """Return the bytes of each tensor that exists."""

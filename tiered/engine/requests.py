@@ -9,14 +9,19 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
-from tiered.engine.residency import Copy, Entry
+from tiered.engine.residency import Copy, Entry, State
 from tiered.engine.scheduler import Scheduler
 from tiered.engine.state import EngineState, Holder, LeaseHold, RoomHold, Ticket, Token
 from tiered.errors import CapacityError, TieredError
 from tiered.types import Access, Fence, Key, Slot, TensorSpec, Urgency, Use
 
-__all__ = ["Delete", "Install", "Lease", "Prefetch", "Request", "RequestQueue", "Room", "Work", "why_stuck"]
+__all__ = ["Delete", "Install", "Lease", "Offload", "Prefetch", "Request", "RequestQueue", "Room", "Work", "why_stuck"]
+
+
+AT_A_TIME = 256
+"""Tensors of an offload that are looked at in each attempt: a look at all of thousands would take longer than a transfer."""
 
 
 class Request(Ticket):
@@ -262,6 +267,50 @@ class Delete(Request):
             return False
         if not entry.aside:  # else it is gone already, for all who ask
             state.directory.forget(self.key)
+        return True
+
+
+class Offload(Request):
+    """Moves ``keys`` down until no tier above ``tier`` has a copy of them: what no tier below has is written back first.
+
+    A tensor stays where somebody has leased it, or still refers to its memory; ``stayed`` are those tensors. Raises the error
+    of a write-back that failed, and CapacityError where the tier is full and nothing can leave it.
+    """
+
+    def __init__(self, keys: Iterable[Key], tier: int) -> None:
+        super().__init__(Urgency.DEMAND, tier)
+        self._waiting = dict.fromkeys(keys)
+        self.stayed: list[Key] = []
+
+    def __str__(self) -> str:
+        return f"an offload of {len(self._waiting)} tensors"
+
+    def attempt(self, scheduler: Scheduler) -> bool:
+        for key in list(islice(self._waiting, AT_A_TIME)):
+            entry = scheduler.state.directory.find(key)
+            if entry is None or self._is_down(scheduler, entry):
+                del self._waiting[key]
+        self.progress = len(self._waiting)
+        return not self._waiting
+
+    def _is_down(self, scheduler: Scheduler, entry: Entry) -> bool:
+        """Whether nothing is left to do for ``entry``; if not, admit the next transfer on its way down."""
+        for tier in range(self.tier):
+            copy = entry.copies[tier]
+            if copy is None:
+                continue
+            if copy.failure is not None:
+                failure, copy.failure = copy.failure, None  # a later request tries again
+                raise failure
+            if scheduler.busy(entry, self):
+                return False
+            if not copy.idle:
+                self.stayed.append(entry.key)
+                return True
+            if copy.state is State.DIRTY:
+                scheduler.admit_writeback(entry, tier, self)
+                return False
+            scheduler.evict(copy)
         return True
 
 

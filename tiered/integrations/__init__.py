@@ -1,1 +1,1 @@
-"""Adapters to training libraries, each in a file that alone imports its library."""
+"""Use paged models with other libraries. Each file imports one of them, and nothing in ``tiered`` imports the file."""

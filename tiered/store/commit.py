@@ -9,7 +9,7 @@ reading.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -118,6 +118,11 @@ class Generations:
     def refuse_change(self, store: object) -> None:
         """Raise MisuseError where no tensor may be changed."""
 
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Numbers of the generations that ``rollback`` can go back to, oldest first."""
+        return ()
+
     def settle(self) -> None:
         """Wait until no commit is open."""
 
@@ -164,6 +169,7 @@ class Commits(Generations):
         self._encoding = Encoding(nvme)
         self._meta_bytes = 0
         self._kept: list[int] = []
+        self._also: frozenset[int] = frozenset()
         self.unreadable: dict[int, str] = {}
         """Generations that exist and cannot be opened, with the reason."""
         self._sync_failure: str | None = None
@@ -181,6 +187,14 @@ class Commits(Generations):
         return self
 
     @property
+    def kept(self) -> tuple[int, ...]:
+        return tuple(number for number in self._kept if number not in self.unreadable)
+
+    def retain(self, newest: int | None, also: Collection[int]) -> None:
+        """Keep that many of the newest generations from the next commit on (None: as many as now), and those of ``also``."""
+        self._keep, self._also = self._keep if newest is None else newest, frozenset(also)
+
+    @property
     def meta(self) -> dict[str, Any]:
         return manifests.decode_meta(self.newest.meta) if self.newest else {}
 
@@ -196,7 +210,7 @@ class Commits(Generations):
         words = sum(map(len, directory))
         pieces = self._nvme.used // PIECE_BYTES
         each = MANIFEST_BYTES + self._meta_bytes + TENSOR_BYTES * len(directory) + 4 * words + 4 * CHECKSUM_BYTES * pieces
-        return (self._keep + 1) * each
+        return (self._keep + len(self._also) + 1) * each
 
     # -- opening ---------------------------------------------------------------------------------------------------------
 
@@ -482,7 +496,7 @@ class Commits(Generations):
             return
         # A commit that failed left no manifest, and one that is unreadable is no fallback.
         retained = [one for one in self._kept if one in there and one not in self.unreadable][-self._keep :]
-        old = [generation for generation in self._kept if retained and generation < retained[0]]
+        old = [one for one in self._kept if retained and one < retained[0] and one not in self._also]
         if not old:
             return
         try:
@@ -496,7 +510,7 @@ class Commits(Generations):
             for generation in old:
                 if generation in self._nvme.generations:  # Ctrl-C may have struck between this line and the next
                     self._nvme.release(generation)
-        self._kept = [generation for generation in self._kept if generation >= retained[0]]
+        self._kept = [generation for generation in self._kept if generation not in old]
 
 
 class _Draft:

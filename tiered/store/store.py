@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
@@ -14,11 +15,11 @@ import torch
 
 from tiered.engine.engine import Engine
 from tiered.engine.policy import LRU, NextUse, Plan, Record, Touch, touch_of
-from tiered.engine.requests import Delete, Install, Room
+from tiered.engine.requests import Delete, Install, Room, Work
 from tiered.engine.retention import affordable, decide, room_for
 from tiered.engine.state import Token
 from tiered.errors import ForkedStore, MisuseError, StoreClosed, from_here
-from tiered.interfaces import EvictionPolicy, IOBackend
+from tiered.interfaces import EvictionPolicy, IOBackend, Returnable
 from tiered.store.commit import Commits, Generations
 from tiered.store.lease import (
     LeaseOfMany,
@@ -35,7 +36,7 @@ from tiered.store.lease import (
     spec_of,
 )
 from tiered.store.opening import Newer, OpenOptions, Parts, access_of, assemble
-from tiered.telemetry import NO_SPAN, Span, StoreStatistics, Timeline
+from tiered.telemetry import NO_SPAN, Offloaded, Span, StoreStatistics, Timeline
 from tiered.types import Access, BackendName, Key, TensorSpec
 
 if TYPE_CHECKING:
@@ -282,6 +283,38 @@ class TieredStore:
         refuse_keys(wanted)
         self._running().hint(wanted, self._tier_index(tier))
 
+    @from_here
+    def offload(self, keys: Iterable[Key] | None = None, *, tier: str | None = None) -> Offloaded:
+        """Move ``keys`` (None: all tensors) down to ``tier``, and give memory that is free then back to the system.
+
+        ``tier``: the lowest one by default, the disk where there is one. What is used next comes back by itself; ``prefetch``
+        brings it earlier. Tensors that are leased, or whose memory something still refers to, stay, and the result names them.
+        The DRAM budget is the same as before; the process uses less of it until tensors come back. Memory that is pinned for a
+        GPU is not given back, and neither is memory on the device.
+
+        Raises MisuseError for a tier that the store does not have, KeyNotFound, CapacityError where the tier below is full, and
+        the error of a write that failed.
+        """
+        engine = self._running()
+        names = [one.name for one in self._parts.tiers]
+        if tier is not None and tier not in names:
+            raise MisuseError(f"there is no tier {tier!r} in this store, which has {', '.join(names)}")
+        target = len(names) - 1 if tier is None else names.index(tier)
+        wanted = list(self) if keys is None else listed(keys)
+        refuse_keys(wanted)
+        began = time.monotonic()
+        if keys is not None:
+            for key in wanted:
+                self.spec(key)
+        request = engine.offload(wanted, target)
+        dram = self._parts.memories[self._parts.dram]
+        given: list[int] = []
+        if isinstance(dram, Returnable) and not any(memory.streams for memory in self._parts.memories):
+            work = Work("giving memory back", lambda: given.append(dram.give_back()))
+            engine.wait(work)
+            work.raise_failure()
+        return Offloaded(tuple(dict.fromkeys(request.stayed)), sum(given), time.monotonic() - began)
+
     @contextlib.contextmanager
     def trace(self, *, most: int | None = None) -> Iterator[list[Touch]]:
         """Record what is leased or put, by any thread, as a list of touches: ``with store.trace() as order:``.
@@ -389,6 +422,30 @@ class TieredStore:
     def meta(self) -> dict[str, Any]:
         """User data of the commit numbered ``generation``, as JSON returns it; empty before the first."""
         return self._generations.meta
+
+    @property
+    def generations(self) -> tuple[int, ...]:
+        """Numbers of the commits that ``rollback`` and ``open(generation=)`` can go back to, oldest first; empty where nothing
+        can be committed."""
+        return self._generations.kept
+
+    @from_here
+    def retain(self, newest: int | None = None, *, also: Collection[int] = ()) -> None:
+        """Keep, from the next commit on, that many of the newest generations (None: as many as now, at first ``keep=``), and
+        those of ``also``, however old they are. Call it again after reopening.
+
+        Raises MisuseError for a number below 1, for a generation that is not there, and where nothing can be committed.
+        """
+        commits = self._committing(None)
+        wanted = sorted(set(also))
+        gone = [number for number in wanted if number not in commits.kept]
+        if gone or (newest is not None and (type(newest) is not int or newest < 1)):
+            raise MisuseError(
+                f"generation {gone[0]} is not there any more: of {self}, {list(commits.kept)} are"
+                if gone
+                else f"at least the newest generation stays: {newest!r} is no number of generations to retain"
+            )
+        commits.retain(newest, wanted)
 
     @property
     def device(self) -> torch.device:

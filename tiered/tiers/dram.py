@@ -22,6 +22,8 @@ from tiered.types import Slot
 __all__ = ["DramConfig", "DramTier"]
 
 HUGE_PAGE = 2 << 20
+MADV_DONTNEED = 4
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,17 @@ class DramTier:
         owner = _array_type(nbytes).from_address(ctypes.addressof(arena) + slot.offset)
         owner.arena = arena  # type: ignore[attr-defined]  # a ctypes array has room for attributes
         return torch.frombuffer(owner, dtype=torch.uint8), owner
+
+    def give_back(self) -> int:
+        """Give the memory of free ranges back to the system, which gives zeros at the next touch. Return the bytes of these
+        ranges, whole pages only. Nothing may be using them, a device's copies included."""
+        given = 0
+        for offset, size in self._space.free_ranges():
+            begin = -(-(self.address + offset) // mmap.PAGESIZE) * mmap.PAGESIZE
+            end = (self.address + offset + size) // mmap.PAGESIZE * mmap.PAGESIZE
+            if begin < end and _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_DONTNEED) == 0:
+                given += end - begin
+        return given
 
     def close(self) -> None:
         """Release the arena. Idempotent; aliases stay valid."""

@@ -4,7 +4,7 @@ from tiered.zero.build.construct import Construction, ConstructionStatistics, in
 from tiered.zero.checkpoint.checkpoint import commit, commit_async, resume, rollback
 from tiered.zero.checkpoint.safetensors import export
 from tiered.zero.optimizer import AdamW, GradScaler
-from tiered.zero.page import PagingStatistics, gathered, no_sync, page, statistics
+from tiered.zero.page import Moved, PagingStatistics, gathered, no_sync, offload, onload, page, statistics
 from tiered.zero.paging.sharding import Stage, Stage1, Stage2, Stage3
 from tiered.zero.paging.units import Policy
 from tiered.zero.paging.update import AdamWRule, UpdateRule
@@ -16,6 +16,7 @@ __all__ = [
     "Construction",
     "ConstructionStatistics",
     "GradScaler",
+    "Moved",
     "PagingStatistics",
     "Policy",
     "Stage",
@@ -29,6 +30,8 @@ __all__ = [
     "gathered",
     "init",
     "no_sync",
+    "offload",
+    "onload",
     "open_store",
     "page",
     "resume",

@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -33,7 +34,7 @@ from tiered.zero.paging.tensors.parameters import unpage
 from tiered.zero.paging.units import Limits, ModelPlan, Placement, Policy, UnitPlan, divide
 from tiered.zero.rank_stores import newest_set, number_of
 
-__all__ = ["PagingStatistics", "gathered", "no_sync", "page", "statistics"]
+__all__ = ["Moved", "PagingStatistics", "gathered", "no_sync", "offload", "onload", "page", "statistics"]
 
 @dataclass(frozen=True, slots=True)
 class PagingStatistics:
@@ -101,6 +102,90 @@ def gathered(what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, write: 
         for pager, mine in pagers.items():
             stack.enter_context(pager.gathering(mine, Access.WRITE if write else Access.READ))
         yield
+
+
+COMPONENTS = ("parameters", "gradients", "states")
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What ``zero.offload`` or ``zero.onload`` moved: ``bytes`` of tensors by component, in ``seconds``.
+
+    ``given_back``: bytes of the memory budget that the process stopped using. ``stayed``: keys of tensors that are still in
+    use, or that did not fit.
+    """
+
+    bytes: Mapping[str, int]
+    seconds: float
+    given_back: int = 0
+    stayed: tuple[str, ...] = ()
+
+
+def offload(model: nn.Module, components: Sequence[str] = COMPONENTS) -> Moved:
+    """Move a paged model's ``components`` out of memory, to the lowest tier, while something else runs: an inference engine
+    between two phases of reinforcement learning, for example. The process then uses less of its memory budget.
+
+    ``components``: "parameters", "gradients", "states" (of the optimizer, masters included). Nothing is lost, and nothing needs
+    to be brought back: the next step fetches what it uses. ``zero.onload`` brings it earlier. Pending updates stay pending.
+
+    Raises MisuseError for a model that is not paged, one that is computing, and a component that there is not; what the store
+    raises.
+    """
+    pager, keys = _components(model, components)
+    found = pager.store.offload([key for mine in keys.values() for key in mine])
+    stayed = set(found.stayed)
+    moved = {name: _nbytes(pager.store, [key for key in mine if key not in stayed]) for name, mine in keys.items()}
+    return Moved(moved, found.seconds, found.given_back, found.stayed)
+
+
+def onload(model: nn.Module, components: Sequence[str] = COMPONENTS) -> Moved:
+    """Bring a paged model's ``components`` into memory, parameters first, as far as they fit. Raises as ``offload``."""
+    pager, keys = _components(model, components)
+    store, began = pager.store, time.monotonic()
+    room = min(tier.capacity for tier in store.statistics().tiers if tier.name != "nvme")
+    moved, stayed = dict.fromkeys(keys, 0), []
+    chosen: dict[str, str] = {}
+    for name, mine in keys.items():
+        for key in mine:
+            nbytes = store.spec(key).nbytes
+            if nbytes <= room:
+                room, chosen[key] = room - nbytes, name
+            else:
+                stayed.append(key)
+    for start in range(0, len(chosen), TOGETHER):
+        keys_now = list(chosen)[start : start + 2 * TOGETHER]
+        store.prefetch(keys_now, tier="dram")
+        for key in keys_now[:TOGETHER]:
+            with store.lease(key, tier="dram") as tensor:
+                moved[chosen[key]] += tensor.nbytes
+                del tensor
+    return Moved(moved, time.monotonic() - began, 0, tuple(stayed))
+
+
+TOGETHER = 32
+"""Tensors that ``onload`` asks for at a time."""
+
+
+def _components(model: nn.Module, components: Sequence[str]) -> tuple[Pager, dict[str, list[str]]]:
+    """Return the pager of ``model`` and the keys of each component."""
+    pager = pager_of(model)
+    unknown = [name for name in components if name not in COMPONENTS]
+    if unknown or isinstance(components, str):
+        raise MisuseError(f"components are {', '.join(map(repr, COMPONENTS))}, not {components!r}")
+    if pager.computing:
+        raise MisuseError("the model is computing: move its tensors between steps")
+    pager.reset()
+    parameters, gradients = {unit.key for unit in pager.units}, {unit.gradients.key for unit in pager.units}
+    found: dict[str, list[str]] = {name: [] for name in COMPONENTS if name in components}
+    for key in pager.store:
+        if key.startswith(f"{pager.name}/param/"):
+            kind = "parameters" if key in parameters else "gradients" if key in gradients else "states"
+            found.get(kind, []).append(key)
+    return pager, found
+
+
+def _nbytes(store: TieredStore, keys: Iterable[str]) -> int:
+    return sum(store.spec(key).nbytes for key in keys)
 
 
 AS_IT_IS = Policy()

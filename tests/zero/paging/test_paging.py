@@ -222,6 +222,20 @@ def test_an_exception_in_forward_or_backward_leaves_nothing_held(store: TieredSt
     store.commit()
 
 
+def test_state_dict_has_one_tensor_for_each_tied_weight(store: TieredStore) -> None:
+    model = zero.page(Tied(), store)
+    optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+    state = model.state_dict()
+    assert state["head.weight"] is state["embedding.weight"]
+    before = state["head.weight"].clone()
+    model.loss(1).backward()  # type: ignore[operator]
+    optimizer.step()
+    again = model.state_dict(destination=state)  # with the tensors of before in it
+    assert again["head.weight"] is again["embedding.weight"]
+    assert not torch.equal(again["head.weight"], before)
+    assert model.state_dict()["head.weight"] is not again["head.weight"]
+
+
 def test_state_dict_loads_into_an_ordinary_model_and_back(store: TieredStore) -> None:
     model = Mixed()
     expected = {name: value.clone() for name, value in model.state_dict().items()}

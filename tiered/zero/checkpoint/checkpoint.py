@@ -112,8 +112,7 @@ def rollback(
     generation: int | None = None,
 ) -> Any:
     """Give up all since the last commit, after an exception or a loss that is not finite, say; returns its ``extra``.
-
-    ``generation``: another commit to go back to, which the store still keeps (``TieredStore.open(keep=)``).
+    ``generation``: go back to an earlier commit, one of ``store.generations``.
 
     Whatever an exception left of forward, backward or ``step()``, and wherever it struck: all that models in the store hold by
     themselves (leases, gradients, updates that are pending, hooks) is thrown away. Where this call is interrupted, too, call it

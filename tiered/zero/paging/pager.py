@@ -199,13 +199,12 @@ class Pager:
         self._reduce_scatter = self.gradient_sync if isinstance(self.gradient_sync, ReduceScatter) else None
         self.placements = sorted((p for u in plan.units for p in u.placements), key=lambda p: p.index)
         self._home = {p.parameter: (u, p) for u in self.units for p in u.plan.placements}
-        self._copied: dict[nn.Parameter, tuple[str, weakref.ref[torch.Tensor], int]] = {}
-        """Of each parameter the name under which ``state_dict`` gave the last copy, the copy, and the version of its unit."""
         self._held = {module: [self.units[i] for i in indices] for module, indices in plan.held.items()}
         self._frames: list[Frame] = []
         self._bases: dict[int, Unit] = {}
         self._accesses = 0  # functions of torch that use parameters, outside of modules whose forward holds them
         self._gatherings: weakref.WeakSet[Gathering] = weakref.WeakSet()
+        self._copied: dict[nn.Parameter, tuple[str, int, Callable[[], torch.Tensor | None]]] = {}
         self._backward: Backward | None = None
         self._updates = BackwardUpdates()
         self.step_trace = StepTrace.of(store)
@@ -749,14 +748,21 @@ class Pager:
     def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Put copies in the place of parameters; one copy of a parameter that has several names, as torch has one tensor."""
         for name, parameter in module._parameters.items() if not isinstance(state, Listing) else ():
-            if parameter is None or prefix + name not in state or parameter not in self._home:
-                continue
-            first, copied, version = self._copied.get(parameter, ("", None, -1))
-            same = copied() if copied is not None and first in state and first != prefix + name else None
-            if same is None or state[first] is not same or version != self._home[parameter][0].version:
-                same = self.value(parameter)
-                self._copied[parameter] = prefix + name, weakref.ref(same), self._home[parameter][0].version
-            state[prefix + name] = same
+            if parameter is not None and prefix + name in state and parameter in self._home:
+                state[prefix + name] = self._copy_for(state, prefix + name, parameter)
+
+    def _copy_for(self, state: dict[str, Any], name: str, parameter: nn.Parameter) -> torch.Tensor:
+        """Return a copy of a parameter's value for ``state``: the one that it has already where modules share the parameter, so
+        that a tied weight is one tensor, as in memory."""
+        version = self._home[parameter][0].version
+        other, then, copied = self._copied.get(parameter, ("", version, _no_tensor))
+        copy = copied()
+        there = state.get(other) is copy
+        if copy is not None and there and other != name and then == version:
+            return copy
+        copy = self.value(parameter)
+        self._copied[parameter] = name, self._home[parameter][0].version, weakref.ref(copy)
+        return copy
 
     def listed(self) -> dict[str, Any]:
         """Return what ``state_dict`` has, with the parameters themselves in place of their values."""
@@ -838,6 +844,10 @@ def pager_of(model: nn.Module) -> Pager:
     for parameter in model.parameters():
         return placement_of(parameter)[0]
     raise MisuseError("this model has no parameters")
+
+
+def _no_tensor() -> None:
+    """Stand for a weak reference to nothing."""
 
 
 def weak_hook(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement], None]) -> Callable[[Any], None]:

@@ -1,0 +1,219 @@
+"""Compare what people do with a torch model: in memory, and on the same model paged.
+
+Each row is run twice, with the same seed: in memory, with ``torch.optim.AdamW(fused=True)`` where something is trained, and on
+a model that went through ``zero.page`` with the smallest budget that it allows, with ``zero.AdamW``. All that a row shows
+(losses, norms, outputs, parameters, texts) is compared bit for bit:
+
+    identical       equal bits
+    clear error     the paged run raised a ``tiered.TieredError``, which says what to do
+    wrong           anything else: other values, another exception, a crash, a hang
+
+A row runs in a process of its own, with at most 2 GiB. The exit code is 1 when a row is wrong or not valid (its side in memory
+fails). ``--check`` examines the rows instead: in memory twice a row must show the same, and with other values of the parameters
+something else.
+
+    python -m bench.compatibility
+    python -m bench.compatibility --group gradients --row 'clip_grad_norm_*'
+    python -m bench.compatibility --write docs/compatibility.md --json compatibility.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+from pathlib import Path
+from textwrap import indent
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # rows are forked: no pool of threads may exist before
+
+import numpy.random  # noqa: F401  # here and the next one: else each row would import them
+import torch
+import torch._dynamo
+
+from bench.compatible.judge import CLEAR, IDENTICAL, INVALID, MISSING, WRONG, Outcome, judge
+from bench.compatible.side import ROWS, Row
+
+__all__ = ["main"]
+
+GROUPS = {
+    "families": "Model families of transformers, three steps of training, with dropout",
+    "reads": "Parameters read outside forward",
+    "writes": "Parameters written, and trained on",
+    "gradients": "Gradients between backward and step",
+    "optimizers": "Arguments of the optimizer, schedulers, other optimizers",
+    "hugging_face": "Trainer, accelerate, generate, save_pretrained",
+    "peft": "PEFT",
+    "trl": "TRL",
+    "tracing": "torch.compile, torch.export, torch.func",
+    "lightning": "Lightning",
+}
+"""Each is a module of ``bench.compatible``."""
+
+VERDICTS = (IDENTICAL, CLEAR, WRONG, INVALID, MISSING)
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "lightning")
+
+
+def rows_of(groups: Iterable[str], pattern: str) -> list[Row]:
+    """Return the rows of ``groups`` whose name matches ``pattern``, in order."""
+    for group in groups:
+        importlib.import_module(f"bench.compatible.{group}")
+    wanted = set(groups)
+    return [row for row in ROWS if row.group in wanted and fnmatchcase(row.name, pattern)]
+
+
+def missing(row: Row) -> str:
+    """Import what ``row`` needs, before anything is forked, and return what cannot be imported."""
+    for name in row.needs:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            return f"{name}: {error}"
+    return ""
+
+
+def run(rows: Sequence[Row], *, timeout: float, check: bool, folder: str | None, verbose: bool) -> list[Outcome]:
+    """Judge each of ``rows``, with a line of progress. Prints those that fail, or all."""
+    found: list[Outcome] = []
+    start = time.perf_counter()
+    for number, row in enumerate(rows, 1):
+        progress(f"{number}/{len(rows)}  {time.perf_counter() - start:.0f} s  {row.group}: {row.name}")
+        lacking = missing(row)
+        if lacking:
+            found.append(Outcome(row.group, row.name, MISSING, lacking, 0.0))
+            continue
+        outcome = judge(row, timeout=timeout, check=check, folder=folder)
+        if outcome.verdict == INVALID and outcome.detail.startswith("no result"):  # in memory: the machine is busy
+            outcome = judge(row, timeout=2 * timeout, check=check, folder=folder)
+        found.append(outcome)
+        if verbose or found[-1].verdict not in (IDENTICAL, CLEAR):
+            progress("")
+            print(line(found[-1], verbose), flush=True)
+    progress("")
+    return found
+
+
+def line(found: Outcome, verbose: bool) -> str:
+    """Return what is printed of an outcome."""
+    if not verbose:
+        return f"{found.verdict}: {found.group}: {found.name}: {found.detail}"
+    text = (
+        f"{found.verdict:12} {found.seconds:6.1f} s  {found.read >> 10:6} KiB read  {found.group}: {found.name}  {found.detail}"
+    )
+    return text + (f"\n{indent(found.trace.rstrip(), '    ')}" if found.trace else "")
+
+
+def progress(text: str) -> None:
+    """Show ``text`` in place of the last such line, on a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text[:120]}", end="", file=sys.stderr, flush=True)
+
+
+def counts(found: Sequence[Outcome]) -> str:
+    """Return a table of how many rows of each group came out how."""
+    shown = [verdict for verdict in VERDICTS if any(one.verdict == verdict for one in found)]
+    lines = [f"{'':14}" + "".join(f"{verdict:>14}" for verdict in shown)]
+    for group in (*dict.fromkeys(one.group for one in found), None):
+        tally = Counter(one.verdict for one in found if group in (one.group, None))
+        lines.append(f"{group or 'all':14}" + "".join(f"{tally[verdict]:14}" for verdict in shown))
+    return "\n".join(lines)
+
+
+def versions() -> str:
+    """Return the versions of the packages that rows use."""
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return f"Python {sys.version.split()[0]}, {', '.join(found)}"
+
+
+def document(found: Sequence[Outcome]) -> str:
+    """Return the page of documentation: a table for each group, with its counts."""
+    tally = Counter(one.verdict for one in found)
+    lines = [
+        "# Compatibility",
+        "",
+        "What people do with a torch model, on a paged one. Each row is run twice: in memory, with",
+        "`torch.optim.AdamW(fused=True)` where something is trained, and on the same model after `zero.page`, in the smallest",
+        "budget that it allows, with `zero.AdamW`. What the row computes is compared bit for bit.",
+        "",
+        "- **identical**: equal bits.",
+        "- **clear error**: a `TieredError`, whose text is shown.",
+        "- **wrong**: anything else: other values, another exception, a crash, a hang.",
+        "",
+        f"Made by `python -m bench.compatibility --write docs/compatibility.md` with {versions()}, on a CPU.",
+        "",
+        f"{len(found)} rows: " + ", ".join(f"{tally[verdict]} {verdict}" for verdict in VERDICTS if tally[verdict]) + ".",
+    ]
+    lines += ["", "| | rows | " + " | ".join(VERDICTS[:3]) + " |", "|---|---|---|---|---|"]
+    for group in dict.fromkeys(one.group for one in found):
+        part = Counter(one.verdict for one in found if one.group == group)
+        numbers = " | ".join(str(part[verdict]) for verdict in VERDICTS[:3])
+        lines.append(f"| [{GROUPS[group]}](#{group.replace('_', '-')}) | {part.total()} | {numbers} |")
+    for group in dict.fromkeys(one.group for one in found):
+        lines += ["", f"## {group.replace('_', ' ').capitalize()}", "", f"{GROUPS[group]}.", "", "| | | |", "|---|---|---|"]
+        for one in found:
+            if one.group == group:
+                verdict = one.verdict if one.verdict == IDENTICAL else f"**{one.verdict}**"
+                lines.append(f"| {_cell(one.name)} | {verdict} | {_cell(one.detail)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    for special in "\\|_*`<[":
+        text = text.replace(special, "\\" + special)
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    options = _parsed(arguments)
+    torch.set_num_threads(1)
+    rows = rows_of(options.group or GROUPS, options.row)
+    if options.list:
+        print("\n".join(f"{row.group}: {row.name}" for row in rows))
+        return 0
+    if not rows:
+        print("no row has such a name: --list shows them", file=sys.stderr)
+        return 2
+    found = run(rows, timeout=options.timeout, check=options.check, folder=options.dir, verbose=options.verbose)
+    print(counts(found))
+    print(versions())
+    if options.json:
+        rows_as = [asdict(one) for one in found]
+        Path(options.json).write_text(json.dumps({"versions": versions(), "rows": rows_as}, indent=1) + "\n")
+    if options.write:
+        Path(options.write).write_text(document(found))
+    return int(any(one.verdict in (WRONG, INVALID) for one in found))
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.compatibility", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--group", action="append", choices=GROUPS, help="rows of this group only; may be given several times")
+    parser.add_argument("--row", default="*", metavar="GLOB", help="rows whose name matches, as a shell does")
+    parser.add_argument("--list", action="store_true", help="print the names of the rows, and run none")
+    parser.add_argument("--check", action="store_true", help="examine the rows themselves, in memory")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds that a row may take (default: 60)")
+    parser.add_argument("--dir", default=tempfile.gettempdir(), help="where stores are made (default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write the outcomes, with traces")
+    parser.add_argument("--write", metavar="FILE", help="write the page of documentation")
+    parser.add_argument("--verbose", action="store_true", help="print a line for each row as it ends, and traces")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

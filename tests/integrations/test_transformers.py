@@ -1,0 +1,471 @@
+"""Hugging Face's Trainer with paged models: the numbers of training in memory, checkpoints that are commits, weights that are
+read a tensor at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from safetensors.torch import load_file  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from tiered import CapacityError, MisuseError, TieredStore, zero  # noqa: E402
+from tiered.integrations.transformers import TieredCallback, TieredTrainer, from_pretrained  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+KINDS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
+LLAMA = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
+    "attention_dropout": 0.1,
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    threads, level = torch.get_num_threads(), transformers.logging.get_verbosity()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    yield
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity(level)
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**LLAMA))
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=2, n_positions=32))
+
+
+def t5() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+
+
+def data(count: int = 24, seed: int = 1) -> list[dict[str, torch.Tensor]]:
+    tokens = torch.randint(0, 64, (count, 8), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def arguments(folder: Path, **options: Any) -> Any:
+    given: dict[str, Any] = {"output_dir": str(folder), "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    given |= {"per_device_train_batch_size": 4, "max_steps": 4, "learning_rate": 1e-3, "logging_steps": 1}
+    given |= {"optim": "adamw_torch_fused", "save_strategy": "no"} | options
+    names = {field.name for field in dataclasses.fields(TrainingArguments)}
+    if "activation_checkpointing" not in names:  # as it was called before
+        given = {name.replace("activation_", "gradient_"): value for name, value in given.items()}
+    return TrainingArguments(**given)
+
+
+def trainer(kind: Any, model: Any, folder: Path, more: dict[str, Any] | None = None, **options: Any) -> Any:
+    args = arguments(folder, **options)
+    made = kind(model=model, args=args, train_dataset=data(), eval_dataset=data(8, 2), **(more or {}))
+    made.remove_callback(transformers.PrinterCallback)
+    return made
+
+
+def logged(made: Any) -> list[dict[str, float]]:
+    """What a trainer has logged, without what depends on the clock."""
+    return [{k: v for k, v in one.items() if "runtime" not in k and "per_second" not in k} for one in made.state.log_history]
+
+
+def same(one: Any, other: Any) -> bool:
+    a, b = one.state_dict(), other.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def paged(model: Any, store: TieredStore, **options: Any) -> Any:
+    return zero.page(model, store, **options)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TieredStore]:
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as opened:
+        yield opened
+        opened.close()
+
+
+# An unmodified Trainer
+
+Made = Callable[[], Any]
+CHECKPOINTED = {"activation_checkpointing": True}
+CASES: dict[str, tuple[Made, dict[str, Any]]] = {
+    "llama": (llama, {}),
+    "gpt2": (gpt2, {}),
+    "t5": (t5, {}),
+    "accumulation": (llama, {"gradient_accumulation_steps": 2}),
+    "bf16": (llama, {"bf16": True}),
+    "reentrant": (llama, {**CHECKPOINTED, "activation_checkpointing_kwargs": {"use_reentrant": True}}),
+    "checkpoint": (llama, {**CHECKPOINTED, "activation_checkpointing_kwargs": {"use_reentrant": False}}),
+    "together": (
+        gpt2,
+        {"bf16": True, "gradient_accumulation_steps": 2, **CHECKPOINTED}
+        | {"activation_checkpointing_kwargs": {"use_reentrant": True}},
+    ),
+    "evaluation": (llama, {"eval_strategy": "steps", "eval_steps": 2}),
+    "smoothing": (llama, {"label_smoothing_factor": 0.1}),
+    "schedule": (llama, {"lr_scheduler_type": "cosine", "warmup_steps": 2, "weight_decay": 0.1}),
+    "plateau": (llama, {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1}),
+    "noise": (llama, {"neftune_noise_alpha": 5.0}),
+    "unclipped": (llama, {"max_grad_norm": 0.0}),
+    "epochs": (llama, {"max_steps": -1, "num_train_epochs": 2}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_trainer_computes_as_in_memory(case: str, tmp_path: Path, store: TieredStore) -> None:
+    make, options = CASES[case]
+    reference = trainer(Trainer, make(), tmp_path / "a", **options)
+    reference.train()
+    given = {"optimizer_cls_and_kwargs": (zero.AdamW, dict(KINDS))}
+    ours = trainer(Trainer, paged(make(), store), tmp_path / "b", given, **options)
+    ours.train()
+    assert logged(ours) == logged(reference)
+    assert same(ours.model, reference.model)
+    expected, found = (one.predict(data(8, 3)) for one in (reference, ours))
+    assert found.metrics["test_loss"] == expected.metrics["test_loss"]
+
+
+def test_an_optimizer_that_is_given_and_groups_of_its_own(tmp_path: Path, store: TieredStore) -> None:
+    def groups(model: Any) -> list[dict[str, Any]]:
+        vectors = [p for p in model.parameters() if p.dim() < 2]
+        return [{"params": vectors, "lr": 1e-2}, {"params": [p for p in model.parameters() if p.dim() > 1]}]
+
+    memory, model = llama(), paged(llama(), store)
+    given = {"optimizers": (torch.optim.AdamW(groups(memory), weight_decay=0.1, fused=True), None)}
+    reference = trainer(Trainer, memory, tmp_path / "a", given)
+    reference.train()
+    ours = trainer(Trainer, model, tmp_path / "b", {"optimizers": (zero.AdamW(groups(model), weight_decay=0.1), None)})
+    ours.train()
+    assert logged(ours) == logged(reference)
+    assert same(model, memory)
+    for one in (reference, ours):
+        torch.manual_seed(2)
+        one.train()  # on, with the same optimizer
+    assert same(model, memory)
+
+
+def test_the_best_of_ordinary_checkpoints_is_loaded_at_the_end(tmp_path: Path, store: TieredStore) -> None:
+    options = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
+    options |= {"save_steps": 1, "save_total_limit": 2, "learning_rate": 0.05}
+    reference = trainer(Trainer, llama(), tmp_path / "a", **options)
+    reference.train()
+    given = {"optimizer_cls_and_kwargs": (zero.AdamW, {**KINDS, "lr": 0.05})}
+    ours = trainer(Trainer, paged(llama(), store), tmp_path / "b", given, **options)
+    ours.train()
+    assert ours.state.best_global_step == reference.state.best_global_step != 4
+    assert same(ours.model, reference.model)
+
+
+def test_ordinary_checkpoints_are_those_of_memory_and_lead_both_ways(tmp_path: Path, store: TieredStore) -> None:
+    options = {"save_strategy": "steps", "save_steps": 2}
+    reference = trainer(Trainer, llama(), tmp_path / "a", **options)
+    reference.train()
+    given = {"optimizer_cls_and_kwargs": (zero.AdamW, dict(KINDS))}
+    ours = trainer(Trainer, paged(llama(), store), tmp_path / "b", given, **options)
+    ours.train()
+    expected, found = (load_file(tmp_path / name / "checkpoint-2" / "model.safetensors") for name in "ab")
+    assert found.keys() == expected.keys()  # each tied weight once
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    again = trainer(Trainer, llama(), tmp_path / "c", **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2"))
+    assert same(again.model, reference.model)
+    model = paged(llama(), store, existing="overwrite")
+    for kind in (Trainer, TieredTrainer):
+        back = trainer(kind, model, tmp_path / "d", given, **options)
+        back.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+        assert same(model, reference.model)
+        assert logged(back)[-2]["loss"] == logged(reference)[-2]["loss"]
+
+
+def test_save_pretrained_writes_each_tied_weight_once(tmp_path: Path, store: TieredStore) -> None:
+    memory, model = llama(), paged(llama(), store)
+    for made, name in ((memory, "a"), (model, "b")):
+        made.save_pretrained(tmp_path / name, max_shard_size="100KB")
+    there = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == there
+    assert all((tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes() for name in there)
+
+
+def test_generation_is_that_of_memory(store: TieredStore) -> None:
+    tokens, options = data()[0]["input_ids"][None], {"max_new_tokens": 6, "pad_token_id": 0}
+    memory, model = llama().eval(), paged(llama().eval(), store)
+    for beams in (1, 3):
+        expected, found = (one.generate(tokens, num_beams=beams, do_sample=False, **options) for one in (memory, model))
+        assert torch.equal(found, expected)
+
+
+def test_what_cannot_be_says_so(tmp_path: Path, store: TieredStore) -> None:
+    model = paged(llama(), store)
+    with pytest.raises(MisuseError, match=r"make tiered\.zero\.AdamW"):
+        trainer(Trainer, model, tmp_path).train()
+    with pytest.raises(MisuseError, match="cannot be given"):
+        model.resize_token_embeddings(80)
+    with pytest.raises(MisuseError, match="page a model that has them"):
+        trainer(Trainer, model, tmp_path, bf16_full_eval=True).evaluate()
+    with pytest.raises(MisuseError, match="bf16=True for autocast"):
+        trainer(TieredTrainer, model, tmp_path, bf16_full_eval=True)
+    with pytest.raises(MisuseError, match="optim='adamw_torch_fused'"):
+        trainer(TieredTrainer, model, tmp_path, optim="adafactor").train()
+    with pytest.raises(MisuseError, match="is not paged"):
+        trainer(TieredTrainer, llama(), tmp_path)
+    with pytest.raises(MisuseError, match="at least 1"):
+        TieredCallback(0)
+
+
+# Adapters
+
+
+def test_an_adapter_over_a_paged_model(tmp_path: Path, store: TieredStore) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+    options = {"save_strategy": "steps", "save_steps": 2, "label_names": ["labels"]}
+    reference = trainer(Trainer, peft.get_peft_model(llama(), config), tmp_path / "a", **options)
+    reference.train()
+    around = trainer(Trainer, peft.get_peft_model(paged(llama(), store), config), tmp_path / "b", **options)
+    around.train()  # the adapter stays in memory, with torch's optimizer
+    assert logged(around) == logged(reference)
+    model = paged(peft.get_peft_model(llama(), config), store, existing="overwrite")
+    whole = trainer(TieredTrainer, model, tmp_path / "c", **options)
+    whole.train()
+    assert logged(whole) == logged(reference)
+    assert same(model, reference.model)
+    with pytest.raises(MisuseError, match=r"after peft\.get_peft_model"):
+        trainer(TieredTrainer, around.model, tmp_path)
+    whole.save_model(str(tmp_path / "adapter"))
+    reference.save_model(str(tmp_path / "reference"))
+    file = "adapter_model.safetensors"
+    assert (tmp_path / "adapter" / file).read_bytes() == (tmp_path / "reference" / file).read_bytes()
+    assert same(model.merge_and_unload(), reference.model.merge_and_unload())
+
+
+# Checkpoints that are commits
+
+SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 5}
+
+
+def commits(folder: Path) -> dict[str, int]:
+    files = sorted(folder.glob("checkpoint-*/tiered.json"))
+    return {path.parent.name: json.loads(path.read_text())["generation"] for path in files}
+
+
+def test_checkpoints_are_commits_and_training_goes_on_from_them(tmp_path: Path) -> None:
+    options = {**SAVING, "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "warmup_steps": 1}
+    reference = trainer(Trainer, llama(), tmp_path / "a", optim="adamw_torch", **options)
+    reference.optimizer_cls_and_kwargs = (torch.optim.AdamW, {**KINDS, "fused": True})
+    reference.train()
+
+    class Stop(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if state.global_step == 3:
+                raise KeyboardInterrupt
+
+    def begun(store: TieredStore, existing: str, stops: bool) -> Any:
+        model = paged(llama(), store, existing=existing)
+        return trainer(TieredTrainer, model, tmp_path / "b", {"callbacks": [Stop()] if stops else []}, **options)
+
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        first = begun(store, "refuse", stops=True)
+        with pytest.raises(KeyboardInterrupt):
+            first.train()
+        store.close()
+    assert commits(tmp_path / "b") == {"checkpoint-1": 1, "checkpoint-2": 2}
+    weights = [path for path in (tmp_path / "b").rglob("*") if path.suffix in (".safetensors", ".pt", ".bin", ".pth")]
+    assert not weights
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        (tmp_path / "b" / "checkpoint-2" / "tiered.json").unlink()  # the commit knows
+        second = begun(store, "resume", stops=True)
+        with pytest.raises(KeyboardInterrupt):  # once more, after nothing was done
+            second.train(resume_from_checkpoint=True)
+        assert second.state.global_step == 3
+        second.remove_callback(Stop)
+        second.train(resume_from_checkpoint=True)  # by the folder: the store has changed since
+        assert logged(second)[-4:-1] == logged(reference)[-4:-1]
+        assert same(second.model, reference.model)
+        assert list(commits(tmp_path / "b")) == ["checkpoint-4", "checkpoint-5"]  # keep=2
+        assert tuple(commits(tmp_path / "b").values()) == store.generations
+        third = begun(store, "overwrite", stops=False)
+        third.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-4"))
+        assert same(third.model, reference.model)
+        (tmp_path / "b" / "checkpoint-5" / "tiered.json").write_text('{"generation": 1}')
+        with pytest.raises(MisuseError, match="is not there any more"):
+            third.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-5"))
+        store.close()
+
+
+def test_the_best_commit_stays_and_is_loaded_at_the_end(tmp_path: Path) -> None:
+    options = {**SAVING, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "learning_rate": 0.05}
+    reference = trainer(Trainer, llama(), tmp_path / "a", **options, save_total_limit=2)
+    reference.train()
+    assert reference.state.best_global_step < 4
+    for limit, name in ((2, "b"), (None, "c")):
+        with TieredStore.open(tmp_path / f"store-{name}", dram="1MiB") as store:
+            ours = trainer(TieredTrainer, paged(llama(), store), tmp_path / name, **options, save_total_limit=limit)
+            ours.train()
+            assert logged(ours) == logged(reference)
+            assert same(ours.model, reference.model)
+            best = f"checkpoint-{ours.state.best_global_step}"
+            assert sorted(commits(tmp_path / name)) == [best, *(["checkpoint-4"] * (limit is None)), "checkpoint-5"]
+            assert set(commits(tmp_path / name).values()) == set(store.generations)
+            store.close()
+
+
+def test_a_callback_commits_in_any_trainer(tmp_path: Path) -> None:
+    options = {"max_steps": 5}
+    reference = trainer(Trainer, llama(), tmp_path / "a", **options)
+    reference.train()
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        given = {"optimizer_cls_and_kwargs": (zero.AdamW, dict(KINDS)), "callbacks": [TieredCallback(3)]}
+        ours = trainer(Trainer, paged(llama(), store), tmp_path / "b", given, **options)
+        ours.train()
+        assert (store.generation, store.meta) == (1, {"step": 3})
+        store.close()
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        again = trainer(TieredTrainer, paged(llama(), store, existing="resume"), tmp_path / "b", **options)
+        again.train(resume_from_checkpoint=True)
+        assert same(again.model, reference.model)
+        store.close()
+
+
+@pytest.mark.parametrize("only_model", [False, True])
+def test_models_are_saved_by_exports(tmp_path: Path, store: TieredStore, only_model: bool) -> None:
+    ours = trainer(TieredTrainer, paged(llama(), store), tmp_path / "out", **SAVING, save_only_model=only_model)
+    ours.train()
+    assert (store.generation == 0) is only_model
+    folder = tmp_path / "out" / "checkpoint-5" if only_model else tmp_path / "saved"
+    if not only_model:
+        ours.save_model(str(folder))
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    assert same(LlamaForCausalLM.from_pretrained(folder), ours.model)
+
+
+# Reading weights
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pretrained")
+    llama().save_pretrained(folder / "llama", max_shard_size="100KB")
+    torch.manual_seed(0)
+    LlamaModel(LlamaConfig(**LLAMA)).save_pretrained(folder / "base")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_local_experts": 4}
+    MixtralForCausalLM(MixtralConfig(**{**LLAMA, **sizes})).save_pretrained(folder / "mixtral")
+    gpt2().to(torch.bfloat16).save_pretrained(folder / "gpt2")
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["auto", torch.bfloat16])
+@pytest.mark.parametrize(
+    ("cls", "name"),
+    [
+        (AutoModelForCausalLM, "llama"),
+        (LlamaForCausalLM, "base"),
+        (LlamaForSequenceClassification, "llama"),
+        (AutoModelForCausalLM, "mixtral"),
+        (AutoModelForCausalLM, "gpt2"),
+    ],
+)
+def test_weights_come_into_the_store_as_transformers_reads_them(
+    cls: Any, name: str, dtype: Any, pretrained: Path, store: TieredStore
+) -> None:
+    torch.manual_seed(1)
+    expected = cls.from_pretrained(pretrained / name, dtype=dtype)
+    torch.manual_seed(1)
+    model = from_pretrained(cls, pretrained / name, store, dtype=dtype, micro_batch=1)
+    assert type(model) is type(expected)
+    assert not model.training
+    assert same(model, expected)
+    assert all(a.dtype == b.dtype for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+    tied = model.get_output_embeddings()
+    if tied is not None:
+        assert (tied.weight is model.get_input_embeddings().weight) is model.config.tie_word_embeddings
+    tokens = data()[0]["input_ids"][None]
+    assert torch.equal(model(tokens).logits, expected(tokens).logits)
+    assert "HF_DEACTIVATE_ASYNC_LOAD" not in os.environ
+
+
+def test_no_more_than_the_window_is_in_memory(
+    tmp_path: Path, store: TieredStore, pretrained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks: list[Any] = []
+    init = zero.init
+    monkeypatch.setattr(zero, "init", lambda store: blocks.append(init(store)) or blocks[-1])
+    model = from_pretrained(AutoModelForCausalLM, pretrained / "llama", store)
+    found = blocks[0].statistics()
+    assert found.peak <= found.limit < sum(p.nbytes for p in model.parameters()) // 2
+    with TieredStore.open(tmp_path / "other", dram="2MiB") as other:
+        LlamaForCausalLM(LlamaConfig(**{**LLAMA, "vocab_size": 4096})).save_pretrained(tmp_path / "large")
+        with pytest.raises(CapacityError, match="is the least"):
+            from_pretrained(AutoModelForCausalLM, tmp_path / "large", other)
+        other.close()
+
+
+def test_a_committed_model_is_resumed_without_reading_weights(tmp_path: Path, pretrained: Path) -> None:
+    folder = tmp_path / "config"
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        model = from_pretrained(AutoModelForCausalLM, pretrained / "gpt2", store)
+        ours = trainer(TieredTrainer, model, tmp_path / "out", **SAVING)
+        ours.train()
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+        model.config.save_pretrained(folder)
+        store.close()
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        model = from_pretrained(AutoModelForCausalLM, folder, store, existing="resume")
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+        again = trainer(TieredTrainer, model, tmp_path / "out", **{**SAVING, "max_steps": 6})
+        again.train(resume_from_checkpoint=True)
+        assert again.state.global_step == 6
+        store.close()
+
+
+def test_folders_and_options_that_cannot_be_read_are_named(tmp_path: Path, store: TieredStore, pretrained: Path) -> None:
+    with pytest.raises(MisuseError, match="snapshot_download"):
+        from_pretrained(AutoModelForCausalLM, "some/model", store)
+    llama().config.save_pretrained(tmp_path / "pickled")
+    torch.save(llama().state_dict(), tmp_path / "pickled" / "pytorch_model.bin")
+    with pytest.raises(MisuseError, match="no safetensors files"):
+        from_pretrained(AutoModelForCausalLM, tmp_path / "pickled", store)
+    with pytest.raises(MisuseError, match="device_map=: the store decides"):
+        from_pretrained(AutoModelForCausalLM, pretrained / "llama", store, device_map="auto")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(MisuseError, match="has an adapter"):
+        from_pretrained(AutoModelForCausalLM, tmp_path, store)
+    assert list(store) == []

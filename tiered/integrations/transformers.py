@@ -1,0 +1,413 @@
+"""Train paged models with Hugging Face's ``Trainer``, and read pretrained models into a store.
+
+An unmodified ``Trainer`` trains a paged model with ``zero.AdamW`` bit for bit as it trains one in memory with
+``optim="adamw_torch_fused"``. What this file adds saves memory and time:
+
+- ``from_pretrained`` reads weights into a store, a tensor at a time. ``transformers`` itself reads them, within ``zero.init``:
+  so its conversions (renamed keys, fused experts, a base model's weights in one with a head) are its own.
+- ``TieredTrainer`` commits the store where ``Trainer`` writes a checkpoint, which would copy the state. A commit has all that
+  the next step depends on, and the trainer's state in ``extra``. The folder ``checkpoint-N`` only names the generation.
+  ``CommitCheckpoints`` does so for other classes that derive from ``Trainer``.
+- ``TieredCallback`` commits every so many steps of any ``Trainer``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel, Trainer, TrainerCallback
+
+from tiered import MisuseError, TieredStore, zero
+from tiered.zero.checkpoint.checkpoint import extra_of
+from tiered.zero.checkpoint.loaders import of_random, random_states
+from tiered.zero.paging.pager import Listing, Pager, pager_of
+
+__all__ = ["CommitCheckpoints", "TieredCallback", "TieredTrainer", "from_pretrained"]
+
+# -- reading pretrained models -------------------------------------------------------------------------------------------------
+
+PAGING = {"prefetch", "micro_batch", "policy", "source", "stage", "group", "timeout", "update_tier"}
+"""Arguments of ``from_pretrained`` that are ``zero.page``'s."""
+
+ELSEWHERE = "the store decides where parameters are: leave it out"
+REFUSED = {
+    **dict.fromkeys(("device_map", "max_memory", "offload_folder", "tp_plan", "tp_size", "distributed_config"), ELSEWHERE),
+    "quantization_config": "quantised parameters cannot be paged: leave it out, and give dtype=torch.bfloat16 to save room",
+    "gguf_file": "GGUF files are read as a whole: convert them to safetensors (transformers' save_pretrained)",
+    "state_dict": "the weights are read from the folder: leave it out, or call zero.page on a model that you made of it",
+    "output_loading_info": "it would return two things: leave it out; what is missing is logged",
+}
+"""Arguments of transformers' ``from_pretrained`` that have no meaning here, and why."""
+
+
+def from_pretrained(
+    cls: Any,
+    folder: str | os.PathLike[str],
+    store: TieredStore,
+    *,
+    dtype: torch.dtype | str = "auto",
+    name: str = "model",
+    existing: str = "refuse",
+    **options: Any,
+) -> Any:
+    """Return the model in ``folder`` with its parameters in ``store``: ``cls.from_pretrained``, then ``zero.page``.
+
+    ``cls``: ``AutoModelForCausalLM`` and the like, or a model's class. ``folder``: a local folder with ``config.json`` and
+    safetensors files, with or without an index. They are read a tensor at a time, and nothing is initialised first but what
+    the files lack (a new head, which ``transformers`` logs). At most an eighth of the store's DRAM budget is in memory beside
+    it, or one parameter with the tensors that it is made of.
+
+    ``dtype``, ``config``, ``attn_implementation`` and other ``options``: as in ``cls.from_pretrained``. ``name``, ``existing``,
+    ``micro_batch``, ``policy``, ``update_tier`` and the rest: as in ``zero.page``. With ``existing="resume"`` the values come
+    from the last ``zero.commit`` in the store, and only the configuration is read from the folder.
+
+    Raises MisuseError (no such folder, no safetensors files, an adapter, a quantised model, an option that cannot be), what
+    ``cls.from_pretrained`` raises, and what ``zero.init`` and ``zero.page`` raise.
+    """
+    path = Path(folder)
+    for option, why in REFUSED.items():
+        if options.get(option) is not None:
+            raise MisuseError(f"{option}=: {why}")
+    paging = {option: options.pop(option) for option in PAGING & options.keys()}
+    _refuse_folder(path)
+    config = options.pop("config", None)
+    if config is None and existing == "resume":
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    if getattr(config, "quantization_config", None) is not None:
+        raise MisuseError(f"{path}: {REFUSED['quantization_config']}")
+    if existing == "resume":
+        model = _without_values(cls, path, config, dtype, options)
+    else:
+        _refuse_pickled(path)
+        with _one_at_a_time(), zero.init(store):
+            model = cls.from_pretrained(path, config=config, dtype=dtype, local_files_only=True, **options)
+            if getattr(model, "hf_quantizer", None) is not None:
+                raise MisuseError(f"{path}: {REFUSED['quantization_config']}")
+    return zero.page(model, store, name=name, existing=existing, **paging)
+
+
+def _refuse_folder(path: Path) -> None:
+    if not (path / "config.json").is_file():
+        if (path / "adapter_config.json").is_file():
+            raise MisuseError(
+                f"{path} has an adapter: read the base model within zero.init, give it to peft.PeftModel.from_pretrained, and "
+                "call zero.page on the result"
+            )
+        raise MisuseError(
+            f"{path} is no folder with a config.json: give a local folder, such as huggingface_hub.snapshot_download returns"
+        )
+
+
+def _refuse_pickled(path: Path) -> None:
+    if not any(path.glob("*.safetensors")):
+        raise MisuseError(
+            f"{path} has no safetensors files, and others are read as a whole: write some with "
+            "AutoModel.from_pretrained(...).save_pretrained(...) on a machine with enough memory"
+        )
+
+
+def _without_values(cls: Any, path: Path, config: Any, dtype: torch.dtype | str, options: dict[str, Any]) -> Any:
+    """Return the model on the meta device, as ``cls.from_pretrained`` would configure it."""
+    known = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, None) or getattr(config, "dtype", None)
+    make = getattr(cls, "from_config", None) or cls._from_config
+    with torch.device("meta"):
+        model = make(config, **({} if known is None else {"dtype": known}), **options).eval()
+    if (path / "generation_config.json").is_file() and model.can_generate():
+        model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    return model
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Have ``transformers`` read a tensor when it needs it. Otherwise threads read all of them ahead, into memory."""
+    before = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HF_DEACTIVATE_ASYNC_LOAD"]
+        else:
+            os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = before
+
+
+# -- commits -------------------------------------------------------------------------------------------------------------------
+
+OURS, STATE = "tiered.json", "trainer_state.json"
+"""Files of a checkpoint's folder: which generation it is, and Trainer's state."""
+
+
+def _commit(model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any, state: str, step: int) -> int:
+    """Commit a training with the trainer's ``state``, which is JSON. Returns the generation."""
+    return zero.commit(
+        model,
+        _ours(optimizer),
+        scheduler=scheduler,
+        scaler=scaler,
+        extra={"transformers": {"state": state, "step": step}},
+        meta={"step": step},
+    )
+
+
+def _ours(optimizer: Any) -> zero.AdamW:
+    """Return the optimizer that Accelerate has wrapped."""
+    while not isinstance(optimizer, zero.AdamW) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, zero.AdamW):
+        raise MisuseError(f"{type(optimizer).__name__}: a commit has the state of zero.AdamW, so train with that")
+    return optimizer
+
+
+def _pager(model: nn.Module) -> Pager:
+    """Return the pager of a model. Raises MisuseError where not all of its parameters are paged, by one call of zero.page."""
+    for name, parameter in model.named_parameters():
+        if not hasattr(parameter, "_tiered"):
+            raise MisuseError(
+                f"parameter {name!r} is not paged, so a commit of the store would not have it: call zero.page on the whole "
+                "model, after peft.get_peft_model and the like"
+            )
+    return pager_of(model)
+
+
+class TieredCallback(TrainerCallback):
+    """Commit every ``steps`` steps of any ``Trainer``. ``TieredTrainer.train(resume_from_checkpoint=True)`` goes on from there.
+
+    A commit writes only what changed since the last, and has the trainer's state. Give ``save_strategy="no"`` where ordinary
+    checkpoints, which copy the state, are not wanted.
+    """
+
+    def __init__(self, steps: int) -> None:
+        if type(steps) is not int or steps < 1:
+            raise MisuseError(f"steps is how many steps lie between two commits, at least 1, not {steps!r}")
+        self.steps = steps
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        _pager(given["model"])
+        _ours(given["optimizer"])
+        if args.fp16:
+            raise MisuseError("fp16 has a loss scale, which a callback does not see: use TieredTrainer, or bf16")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step % self.steps == 0:
+            with tempfile.TemporaryDirectory() as folder:
+                file = os.path.join(folder, STATE)
+                state.save_to_json(file)
+                text = Path(file).read_text()
+            _commit(given["model"], given["optimizer"], given["lr_scheduler"], None, text, state.global_step)
+
+
+class CommitCheckpoints:
+    """Mixin that makes the checkpoints of a ``Trainer`` commits: ``class Mine(CommitCheckpoints, SFTTrainer): pass``.
+
+    - The model is paged as a whole (``zero.page``, after ``peft.get_peft_model``). The optimizer is ``zero.AdamW`` with the
+      values of ``TrainingArguments``, unless another ``zero.AdamW`` is given.
+    - ``checkpoint-N`` in the output folder has Trainer's state and the number of a generation of the store. As many stay as
+      ``save_total_limit`` says; without it, as many as the store was opened with (``keep=``). The best one stays, too.
+    - ``train(resume_from_checkpoint=True)`` goes on from the newest commit, and a folder from its generation, bit for bit.
+      Page the model with ``existing="resume"`` in a new process. Ordinary checkpoints can be resumed from, too.
+    - ``load_best_model_at_end`` goes back to the best commit, with optimizer and scheduler.
+    - ``save_model`` writes safetensors files with ``zero.export``, of an adapter only its own parameters.
+      ``save_only_model=True`` does so in each checkpoint, in place of commits.
+
+    Raises MisuseError for a model that is not paged as a whole, for options that would convert it, and for several processes.
+    """
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        this: Any = self
+        self._random: dict[str, Any] | None = None
+        pager = _pager(this.model)
+        if this.args.world_size > 1:
+            raise MisuseError("checkpoints of several processes are not commits yet: use Trainer, and TieredCallback on each")
+        if this.args.fp16_full_eval or this.args.bf16_full_eval:
+            raise MisuseError("fp16_full_eval and bf16_full_eval convert the model, which is paged: use bf16=True for autocast")
+        if this.args.device.type != pager.store.device.type:
+            raise MisuseError(
+                f"Trainer computes on {this.args.device}, and the store's top tier is on {pager.store.device}: open the store "
+                "with hbm=, or give TrainingArguments(use_cpu=True)"
+            )
+
+    # -- the optimizer -----------------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, *given: Any, **options: Any) -> Any:
+        """Make ``zero.AdamW`` unless the trainer was given an optimizer; groups and arguments are Trainer's."""
+        this: Any = self
+        if this.optimizer is None and this.optimizer_cls_and_kwargs is None:
+            args = this.args
+            if not str(getattr(args.optim, "value", args.optim)).startswith("adamw_torch"):
+                raise MisuseError(f"optim={args.optim}: zero.AdamW updates paged parameters: give optim='adamw_torch_fused'")
+            betas = args.adam_beta1, args.adam_beta2
+            this.optimizer_cls_and_kwargs = zero.AdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+        return super().create_optimizer(*given, **options)  # type: ignore[misc]
+
+    # -- saving ------------------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model to ``output_dir`` as safetensors files, with one unit in memory at a time."""
+        this: Any = self
+        folder = this.args.output_dir if output_dir is None else output_dir
+        if _internal_call and not this.args.save_only_model:
+            os.makedirs(folder, exist_ok=True)  # of a checkpoint, which is a commit
+            return
+        super().save_model(folder, _internal_call)  # type: ignore[misc]
+
+    def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
+        """Called by ``save_model``."""
+        this: Any = self
+        folder = this.args.output_dir if output_dir is None else output_dir
+        model = this.model
+        if hasattr(model, "peft_type"):
+            super()._save(folder, _Values(model) if state_dict is None else state_dict)  # type: ignore[misc]
+            return
+        os.makedirs(folder, exist_ok=True)
+        zero.export(model, folder, existing="overwrite")
+        if isinstance(model, PreTrainedModel):
+            model.config.architectures, model.config.dtype = [type(model).__name__], str(model.dtype).removeprefix("torch.")
+            model.config.save_pretrained(folder)
+            if model.can_generate():
+                model.generation_config.save_pretrained(folder)
+        if this.processing_class is not None:
+            this.processing_class.save_pretrained(folder)
+        torch.save(this.args, os.path.join(folder, "training_args.bin"))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]  # the folder, with Trainer's state; drops older ones
+        this: Any = self
+        if this.args.save_only_model:
+            return
+        run = Path(this._get_output_dir(trial=trial))
+        folder = run / f"checkpoint-{this.state.global_step}"
+        store, best = pager_of(this.model).store, this.state.best_model_checkpoint
+        there = {older: number for older, number in _generations(run).items() if number in store.generations}
+        if this.args.save_total_limit:
+            store.retain(1, also=list(there.values()))
+        else:
+            store.retain(also=[number for older, number in there.items() if best is not None and older == Path(best)])
+        optimizer, scheduler, scaler = this.optimizer, this.lr_scheduler, this.accelerator.scaler
+        number = _commit(this.model, optimizer, scheduler, scaler, (folder / STATE).read_text(), this.state.global_step)
+        (folder / OURS).write_text(json.dumps({"store": store.folder, "generation": number}))
+        for older, before in _generations(run).items():
+            if before not in store.generations:
+                shutil.rmtree(older, ignore_errors=True)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Do nothing: the commit has them."""
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Do nothing: the commit has it."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Do nothing: the commit has it."""
+
+    # -- loading -----------------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *given: Any, **options: Any) -> Any:
+        """Train, as in Trainer; ``resume_from_checkpoint=True`` goes on from the newest commit."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = self._newest()
+        return super().train(resume_from_checkpoint, *given, **options)  # type: ignore[misc]
+
+    def _newest(self) -> str | bool:
+        """Return the folder of the newest commit, which is written anew from what the commit has. True: there is none."""
+        this: Any = self
+        pager, run = pager_of(this.model), Path(this.args.output_dir)
+        if f"{pager.name}/checkpoint" in pager.store:  # nothing has changed since
+            found = (extra_of(pager.store, pager.name) or {}).get("transformers")
+            if found is None:
+                raise MisuseError(f"the last commit of {pager.store} is not one of TieredTrainer: use zero.resume")
+            folder, number = run / f"checkpoint-{found['step']}", pager.store.generation
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / STATE).write_text(found["state"])
+            (folder / OURS).write_text(json.dumps({"store": pager.store.folder, "generation": number}))
+            return str(folder)
+        there = {number: folder for folder, number in _generations(run).items() if number in pager.store.generations}
+        return str(there[max(there)]) if there else True
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *given: Any, **options: Any) -> None:
+        if _generation(resume_from_checkpoint) is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, *given, **options)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        number = _generation(checkpoint)
+        if number is None:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        else:
+            self._random = self._go_back(number)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if _generation(checkpoint) is None:
+            super()._load_scaler(checkpoint)  # type: ignore[misc]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Called once the data of the steps that are done was skipped, which draws random numbers."""
+        if _generation(checkpoint) is None:
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        elif self._random is not None:
+            of_random(self._random).load()
+
+    def _load_best_model(self) -> None:
+        this: Any = self
+        number = _generation(this.state.best_model_checkpoint)
+        if number is None:
+            super()._load_best_model()  # type: ignore[misc]
+        else:
+            self._go_back(number)
+
+    def _go_back(self, number: int) -> dict[str, Any]:
+        """Restore a generation, but for the random generators, whose states are returned."""
+        this: Any = self
+        store = pager_of(this.model).store
+        if number not in store.generations:
+            raise MisuseError(f"generation {number} is not there any more: of {store}, {list(store.generations)} are")
+        before = random_states()
+        zero.rollback(
+            this.model, _ours(this.optimizer), scheduler=this.lr_scheduler, scaler=this.accelerator.scaler, generation=number
+        )
+        there = random_states()
+        of_random(before).load()
+        return there
+
+
+class TieredTrainer(CommitCheckpoints, Trainer):
+    """``transformers.Trainer`` for a model that went through ``zero.page``, whose checkpoints are commits: see
+    ``CommitCheckpoints``."""
+
+
+def _generation(folder: str | os.PathLike[str] | None) -> int | None:
+    """Return which generation a checkpoint's folder names; None where it is an ordinary one."""
+    try:
+        return int(json.loads((Path(folder or "") / OURS).read_text())["generation"]) if folder is not None else None
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _generations(run: Path) -> dict[Path, int]:
+    """Return the checkpoints in the output folder of a training that are commits, and their generations."""
+    found = {folder: _generation(folder) for folder in run.glob("checkpoint-*")}
+    return {folder: number for folder, number in found.items() if number is not None}
+
+
+class _Values(Mapping[str, Any]):
+    """Values of ``state_dict``, each copied when it is asked for: of an adapter, peft asks for a few."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._listed = model.state_dict(destination=Listing(), keep_vars=True)
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._listed[name]
+        return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._listed)
+
+    def __len__(self) -> int:
+        return len(self._listed)
