@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -19,6 +20,8 @@ from tiered import zero
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 LINKED = sorted([*PAGES, *(ROOT / "docs" / "decisions").glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"])
+OPTIONAL = ("transformers", "peft")
+WITH_OPTIONAL = ("hugging-face.md",)
 SKIPPED = "Not run in the tests: "
 NUMBER = r"(?<![\w.,])\d+(?:,\d{3})*(?:\.\d+)?(?!\w)"
 
@@ -30,6 +33,12 @@ class Block:
     line: int
     source: str
     why_not: str
+
+    @property
+    def missing(self) -> list[str]:
+        """Libraries that it imports, that this project does without, and that are not installed."""
+        named = re.findall(rf"^\s*(?:import|from) ({'|'.join(OPTIONAL)})\b", self.source, re.MULTILINE)
+        return [name for name in named if importlib.util.find_spec(name) is None]
 
     @property
     def file(self) -> str:
@@ -53,7 +62,8 @@ def run(block: Block, page: Path, folder: Path) -> str:
     where = f"{page.name}:{block.line}"
     script = folder / (block.file or f"{page.stem}_{block.line}.py")
     script.write_text(block.source if block.file else "\n" * (block.line - 1) + block.source)  # tracebacks show the page's line
-    command = [sys.executable, "-W", "error", str(script)]
+    theirs = ["-W", "ignore::FutureWarning"] if page.name in WITH_OPTIONAL else []  # of one library about another
+    command = [sys.executable, "-W", "error", *theirs, str(script)]
     if block.file.startswith("test_"):
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(script)]
     elif block.file:
@@ -70,7 +80,11 @@ def run(block: Block, page: Path, folder: Path) -> str:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page.read_text())], ids=lambda page: page.stem)
 def test_programs_run(page: Path, tmp_path: Path) -> None:
     """A page's blocks in order, in one folder; each is a program of its own, or a file that later ones import."""
-    for block in blocks_of(page.read_text()):
+    blocks = blocks_of(page.read_text())
+    missing = sorted({name for block in blocks for name in block.missing})
+    if missing and page.name in WITH_OPTIONAL:
+        pytest.skip(f"needs {', '.join(missing)}")
+    for block in blocks:
         if not block.why_not:
             printed = run(block, page, tmp_path)
             assert printed or page.name != "README.md", f"{page.name}:{block.line} shows nothing"
