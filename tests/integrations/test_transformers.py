@@ -247,6 +247,8 @@ def test_what_cannot_be_says_so(tmp_path: Path, store: TieredStore) -> None:
         trainer(TieredTrainer, model, tmp_path, optim="adafactor").train()
     with pytest.raises(MisuseError, match="is not paged"):
         trainer(TieredTrainer, llama(), tmp_path)
+    with pytest.raises(MisuseError, match=r"on cuda.*TrainingArguments\(use_cpu=True\)"):
+        trainer(TieredTrainer, model, tmp_path)._move_model_to_device(model, torch.device("cuda"))
     with pytest.raises(MisuseError, match="at least 1"):
         TieredCallback(0)
 

@@ -239,15 +239,19 @@ class CommitCheckpoints:
         super().__init__(*given, **options)
         this: Any = self
         self._random: dict[str, Any] | None = None
-        pager = _pager(this.model)
+        _pager(this.model)
         if this.args.world_size > 1:
             raise MisuseError("checkpoints of several processes are not commits yet: use Trainer, and TieredCallback on each")
         if this.args.fp16_full_eval or this.args.bf16_full_eval:
             raise MisuseError("fp16_full_eval and bf16_full_eval convert the model, which is paged: use bf16=True for autocast")
-        if this.args.device.type != pager.store.device.type:
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Move nothing: a paged model computes where the store's top tier is."""
+        there = _pager(model).store.device
+        if device.type != there.type:
             raise MisuseError(
-                f"Trainer computes on {this.args.device}, and the store's top tier is on {pager.store.device}: open the store "
-                "with hbm=, or give TrainingArguments(use_cpu=True)"
+                f"Trainer computes on {device}, and the store's top tier is on {there}: open the store with hbm=, or give "
+                "TrainingArguments(use_cpu=True)"
             )
 
     # -- the optimizer -----------------------------------------------------------------------------------------------------
@@ -257,7 +261,7 @@ class CommitCheckpoints:
         this: Any = self
         if this.optimizer is None and this.optimizer_cls_and_kwargs is None:
             args = this.args
-            if not str(getattr(args.optim, "value", args.optim)).startswith("adamw_torch"):
+            if getattr(args.optim, "value", args.optim) not in ("adamw_torch", "adamw_torch_fused"):
                 raise MisuseError(f"optim={args.optim}: zero.AdamW updates paged parameters: give optim='adamw_torch_fused'")
             betas = args.adam_beta1, args.adam_beta2
             this.optimizer_cls_and_kwargs = zero.AdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
