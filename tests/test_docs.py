@@ -24,7 +24,7 @@ SKIPPED = "Not run in the tests: "
 NUMBER = r"(?<![\w.,])\d+(?:,\d{3})*(?:\.\d+)?(?!\w)"
 
 
-OPTIONAL = ("accelerate", "lightning")
+OPTIONAL = ("transformers", "peft", "accelerate", "lightning")
 """Libraries that adapters are for. Programs that import one are run where it is installed, and its warnings are not ours."""
 
 
@@ -39,7 +39,7 @@ class Block:
     @property
     def libraries(self) -> list[str]:
         """The optional libraries that the program imports."""
-        return [name for name in OPTIONAL if re.search(rf"^(import|from) {name}\b", self.source, re.MULTILINE)]
+        return [name for name in OPTIONAL if re.search(rf"^\s*(import|from) {name}\b", self.source, re.MULTILINE)]
 
     @property
     def file(self) -> str:

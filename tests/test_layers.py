@@ -217,6 +217,14 @@ def test_every_file_has_its_place(path: Path) -> None:
     assert against <= SINNERS
 
 
+def test_libraries_that_may_be_missing_are_imported_by_integrations_alone() -> None:
+    for path in SOURCES:
+        module = module_of(path, ROOT / "tiered")
+        found = {name.split(".")[0] for _, name in imports_of(path.read_text(), module, path.name == "__init__.py", MODULES)}
+        theirs = found & {"transformers", "accelerate", "peft", "lightning", "trl", "datasets"}
+        assert theirs <= ({path.stem} if path.parent.name == "integrations" else set()), module
+
+
 def test_the_list_of_sinners_only_shrinks() -> None:
     against: set[str] = set()
     for path in SOURCES:

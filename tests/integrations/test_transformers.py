@@ -247,6 +247,8 @@ def test_what_cannot_be_says_so(tmp_path: Path, store: TieredStore) -> None:
         trainer(TieredTrainer, model, tmp_path, optim="adafactor").train()
     with pytest.raises(MisuseError, match="is not paged"):
         trainer(TieredTrainer, llama(), tmp_path)
+    with pytest.raises(MisuseError, match=r"on cuda.*TrainingArguments\(use_cpu=True\)"):
+        trainer(TieredTrainer, model, tmp_path)._move_model_to_device(model, torch.device("cuda"))
     with pytest.raises(MisuseError, match="at least 1"):
         TieredCallback(0)
 
@@ -275,6 +277,43 @@ def test_an_adapter_over_a_paged_model(tmp_path: Path, store: TieredStore) -> No
     file = "adapter_model.safetensors"
     assert (tmp_path / "adapter" / file).read_bytes() == (tmp_path / "reference" / file).read_bytes()
     assert same(model.merge_and_unload(), reference.model.merge_and_unload())
+
+
+def test_an_adapter_is_made_before_paging_and_resumed(tmp_path: Path, pretrained: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    options = {**SAVING, "label_names": ["labels"]}
+
+    def prepared(store: TieredStore, existing: str) -> Any:
+        torch.manual_seed(0)
+        given = {"existing": existing, "prepare": lambda model: peft.get_peft_model(model, config)}
+        return from_pretrained(AutoModelForCausalLM, pretrained / "llama", store, **given)
+
+    torch.manual_seed(0)
+    reference = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(pretrained / "llama"), config)
+    trainer(Trainer, reference, tmp_path / "a", **{**options, "save_strategy": "no"}).train()
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        model = prepared(store, "refuse")
+        trainer(TieredTrainer, model, tmp_path / "b", **options).train()
+        assert same(model, reference)
+    with TieredStore.open(tmp_path / "store", dram="1MiB", keep=3) as store:  # and its end has committed nothing new
+        model = prepared(store, "resume")
+        trainer(TieredTrainer, model, tmp_path / "b", **options).train(str(tmp_path / "b" / "checkpoint-4"))
+        assert same(model, reference)
+        store.close()
+
+
+def test_embeddings_are_resized_before_paging(store: TieredStore, pretrained: Path) -> None:
+    torch.manual_seed(1)
+    expected = AutoModelForCausalLM.from_pretrained(pretrained / "llama")
+    expected.resize_token_embeddings(80)
+
+    def resized(model: Any) -> Any:
+        model.resize_token_embeddings(80)
+        return model
+
+    torch.manual_seed(1)
+    assert same(from_pretrained(AutoModelForCausalLM, pretrained / "llama", store, prepare=resized), expected)
 
 
 # Checkpoints that are commits
@@ -440,13 +479,13 @@ def test_no_more_than_the_window_is_in_memory(
 
 def test_a_committed_model_is_resumed_without_reading_weights(tmp_path: Path, pretrained: Path) -> None:
     folder = tmp_path / "config"
-    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:  # which commits at its end
         model = from_pretrained(AutoModelForCausalLM, pretrained / "gpt2", store)
         ours = trainer(TieredTrainer, model, tmp_path / "out", **SAVING)
         ours.train()
+        ours.evaluate()
         expected = {name: value.clone() for name, value in model.state_dict().items()}
         model.config.save_pretrained(folder)
-        store.close()
     with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
         model = from_pretrained(AutoModelForCausalLM, folder, store, existing="resume")
         assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())

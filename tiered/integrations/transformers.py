@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ def from_pretrained(
     dtype: torch.dtype | str = "auto",
     name: str = "model",
     existing: str = "refuse",
+    prepare: Callable[[Any], Any] | None = None,
     **options: Any,
 ) -> Any:
     """Return the model in ``folder`` with its parameters in ``store``: ``cls.from_pretrained``, then ``zero.page``.
@@ -66,6 +67,8 @@ def from_pretrained(
     the files lack (a new head, which ``transformers`` logs). At most an eighth of the store's DRAM budget is in memory beside
     it, or one parameter with the tensors that it is made of.
 
+    ``prepare``: called with the model before it is paged; returns what is paged: ``lambda model: peft.get_peft_model(model,
+    config)``. The place to resize embeddings, too.
     ``dtype``, ``config``, ``attn_implementation`` and other ``options``: as in ``cls.from_pretrained``. ``name``, ``existing``,
     ``micro_batch``, ``policy``, ``update_tier`` and the rest: as in ``zero.page``. With ``existing="resume"`` the values come
     from the last ``zero.commit`` in the store, and only the configuration is read from the folder.
@@ -86,12 +89,17 @@ def from_pretrained(
         raise MisuseError(f"{path}: {REFUSED['quantization_config']}")
     if existing == "resume":
         model = _without_values(cls, path, config, dtype, options)
+        if prepare is not None:
+            with torch.device("meta"):
+                model = prepare(model)
     else:
         _refuse_pickled(path)
         with _one_at_a_time(), zero.init(store):
             model = cls.from_pretrained(path, config=config, dtype=dtype, local_files_only=True, **options)
             if getattr(model, "hf_quantizer", None) is not None:
                 raise MisuseError(f"{path}: {REFUSED['quantization_config']}")
+            if prepare is not None:
+                model = prepare(model)
     return zero.page(model, store, name=name, existing=existing, **paging)
 
 
@@ -99,8 +107,8 @@ def _refuse_folder(path: Path) -> None:
     if not (path / "config.json").is_file():
         if (path / "adapter_config.json").is_file():
             raise MisuseError(
-                f"{path} has an adapter: read the base model within zero.init, give it to peft.PeftModel.from_pretrained, and "
-                "call zero.page on the result"
+                f"{path} has an adapter: give the folder of its base model, and prepare=lambda model: "
+                "peft.PeftModel.from_pretrained(model, ...)"
             )
         raise MisuseError(
             f"{path} is no folder with a config.json: give a local folder, such as huggingface_hub.snapshot_download returns"
@@ -147,10 +155,16 @@ OURS, STATE = "tiered.json", "trainer_state.json"
 
 
 def _commit(model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any, state: str, step: int) -> int:
-    """Commit a training with the trainer's ``state``, which is JSON. Returns the generation."""
+    """Commit a training with the trainer's ``state``, which is JSON. Returns the generation.
+
+    Updates that are pending are applied before, so that evaluation and exports afterwards change nothing: then the commit that
+    ends the store's ``with`` block is one to continue from, too.
+    """
+    ours = _ours(optimizer)
+    ours.flush()
     return zero.commit(
         model,
-        _ours(optimizer),
+        ours,
         scheduler=scheduler,
         scaler=scaler,
         extra={"transformers": {"state": state, "step": step}},
@@ -225,15 +239,19 @@ class CommitCheckpoints:
         super().__init__(*given, **options)
         this: Any = self
         self._random: dict[str, Any] | None = None
-        pager = _pager(this.model)
+        _pager(this.model)
         if this.args.world_size > 1:
             raise MisuseError("checkpoints of several processes are not commits yet: use Trainer, and TieredCallback on each")
         if this.args.fp16_full_eval or this.args.bf16_full_eval:
             raise MisuseError("fp16_full_eval and bf16_full_eval convert the model, which is paged: use bf16=True for autocast")
-        if this.args.device.type != pager.store.device.type:
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Move nothing: a paged model computes where the store's top tier is."""
+        there = _pager(model).store.device
+        if device.type != there.type:
             raise MisuseError(
-                f"Trainer computes on {this.args.device}, and the store's top tier is on {pager.store.device}: open the store "
-                "with hbm=, or give TrainingArguments(use_cpu=True)"
+                f"Trainer computes on {device}, and the store's top tier is on {there}: open the store with hbm=, or give "
+                "TrainingArguments(use_cpu=True)"
             )
 
     # -- the optimizer -----------------------------------------------------------------------------------------------------
@@ -243,7 +261,7 @@ class CommitCheckpoints:
         this: Any = self
         if this.optimizer is None and this.optimizer_cls_and_kwargs is None:
             args = this.args
-            if not str(getattr(args.optim, "value", args.optim)).startswith("adamw_torch"):
+            if getattr(args.optim, "value", args.optim) not in ("adamw_torch", "adamw_torch_fused"):
                 raise MisuseError(f"optim={args.optim}: zero.AdamW updates paged parameters: give optim='adamw_torch_fused'")
             betas = args.adam_beta1, args.adam_beta2
             this.optimizer_cls_and_kwargs = zero.AdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}

@@ -339,6 +339,7 @@ REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
     "deepcopy": (copy.deepcopy, "cannot be copied or pickled"),
     "deepcopy of a parameter": (lambda m: copy.deepcopy(m.extra), "cannot be copied or pickled"),
     "pickle": (lambda m: pickle.dumps(m.extra), "cannot be copied or pickled"),
+    "device": (lambda m: setattr(m.extra, "data", m.extra.detach().to("meta")), "cannot be moved to meta"),
     "half": (lambda m: m.half(), r"cannot be given \.data of .* torch.float16"),
     "another shape": (lambda m: setattr(m.extra, "data", torch.ones(3)), r"'extra' has shape \(96, 48\)"),
     "dlpack": (lambda m: m.extra.detach().__dlpack__(), "would share the memory"),

@@ -457,6 +457,11 @@ def _set_data(parameter: torch.Tensor, value: Any) -> None:
     parameter do not share memory afterwards."""
     if value is parameter:
         return
+    if isinstance(value, torch.Tensor) and value.device.type != parameter.device.type:
+        raise MisuseError(
+            f"{_shown((parameter,), {})} computes on {parameter.device}, where the store's top tier is, and cannot be moved to "
+            f"{value.device}: page the model into a store with hbm= and that device="
+        )
     if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (parameter.shape, parameter.dtype):
         what = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise MisuseError(
