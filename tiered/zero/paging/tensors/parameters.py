@@ -208,8 +208,8 @@ class PagedView(torch.Tensor):
 
         def make() -> torch.Tensor:
             before = torch.is_grad_enabled()
-            torch._C._set_grad_enabled(recording)
             try:
+                torch._C._set_grad_enabled(recording)
                 return made()
             finally:
                 torch._C._set_grad_enabled(before)
