@@ -194,6 +194,128 @@ def test_other_models_do_not_notice(trainer: Trainer, kind: str, count: int, tmp
             assert outcome(trainer) == "right", described(place, error)
 
 
+def penalise(trainer: Trainer) -> None:
+    sum(parameter.abs().sum() for parameter in trainer.model.parameters() if parameter.requires_grad).backward()  # type: ignore[union-attr]
+
+
+@torch.no_grad()
+def write_views(trainer: Trainer) -> None:
+    trainer.model.head.weight.t()[3:5].mul_(2)
+    trainer.model.position.data.view(-1)[::2].add_(1)
+
+
+def assign_data(trainer: Trainer) -> None:
+    trainer.model.position.data = trainer.model.position.data * 3
+    trainer.model.head.weight.data = torch.ones_like(trainer.model.head.weight)
+
+
+@torch.no_grad()
+def write_gathered(trainer: Trainer) -> None:
+    with zero.gathered([trainer.model.position, trainer.model.blocks[0].out.weight], write=True):
+        trainer.model.position.mul_(0.5)
+        trainer.model.blocks[0].out.weight.data = torch.ones_like(trainer.model.blocks[0].out.weight)
+
+
+@torch.no_grad()
+def write_gathered_to_read(trainer: Trainer) -> None:
+    with zero.gathered([trainer.model.position, trainer.model.blocks[0].out.weight]):
+        trainer.model.position.mul_(0.5)
+        trainer.model.blocks[0].out.weight.add_(1)
+
+
+def clip(trainer: Trainer) -> None:
+    nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.01)
+
+
+def change_gradients(trainer: Trainer) -> None:
+    trainer.model.position.grad.mul_(trainer.model.position.detach())
+    trainer.model.head.weight.grad.t()[1].add_(1)
+    trainer.model.blocks[0].out.bias.grad.data.mul_(3)
+
+
+@torch.no_grad()
+def average(trainer: Trainer) -> None:
+    for parameter in trainer.model.parameters():
+        torch.zeros_like(parameter).lerp_(parameter, 0.5).copy_(parameter)
+
+
+def read_custom(trainer: Trainer) -> None:
+    """Views that gradients pass, and copies for torch.func."""
+    weight = trainer.model.head.weight
+    with torch.autograd.graph.save_on_cpu():
+        (weight.t()[2:].sin().sum() + torch.func.vmap(torch.sum)(weight).abs().sum()).backward()
+
+
+USES: dict[str, Callable[[Trainer], None]] = {
+    "penalty": penalise,
+    "views": write_views,
+    "data": assign_data,
+    "gathered": write_gathered,
+    "gathered to read": write_gathered_to_read,
+    "clip": clip,
+    "gradients": change_gradients,
+    "average": average,
+    "custom": read_custom,
+}
+@pytest.mark.parametrize("kind", ["plain", pytest.param("stored as bf16", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("use", USES)
+@counts(1)
+def test_parameters_and_gradients_are_right_after_a_strike(trainer: Trainer, kind: str, use: str, count: int) -> None:
+    """In a use of them outside of forward: each value is the one of before or of after it, or every call raises; and after
+    ``zero.rollback`` all is right."""
+
+    def begin() -> None:
+        trainer.loss(5).backward()
+
+    def seen() -> dict[str, torch.Tensor]:
+        """Every value twice: as reads and as ``state_dict`` have it."""
+        model = trainer.model
+        values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items() if name in values)
+        gradients = {f"{n} grad": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        return {**values, **gradients}
+
+    begin()
+    before = seen()
+    with struck_at(None) as lines:
+        USES[use](trainer)
+    after = seen()
+    trainer.rollback()
+    said = dict.fromkeys(["before", "after", "some", "raised"], 0)
+    for place in shuffled(lines.seen, count)[:count]:
+        error = next(ERRORS)
+        begin()
+        with struck_at(place, error=error):
+            USES[use](trainer)
+        try:
+            found = seen()
+        except InterruptedStep:
+            said["raised"] += 1
+        else:
+            wrong = []
+            for name, value in found.items():
+                whole = torch.equal(value, after[name]) or (name in before and torch.equal(value, before[name]))
+                part = not whole and part_of(value, before.get(name), after[name])
+                if not (whole or part):
+                    wrong.append(name)
+            if wrong:  # a sum that was cut off, which no step is made with
+                assert all(name.endswith(" grad") for name in wrong), f"{described(place, error)}: {wrong}"
+                with pytest.raises(InterruptedStep):
+                    trainer.optimizer.step()
+                said["raised"] += 1
+            else:
+                assert trainer.loss(7).isfinite()
+                same = [equal(found, one) for one in (before, after)]
+                said["before" if same[0] else "after" if same[1] else "some"] += 1
+        assert outcome(trainer) == "right", described(place, error)
+    print(f"{kind}, {use}: {said}")
+
+
+def part_of(value: torch.Tensor, before: torch.Tensor | None, after: torch.Tensor) -> bool:
+    """Whether each element is one of before or of after: a unit has been written to in two calls, and one was made."""
+    return before is not None and bool(((value == before) | (value == after)).all())
+
+
 def strike(*_: object) -> None:
     raise Struck
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,20 @@ READS: dict[str, Callable[[Model], Any]] = {
     "functional": lambda m: nn.functional.linear(torch.ones(48), m.extra, m.first.bias),
     "moved": lambda m: [p.clone() for p in m.to("cpu").float().parameters()],
     "averaged": lambda m: average(m),
+    "torch.func.grad": lambda m: [
+        torch.func.grad(lambda w: w.abs().clamp(0, 1).sum())(m.extra),
+        torch.func.grad(lambda x: (x @ m.extra.t()).sin().sum())(torch.ones(48)),
+    ],
+    "torch.func.vmap": lambda m: torch.func.vmap(lambda row: row.clamp(-1, 1).sum())(m.extra.t()),
+    "torch.func.jacrev": lambda m: torch.func.jacrev(lambda bias: (m.extra.t() @ bias).sin())(m.first.bias),
+    "forward mode": lambda m: forward_mode(m),
 }
+
+
+def forward_mode(model: Model) -> list[torch.Tensor]:
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(model.extra, torch.ones(96, 48))
+        return list(torch.autograd.forward_ad.unpack_dual(dual.sin() * model.scale))
 
 
 def average(model: Model) -> list[torch.Tensor]:
@@ -148,6 +162,7 @@ def average(model: Model) -> list[torch.Tensor]:
     return averages
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # in torch.autograd.forward_ad
 @pytest.mark.parametrize("name", READS)
 def test_a_read_gives_what_it_gives_in_memory(opened: TieredStore, name: str) -> None:
     Sides(opened).agree(READS[name])
@@ -163,7 +178,30 @@ PENALTIES: dict[str, Callable[[Model], torch.Tensor]] = {
     "foreach": lambda m: torch.stack(torch._foreach_norm([p for p in m.parameters() if p.requires_grad])).sum(),
     "checkpointed": lambda m: checkpoint(recomputed, m, torch.ones(96), use_reentrant=False),
     "gathered": lambda m: inside(m),
+    "custom function": lambda m: Product.apply(m.second.weight, m.extra).sin().sum(),
+    "custom function of views": lambda m: Product.apply(m.extra.t()[:9], m.first.weight[:, 1:3]).sin().sum(),
+    "hooks of others": lambda m: under_hooks(m),
 }
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(left, right)
+        return left @ right
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        left, right = ctx.saved_tensors
+        return gradient @ right.t(), left.t() @ gradient
+
+
+def under_hooks(model: Model) -> torch.Tensor:
+    """Hooks that return what they are given, which is the parameter itself: abs would hide its NaN."""
+    with torch.autograd.graph.save_on_cpu():
+        loss = model(torch.ones(2, 48)).abs().sum() + model.extra.abs().sum()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: [tensor], lambda packed: packed[0]):
+        return loss + (model.extra * model.first.weight).abs().sum() + model(torch.ones(1, 48)).sum()
 
 
 def recomputed(model: Model, x: torch.Tensor) -> torch.Tensor:
@@ -347,6 +385,9 @@ REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
     "resized": (lambda m: m.extra.data.resize_(3), "would change the shape"),
     "a leaf of a view": (lambda m: m.extra.detach().requires_grad_(), "view of a parameter in the store would be lost"),
     "a hook of a view": (lambda m: m.extra.t().register_hook(print), "view of a parameter in the store would be lost"),
+    "a custom function's view": (lambda m: Doubled.apply(m.extra).sum(), "its backward would be lost"),
+    "forward in torch.func": (lambda m: torch.func.grad(lambda x: m(x).sum())(torch.ones(2, 48)), r"within torch\.func"),
+    "written in torch.func": (lambda m: torch.func.vmap(m.scale.add_)(torch.ones(2)), "cannot be written to within torch"),
     "forward within gathered": (lambda m: forward_within(m), "leave its block first"),
 }
 
@@ -363,6 +404,98 @@ def test_what_cannot_be_right_raises(store: TieredStore, name: str) -> None:
     with pytest.raises(MisuseError, match=message):
         call(sides.paged)
     sides.agree(lambda model: model.extra)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient
+
+
+class Saving(nn.Module):
+    """Enters hooks of its own within forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.weight = nn.Linear(48, 48), nn.Parameter(torch.randn(48, 48))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            x = self.linear(x) @ self.weight.abs()
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda packed: packed):
+            return nn.functional.linear(self.linear(x), self.weight) + self.weight.abs().sum()
+
+
+def test_hooks_of_others_within_forward_do_not_keep_a_parameter(store: TieredStore) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(*(Saving() for _ in range(4)))
+    model = zero.page(copy.deepcopy(reference), store)
+    x = torch.randn(3, 48)
+    for side in (reference, model):
+        side(x).square().mean().backward()
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert mine.grad is not None
+        assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
+    gc.collect()
+    assert sum(tier.held for tier in store.statistics().tiers) == 0
+
+
+def test_a_function_of_parameters_of_two_models(store: TieredStore) -> None:
+    memory, paged = (build(), build()), (zero.page(build(), store, name="one"), zero.page(build(), store, name="two"))
+    for one, two in (memory, paged):
+        with torch.no_grad():
+            two.extra.mul_(3).add_(one.extra)
+        ((one.extra * two.extra).abs().sum() + torch.stack([one.first.bias, two.first.bias]).norm()).backward()
+    for mine, theirs in zip(paged, memory, strict=True):
+        assert torch.equal(mine.extra.grad, theirs.extra.grad)
+        assert torch.equal(mine.first.bias.grad, theirs.first.bias.grad)
+
+
+def test_gradients_and_parameters_compute_together(store: TieredStore) -> None:
+    found = []
+    for model in (build(), zero.page(build(), store)):
+        model.extra.square().sum().backward()
+        found.append([(model.extra.grad * model.extra).sum(), model.extra.grad.add_(model.extra.detach()).norm()])
+    assert same(*map(frozen, found))
+
+
+def test_what_custom_functions_saved_of_before_an_update_is_not_used(store: TieredStore) -> None:
+    sides = Sides(store)
+    whole = Product.apply(sides.paged.extra, sides.x.t()).sum()
+    part = Product.apply(sides.paged.extra[:3], sides.x.t()).sum()
+    sides.step(sides.paged)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        whole.backward()
+    with pytest.raises(MisuseError, match="after this view was made"):
+        part.backward()
+
+
+def test_another_thread_is_refused_while_a_model_computes(store: TieredStore) -> None:
+    model = zero.page(build(), store)
+    raised: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            model.extra.norm()
+        except MisuseError as error:
+            raised.append(error)
+
+    def within(*_: object) -> None:
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+
+    handle = model.first.register_forward_hook(within)
+    model(torch.ones(2, 48)).sum().backward()
+    handle.remove()
+    assert "one thread at a time" in str(raised[0])
+    within()
+    assert len(raised) == 1
+    assert torch.equal(model.extra, build().extra)
 
 
 def test_an_array_of_a_parameter_is_read_only(store: TieredStore) -> None:

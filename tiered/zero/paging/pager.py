@@ -16,6 +16,7 @@ A parameter leads to its pager by a ``ParameterHandle``, which lies here because
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -37,15 +38,20 @@ from tiered.zero.leases import Leases
 from tiered.zero.paging.micro_batch import Splitter
 from tiered.zero.paging.reduction import ReduceScatter, gradient_sync
 from tiered.zero.paging.saved_tensors import (
+    Hooks,
+    OverHooks,
     SavedActivation,
     drop_queued,
     graph_task,
     hooks_active,
     in_backward,
     is_called_within,
+    memory_of,
+    of_checkpoint,
     pop_hooks,
     push_hooks,
     refuse_tracing,
+    refuse_transforms,
     restore_recording,
 )
 from tiered.zero.paging.sharding import Partition
@@ -85,14 +91,16 @@ class Reference:
 
 
 class Frame:
-    """Units that one running forward holds. ``below``: the saved-tensor hooks that were in force when it began."""
+    """Units that one running forward holds. ``below``: the saved-tensor hooks that were in force when it began; ``hooks``:
+    those that it puts in force, if any."""
 
-    __slots__ = ("below", "module", "recording", "span", "units")
+    __slots__ = ("below", "hooks", "module", "recording", "span", "units")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.recording = torch.is_grad_enabled()
         self.below = hooks_active()
+        self.hooks: Hooks | None = None
         self.units: list[Unit] = []
         self.span: Span | None = None
 
@@ -203,6 +211,8 @@ class Pager:
         self._frames: list[Frame] = []
         self._bases: dict[int, Unit] = {}
         self._accesses = 0  # functions of torch that use parameters, outside of modules whose forward holds them
+        self._thread = threading.get_ident()
+        """The one that began the running forward, or the running use of parameters."""
         self._gatherings: weakref.WeakSet[Gathering] = weakref.WeakSet()
         self._copied: dict[nn.Parameter, tuple[str, int, Callable[[], torch.Tensor | None]]] = {}
         self._backward: Backward | None = None
@@ -265,10 +275,12 @@ class Pager:
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         refuse_tracing()
+        refuse_transforms()
         if in_backward():  # a recomputation
             self._begin_backward()
         elif module is self.model or not self._frames:
             self.reset()
+            self._thread = threading.get_ident()
             self.intent.refuse_half_updated()
             if self._reduce_scatter is not None:
                 self._reduce_scatter.pass_begins()
@@ -276,8 +288,9 @@ class Pager:
                 self.step_trace.forward_begins("training" if torch.is_grad_enabled() else "inference")
         frame = Frame(module)
         self._frames.append(frame)
-        if torch.is_grad_enabled() and not hooks_active():
-            push_hooks(self._pack, self._unpack)
+        frame.hooks = self._hooks()
+        if frame.hooks is not None:
+            push_hooks(*frame.hooks)
         units = self._held.get(module, ())
         for unit in units:
             self._hold(frame, unit)
@@ -315,8 +328,7 @@ class Pager:
 
     def _leave(self, frame: Frame) -> None:
         frame.end_span()
-        if not frame.below and hooks_active() == (self._pack, self._unpack):  # else an exception took them away
-            pop_hooks()
+        _pop(frame.hooks)
         for unit in reversed(frame.units):
             self._drop(unit)
 
@@ -358,6 +370,7 @@ class Pager:
         if recomputed:
             unit.gradients.refuse_spent(placement)
         if self._frames:
+            self._refuse_another_thread()
             if not unit.held:
                 self._hold(self._frames[-1], unit)
             self._defer_hidden(unit)
@@ -368,6 +381,8 @@ class Pager:
                 return parameter.view_as(parameter)
         else:
             return parameter
+        if self._hooks() is not None:  # those of somebody else, within forward, may keep what they are given
+            return parameter.view_as(parameter)
         return parameter.detach() if recomputed and not parameter.requires_grad else parameter
 
     # -- outside of modules that hold them -----------------------------------------------------------------------------------
@@ -385,6 +400,10 @@ class Pager:
         """Return how many bytes of units a function of torch may hold at a time."""
         return SHARE * self.limits.unit
 
+    def version(self, parameter: torch.Tensor) -> int:
+        """Return a number that changes when the values of ``parameter`` do."""
+        return self._home[parameter][0].version  # type: ignore[index]
+
     def recomputes(self) -> bool:
         """Return whether a part of forward is being computed again within backward."""
         return in_backward() and torch.is_grad_enabled()
@@ -395,9 +414,11 @@ class Pager:
     ) -> Iterator[Callable[[torch.Tensor], bool]]:
         """Hold the units of ``parameters`` for a function of torch; what autograd saves of them is packed as in forward. Gives
         a function that tells whether a tensor shows memory of these units. Raises what ``hold`` raises."""
+        self._refuse_another_thread()
+        self._thread = threading.get_ident()
         if not self._accesses:
             self.start_anew()
-        hooks = torch.is_grad_enabled() and not hooks_active()
+        hooks = self._hooks()
         held: list[Unit] = []
         bases: set[int] = set()
         self._accesses += 1
@@ -409,15 +430,20 @@ class Pager:
                 assert unit.base is not None
                 bases.add(unit.base.untyped_storage().data_ptr())
                 self._bases[unit.base.untyped_storage().data_ptr()] = unit
-            if hooks:
-                push_hooks(self._pack, self._unpack)
-            yield lambda tensor: tensor.untyped_storage().data_ptr() in bases
+            if hooks is not None:
+                push_hooks(*hooks)
+            yield lambda tensor: memory_of(tensor) in bases
         finally:
-            if hooks and hooks_active() == (self._pack, self._unpack):
-                pop_hooks()
+            _pop(hooks)
             self._accesses = max(0, self._accesses - 1)
             for unit in reversed(held):
                 self._drop(unit)
+
+    def _refuse_another_thread(self) -> None:
+        if self._thread == threading.get_ident() or in_backward():  # which runs in threads of its own for some devices
+            return
+        if self._frames or self._accesses or self.phase is Phase.BACKWARD:
+            raise MisuseError("another thread is computing with this model: use a paged model in one thread at a time")
 
     def _units_of(self, parameters: Iterable[torch.Tensor]) -> list[Unit]:
         return list(dict.fromkeys(self._home[parameter][0] for parameter in parameters))  # type: ignore[index]
@@ -435,7 +461,7 @@ class Pager:
             )
         gathering = Gathering()
         self._gatherings.add(gathering)
-        hooks = torch.is_grad_enabled() and not hooks_active()
+        hooks = self._hooks()
         self._accesses += 1
         try:
             for unit in self._units_of(parameters):
@@ -444,12 +470,11 @@ class Pager:
                 self._hook_gradients(unit)
                 assert unit.base is not None
                 self._bases[unit.base.untyped_storage().data_ptr()] = unit
-            if hooks:
-                push_hooks(self._pack, self._unpack)
+            if hooks is not None:
+                push_hooks(*hooks)
             yield
         finally:
-            if hooks and hooks_active() == (self._pack, self._unpack):
-                pop_hooks()
+            _pop(hooks)
             self._accesses = max(0, self._accesses - 1)
             self._gatherings.discard(gathering)
             for unit in reversed(gathering.units):
@@ -538,8 +563,8 @@ class Pager:
         """Pop saved-tensor hooks of models whose forward an exception left where nobody could pop them, whichever models these
         are."""
         while True:
-            owner = getattr((hooks_active() or (None,))[0], "__self__", None)
-            if not isinstance(owner, Pager) or owner.computing:
+            owner = _owner(hooks_active())
+            if owner is None or owner.computing:
                 break
             pop_hooks()
         if not in_backward():
@@ -550,10 +575,25 @@ class Pager:
     def reference(self, tensor: torch.Tensor) -> object | None:
         """Return what to remember instead of a tensor that shows memory of a held unit; None for any other."""
         if tensor.layout is torch.strided:
-            unit = self._bases.get(tensor.untyped_storage().data_ptr())
+            unit = self._bases.get(memory_of(tensor))
             if unit is not None:
                 return Reference(unit, tensor)
         return None
+
+    def _hooks(self) -> Hooks | None:
+        """Return the hooks that must be put in force so that what is saved of a parameter does not keep it: None where nothing
+        is recorded, or such are in force already.
+
+        Those of torch.utils.checkpoint keep nothing, and count the tensors that they get. Any others may keep the parameter
+        itself, which shows NaN later; they get what is no parameter, and what they keep is looked through.
+        """
+        below = hooks_active()
+        if not torch.is_grad_enabled() or _owner(below) is self or of_checkpoint(below):
+            return None
+        if not below:
+            return self._pack, self._unpack
+        over = OverHooks(self, below)
+        return over.pack, over.unpack
 
     def _pack(self, tensor: torch.Tensor) -> object:
         if not (self._frames or self._accesses):  # an exception left these hooks behind, and this is another model's
@@ -860,6 +900,20 @@ def weak_hook(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement], 
         what(*found)
 
     return hook
+
+
+def _owner(hooks: Hooks | None) -> Pager | None:
+    """Return the pager that saved-tensor hooks are of, if one's."""
+    owner = getattr((hooks or (None,))[0], "__self__", None)
+    if isinstance(owner, OverHooks):
+        owner = owner.model
+    return owner if isinstance(owner, Pager) else None
+
+
+def _pop(hooks: Hooks | None) -> None:
+    """Take ``hooks`` out of force, where no exception has done so."""
+    if hooks is not None and hooks_active() == hooks:
+        pop_hooks()
 
 
 def _names(units: Iterable[Unit]) -> str:

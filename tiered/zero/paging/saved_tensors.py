@@ -16,7 +16,9 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tiered import MisuseError, TieredStore
@@ -25,6 +27,8 @@ from tiered.zero.paging.storage import TensorStore, in_top_tier
 __all__ = [
     "SMALL",
     "ActivationStore",
+    "Hooks",
+    "OverHooks",
     "ParameterReferences",
     "SavedActivation",
     "drop_queued",
@@ -32,14 +36,19 @@ __all__ = [
     "hooks_active",
     "in_backward",
     "is_called_within",
+    "memory_of",
+    "of_checkpoint",
     "pop_hooks",
     "push_hooks",
     "refuse_tracing",
+    "refuse_transforms",
     "restore_recording",
     "without_grad",
 ]
 
 _MODES = torch._C._TorchDispatchModeKey
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""What packs a tensor that is saved for backward, and what unpacks it."""
 
 
 def graph_task() -> int:
@@ -68,6 +77,60 @@ def push_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torc
 def pop_hooks() -> None:
     """Take the innermost pair of saved-tensor hooks out of force."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def of_checkpoint(hooks: Hooks | None) -> bool:
+    """Return whether ``hooks`` are of torch.utils.checkpoint."""
+    return bool(hooks) and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__  # type: ignore[index]
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Return the address of the memory that ``tensor`` shows; -1 for a subclass, or within a transform, that has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return -1
+
+
+class Saving(Protocol):
+    """Paged model, whose parameters autograd saves."""
+
+    def reference(self, tensor: torch.Tensor) -> object | None:
+        """Return what to remember instead of a tensor that shows memory of a held unit; None for any other."""
+        ...
+
+    def _unpack(self, packed: Any) -> torch.Tensor: ...
+
+
+class _Kept:
+    """Reference that ``over`` put where other hooks had kept memory of a parameter."""
+
+    __slots__ = ("over", "reference")
+
+    def __init__(self, over: OverHooks, reference: object) -> None:
+        self.over, self.reference = over, reference
+
+
+class OverHooks:
+    """Saved-tensor hooks of a paged ``model`` over those of somebody else (``below``), which still get every tensor. Memory of
+    parameters in what these keep, in lists and dicts too, is remembered by reference."""
+
+    def __init__(self, model: Saving, below: Hooks) -> None:
+        self.model, self._below = model, below
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        shown = tensor if self.model.reference(tensor) is None else tensor.detach()
+        return tree_map(self._referred, self._below[0](shown))
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        return self._below[1](tree_map(self._restored, packed))
+
+    def _referred(self, value: Any) -> Any:
+        reference = self.model.reference(value) if isinstance(value, torch.Tensor) else None
+        return value if reference is None else _Kept(self, reference)
+
+    def _restored(self, value: Any) -> Any:
+        return self.model._unpack(value.reference) if isinstance(value, _Kept) and value.over is self else value
 
 
 _unrecorded: set[without_grad] = set()
@@ -114,6 +177,15 @@ def refuse_tracing() -> None:
         raise MisuseError(
             f"{what} cannot look into a paged model, whose parameters are in memory only while they are used: give it a model "
             "that is not paged (one made anew, with load_state_dict(model.state_dict()))"
+        )
+
+
+def refuse_transforms() -> None:
+    """Raise MisuseError within a transform of torch.func, where parameters cannot be given their memory."""
+    if torch._C._are_functorch_transforms_active():
+        raise MisuseError(
+            "a paged model cannot compute within torch.func.grad, vmap, jvp and the like, which need all parameters at a time: "
+            "use torch.autograd, or transform a function of copies of the parameters (parameter.clone())"
         )
 
 

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tiered import Access, MisuseError, TieredStore
 from tiered.zero.intent import Intent, decide
 from tiered.zero.paging.gradients import UnitGradients
-from tiered.zero.paging.saved_tensors import refuse_tracing
+from tiered.zero.paging.saved_tensors import refuse_tracing, refuse_transforms
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.storage import Cast, CheckpointRecord, ParameterStorage, TensorStore, host
 from tiered.zero.paging.tensors.parameters import paged_class
@@ -153,6 +153,7 @@ class Unit:
         """Give the parameters their memory, after applying any pending update. Calls nest."""
         if self._holders == 0:
             refuse_tracing()
+            refuse_transforms()
             if self._in_use:  # an interruption left it so
                 self.let_go()
             for placement in self.plan.placements:
@@ -200,15 +201,22 @@ class Unit:
                 self.storage.write_back(self.base)
             elif self._holders:
                 written = self._written(_address(self.base))
+        if not written:
+            self.give_up()
+            return
+        before = self.intent.spoiled
+        self.intent.spoil(
+            f"an exception struck while what was written to {self.plan.name!r} was being stored; call zero.rollback"
+        )
         self.give_up()
-        if written:
-            self._land(written)
+        self._land(written)
+        self.intent.spoil(before)
 
     @torch.no_grad()
     def _copy_replaced(self, base: torch.Tensor) -> None:
         """Copy into ``base`` the values of parameters that were given other ``.data`` while they could be written to."""
         for placement in self.plan.placements:
-            if _address(placement.parameter) != _address(base):
+            if _address(placement.parameter) not in (_address(base), self._placeholders[placement].address):
                 _refuse_other_kind(placement)
                 placement.view(base).copy_(placement.parameter)
 
@@ -217,6 +225,8 @@ class Unit:
         written = {}
         for placement, version in zip(self.plan.placements, self._versions, strict=True):
             parameter = placement.parameter
+            if _address(parameter) == self._placeholders[placement].address:
+                continue  # an exception struck as memory was given, or taken away
             if parameter._version != version or _address(parameter) != here:
                 _refuse_other_kind(placement)
                 written[placement] = parameter.detach().clone()
@@ -315,6 +325,7 @@ class Unit:
 
         def mark() -> None:
             self.pending, self.version = pending, version
+            torch.autograd.graph.increment_version([placement.parameter for placement in updates])  # of what others saved
 
         return mark
 

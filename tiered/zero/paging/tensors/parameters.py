@@ -27,11 +27,15 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import torch
+import torch._functorch.eager_transforms
+import torch._functorch.vmap
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import get_gradient_edge
 
 from tiered import MisuseError
 from tiered.types import Access
+from tiered.zero.paging.saved_tensors import in_backward
 
 __all__ = ["SHARE", "PagedParameter", "PagedView", "ParameterOwner", "paged_class", "unpage"]
 
@@ -64,6 +68,10 @@ class ParameterOwner(Protocol):
     ) -> AbstractContextManager[Callable[[torch.Tensor], bool]]:
         """Hold the units of ``parameters``, which have their values meanwhile. Gives a function that tells whether a tensor
         shows memory of these units."""
+        ...
+
+    def version(self, parameter: torch.Tensor) -> int:
+        """Return a number that changes when the values of ``parameter`` do."""
         ...
 
     def recomputes(self) -> bool:
@@ -196,33 +204,42 @@ class PagedView(torch.Tensor):
     made: Callable[[], torch.Tensor]
     parameter: torch.Tensor
     geometry: torch.Tensor
+    history: Any
+    """What leads gradients to the parameter, where the view is given to a custom autograd function; else None."""
+    version: int
 
     @staticmethod
     def of(parameter: torch.Tensor, geometry: torch.Tensor, made: Callable[[], torch.Tensor]) -> PagedView:
         """Return a view of ``parameter`` that ``made`` makes while the parameter is held; ``geometry``, on the meta device, has
         its size and strides."""
-        view: PagedView = torch.Tensor._make_wrapper_subclass(
-            PagedView,
-            geometry.size(),
-            strides=geometry.stride(),
-            storage_offset=geometry.storage_offset(),
-            dtype=geometry.dtype,
-            device=parameter.device,
-            requires_grad=geometry.requires_grad,
-        )
-        view.parameter, view.geometry = parameter, geometry
         recording = torch.is_grad_enabled()
 
         def make() -> torch.Tensor:
             before = torch.is_grad_enabled()
-            torch._C._set_grad_enabled(recording)
             try:
+                torch._C._set_grad_enabled(recording)
                 return made()
             finally:
                 torch._C._set_grad_enabled(before)
 
-        view.made = make
-        return view
+        def view() -> PagedView:
+            empty: PagedView = torch.Tensor._make_wrapper_subclass(
+                PagedView,
+                geometry.size(),
+                strides=geometry.stride(),
+                storage_offset=geometry.storage_offset(),
+                dtype=geometry.dtype,
+                device=parameter.device,
+            )
+            empty.parameter, empty.geometry, empty.made = parameter, geometry, make
+            empty.history, empty.version = None, _owner(parameter).version(parameter)
+            return empty
+
+        if not geometry.requires_grad:
+            return view()
+        leading: PagedView = _Leading.apply(parameter, make, view)  # type: ignore[no-untyped-call]
+        leading.history = _history(leading)
+        return leading
 
     @classmethod
     def __torch_function__(
@@ -249,6 +266,26 @@ class PagedView(torch.Tensor):
         with ExitStack() as stack:
             _hold(stack, [self.parameter], [])
             return repr(self.made())
+
+
+class _Leading(torch.autograd.Function):
+    """Leads gradients of a view to its parameter where torch computes with the view itself, which no function of torch but a
+    custom autograd function does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, parameter: torch.Tensor, made: Callable[[], torch.Tensor], view: Callable[[], PagedView]
+    ) -> PagedView:
+        ctx.parameter, ctx.made = parameter, made
+        return view()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        recorded = torch.is_grad_enabled()
+        with ExitStack() as stack, torch.enable_grad():
+            _hold(stack, [ctx.parameter], [])
+            edge = get_gradient_edge(ctx.parameter)
+            return torch.autograd.grad(ctx.made(), edge, gradient, create_graph=recorded)[0], None, None
 
 
 @functools.cache
@@ -286,6 +323,25 @@ def _owner(parameter: torch.Tensor) -> ParameterOwner:
     return found
 
 
+def _history(view: torch.Tensor) -> Any:
+    getter: Any = torch.Tensor.grad_fn
+    return _without_us(getter.__get__, (), (view,), {})
+
+
+def _refuse_lost(view: PagedView) -> None:
+    """Raise MisuseError where ``view`` is not only a view of its parameter any more."""
+    if _history(view) is not view.history:
+        raise MisuseError(
+            f"{_shown((view,), {})}: a custom autograd function returned the parameter, or a view of it, and its backward "
+            "would be lost: have it return a copy (.clone())"
+        )
+    if view.history is not None and in_backward() and view.version != _owner(view.parameter).version(view.parameter):
+        raise MisuseError(
+            f"{_shown((view,), {})} was updated, or written to, after this view was made, and backward may need the values of "
+            "before: make the view anew, or call backward before step() and before other writes"
+        )
+
+
 def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name = _name(func)
     caller = sys._getframe(1).f_back  # of the function, of which C has no frame
@@ -304,6 +360,11 @@ def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: 
             f"{_shown(args, kwargs)}: {name.partition('.')[0]} of a view of a parameter in the store would be lost, because "
             "the view is made anew at each use: use the parameter itself, or a copy (.clone())"
         )
+    for value in _leaves((args, kwargs)):
+        if isinstance(value, PagedView):
+            _refuse_lost(value)
+    if torch._C._are_functorch_transforms_active():
+        return _transformed(name, func, args, kwargs)
     if name in GEOMETRY:
         return func(*_map(args, _geometry), **_map(kwargs, _geometry))
     if name in LIKE and "out" not in kwargs:
@@ -334,6 +395,46 @@ def _refuse_wrapper(caller: str, args: Sequence[Any]) -> None:
                 f"{_shown(args, {})} is paged, and {why}: leave the wrapper out, for several processes page their model "
                 "together (zero.page, with stage=); with accelerate call tiered.integrations.accelerate.register before prepare"
             )
+
+
+def _transformed(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call ``func`` within a transform of torch.func with copies, which are made outside of the transform."""
+    if _written(name, args, kwargs):
+        raise MisuseError(f"{_shown(args, kwargs)} cannot be written to within torch.func.grad, vmap, jvp and the like")
+    given = _copied((tuple(args), kwargs))
+    return func(*given[0], **given[1])
+
+
+def _copied(values: Any) -> Any:
+    """Return ``values`` with copies of what is paged, made outside of the transform that this is called in."""
+    disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    with temporarily_clear_interpreter_stack():
+        torch._C._autograd._saved_tensors_hooks_enable()
+        try:
+            return _map(values, lambda value: value.clone() if _is_paged(value) else value)
+        finally:
+            if disabled is not None:
+                torch._C._autograd._saved_tensors_hooks_disable(disabled)
+
+
+def _with_copies(module: Any, name: str, at: int) -> None:
+    """Have a function of torch that does not ask tensors for their class take copies of parameters as its argument ``at``."""
+    takes: Callable[..., Any] | None = getattr(module, name, None)
+    if takes is None:  # another version of torch: what it gives then needs a check of its own
+        return
+
+    @functools.wraps(takes)
+    def take(*args: Any, **kwargs: Any) -> Any:
+        if any(_is_paged(value) for value in _leaves(args[at])):
+            args = (*args[:at], _copied(args[at]), *args[at + 1 :])
+        return takes(*args, **kwargs)
+
+    setattr(module, name, take)
+
+
+_with_copies(torch._functorch.vmap, "_add_batch_dim", 0)
+_with_copies(torch._functorch.eager_transforms, "_wrap_for_grad", 0)
+_with_copies(torch.autograd, "_make_grads", 1)  # the gradients that a backward pass begins with
 
 
 def _of_view(name: str, func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -536,7 +637,7 @@ def _compute(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, A
                 return value
             if id(value) in views:
                 return views[id(value)]
-            if any(value is parameter for parameter in used) or not shows(value):
+            if any(value is parameter for parameter in used) or _has_no_memory(value) or not shows(value):
                 return value
             source = next((p for p in used if _shares(p, value)), used[0])
             geometry = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
@@ -581,6 +682,14 @@ def _hold(
         for owner in owners.values():
             shows.append(stack.enter_context(owner.accessing([p for p in mine if _owner(p) is owner], access)))
     return lambda tensor: any(show(tensor) for show in shows)
+
+
+def _has_no_memory(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` has no memory of its own, as a stored gradient has none."""
+    return hasattr(type(tensor), "__torch_dispatch__") and type(tensor).__torch_dispatch__ is not _NO_DISPATCH
+
+
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
 def _shares(parameter: torch.Tensor, tensor: torch.Tensor) -> bool:
