@@ -9,6 +9,7 @@ TORCH ?= torch==2.13.0
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+LIBRARIES := .venv/.libraries
 
 .PHONY: help setup test check demo soak test-gpu bench-gpu gpu clean
 
@@ -20,7 +21,7 @@ setup: $(STAMP) ## make .venv/ with the package installed in it; quick when that
 # One process more than there are cores, because tests wait for drives and children; four at most. Each runs whole files. Idle
 # threads of torch's would spin where another test computes. Compiled modules are kept, whatever the environment says: dozens of
 # processes import them.
-test: setup ## every test but the long ones
+test: setup $(LIBRARIES) ## every test but the long ones
 	@PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n $$(( $$(nproc) + 1 )) --maxprocesses 4 --dist loadfile
 
 check: setup ## ruff and mypy --strict
@@ -30,7 +31,7 @@ check: setup ## ruff and mypy --strict
 demo: setup ## train a small GPT under a memory budget, in demo-store/
 	$(BIN)/tiered train --dir demo-store --existing overwrite
 
-soak: setup ## the fault tests with their full counts; hours
+soak: setup $(LIBRARIES) ## the fault tests with their full counts; hours
 	@$(BIN)/python -m pytest -q -m soak
 
 test-gpu: setup ## what needs a CUDA device; without one, a line that says so
@@ -75,6 +76,12 @@ endef
 $(STAMP): pyproject.toml setup.py $(wildcard libaio_ext/*.[ch] libaio_ext/*.map libaio_ext/*.py)
 	@$(SYSTEM_PACKAGES)
 	@$(MAKE) --no-print-directory environment
+
+# What tiered/integrations is tested against. Where it cannot be installed, those tests are skipped.
+$(LIBRARIES): $(STAMP)
+	@$(BIN)/pip install -q '$(TORCH)' --no-build-isolation -e '.[test,dev,hf,lightning]' \
+		|| echo "setup: without transformers, accelerate, peft, trl and lightning; their tests are skipped"
+	@touch $(LIBRARIES)
 
 # A second make, so that PYTHON is looked for again after Python itself may have been installed.
 .PHONY: environment
