@@ -95,6 +95,7 @@ MAY_THREAD = {
     "engine.workers": "commits and rollbacks in threads of their own",
     "cli.bench.io": "a caller that writes while another one's reads are timed; stores have callers in many threads",
     "cli.train.ranks": "asks the store in which ranks met, which never answers where its host is lost",
+    "zero.paging.pager": "asks which thread computes with a model, to refuse a second one",
     "io.aiofiles": "the private event loop and the pool that does its blocking calls; no other part sees them",
     "links.cuda": "one thread a direction sleeps until CUDA events pass, which have no descriptor to poll",
     "links.stand_in": "the stand-in's streams are stepped by a test and, in close, by the engine: these take turns",

@@ -65,6 +65,7 @@ def test_nothing_is_unpickled() -> None:
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 whose = ast.unparse(node.func.value)
                 names = [node.func.attr] if node.func.attr != "load" or whose in ("torch", "numpy", "np", "pickle") else []
+                names = [] if names == ["eval"] and not node.args else names  # a module's
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 names = [node.func.id] if node.func.id in ("eval", "exec") else []
             found += [f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}: {name}" for name in names if name in UNPICKLING]

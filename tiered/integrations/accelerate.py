@@ -20,7 +20,7 @@ from uuid import uuid4
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast
 from torch import nn
 
 from tiered import MisuseError, TieredStore, zero
@@ -112,19 +112,18 @@ class _Registered(Accelerator):
         pairs = self._paged()
         if not pairs:
             return super().save_state(output_dir, safe_serialization, **more)
-        mark = [uuid4().hex]
-        if self.num_processes > 1:
-            broadcast_object_list(mark)
+        number = torch.tensor(list(uuid4().bytes), dtype=torch.uint8, device=self.device)
+        mark = bytes((broadcast(number) if self.num_processes > 1 else number).tolist()).hex()
         writes = self.is_main_process or (self.project_configuration.save_on_each_node and self.is_local_main_process)
         if output_dir is not None and writes:
             Path(output_dir, FILE).unlink(missing_ok=True)  # until the folder is complete it belongs to no commit
         self.wait_for_everyone()
         with self._without(pairs):
             folder = super().save_state(output_dir, safe_serialization, **more)
-        generations = tuple(gather_object([save(pairs, mark[0])]))
+        generations = tuple(self.gather(torch.tensor([save(pairs, mark)], device=self.device)).tolist())
         found = {"loaders": [_loader_state(loader) for loader in self._dataloaders]}
         if writes:
-            _write(Path(folder, FILE), {**Saved(mark[0], generations).written(), **found})
+            _write(Path(folder, FILE), {**Saved(mark, generations).written(), **found})
         self.wait_for_everyone()
         return folder
 
