@@ -102,7 +102,6 @@ def test_each_verdict(tmp_path: Path) -> None:
     }
     assert found["clear"].detail == "MisuseError: do it so"
     assert found["crash"].detail == "the process ended by signal 6"
-    assert "in crash" in found["crash"].trace
     assert not list(tmp_path.iterdir()), "nothing is left behind"
 
 
