@@ -297,13 +297,13 @@ class Window:
             if resident.context == context:
                 self._forget(where)
 
-    def copy_to(self, target: torch.Tensor, found: Staged) -> None:
-        """Copy the value into ``target``, which has the same shape."""
+    def copy_to(self, target: torch.Tensor, found: Staged, row: int | None = None) -> None:
+        """Copy the value into ``target``, which has the same shape, or the shape of one ``row`` along the first dimension."""
         if found.value is not None:
-            target.copy_(found.value)
+            target.copy_(found.value if row is None else found.value[row])
             return
         with self.store.lease(found.key, tier="dram") as stored:
-            target.copy_(stored)
+            target.copy_(stored if row is None else stored[row])
             del stored
 
 

@@ -124,6 +124,10 @@ class Source:
             raise MisuseError(f"this model is not what was committed as {self.name!r}: that has no {name!r}")
         return next(p for p in self.units[self._home[name]].placements if p.name == name)
 
+    def sliced(self, name: str) -> bool:
+        """Return whether a parameter was sliced, so that there is a placement for each of its slices."""
+        return f"{name}[0]" in self._home
+
     def of_unit(self, name: str) -> Mapping[str, Any]:
         """Return the record of the unit that a parameter is in."""
         found: Mapping[str, Any] = self.records[0]["units"][self._home[name]]

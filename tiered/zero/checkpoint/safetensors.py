@@ -95,7 +95,11 @@ class Pretrained:
 
     def fill(self, placement: Placement, unit: torch.Tensor) -> None:
         """Write a parameter's values to its place in ``unit``, which is as in the store; a piece at a time."""
-        self._read(self._source(placement.parameter), placement.stored_view(unit), placement.dtype)
+        if placement.sliced is None:
+            self._read(self._source(placement.parameter), placement.stored_view(unit), placement.dtype)
+        else:
+            name, rows = self._source(placement.sliced.parameter), placement.sliced.shape[0]
+            self._read(name, placement.stored_view(unit), placement.dtype, placement.number, rows)
 
     def fill_buffers(self, model: nn.Module) -> None:
         """Read all buffers that ``state_dict`` has."""
@@ -109,25 +113,27 @@ class Pretrained:
             self._read(name, buffer, buffer.dtype)
 
     @torch.no_grad()
-    def _read(self, name: str, target: torch.Tensor, between: torch.dtype) -> None:
-        """Read a tensor into ``target``. ``between``: the type that values have on the way."""
+    def _read(self, name: str, target: torch.Tensor, between: torch.dtype, part: int = 0, parts: int = 1) -> None:
+        """Read a tensor, or one of ``parts`` equal ones along its first dimension, into ``target``. ``between``: the type that
+        values have on the way."""
         spec = self.files.entries[name].spec
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        if not spec.nbytes:
+        nbytes = spec.nbytes // parts
+        if not nbytes:
             return
         if target.is_contiguous():
-            target = target.as_strided((spec.numel,), (1,))
-        size = spec.nbytes // target.shape[0]  # of a row
+            target = target.as_strided((spec.numel // parts,), (1,))
+        size = nbytes // target.shape[0]  # of a row
         step = max(1, READ_AT_ONCE // size)
         plain = target.dim() == 1 and target.stride() == (1,) and target.device.type == "cpu"
         direct = plain and dtype is between is target.dtype
         for start in range(0, target.shape[0], step):
             rows = target[start : start + step]
             if direct:
-                self.files.read(name, start * size, rows.view(torch.uint8).numpy().data)
+                self.files.read(name, part * nbytes + start * size, rows.view(torch.uint8).numpy().data)
                 continue
             data = torch.empty(rows.shape[0] * size, dtype=torch.uint8, device="cpu")
-            self.files.read(name, start * size, data.numpy().data)
+            self.files.read(name, part * nbytes + start * size, data.numpy().data)
             rows.copy_(data.view(dtype).view(rows.shape).to(between))
 
 

@@ -58,8 +58,9 @@ from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.step_trace import Prefetch, StepTrace
 from tiered.zero.paging.storage import CheckpointRecord, UpdateTier, in_update_tier
 from tiered.zero.paging.tensors.parameters import SHARE
+from tiered.zero.paging.tensors.sliced import slice_up
 from tiered.zero.paging.unit import BackwardUpdates, Unit
-from tiered.zero.paging.units import ModelPlan, Placement, is_called
+from tiered.zero.paging.units import ModelPlan, Placement, Sliced, is_called
 
 __all__ = [
     "Backward",
@@ -71,10 +72,14 @@ __all__ = [
     "Pass",
     "Phase",
     "Reference",
+    "SlicedHandle",
+    "name_of",
     "no_copy",
+    "owner_of",
     "pager_of",
     "pagers_of",
     "placement_of",
+    "placements_of",
     "weak_hook",
 ]
 
@@ -207,6 +212,7 @@ class Pager:
         self._reduce_scatter = self.gradient_sync if isinstance(self.gradient_sync, ReduceScatter) else None
         self.placements = sorted((p for u in plan.units for p in u.placements), key=lambda p: p.index)
         self._home = {p.parameter: (u, p) for u in self.units for p in u.plan.placements}
+        self.sliced = plan.sliced
         self._held = {module: [self.units[i] for i in indices] for module, indices in plan.held.items()}
         self._frames: list[Frame] = []
         self._bases: dict[int, Unit] = {}
@@ -236,6 +242,8 @@ class Pager:
             for placement in unit.plan.placements:
                 placement.parameter._tiered = ParameterHandle(self, unit, placement)  # type: ignore[attr-defined]
             unit.release_parameters()
+        for sliced in self.sliced.values():
+            slice_up(sliced.parameter, SlicedHandle(self, sliced), self.store.device)
         for module in self.model.modules():
             if module._parameters:
                 module._parameters = _Watched(module._parameters, self)
@@ -402,6 +410,9 @@ class Pager:
 
     def version(self, parameter: torch.Tensor) -> int:
         """Return a number that changes when the values of ``parameter`` do."""
+        sliced = self.sliced.get(parameter)  # type: ignore[call-overload]
+        if sliced is not None:
+            return sum(self._home[one][0].version for one in sliced.slices)
         return self._home[parameter][0].version  # type: ignore[index]
 
     def recomputes(self) -> bool:
@@ -788,20 +799,20 @@ class Pager:
     def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Put copies in the place of parameters; one copy of a parameter that has several names, as torch has one tensor."""
         for name, parameter in module._parameters.items() if not isinstance(state, Listing) else ():
-            if parameter is not None and prefix + name in state and parameter in self._home:
+            if parameter is not None and prefix + name in state and (parameter in self._home or parameter in self.sliced):
                 state[prefix + name] = self._copy_for(state, prefix + name, parameter)
 
     def _copy_for(self, state: dict[str, Any], name: str, parameter: nn.Parameter) -> torch.Tensor:
         """Return a copy of a parameter's value for ``state``: the one that it has already where modules share the parameter, so
         that a tied weight is one tensor, as in memory."""
-        version = self._home[parameter][0].version
+        version = self.version(parameter)
         other, then, copied = self._copied.get(parameter, ("", version, _no_tensor))
         copy = copied()
         there = state.get(other) is copy
         if copy is not None and there and other != name and then == version:
             return copy
         copy = self.value(parameter)
-        self._copied[parameter] = name, self._home[parameter][0].version, weakref.ref(copy)
+        self._copied[parameter] = name, self.version(parameter), weakref.ref(copy)
         return copy
 
     def listed(self) -> dict[str, Any]:
@@ -810,6 +821,12 @@ class Pager:
 
     def value(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return a copy of a parameter's value in host memory, after applying pending updates."""
+        if parameter in self.sliced:
+            sliced = self.sliced[parameter]
+            whole = torch.empty(sliced.shape, dtype=sliced.dtype, device="cpu")
+            for target, one in zip(whole, sliced.slices, strict=True):
+                target.copy_(self.value(one))
+            return whole
         unit, placement = self._home[parameter]
         self.start()
         self.take(unit)
@@ -860,6 +877,23 @@ class ParameterHandle:
         raise no_copy()
 
 
+class SlicedHandle:
+    """What leads from a parameter that is sliced to its pager, and to the placements of its slices. Keeps the slices, which the
+    parameter is made of, and not the model."""
+
+    def __init__(self, pager: Pager, sliced: Sliced) -> None:
+        self._pager = weakref.ref(pager)
+        self.name, self.slices = sliced.name, sliced.slices
+
+    def owner(self) -> Pager | None:
+        """Return the pager, or None where the model is gone."""
+        return self._pager()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Called by copy and pickle."""
+        raise no_copy()
+
+
 def no_copy() -> MisuseError:
     return MisuseError("a paged model cannot be copied or pickled: copy or save model.state_dict() instead")
 
@@ -873,16 +907,35 @@ def placement_of(parameter: torch.Tensor) -> tuple[Pager, Unit, Placement]:
             "this parameter is not paged: call tiered.zero.page(model, store) before making the optimizer, or make it with "
             "store= to keep only the states there"
         )
+    if isinstance(handle, SlicedHandle):
+        raise MisuseError(f"parameter {handle.name!r} is divided into slices, of which each has a place of its own")
     found: tuple[Pager, Unit, Placement] | None = handle.resolve()
     if found is None:
         raise MisuseError("the model of this parameter is gone: keep it as long as its parameters are used")
     return found
 
 
+def placements_of(parameter: torch.Tensor) -> list[tuple[Pager, Unit, Placement]]:
+    """Return ``placement_of`` of each slice of a parameter; of a parameter that is not sliced, of it alone."""
+    handle = getattr(parameter, "_tiered", None)
+    return [placement_of(one) for one in (handle.slices if isinstance(handle, SlicedHandle) else [parameter])]
+
+
+def owner_of(parameter: torch.Tensor) -> Pager:
+    """Return the pager of a parameter. Raises as ``placement_of``."""
+    return placements_of(parameter)[0][0]
+
+
+def name_of(parameter: torch.Tensor) -> str:
+    """Return the name of a paged parameter in its model. Raises as ``placement_of``."""
+    owner_of(parameter)
+    return parameter._tiered.name  # type: ignore[attr-defined,no-any-return]
+
+
 def pager_of(model: nn.Module) -> Pager:
     """Return the pager of ``model``. Raises MisuseError for a model that is not paged, or has no parameters."""
     for parameter in model.parameters():
-        return placement_of(parameter)[0]
+        return owner_of(parameter)
     raise MisuseError("this model has no parameters")
 
 

@@ -4,6 +4,10 @@ A *unit* is one tensor of bytes in the store. It holds the parameters of the lar
 fits the limit. A module that is larger is divided into its children; parameters directly on it are a unit of their own, and a
 parameter that is larger than the limit is a unit by itself. A tied parameter belongs to the first place that names it.
 
+Parameters that have one matrix for each expert of a mixture, along their first dimension, are divided into *slices*
+(``Sliced``): each expert's slices are a unit, so that only the experts that tokens are routed to are fetched. A slice is a
+parameter by itself, and a placement of its own.
+
 The type of a parameter in the store may differ from the type that modules compute with (``Policy``). This file decides where
 everything lies, and moves nothing.
 """
@@ -11,7 +15,8 @@ everything lies, and moves nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -25,9 +30,11 @@ __all__ = [
     "ModelPlan",
     "Placement",
     "Policy",
+    "Sliced",
     "UnitPlan",
     "divide",
     "even_chunks",
+    "experts_of",
     "is_called",
     "is_dense",
 ]
@@ -97,6 +104,9 @@ class Placement:
     offset: int = 0
     stored_offset: int = 0
     element: int = 0
+    sliced: Sliced | None = None
+    """What this is a slice of, number ``number``; None: it is all of its parameter."""
+    number: int = 0
     shape: torch.Size = field(init=False)
     dtype: torch.dtype = field(init=False)
 
@@ -149,7 +159,8 @@ class Part(Placement):
     def of(cls, whole: Placement, begin: int, end: int, at: int) -> Part:
         """Make the part with elements ``begin`` to ``end`` of ``whole``, which are at element ``at`` of the rank's share."""
         size, stored = whole.dtype.itemsize, whole.stored.itemsize
-        part = cls(whole.parameter, whole.name, whole.index, whole.stride, whole.stored, at * size, at * stored, at, begin)
+        offsets = at * size, at * stored, at
+        part = cls(whole.parameter, whole.name, whole.index, whole.stride, whole.stored, *offsets, begin=begin)
         part._whole = whole
         part.shape, part.stride = torch.Size((end - begin,)), (1,)
         return part
@@ -157,6 +168,33 @@ class Part(Placement):
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         dense = torch.empty_strided(self._whole.shape, self._whole.stride, dtype=whole.dtype, device="cpu").copy_(whole)
         return dense.as_strided((dense.numel(),), (1,))[self.begin : self.begin + self.numel]
+
+
+@dataclass(eq=False)
+class Sliced:
+    """Parameter that is divided along its first dimension: ``slices[i]`` is a parameter with the values of ``parameter[i]``,
+    and memory of its own where a unit gives it some. The name of each is ``NAME[i]``."""
+
+    parameter: nn.Parameter
+    name: str
+    stored: torch.dtype
+    slices: list[nn.Parameter] = field(init=False)
+    shape: torch.Size = field(init=False)
+    dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        whole = self.parameter
+        self.shape, self.dtype = whole.shape, whole.dtype
+        with torch.inference_mode(False):
+            nothing = torch.zeros((), dtype=whole.dtype, device="cpu").expand(whole.shape[1:])
+            self.slices = [nn.Parameter(nothing, whole.requires_grad) for _ in range(whole.shape[0])]
+
+    def placements(self, index: int) -> list[Placement]:
+        """Return the placement of each slice; ``index``: the parameter's in the model."""
+        return [
+            Placement(one, f"{self.name}[{i}]", index, _row_major(one.shape), self.stored, sliced=self, number=i)
+            for i, one in enumerate(self.slices)
+        ]
 
 
 @dataclass(eq=False)
@@ -229,6 +267,7 @@ class ModelPlan:
     units: list[UnitPlan]
     held: dict[nn.Module, list[int]]
     limits: Limits
+    sliced: dict[nn.Parameter, Sliced] = field(default_factory=dict)
 
     @property
     def largest(self) -> int:
@@ -241,15 +280,19 @@ def divide(
     strides: Mapping[nn.Parameter, tuple[int, ...]],
     policy: Policy,
     shares: int = 1,
+    sliced: Callable[[str], bool] | None = None,
 ) -> ModelPlan:
     """Divide ``model``'s parameters into units of at most ``limits.unit`` bytes where a single parameter allows it.
 
     ``strides``: those of parameters that do not show their own, because they were released. ``shares``: by how many ranks each
-    unit is divided in turn; then parameters of different types, and those that need no gradient, are in units of their own.
+    unit is divided in turn; then parameters of different types, and those that need no gradient, are in units of their own, and
+    none is sliced. ``sliced`` tells of the name of an expert's parameter whether it is sliced (None: all are).
     """
     order = {parameter: index for index, parameter in enumerate(model.parameters())}
     plan, limit = ModelPlan([], {}, limits), limits.unit
     home: dict[nn.Parameter, int] = {}
+    experts = {} if shares > 1 else _experts(model, strides, sliced)
+    outside = {parameter for alike in experts.values() for _, parameter in alike}
 
     def make(name: str, named: list[tuple[str, nn.Parameter]]) -> None:
         kinds: dict[object, list[tuple[str, nn.Parameter]]] = {}
@@ -263,7 +306,7 @@ def divide(
             plan.units.append(UnitPlan(f"{name}#{number}" if number else name, placements, shares))
 
     def fresh(named: Iterator[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
-        return [(name, parameter) for name, parameter in named if parameter not in home]
+        return [(name, parameter) for name, parameter in named if parameter not in home and parameter not in outside]
 
     def visit(module: nn.Module, prefix: str) -> None:
         mine = fresh(module.named_parameters(prefix))
@@ -282,8 +325,54 @@ def divide(
             visit(child, f"{prefix}.{name}".lstrip("."))
 
     visit(model, "")
+    for prefix, alike in experts.items():
+        found = [Sliced(parameter, name, policy.stored(parameter.dtype)) for name, parameter in alike]
+        plan.sliced |= {one.parameter: one for one in found}
+        for placements in zip(*(one.placements(order[one.parameter]) for one in found), strict=True):
+            plan.units.append(UnitPlan(f"{prefix}[{placements[0].number}]".lstrip("."), list(placements)))
     _hold(model, home, limit, plan)
     return plan
+
+
+def experts_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return by name the parameters directly on ``module`` that have something for each expert along their first dimension.
+
+    It is taken for a module of experts where at least two of its parameters have three dimensions, and all of these the same
+    first one; a vector for each expert counts as well. Not among them is what is not floating point, and what has another
+    number of elements for each expert than a multiple of 16, because the bits of an update would not be those of all together.
+    """
+    direct = [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
+    counts = [parameter.shape[0] for _, parameter in direct if parameter.dim() >= 3]
+    if len(counts) < 2 or len(set(counts)) > 1 or counts[0] < 2:
+        return []
+    return [
+        (name, parameter)
+        for name, parameter in direct
+        if parameter.dim() >= 2
+        and parameter.shape[0] == counts[0]
+        and parameter.dtype.is_floating_point
+        and (parameter.numel() // counts[0]) % 16 == 0
+        and parameter.numel()
+    ]
+
+
+def _experts(
+    model: nn.Module, strides: Mapping[nn.Parameter, tuple[int, ...]], sliced: Callable[[str], bool] | None
+) -> dict[str, list[tuple[str, nn.Parameter]]]:
+    """Return the parameters to slice, with their names, by the name of their module. One that several modules have, or that is
+    not row major, is not sliced."""
+    uses = Counter(parameter for module in model.modules() for parameter in module._parameters.values())
+    found = {}
+    for prefix, module in model.named_modules():
+        alike = [
+            (f"{prefix}.{name}".lstrip("."), parameter)
+            for name, parameter in experts_of(module)
+            if uses[parameter] == 1 and strides.get(parameter, parameter.stride()) == _row_major(parameter.shape)
+        ]
+        alike = [(name, parameter) for name, parameter in alike if sliced is None or sliced(name)]
+        if alike:
+            found[prefix] = alike
+    return found
 
 
 def even_chunks(elements: int, limit: int) -> int:
@@ -313,7 +402,7 @@ def _hold(model: nn.Module, home: dict[nn.Parameter, int], limit: int, plan: Mod
             return own
         everything = list(module.parameters())
         wanted = everything if sum(_size(p) for p in everything) <= limit else own
-        units = sorted({home[parameter] for parameter in wanted})
+        units = sorted({home[parameter] for parameter in wanted if parameter in home})  # without those that are sliced
         if units:
             plan.held[module] = units
         return []
