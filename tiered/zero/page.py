@@ -390,7 +390,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
         try:
             if pretrained is not None:
                 pretrained.renamed(meta)
-            plan = divide(model, limits, strides, options.policy, partition.shares)
+            plan = divide(model, limits, strides, options.policy, partition.shares, sliced)
             for key in held:
                 store.delete(key)
             adoption.move(plan, options.name, Trimmer(pool))

@@ -177,7 +177,6 @@ class Source:
             memory = memory[rank * size : (rank + 1) * size].clone()
         gradient = store.get(f"{key}/grad") if f"{key}/grad" in store else None
         if record["pending"] is not None:
-            assert gradient is not None
             states.apply(pending_of(record["pending"], parts), memory, gradient)
         share = _Share(parts)
         for name, part in parts.items():

@@ -491,7 +491,8 @@ def _compute(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, A
     if _writes(name):
         written.append(args[0] if args else [kwargs[key] for key in ("self", "input", "tensor") if key in kwargs])
     targets = [value for value in _leaves(written) if _is_sliced(value)]
-    if targets and torch.is_grad_enabled() and any(_requires_grad(value) for value in targets):
+    initialises = getattr(func, "__module__", "") == nn.init.__name__  # which records nothing
+    if targets and not initialises and torch.is_grad_enabled() and any(_requires_grad(value) for value in targets):
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")  # as torch says it
     copies: dict[int, torch.Tensor] = {}
     wholes: dict[int, torch.Tensor] = {}
@@ -670,7 +671,8 @@ def _set_gradient(parameter: SlicedParameter, value: Any) -> None:
 
 def _like(gradient: SlicedGradient) -> torch.Tensor:
     """Return a tensor without values of the same shape and strides, and in the same place of the whole."""
-    return functools.reduce(lambda base, step: step(base), gradient.path, _geometry(gradient.parameter))
+    like: torch.Tensor = functools.reduce(lambda base, step: step(base), gradient.path, _geometry(gradient.parameter))
+    return like
 
 
 def _view_of(gradient: SlicedGradient, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
