@@ -1,11 +1,11 @@
-"""Experts in one parameter: each is a unit, only those that are used are fetched, and the bits are those of memory, also where an
-expert had no tokens for some steps."""
+"""Experts in one parameter: each is a unit, only those that are used are fetched, and the bits are those of memory, also where
+an expert had no tokens for some steps."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -370,9 +370,9 @@ def test_another_budget_takes_the_experts_over(tmp_path: Path, expected: tuple[M
 
 
 @pytest.fixture
-def both(store: TieredStore) -> Iterator[tuple[Experts, Experts]]:
+def both(store: TieredStore) -> tuple[Experts, Experts]:
     memory, paged = build(), zero.page(build(), store)
-    yield memory.blocks[0].experts, paged.blocks[0].experts  # type: ignore[union-attr, misc, index]
+    return memory.blocks[0].experts, paged.blocks[0].experts  # type: ignore[union-attr, misc, index]
 
 
 READS: dict[str, Callable[[torch.Tensor], Any]] = {
