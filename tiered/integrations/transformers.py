@@ -35,7 +35,7 @@ __all__ = ["CommitCheckpoints", "TieredCallback", "TieredTrainer", "from_pretrai
 
 # -- reading pretrained models -------------------------------------------------------------------------------------------------
 
-PAGING = {"prefetch", "micro_batch", "policy", "source", "stage", "group", "timeout", "update_tier"}
+PAGING = {"prefetch", "micro_batch", "policy", "source", "stage", "group", "timeout", "update_tier", "experts"}
 """Arguments of ``from_pretrained`` that are ``zero.page``'s."""
 
 ELSEWHERE = "the store decides where parameters are: leave it out"

@@ -360,8 +360,11 @@ class AdamW(Optimizer):
         gradients = [unit.gradient(placement) for _, unit, placement in found]
         if len(gradients) == 1 or all(gradient is None for gradient in gradients):
             return gradients[0]
-        zeros = torch.zeros(found[0][2].shape, dtype=parameter.dtype, device=parameter.device)
-        return torch.stack([zeros if gradient is None else gradient for gradient in gradients])
+        whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        for (_, _, placement), gradient in zip(found, gradients, strict=True):
+            if gradient is not None:
+                whole[_at(placement)].copy_(gradient)
+        return whole
 
     def flush(self) -> None:
         """Apply every pending update now. Raises what the store raises."""
@@ -433,10 +436,10 @@ class AdamW(Optimizer):
         loaded = {}
         for index, parameter in enumerate(parameters):
             slices = placements_of(parameter)
-            for number, (_, unit, placement) in enumerate(slices if index in states else ()):
+            for _, unit, placement in slices if index in states else ():
                 state = states[index]
                 if placement.sliced is not None:
-                    state = {name: value[number] for name, value in state.items()}
+                    state = {name: value[_at(placement)] for name, value in state.items()}
                 unit.load_state(placement, state)
                 loaded[placement] = steps[index]
         self.steps = loaded
@@ -463,7 +466,8 @@ class AdamW(Optimizer):
             if len(slices) == 1 or not copies:
                 yield step, copies[0] if copies else {}
             else:
-                yield step, {name: torch.stack([copy[name] for copy in copies]) for name in copies[0]}
+                join = torch.stack if isinstance(_at(slices[0][2]), int) else torch.cat
+                yield step, {name: join([copy[name] for copy in copies]) for name in copies[0]}
 
     def _show(self, steps: Sequence[int]) -> None:
         """Set ``state`` as torch does, because torch.distributed.checkpoint takes an optimizer without any for a fresh one, and
@@ -540,6 +544,12 @@ class AdamW(Optimizer):
     def _all(self) -> Iterator[tuple[Pager, Unit, Placement]]:
         for group in self.param_groups:
             yield from self._found(group)
+
+
+def _at(placement: Placement) -> int | slice:
+    """Return the index of a slice in its parameter."""
+    assert placement.sliced is not None
+    return placement.sliced.at(placement.number)
 
 
 def _rule(group: dict[str, Any]) -> AdamWRule:

@@ -20,7 +20,7 @@ from torch import nn
 from tiered import Access, CapacityError, MisuseError, TieredError, TieredStore
 from tiered.system import Trimmer, refuse_little_room, returned_at_once
 from tiered.zero.build.construct import unguard
-from tiered.zero.build.staging import PREFIX, Staged, Window, current, find
+from tiered.zero.build.staging import ALL, PREFIX, Staged, Window, current, find
 from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint.reshard import Source, opened, reshard
 from tiered.zero.checkpoint.safetensors import Pretrained
@@ -32,7 +32,7 @@ from tiered.zero.paging.sharding import Partition, Sharded, Stage, Stage3, Unsha
 from tiered.zero.paging.step_trace import Prefetch
 from tiered.zero.paging.storage import UpdateTier, in_update_tier
 from tiered.zero.paging.tensors.parameters import unpage
-from tiered.zero.paging.units import Limits, ModelPlan, Placement, Policy, UnitPlan, divide
+from tiered.zero.paging.units import Limits, ModelPlan, Placement, Policy, Slicing, UnitPlan, divide
 from tiered.zero.rank_stores import newest_set, number_of
 
 __all__ = ["Moved", "PagingStatistics", "gathered", "no_sync", "offload", "onload", "page", "statistics"]
@@ -353,15 +353,12 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
         _refuse_newer(options.source, store, partition)
     elif options.existing == "resume" and options.source is not None:
         _take_over(model, store, options, limits, partition, pool)
-    sliced: Callable[[str], bool] | None = None if options.experts == "sliced" else _none
+    slicing = Slicing(experts=options.experts == "sliced")
     if options.existing == "resume":
-        limits, kept = checkpoint.layout(store, options.name)
+        limits, kept, names = checkpoint.layout(store, options.name)
         strides |= {parameter: kept[qualified] for qualified, parameter in model.named_parameters() if qualified in kept}
-
-        def sliced(name: str) -> bool:
-            return f"{name}[0]" in kept
-
-    tentative = divide(model, limits, strides, options.policy, partition.shares, sliced)
+        slicing = Slicing(only=names)
+    tentative = divide(model, limits, strides, options.policy, partition.shares, slicing)
     _refuse_small_pool(tentative, model, store, pool, options.micro_batch, partition.shares)
     together = 0 if options.existing == "resume" or options.weights is not None else _largest_meta(model)
     refuse_little_room(store, "paging this model", largest=together)
@@ -371,7 +368,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     if options.existing == "resume":
         checkpoint.refuse_other(store, options.name, tentative, partition, model)
         strides |= {fresh: strides[meta] for fresh, meta in _replace_meta(model, store).items()}
-        plan = divide(model, limits, strides, options.policy, partition.shares, sliced)
+        plan = divide(model, limits, strides, options.policy, partition.shares, slicing)
         buffers = _buffers_for(model, store)
         _release(plan, store)
         window.sweep()
@@ -390,7 +387,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
         try:
             if pretrained is not None:
                 pretrained.renamed(meta)
-            plan = divide(model, limits, strides, options.policy, partition.shares, sliced)
+            plan = divide(model, limits, strides, options.policy, partition.shares, slicing)
             for key in held:
                 store.delete(key)
             adoption.move(plan, options.name, Trimmer(pool))
@@ -407,10 +404,6 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     _place(buffers)
     unguard(model, window)
     return model
-
-
-def _none(name: str) -> bool:
-    return False
 
 
 def _partition(stage: Stage | None, group: dist.ProcessGroup | None, timeout: float | None) -> Partition:
@@ -443,9 +436,9 @@ def _take_over(
     with ExitStack() as stack:
         stores = opened(options.source, stack)
         there = Source(stores, options.name)
-        whole = [(qualified, p) for qualified, p in model.named_parameters() if not there.sliced(qualified)]
-        strides = {p: there.named(qualified).stride for qualified, p in whole}
-        plan = divide(model, limits, strides, options.policy, partition.shares, there.sliced)
+        strides = {p: there.stride(qualified) for qualified, p in model.named_parameters()}
+        slicing = Slicing(experts=options.experts == "sliced")
+        plan = divide(model, limits, strides, options.policy, partition.shares, slicing)
         _refuse_small_pool(plan, model, store, pool, options.micro_batch, partition.shares)
         reshard(there, store, plan, partition)
         partition.goes_on(number_of(stores[0].manifest.meta))
@@ -622,18 +615,18 @@ class _Adoption:
         for placement in unit.placements:
             sliced = placement.sliced
             parameter = placement.parameter if sliced is None else sliced.parameter
-            row = None if sliced is None else placement.number
+            at = ALL if sliced is None else sliced.at(placement.number)
             if parameter in self.without_memory and self.pretrained is None:
                 self._materialise(owner[parameter])
             if self.pretrained is not None:
                 self.pretrained.fill(placement, memory)
             elif parameter in self.staged:
-                self.window.copy_to(placement.stored_view(memory), self.staged[parameter], row)
+                self.window.copy_to(placement.stored_view(memory), self.staged[parameter], at)
             else:
-                placement.stored_view(memory).copy_(parameter if row is None else parameter[row])
+                placement.stored_view(memory).copy_(parameter if sliced is None else parameter[at])
             self.stored.setdefault(parameter, []).append((key, placement, parameter.device))
             placement.parameter.data = _nothing(placement.shape, placement.dtype, self.store.device)
-            if sliced is not None and placement.number == sliced.shape[0] - 1:  # the last to be stored
+            if sliced is not None and placement.number == len(sliced.slices) - 1:  # the last to be stored
                 parameter.data = _nothing(sliced.shape, sliced.dtype, self.store.device)
             self.window.sweep()  # the waiting value, which nothing shows any more
 
@@ -678,14 +671,14 @@ class _Adoption:
                 continue
             _, first, device = parts[0]
             sliced = first.sliced
-            if sliced is not None and len(parts) < sliced.shape[0]:
+            if sliced is not None and len(parts) < len(sliced.slices):
                 continue  # it still has its values
             shape, stride = (first.shape, first.stride) if sliced is None else (sliced.shape, None)
             value = torch.empty(shape, dtype=first.dtype, device=device)
             value = value if stride is None else torch.empty_strided(shape, stride, dtype=first.dtype, device=device)
             for key, placement, _ in parts:
                 with self.store.lease(key, tier="dram") as memory:
-                    (value if sliced is None else value[placement.number]).copy_(placement.stored_view(memory))
+                    (value if sliced is None else value[sliced.at(placement.number)]).copy_(placement.stored_view(memory))
                     del memory
             unpage(parameter, value)
             del value

@@ -223,8 +223,9 @@ class _Layout(_Struct):
     chunk: Annotated[int, msgspec.Meta(ge=16, le=2**40, multiple_of=16)]
     units: list[tuple[str, list[tuple[str, _Sizes, str, str, _Sizes]]]]
     share: _Share | msgspec.UnsetType = msgspec.UNSET
-    sliced: dict[str, Annotated[int, msgspec.Meta(ge=2, le=2**32)]] | msgspec.UnsetType = msgspec.UNSET
-    """By name of a parameter, how many slices it has, if any has some."""
+    sliced: dict[str, tuple[Annotated[int, msgspec.Meta(ge=2, le=2**32)], _Size]] | msgspec.UnsetType = msgspec.UNSET
+    """By name of each parameter that is sliced, if there is one: how many slices, and how many rows each has (0: it is one row,
+    without that dimension)."""
 
 
 class _Gradient(_Struct):
@@ -333,9 +334,14 @@ def _problems(found: _Record) -> Iterator[str]:
     for (name, described), unit in zip(layout.units, found.units, strict=False):
         yield from _wrong_unit(unit, name, {parameter[0]: _type(parameter[2]) for parameter in described})
     everything = {parameter[0] for _, described in layout.units for parameter in described}
-    for name, count in ({} if isinstance(layout.sliced, msgspec.UnsetType) else layout.sliced).items():
-        if name in everything or count > len(everything) or not everything >= {f"{name}[{i}]" for i in range(count)}:
+    shapes = {parameter[0]: parameter[1] for _, described in layout.units for parameter in described}
+    for name, (count, rows) in ({} if isinstance(layout.sliced, msgspec.UnsetType) else layout.sliced).items():
+        if name in everything or count > len(shapes) or not shapes.keys() >= {f"{name}[{i}]" for i in range(count)}:
             yield f"it does not describe {count} slices of {name!r}"
+            return
+        inside = {tuple(shapes[f"{name}[{i}]"][bool(rows) :]) for i in range(count)}
+        if len(inside) > 1 or (rows and any(shapes[f"{name}[{i}]"][:1] != [rows] for i in range(count - 1))):
+            yield f"slices of {name!r} have several shapes"
         everything.add(name)
     yield from _unknown("the optimizer counts steps of", found.optimizer.steps if found.optimizer else (), everything)
     named: list[str] = []

@@ -572,3 +572,112 @@ def test_convolutions_are_not_taken_for_experts(store: TieredStore) -> None:
 def test_an_unknown_choice_is_named(store: TieredStore) -> None:
     with pytest.raises(MisuseError, match="'sliced' or 'whole'"):
         zero.page(build(), store, experts="some")  # type: ignore[arg-type]
+
+
+# -- large embeddings and linear layers ----------------------------------------------------------------------------------------
+
+WORDS, COLUMNS = 2000, 64
+
+
+class Words(nn.Module):
+    """``kind``: "embedding" (a large one, which is trained), "head" (its weight is the embedding's), "apart" (two weights)."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, COLUMNS, padding_idx=5, scale_grad_by_freq=kind == "embedding")
+        self.middle = nn.Linear(COLUMNS, COLUMNS)
+        self.head = nn.Linear(COLUMNS, 10 if kind == "embedding" else WORDS, bias=kind != "head")
+        if kind == "head":
+            self.head.weight = self.embedding.weight
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(torch.tanh(self.middle(self.embedding(index))))
+        return result
+
+    def loss(self, seed: int) -> torch.Tensor:
+        index = torch.randint(0, WORDS, (3, 9), generator=torch.Generator().manual_seed(seed))
+        index[0, :4] = torch.tensor([5, 7, 7, WORDS - 1])
+        found = self(index).flatten(0, 1)
+        return F.cross_entropy(found, index.flatten() % found.shape[1])
+
+
+def words(kind: str) -> Any:
+    torch.manual_seed(2)
+    return Words(kind)
+
+
+@pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
+@pytest.mark.parametrize("kind", ["embedding", "head", "apart"])
+def test_weights_larger_than_a_third_of_the_budget(store: TieredStore, kind: str, update: str) -> None:
+    """An embedding has the bits of memory. A linear layer adds up the gradient of its input in another order."""
+    memory, paged = words(kind), zero.page(words(kind), store)
+    first, second = in_memory(memory), zero.AdamW(paged.parameters(), lr=1e-2, update=update)
+    seen = train(memory, first, range(4)), train(paged, second, range(4))  # type: ignore[arg-type]
+    values = dict(paged.state_dict())
+    if kind == "embedding":
+        assert same(*seen)
+        assert same(dict(memory.state_dict()), values)
+        assert same(states(first), states(second))
+    assert close(*seen)
+    assert all(torch.allclose(values[name], value, atol=3e-4) for name, value in memory.state_dict().items())
+    if kind != "head":  # the row of the padding, which gets no gradient
+        assert torch.equal(values["embedding.weight"][5], memory.embedding.weight[5])
+
+
+def test_rows_of_a_large_weight(store: TieredStore, tmp_path: Path) -> None:
+    memory, paged = words("apart"), zero.page(words("apart"), store)
+    left, right = memory.embedding.weight, paged.embedding.weight  # type: ignore[union-attr]
+    numbers = torch.tensor([1999, 3, 0, -1, 3])
+    reads: list[Callable[[Any], Any]] = [
+        lambda p: p[numbers] * 1,
+        lambda p: p[700] * 1,
+        lambda p: p[-1, 3] * 1,
+        lambda p: p[10:900:7] * 1,
+        lambda p: p.t()[5] * 1,
+        lambda p: p.sum(),
+        lambda p: F.embedding(numbers % WORDS, p),
+        lambda p: torch.stack([row.sum() for row in p.unbind()[:3]]),
+        lambda p: len(p),
+    ]
+    assert all(same(read(left), read(right)) for read in reads)
+    for p in (left, right):
+        with torch.no_grad():
+            p[500:1500].mul_(2)
+            p[7] = 1.0
+    assert torch.equal(left, right)
+    with pytest.raises(IndexError):
+        paged.embedding(torch.tensor([WORDS]))  # type: ignore[operator]
+    zero.export(paged, tmp_path / "export")
+    with TieredStore.open(tmp_path / "again", dram="2MiB") as other:  # where no weight is large
+        again = zero.page(words("apart"), other, weights=tmp_path / "export")
+        assert zero.statistics(again).units < zero.statistics(paged).units
+        assert same(dict(again.state_dict()), dict(paged.state_dict()))
+
+
+@pytest.mark.parametrize("budgets", [("1MiB", "2MiB"), ("2MiB", "1MiB"), ("1MiB", "1200KiB")])
+def test_another_budget_has_other_slices(tmp_path: Path, budgets: tuple[str, str]) -> None:
+    with TieredStore.open(tmp_path / "store", dram=budgets[0]) as store:
+        paged = zero.page(words("embedding"), store)
+        optimizer = zero.AdamW(paged.parameters(), lr=1e-2)
+        train(paged, optimizer, range(2))  # type: ignore[arg-type]
+        paged.loss(2).backward()  # type: ignore[operator]
+        zero.commit(paged, optimizer)
+    memory = words("embedding")
+    first = in_memory(memory)
+    train(memory, first, range(2))
+    memory.loss(2).backward()
+    with TieredStore.open(tmp_path / "other", dram=budgets[1]) as store:
+        paged = zero.page(words("embedding"), store, existing="resume", source=tmp_path / "store")
+        optimizer = zero.AdamW(paged.parameters(), lr=1e-2)
+        zero.resume(paged, optimizer)
+        optimizer.step()
+        first.step()
+        assert same(train(memory, first, range(3, 5)), train(paged, optimizer, range(3, 5)))  # type: ignore[arg-type]
+        assert same(dict(memory.state_dict()), dict(paged.state_dict()))
+        assert same(states(first), states(optimizer))
+
+
+def test_what_needs_a_large_weight_whole_is_named(store: TieredStore) -> None:
+    paged = zero.page(nn.Embedding(WORDS * 2, COLUMNS, max_norm=1.0), store)
+    with pytest.raises(MisuseError, match="larger dram="):
+        paged(torch.tensor([1]))

@@ -408,12 +408,12 @@ def _parameter(described: Any) -> str:
     return f"{name!r} of shape {tuple(shape)}, {dtype}{kept}"
 
 
-def layout(store: TieredStore, name: str) -> tuple[Limits, dict[str, tuple[int, ...]]]:
-    """Return the limits by which model ``name`` was divided when it was committed, and the strides of its parameters. Raises as
-    ``resume``."""
+def layout(store: TieredStore, name: str) -> tuple[Limits, dict[str, tuple[int, ...]], set[str]]:
+    """Return the limits by which model ``name`` was divided when it was committed, the strides of its parameters, and the names
+    of those that were sliced. Raises as ``resume``."""
     found = read_record(store, name)["layout"]
     strides = {parameter[0]: tuple(parameter[4]) for _, parameters in found["units"] for parameter in parameters}
-    return Limits(found["limit"], found["chunk"]), strides
+    return Limits(found["limit"], found["chunk"]), strides, set(found.get("sliced", ()))
 
 
 def persistent_buffers(model: nn.Module) -> list[str]:
@@ -463,7 +463,7 @@ def layout_of(units: Sequence[UnitPlan], limits: Limits, partition: Partition) -
         for unit in units
     ]
     layout: dict[str, Any] = {"limit": limits.unit, "chunk": limits.chunk, "units": described}
-    sliced = {p.sliced.name: p.sliced.shape[0] for unit in units for p in unit.placements if p.sliced is not None}
+    sliced = {p.sliced.name: p.sliced for unit in units for p in unit.placements if p.sliced is not None}
     if sliced:
-        layout["sliced"] = sliced
+        layout["sliced"] = {name: (len(one.slices), one.rows or 0) for name, one in sliced.items()}
     return layout if partition.shares == 1 else {**layout, "share": partition.share()}

@@ -99,8 +99,8 @@ class Pretrained:
         if placement.sliced is None:
             self._read(self._source(placement.parameter), placement.stored_view(unit), placement.dtype)
         else:
-            name, rows = self._source(placement.sliced.parameter), placement.sliced.shape[0]
-            self._read(name, placement.stored_view(unit), placement.dtype, placement.number, rows)
+            source, begin = self._source(placement.sliced.parameter), placement.sliced.element(placement.number)
+            self._read(source, placement.stored_view(unit), placement.dtype, begin, placement.numel)
 
     def fill_buffers(self, model: nn.Module) -> None:
         """Read all buffers that ``state_dict`` has."""
@@ -114,27 +114,29 @@ class Pretrained:
             self._read(name, buffer, buffer.dtype)
 
     @torch.no_grad()
-    def _read(self, name: str, target: torch.Tensor, between: torch.dtype, part: int = 0, parts: int = 1) -> None:
-        """Read a tensor, or one of ``parts`` equal ones along its first dimension, into ``target``. ``between``: the type that
-        values have on the way."""
+    def _read(
+        self, name: str, target: torch.Tensor, between: torch.dtype, begin: int = 0, numel: int | None = None
+    ) -> None:
+        """Read a tensor, or ``numel`` elements of it from ``begin``, into ``target``. ``between``: the type that values have on
+        the way."""
         spec = self.files.entries[name].spec
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        nbytes = spec.nbytes // parts
-        if not nbytes:
+        numel = spec.numel if numel is None else numel
+        if not numel:
             return
         if target.is_contiguous():
-            target = target.as_strided((spec.numel // parts,), (1,))
-        size = nbytes // target.shape[0]  # of a row
+            target = target.as_strided((numel,), (1,))
+        size = numel * dtype.itemsize // target.shape[0]  # of a row
         step = max(1, READ_AT_ONCE // size)
         plain = target.dim() == 1 and target.stride() == (1,) and target.device.type == "cpu"
         direct = plain and dtype is between is target.dtype
         for start in range(0, target.shape[0], step):
             rows = target[start : start + step]
             if direct:
-                self.files.read(name, part * nbytes + start * size, rows.view(torch.uint8).numpy().data)
+                self.files.read(name, begin * dtype.itemsize + start * size, rows.view(torch.uint8).numpy().data)
                 continue
             data = torch.empty(rows.shape[0] * size, dtype=torch.uint8, device="cpu")
-            self.files.read(name, part * nbytes + start * size, data.numpy().data)
+            self.files.read(name, begin * dtype.itemsize + start * size, data.numpy().data)
             rows.copy_(data.view(dtype).view(rows.shape).to(between))
 
 
@@ -457,8 +459,8 @@ def _updated(store: AtRest, key: str, unit: UnitPlan, chunk: int, found: dict[st
 
 def _in_order(units: Sequence[UnitPlan], record: Mapping[str, Any]) -> Iterator[tuple[UnitPlan, Placement]]:
     """Yield the placements of a checkpoint, the slices of each parameter one after the other."""
-    sliced: Mapping[str, int] = record["layout"].get("sliced", {})
-    of_slices = {f"{name}[{number}]" for name, count in sliced.items() for number in range(count)}
+    sliced: Mapping[str, tuple[int, int]] = record["layout"].get("sliced", {})
+    of_slices = {f"{name}[{number}]" for name, (count, _) in sliced.items() for number in range(count)}
     there = {}
     for unit in units:
         for placement in unit.placements:
@@ -466,7 +468,7 @@ def _in_order(units: Sequence[UnitPlan], record: Mapping[str, Any]) -> Iterator[
                 there[placement.name] = unit, placement
             else:
                 yield unit, placement
-    for name, count in sliced.items():
+    for name, (count, _) in sliced.items():
         for number in range(count):
             yield there[f"{name}[{number}]"]
 
@@ -481,17 +483,18 @@ class _Whole(NamedTuple):
 
 def _wholes(units: Sequence[UnitPlan], record: Mapping[str, Any]) -> list[_Whole]:
     """Return the parameters of a checkpoint, in the order of ``_in_order``."""
-    sliced: Mapping[str, int] = record["layout"].get("sliced", {})
-    firsts = {f"{name}[0]": (name, count) for name, count in sliced.items()}
-    others = {f"{name}[{number}]" for name, count in sliced.items() for number in range(1, count)}
-    found = []
+    sliced: Mapping[str, tuple[int, int]] = record["layout"].get("sliced", {})
+    lengths = {f"{name}[{number}]": name for name, (count, _) in sliced.items() for number in range(count)}
+    found: dict[str, _Whole] = {}
     for _, p in _in_order(units, record):
-        if p.name in firsts:
-            name, count = firsts[p.name]
-            found.append(_Whole(name, (count, *p.shape), p.dtype))
-        elif p.name not in others:
-            found.append(_Whole(p.name, tuple(p.shape), p.dtype))
-    return found
+        name = lengths.get(p.name, p.name)
+        if name == p.name:
+            found[name] = _Whole(name, tuple(p.shape), p.dtype)
+            continue
+        rows, inside = (p.shape[0], p.shape[1:]) if sliced[name][1] else (1, p.shape)
+        before = found[name].shape[0] if name in found else 0
+        found[name] = _Whole(name, (before + rows, *inside), p.dtype)
+    return list(found.values())
 
 
 # Bytes

@@ -824,8 +824,8 @@ class Pager:
         if parameter in self.sliced:
             sliced = self.sliced[parameter]
             whole = torch.empty(sliced.shape, dtype=sliced.dtype, device="cpu")
-            for target, one in zip(whole, sliced.slices, strict=True):
-                target.copy_(self.value(one))
+            for number, one in enumerate(sliced.slices):
+                whole[sliced.at(number)].copy_(self.value(one))
             return whole
         unit, placement = self._home[parameter]
         self.start()
@@ -883,7 +883,7 @@ class SlicedHandle:
 
     def __init__(self, pager: Pager, sliced: Sliced) -> None:
         self._pager = weakref.ref(pager)
-        self.name, self.slices = sliced.name, sliced.slices
+        self.name, self.slices, self.rows = sliced.name, sliced.slices, sliced.rows
 
     def owner(self) -> Pager | None:
         """Return the pager, or None where the model is gone."""

@@ -4,9 +4,10 @@ A *unit* is one tensor of bytes in the store. It holds the parameters of the lar
 fits the limit. A module that is larger is divided into its children; parameters directly on it are a unit of their own, and a
 parameter that is larger than the limit is a unit by itself. A tied parameter belongs to the first place that names it.
 
-Parameters that have one matrix for each expert of a mixture, along their first dimension, are divided into *slices*
-(``Sliced``): each expert's slices are a unit, so that only the experts that tokens are routed to are fetched. A slice is a
-parameter by itself, and a placement of its own.
+Some parameters are divided into *slices* along their first dimension (``Sliced``). Those that have one matrix for each expert
+of a mixture: each expert's slices are a unit, so that only the experts that tokens are routed to are fetched. And the weight of
+an embedding or a linear layer that is larger than a third of the memory budget: some rows each. A slice is a parameter by
+itself, and a placement of its own.
 
 The type of a parameter in the store may differ from the type that modules compute with (``Policy``). This file decides where
 everything lies, and moves nothing.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -31,6 +32,7 @@ __all__ = [
     "Placement",
     "Policy",
     "Sliced",
+    "Slicing",
     "UnitPlan",
     "divide",
     "even_chunks",
@@ -67,6 +69,8 @@ ALIGNMENT = 64
 
 UNIT_SHARE = 8
 """A unit is at most this fraction of the pool, where single parameters allow it."""
+THIRD = 3
+"""So many units of the largest size have to fit the pool."""
 CHUNK_SHARE = 64
 """A chunk of optimizer state is at most this fraction of the pool, and at most ``LARGEST_CHUNK`` bytes of fp32."""
 LARGEST_CHUNK = 4 << 20
@@ -170,14 +174,27 @@ class Part(Placement):
         return dense.as_strided((dense.numel(),), (1,))[self.begin : self.begin + self.numel]
 
 
+@dataclass(frozen=True)
+class Slicing:
+    """Which parameters may be sliced. ``experts``: those of experts, too. ``only``: these names (None: any)."""
+
+    experts: bool = True
+    only: Collection[str] | None = None
+
+    def allows(self, name: str) -> bool:
+        return self.only is None or name in self.only
+
+
 @dataclass(eq=False)
 class Sliced:
-    """Parameter that is divided along its first dimension: ``slices[i]`` is a parameter with the values of ``parameter[i]``,
-    and memory of its own where a unit gives it some. The name of each is ``NAME[i]``."""
+    """Parameter that is divided along its first dimension: slice ``i`` is a parameter with the values of ``parameter[i]``, or,
+    where there are ``rows`` of them in a slice, of ``parameter[i * rows : (i + 1) * rows]``. It has memory of its own where a
+    unit gives it some. Its name is ``NAME[i]``."""
 
     parameter: nn.Parameter
     name: str
     stored: torch.dtype
+    rows: int | None = None
     slices: list[nn.Parameter] = field(init=False)
     shape: torch.Size = field(init=False)
     dtype: torch.dtype = field(init=False)
@@ -185,9 +202,22 @@ class Sliced:
     def __post_init__(self) -> None:
         whole = self.parameter
         self.shape, self.dtype = whole.shape, whole.dtype
+        count, inside = whole.shape[0], whole.shape[1:]
+        if self.rows is None:
+            shapes = [inside] * count
+        else:
+            shapes = [torch.Size((min(self.rows, count - at), *inside)) for at in range(0, count, self.rows)]
         with torch.inference_mode(False):
-            nothing = torch.zeros((), dtype=whole.dtype, device="cpu").expand(whole.shape[1:])
-            self.slices = [nn.Parameter(nothing, whole.requires_grad) for _ in range(whole.shape[0])]
+            nothing = torch.zeros((), dtype=whole.dtype, device="cpu")
+            self.slices = [nn.Parameter(nothing.expand(shape), whole.requires_grad) for shape in shapes]
+
+    def at(self, number: int) -> int | slice:
+        """Return the index of a slice in the whole."""
+        return number if self.rows is None else slice(number * self.rows, (number + 1) * self.rows)
+
+    def element(self, number: int) -> int:
+        """Return how many elements of the whole are before a slice."""
+        return number * (self.rows or 1) * self.shape[1:].numel()
 
     def placements(self, index: int) -> list[Placement]:
         """Return the placement of each slice; ``index``: the parameter's in the model."""
@@ -280,19 +310,21 @@ def divide(
     strides: Mapping[nn.Parameter, tuple[int, ...]],
     policy: Policy,
     shares: int = 1,
-    sliced: Callable[[str], bool] | None = None,
+    slicing: Slicing | None = None,
 ) -> ModelPlan:
     """Divide ``model``'s parameters into units of at most ``limits.unit`` bytes where a single parameter allows it.
 
     ``strides``: those of parameters that do not show their own, because they were released. ``shares``: by how many ranks each
     unit is divided in turn; then parameters of different types, and those that need no gradient, are in units of their own, and
-    none is sliced. ``sliced`` tells of the name of an expert's parameter whether it is sliced (None: all are).
+    none is sliced. ``slicing``: which may be (None: all that can).
     """
     order = {parameter: index for index, parameter in enumerate(model.parameters())}
     plan, limit = ModelPlan([], {}, limits), limits.unit
     home: dict[nn.Parameter, int] = {}
-    experts = {} if shares > 1 else _experts(model, strides, sliced)
-    outside = {parameter for alike in experts.values() for _, parameter in alike}
+    slicing = Slicing() if slicing is None else slicing
+    experts = {} if shares > 1 else _experts(model, strides, slicing)
+    large = {} if shares > 1 else _too_large(model, strides, limits, slicing)
+    outside = {parameter for alike in experts.values() for _, parameter in alike} | large.keys()
 
     def make(name: str, named: list[tuple[str, nn.Parameter]]) -> None:
         kinds: dict[object, list[tuple[str, nn.Parameter]]] = {}
@@ -330,6 +362,9 @@ def divide(
         plan.sliced |= {one.parameter: one for one in found}
         for placements in zip(*(one.placements(order[one.parameter]) for one in found), strict=True):
             plan.units.append(UnitPlan(f"{prefix}[{placements[0].number}]".lstrip("."), list(placements)))
+    for parameter, (name, rows) in large.items():
+        one = plan.sliced[parameter] = Sliced(parameter, name, policy.stored(parameter.dtype), rows)
+        plan.units += [UnitPlan(placement.name, [placement]) for placement in one.placements(order[parameter])]
     _hold(model, home, limit, plan)
     return plan
 
@@ -357,7 +392,7 @@ def experts_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _experts(
-    model: nn.Module, strides: Mapping[nn.Parameter, tuple[int, ...]], sliced: Callable[[str], bool] | None
+    model: nn.Module, strides: Mapping[nn.Parameter, tuple[int, ...]], slicing: Slicing
 ) -> dict[str, list[tuple[str, nn.Parameter]]]:
     """Return the parameters to slice, with their names, by the name of their module. One that several modules have, or that is
     not row major, is not sliced."""
@@ -369,9 +404,33 @@ def _experts(
             for name, parameter in experts_of(module)
             if uses[parameter] == 1 and strides.get(parameter, parameter.stride()) == _row_major(parameter.shape)
         ]
-        alike = [(name, parameter) for name, parameter in alike if sliced is None or sliced(name)]
-        if alike:
+        alike = [(name, parameter) for name, parameter in alike if slicing.allows(name)]
+        if alike and slicing.experts:
             found[prefix] = alike
+    return found
+
+
+def _too_large(
+    model: nn.Module, strides: Mapping[nn.Parameter, tuple[int, ...]], limits: Limits, slicing: Slicing
+) -> dict[nn.Parameter, tuple[str, int]]:
+    """Return the weights, of embeddings and linear layers alone, that are larger than a third of the pool: name, and rows in a
+    slice. A slice is as large as a unit may be, and its elements are a multiple of 16."""
+    used: dict[nn.Parameter, list[bool]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                fits = name == "weight" and isinstance(module, nn.Embedding | nn.Linear) and parameter.dim() == 2
+                used.setdefault(parameter, []).append(fits)
+    found = {}
+    for name, parameter in model.named_parameters():
+        plain = all(used[parameter]) and parameter.dtype.is_floating_point
+        dense = strides.get(parameter, parameter.stride()) == _row_major(parameter.shape)
+        if plain and dense and THIRD * parameter.numel() * parameter.dtype.itemsize > UNIT_SHARE * limits.unit:
+            columns = parameter.shape[1]
+            step = 16 // math.gcd(columns, 16)
+            rows = max(step, limits.unit // (columns * parameter.dtype.itemsize) // step * step)
+            if rows < parameter.shape[0] and slicing.allows(name):
+                found[parameter] = name, rows
     return found
 
 

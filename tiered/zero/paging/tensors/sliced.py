@@ -1,11 +1,13 @@
-"""Let a parameter that is divided into slices be used like any other: one matrix for each expert, in one parameter.
+"""Let a parameter that is divided into slices be used like any other: experts, of which each has a slice, and the weights of
+large embeddings and linear layers, which have some rows in each slice.
 
 Each slice along the first dimension is a parameter by itself, in a unit of its own (``units.Sliced``). The parameter that the
-model has is made of them. It has the class ``SlicedParameter`` as long as the model is paged, and no memory. There are four
+model has is made of them. It has the class ``SlicedParameter`` as long as the model is paged, and no memory. There are these
 answers to a function of torch:
 
-- ``parameter[i]`` is slice i: what follows fetches one expert, and its gradient goes to one expert.
-- ``torch.nn.functional.grouped_mm`` multiplies with the slices that have rows, one after the other.
+- ``parameter[i]`` is slice i, or a row of a slice: what follows fetches one expert, and its gradient goes to one expert.
+- ``torch.nn.functional.grouped_mm`` multiplies with the slices that have rows, one after the other; ``linear`` and
+  ``embedding`` use one slice of rows after the other.
 - A view (``transpose``, ``.data``, several rows) is a ``SlicedView``, which has no memory and knows how it is made.
 - Everything else gets a copy of all slices, through which gradients go to each; what writes has its copy written back.
 
@@ -52,6 +54,8 @@ class Handle(Protocol):
 
     name: str
     slices: list[nn.Parameter]
+    rows: int | None
+    """How many rows each slice has, but for the last; None: one, without that dimension."""
 
 
 HOOKS = {
@@ -207,12 +211,18 @@ def _whole(parameter: SlicedParameter) -> torch.Tensor:
     """Return a copy of all slices, through which gradients go to each of them."""
     slices = _slices(parameter)
     if torch.is_grad_enabled() and any(one.requires_grad for one in slices):
-        return torch.stack([one.clone() for one in slices])
-    first = slices[0]
-    whole = torch.empty((len(slices), *first.shape), dtype=first.dtype, device=first.device)
-    for target, one in zip(whole, slices, strict=True):
+        join = torch.stack if _handle(parameter).rows is None else torch.cat
+        return join([one.clone() for one in slices])
+    whole = torch.empty(_geometry(parameter).shape, dtype=slices[0].dtype, device=slices[0].device)
+    for target, one in zip(_divided(parameter, whole), slices, strict=True):
         target.copy_(one)
     return whole
+
+
+def _divided(parameter: SlicedParameter, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the views of ``whole`` that the slices have the values of."""
+    rows = _handle(parameter).rows
+    return whole.unbind() if rows is None else torch.split(whole, rows)
 
 
 def _value(value: SlicedParameter | SlicedView) -> torch.Tensor:
@@ -223,7 +233,7 @@ def _value(value: SlicedParameter | SlicedView) -> torch.Tensor:
 
 @torch.no_grad()
 def _write(parameter: SlicedParameter, whole: torch.Tensor) -> None:
-    for one, values in zip(_slices(parameter), whole, strict=True):
+    for one, values in zip(_slices(parameter), _divided(parameter, whole), strict=True):
         one.copy_(values)
 
 
@@ -231,7 +241,8 @@ def _part(value: SlicedParameter | SlicedView, index: int) -> torch.Tensor | Non
     """Return ``value[index]`` as a view of one slice; None where it is not one, because a step of ``value`` does more than to
     swap the dimensions after the first."""
     parameter, path = _of(value)
-    part: torch.Tensor = _slices(parameter)[index]
+    rows = _handle(parameter).rows
+    part: torch.Tensor = _slices(parameter)[index] if rows is None else _slices(parameter)[index // rows][index % rows]
     for step in path:
         name = _name(step.func)
         if name in ("detach", "data.__get__"):
@@ -276,12 +287,17 @@ def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: 
         return func(*_map(args, _geometry), **_map(kwargs, _geometry))
     if name == "data.__set__":
         return _set_data(args[0], args[1])
+    if name == "linear" and len(args) >= 2 and isinstance(args[1], SlicedParameter) and not _is_sliced(first):
+        return _linear(*args, **kwargs)
+    if name == "embedding" and len(args) >= 2 and isinstance(args[1], SlicedParameter):
+        return _embedding(*args, **kwargs)
     if name in GROUPED and len(args) >= 2 and _is_sliced(args[1]):
         found = _grouped(args, kwargs)
         if found is not None:
             return found
     if _is_sliced(first):
-        if name in ("__iter__", "unbind") and not _of(first)[1] and (kwargs.get("dim") or [*args, 0][1]) == 0:
+        one_each = not _of(first)[1] and _handle(_of(first)[0]).rows is None
+        if name in ("__iter__", "unbind") and one_each and (kwargs.get("dim") or [*args, 0][1]) == 0:
             slices = _slices(_of(first)[0])
             return iter(slices) if name == "__iter__" else tuple(slices)
         if name in ("__getitem__", "select"):
@@ -340,8 +356,10 @@ def _indexed(name: str, value: SlicedParameter | SlicedView, rest: Sequence[Any]
         inside: tuple[Any, ...] = ()
     else:
         index, inside = (rest[0][0], rest[0][1:]) if isinstance(rest[0], tuple) and rest[0] else (rest[0], ())
-    count = len(_slices(parameter))
+    count = len(parameter)
     if isinstance(index, torch.Tensor) and index.dim() == 1 and index.dtype in (torch.int64, torch.int32) and not inside:
+        if _handle(parameter).rows is not None and isinstance(value, SlicedParameter):
+            return _embedding(torch.where(index < 0, index + count, index), value)
         parts = [_part(value, _checked(number, count)) for number in index.tolist()]
         return torch.stack(parts) if parts and all(part is not None for part in parts) else None  # type: ignore[arg-type]
     if isinstance(index, torch.Tensor) and (index.dim() or index.dtype not in (torch.int64, torch.int32)):
@@ -417,6 +435,54 @@ def _grouped(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None
     return torch.cat(made)
 
 
+def _linear(x: torch.Tensor, weight: SlicedParameter, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Multiply with some rows of the weight after the other, which are columns of the result."""
+    rows = _handle(weight).rows
+    if rows is None:
+        return torch.nn.functional.linear(x, _whole(weight), bias)
+    made = [
+        torch.nn.functional.linear(x, one, None if bias is None else bias[number * rows : (number + 1) * rows])
+        for number, one in enumerate(_slices(weight))
+    ]
+    return torch.cat(made, -1)
+
+
+def _embedding(
+    index: torch.Tensor,
+    weight: SlicedParameter,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """Look up the rows of each slice that ``index`` asks for. A row's gradients are added in the order of ``index``, as in the
+    whole."""
+    handle = _handle(weight)
+    if max_norm is not None or sparse:
+        raise MisuseError(
+            f"parameter {handle.name!r} is larger than a third of the memory budget, and divided into slices: max_norm= and "
+            "sparse=True need it whole; open the store with a larger dram="
+        )
+    count = weight.shape[0]
+    flat = index.reshape(-1)
+    if handle.rows is None or not flat.numel():
+        return torch.nn.functional.embedding(index, _whole(weight), padding_idx, None, 2.0, scale_grad_by_freq)
+    if int(flat.min()) < 0 or int(flat.max()) >= count:
+        raise IndexError("index out of range in self")  # as torch says it
+    padding = None if padding_idx is None else padding_idx % count
+    number = flat // handle.rows
+    order = number.argsort(stable=True)
+    asked = torch.bincount(number).tolist()
+    made: list[torch.Tensor] = []
+    for which, mine in enumerate(torch.split(order, asked)):
+        if asked[which]:
+            begin, one = which * handle.rows, _slices(weight)[which]
+            here = None if padding is None or not begin <= padding < begin + handle.rows else padding - begin
+            made.append(torch.nn.functional.embedding(flat[mine] - begin, one, here, None, 2.0, scale_grad_by_freq))
+    return torch.cat(made)[order.argsort()].view(*index.shape, weight.shape[1])
+
+
 def _matrix(value: SlicedParameter | SlicedView, index: int) -> torch.Tensor:
     part = _part(value, index)
     assert part is not None
@@ -463,8 +529,8 @@ def _gradients(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
                 )
             made.append(torch.zeros_like(one) if zeros else None)
         elif isinstance(one, SlicedParameter):
-            filled = (torch.zeros_like(p) if g is None else g for p, g in zip(mine, gradients, strict=True))
-            made.append(torch.stack(list(filled)))
+            filled = [torch.zeros_like(p) if g is None else g for p, g in zip(mine, gradients, strict=True)]
+            made.append(torch.stack(filled) if _handle(one).rows is None else torch.cat(filled))
         else:
             made.append(gradients[0])
     return tuple(made)
@@ -570,8 +636,8 @@ class SlicedGradient(torch.Tensor):
         """Return a copy of the whole gradient."""
         self._parts()
         slices = _slices(self.parameter)
-        whole = torch.zeros((len(slices), *slices[0].shape), dtype=self.dtype, device=slices[0].device)
-        for target, one in zip(whole, slices, strict=True):
+        whole = torch.zeros(_geometry(self.parameter).shape, dtype=self.dtype, device=slices[0].device)
+        for target, one in zip(_divided(self.parameter, whole), slices, strict=True):
             if one.grad is not None:
                 target.copy_(one.grad)
         return whole
@@ -585,7 +651,7 @@ class SlicedGradient(torch.Tensor):
 
     @torch.no_grad()
     def _write(self, whole: torch.Tensor) -> None:
-        for one, values in zip(_slices(self.parameter), whole, strict=True):
+        for one, values in zip(_slices(self.parameter), _divided(self.parameter, whole), strict=True):
             if one.grad is None:
                 one.grad = values.clone()
             else:
@@ -665,7 +731,7 @@ def _set_gradient(parameter: SlicedParameter, value: Any) -> None:
     if isinstance(value, SlicedGradient) and value.parameter is parameter and not value.path:
         return
     values = value.values() if isinstance(value, SlicedGradient) else value
-    for one, mine in zip(_slices(parameter), values.detach(), strict=True):
+    for one, mine in zip(_slices(parameter), _divided(parameter, values.detach()), strict=True):
         one.grad = mine.clone()
 
 
