@@ -38,7 +38,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("units", "step_trace", "storage", "saved_tensors", "update", "tensors", "gradients", "sharding", "unit"),
         *("reduction", "micro_batch", "pager"),
     ),
-    "zero.paging.tensors": ("parameters", "gradients"),
+    "zero.paging.tensors": ("parameters", "sliced", "gradients"),
     "zero.build": ("staging", "construct"),
     "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors"),
     "integrations": ("saves", "transformers", "accelerate", "lightning"),
@@ -79,7 +79,9 @@ LONG_OR_SHORT: dict[str, str] = {
     "zero.page": "the public calls on a whole model, beside training it",
     "zero.paging.gradients": "the gradients of one unit, from autograd to the update",
     "zero.paging.tensors.parameters": "what a parameter answers to torch while its values are in the store",
+    "zero.paging.tensors.sliced": "what a sliced parameter and its gradient answer to torch",
     "zero.paging.pager": "a paged model's hooks, frames and backward pass",
+    "zero.optimizer": "the steps of AdamW on paged parameters",
 }
 LONG, SHORT = 600, 60
 
