@@ -36,11 +36,12 @@ LLAMA = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 
 LLAMA |= {"vocab_size": 8000, "num_hidden_layers": 19, "max_position_embeddings": 128, "tie_word_embeddings": False}
 
 
-# -- the child, in the cgroup ---------------------------------------------------------------------------------------------------
+# -- the child, in the cgroup -------------------------------------------------------------------------------------------------
 
 
 def child(way: str, folder: Path, budget: int) -> None:
-    """Train as ``way`` says: "train", "resume" or "memory". Each line on standard output is a phase; it waits after the first."""
+    """Train as ``way`` says: "train", "resume" or "memory". Each line on standard output begins a phase, and waits for one on
+    standard input."""
     import torch
     import torch._dynamo
     import transformers
@@ -58,17 +59,17 @@ def child(way: str, folder: Path, budget: int) -> None:
         print(json.dumps({"phase": phase, **more}), flush=True)
         sys.stdin.readline()
 
-    class Saving(Trainer):  # type: ignore[misc]
+    class Saves:
         def _save_checkpoint(self, *given: Any, **options: Any) -> None:
             say("save")
-            super()._save_checkpoint(*given, **options)
+            super()._save_checkpoint(*given, **options)  # type: ignore[misc]
             say("train")
 
-    class Ours(TieredTrainer):
-        def _save_checkpoint(self, *given: Any, **options: Any) -> None:
-            say("save")
-            super()._save_checkpoint(*given, **options)
-            say("train")
+    class InMemory(Saves, Trainer):  # type: ignore[misc]
+        pass
+
+    class Ours(Saves, TieredTrainer):
+        pass
 
     tokens = torch.randint(0, LLAMA["vocab_size"], (STEPS, TOKENS), generator=torch.Generator().manual_seed(0))
     args = TrainingArguments(
@@ -92,7 +93,7 @@ def child(way: str, folder: Path, budget: int) -> None:
 
     say("imports")
     if way == "memory":
-        trainer = Saving(AutoModelForCausalLM.from_pretrained(folder / "weights"), args, train_dataset=data)
+        trainer = InMemory(AutoModelForCausalLM.from_pretrained(folder / "weights"), args, train_dataset=data)
         trainer.remove_callback(transformers.PrinterCallback)
         say("train")
         trainer.train()
@@ -113,7 +114,7 @@ def child(way: str, folder: Path, budget: int) -> None:
         store.close()
 
 
-# -- the parent -----------------------------------------------------------------------------------------------------------------
+# -- the parent ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -158,7 +159,8 @@ def kills(group: Path) -> int:
 
 
 def under(way: str, folder: Path, budget: int, activations: int) -> Ended:
-    """Run a child in a cgroup that gets its limit once the child has ended its imports. Its memory is read every millisecond."""
+    """Run a child in a cgroup that gets its limit once the child has ended its imports. Its memory is read every millisecond
+    or so."""
     with memory_cgroup(1 << 40) as group:
         if group is None:
             sys.exit("no memory cgroup can be made here: run it as root")
@@ -280,8 +282,8 @@ def main() -> int:
             f"{weights:,} bytes of weights, {format_size(largest)} the largest parameter; a budget of {format_size(budget)}; "
             f"activations of a batch of {TOKENS} tokens: {format_size(activations)}.\n"
         )
-        print("| | anonymous memory after the imports | limit | most in the cgroup, page cache included | most anonymous", end="")
-        print(" | most growth in a save | time | |\n|---|---|---|---|---|---|---|---|")
+        print("| | after the imports | limit | at most, with page cache | anonymous at most | most growth in a save | time | |")
+        print("|---|---|---|---|---|---|---|---|")
         names = {"train": f"{STEPS} steps, a checkpoint every {SAVE}, then `save_model`"}
         names |= {"resume": f"resume from step {STEPS - SAVE}", "memory": "the same with `Trainer`, in memory"}
         runs = {}
