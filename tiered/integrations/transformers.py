@@ -185,6 +185,11 @@ def _pager(model: nn.Module) -> Pager:
     """Return the pager of a model. Raises MisuseError where not all of its parameters are paged, by one call of zero.page."""
     for name, parameter in model.named_parameters():
         if not hasattr(parameter, "_tiered"):
+            if ".ref." in name:  # of trl: a copy of the adapter, which on resuming would be one of the trained adapter
+                raise MisuseError(
+                    f"parameter {name!r} is of a reference adapter that DPOTrainer has added to a paged model: page the base "
+                    "model only, and give peft_config= to a DPOTrainer without commits"
+                )
             raise MisuseError(
                 f"parameter {name!r} is not paged, so a commit of the store would not have it: call zero.page on the whole "
                 "model, after peft.get_peft_model and the like"
