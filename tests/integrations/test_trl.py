@@ -172,7 +172,8 @@ def test_checkpoints_of_trl_are_commits(what: str, tmp_path: Path) -> None:
         store.close()
     with TieredStore.open(tmp_path / "store", dram="1MiB", keep=3) as store:
         again = train(store, "resume", str(tmp_path / "b" / "checkpoint-3"))
-        assert logged(again)[-2] == logged(reference)[-2]
+        found, expected = logged(again)[-2], logged(reference)[-2]
+        assert {**found, "num_tokens": expected["num_tokens"]} == expected  # which TRL counts anew when it resumes
         again.save_model(str(tmp_path / "tuned"))
         assert same(LlamaForCausalLM.from_pretrained(tmp_path / "tuned"), reference.model)
         store.close()
