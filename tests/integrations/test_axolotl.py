@@ -100,7 +100,7 @@ def test_a_configuration_computes_as_in_memory_and_resumes(folder: Path) -> None
 def test_settings_that_cannot_be_are_named(tmp_path: Path) -> None:
     plugin = TieredPlugin()
     assert plugin.get_input_args() == f"{TieredArgs.__module__}.TieredArgs"
-    for setting in ("deepspeed", "fsdp_config", "load_in_4bit"):
+    for setting in ("deepspeed", "fsdp_config", "load_in_4bit", "rl"):
         with pytest.raises(MisuseError, match=f"{setting}: .* leave it out"):
             plugin.pre_model_load({"tiered_store": str(tmp_path / "store"), setting: "zero3.json"})
     assert not (tmp_path / "store").exists()

@@ -26,6 +26,7 @@ __all__ = ["TieredArgs", "TieredPlugin"]
 REFUSED = {
     **dict.fromkeys(("fsdp_config", "fsdp", "deepspeed"), "paging divides the model itself"),
     **dict.fromkeys(("load_in_8bit", "load_in_4bit", "gptq"), "quantised parameters cannot be paged"),
+    "rl": "preference training has a second model, which is not paged so far",
     "torch_compile": "a paged model cannot be traced",
 }
 """Settings that cannot be, and why."""
@@ -43,14 +44,12 @@ class TieredArgs(BaseModel):
 
 
 class TieredPlugin(BasePlugin):
-    """Opens the store before the first model is loaded, and closes it after training. A second model, which is the reference
-    of a preference training, is paged into the same store."""
+    """Opens the store before the model is loaded, and closes it after training."""
 
     def __init__(self) -> None:
         super().__init__()
         self._store: TieredStore | None = None
         self._loading = ExitStack()
-        self._models = 0
 
     def get_input_args(self) -> str:
         return f"{__name__}.{TieredArgs.__name__}"
@@ -69,9 +68,7 @@ class TieredPlugin(BasePlugin):
     def post_model_load(self, cfg: Any, model: Any) -> None:
         assert self._store is not None
         self._loading.close()
-        name, existing = ("reference", "overwrite") if self._models else ("model", cfg.tiered_existing or "refuse")
-        zero.page(model, self._store, name=name, existing=existing, **(cfg.tiered_page or {}))
-        self._models += 1
+        zero.page(model, self._store, existing=cfg.tiered_existing or "refuse", **(cfg.tiered_page or {}))
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         CommitCheckpoints.adopt(trainer)
@@ -79,4 +76,4 @@ class TieredPlugin(BasePlugin):
     def post_train_unload(self, cfg: Any) -> None:
         if self._store is not None:
             self._store.close()
-        self._store, self._models = None, 0
+        self._store = None
