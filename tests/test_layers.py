@@ -41,7 +41,7 @@ TREE: dict[str, tuple[str, ...]] = {
     "zero.paging.tensors": ("parameters", "sliced", "gradients"),
     "zero.build": ("staging", "construct"),
     "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors"),
-    "integrations": ("saves", "transformers", "accelerate", "lightning"),
+    "integrations": ("saves", "transformers", "axolotl", "accelerate", "lightning"),
     "cli": ("arguments", "stop", "measure", "output", "machine", "info", "stores", "train", "bench", "completion", "main"),
     "cli.stores": ("ls", "verify", "export", "import_"),
     "cli.train": ("options", "model", "timeline", "ranks", "loop", "resume", "report", "run", "check", "command"),
@@ -224,7 +224,7 @@ def test_libraries_that_may_be_missing_are_imported_by_integrations_alone() -> N
     for path in SOURCES:
         module = module_of(path, ROOT / "tiered")
         found = {name.split(".")[0] for _, name in imports_of(path.read_text(), module, path.name == "__init__.py", MODULES)}
-        theirs = found & {"transformers", "accelerate", "peft", "lightning", "trl", "datasets"}
+        theirs = found & {"transformers", "accelerate", "peft", "lightning", "trl", "datasets", "axolotl"}
         assert theirs <= ({path.stem} if path.parent.name == "integrations" else set()), module
 
 
