@@ -35,6 +35,7 @@ from tiered.system import Trimmer
 from tiered.types import Access
 from tiered.zero.intent import Intent
 from tiered.zero.leases import Leases
+from tiered.zero.paging.compiling import refuse_constants, traced, uncompiled, unentered
 from tiered.zero.paging.micro_batch import Splitter
 from tiered.zero.paging.reduction import ReduceScatter, gradient_sync
 from tiered.zero.paging.saved_tensors import (
@@ -118,6 +119,7 @@ class Pass:
     def __init__(self, finish: Callable[[], None]) -> None:
         self.finish = finish
 
+    @uncompiled
     def __call__(self) -> None:
         self.finish()
 
@@ -173,8 +175,11 @@ class _Watched(dict[str, Any]):
         super().__init__(parameters)
         self.pager = pager
 
+    @traced
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
+        if torch.compiler.is_dynamo_compiling():  # what is out is no tensor to dynamo, and breaks the graph
+            return parameter
         return parameter if parameter is None else self.pager.read(parameter)
 
 
@@ -265,7 +270,7 @@ class Pager:
                 self._after_forward(module, None, None)
                 raise
 
-        return guarded
+        return unentered(guarded)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Called by copy and pickle."""
@@ -273,8 +278,10 @@ class Pager:
 
     # -- forward -----------------------------------------------------------------------------------------------------------
 
+    @uncompiled
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         refuse_tracing()
+        refuse_constants()
         refuse_transforms()
         if in_backward():  # a recomputation
             self._begin_backward()
@@ -322,6 +329,7 @@ class Pager:
         if self._reduce_scatter is None and self._frames[0].recording and not torch.is_grad_enabled():
             unit.gradients.deferred = True
 
+    @uncompiled
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._frames and self._frames[-1].module is module:
             self._leave(self._frames.pop())
@@ -352,6 +360,7 @@ class Pager:
             if not unit.held:
                 self._bases.pop(address, None)
 
+    @uncompiled
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         """Hold the unit of a parameter that was read as ``module.name``: in a forward, by the innermost frame; in backward,
         where a function that is no module is computed again, by the running pass. Return what the reader gets.
@@ -595,6 +604,7 @@ class Pager:
         over = OverHooks(self, below)
         return over.pack, over.unpack
 
+    @uncompiled
     def _pack(self, tensor: torch.Tensor) -> object:
         if not (self._frames or self._accesses):  # an exception left these hooks behind, and this is another model's
             return tensor
@@ -603,6 +613,7 @@ class Pager:
             return tensor if reference is None else reference
         return self.splitter.pack(tensor)
 
+    @uncompiled
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
@@ -691,6 +702,7 @@ class Pager:
         self._backward = Backward(end, graph_task())
         return end
 
+    @uncompiled
     def _finish_backward(self) -> None:
         self._leave_backward()
         try:
@@ -748,12 +760,14 @@ class Pager:
         # frozen since forward: torch does not accumulate, and calls the hooks
         return found is not None and found[1] is pair and placement.parameter.requires_grad
 
+    @uncompiled
     def _gradient_arrives(self, unit: Unit, placement: Placement, *, pair: object) -> None:
         if not self._is_hook(unit, placement, pair):
             return
         self._open_gradients(unit)
         unit.arriving.before(placement)
 
+    @uncompiled
     def _gradient_arrived(self, unit: Unit, placement: Placement, *, pair: object) -> None:
         if not self._is_hook(unit, placement, pair):
             return
@@ -785,6 +799,7 @@ class Pager:
 
     # -- state_dict --------------------------------------------------------------------------------------------------------
 
+    @uncompiled
     def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Put copies in the place of parameters; one copy of a parameter that has several names, as torch has one tensor."""
         for name, parameter in module._parameters.items() if not isinstance(state, Listing) else ():
@@ -821,6 +836,7 @@ class Pager:
     def _loading(self, module: nn.Module) -> list[Unit]:
         return list(dict.fromkeys(self._home[p][0] for p in module._parameters.values() if p in self._home))
 
+    @uncompiled
     def _before_load(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise MisuseError("load_state_dict(assign=True) would replace paged parameters: load without assign")
@@ -828,6 +844,7 @@ class Pager:
         for unit in self._loading(module):
             self.take(unit, Access.WRITE)
 
+    @uncompiled
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         for unit in self._loading(module):
             unit.drop()
@@ -894,6 +911,7 @@ def weak_hook(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement], 
     """Return a hook that calls ``what`` for a parameter and keeps neither the model nor the parameter."""
     handle: ParameterHandle = parameter._tiered  # type: ignore[attr-defined]
 
+    @uncompiled
     def hook(_: Any) -> None:
         found = handle.resolve()
         assert found is not None, "what computes a gradient still has the model"

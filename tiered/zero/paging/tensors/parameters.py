@@ -35,6 +35,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from tiered import MisuseError
 from tiered.types import Access
+from tiered.zero.paging.compiling import uncompiled
 from tiered.zero.paging.saved_tensors import in_backward
 
 __all__ = ["SHARE", "PagedParameter", "PagedView", "ParameterOwner", "paged_class", "unpage"]
@@ -178,10 +179,18 @@ class PagedParameter(nn.Parameter):
     held_class: type[nn.Parameter] = nn.Parameter
 
     @classmethod
+    @uncompiled
     def __torch_function__(
         cls, func: Function, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return _call(func, tuple(types), args, dict(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks the classmethod
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Tell dynamo that it cannot trace this. Torch does not call it: the tensor has been an ordinary parameter."""
+        raise MisuseError(f"{func} cannot compute with a parameter that is in the store: give it a copy (.clone())")
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise _no_copy()
@@ -242,6 +251,7 @@ class PagedView(torch.Tensor):
         return leading
 
     @classmethod
+    @uncompiled
     def __torch_function__(
         cls, func: Function, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
