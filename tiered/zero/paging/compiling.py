@@ -10,18 +10,23 @@ which take seconds to import, are imported when a program uses it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import CodeType
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import nn
 
 from tiered import MisuseError
 
-__all__ = ["refuse_constants", "traced", "uncompiled", "unentered"]
+__all__ = ["ForwardHooks", "around", "passed", "refuse_constants", "traced", "uncompiled", "unentered"]
 
 _dynamo: Any = torch._C._dynamo.eval_frame
 _SKIP, _DEFAULT = _dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT
 ENTERED = "tiered moves parameters between memory and store here, which is not compiled: leave out fullgraph=True"
+KEY = -1
+"""Of a hook, among the numbers that torch gives to hooks."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -32,13 +37,18 @@ def uncompiled(function: _Function) -> _Function:
 
 
 def unentered(function: _Function) -> _Function:
-    """Have dynamo break the graph at ``function`` and not compile it, but what it calls."""
+    """Have dynamo break the graph at ``function``, and compile what it calls."""
     return _breaking(_skipped(function, _DEFAULT))
 
 
 def traced(function: _Function) -> _Function:
-    """Have dynamo trace ``function`` as a part of what it compiles, and leave it as it is where that is not compiled."""
+    """Have dynamo trace ``function`` where it is called by what is compiled. Elsewhere neither it nor what it calls is."""
     return _skipped(function, _SKIP)
+
+
+def passed(function: _Function) -> _Function:
+    """Have dynamo trace ``function`` where it is called by what is compiled. Elsewhere what it calls is compiled."""
+    return _skipped(function, _DEFAULT)
 
 
 def _skipped(function: Any, within: Any) -> Any:
@@ -49,6 +59,74 @@ def _skipped(function: Any, within: Any) -> Any:
 def _breaking(function: Any) -> Any:
     function._torchdynamo_disable, function._torchdynamo_disable_msg = True, ENTERED
     return function
+
+
+@cache
+def _twin(code: CodeType) -> CodeType:
+    """Return another object of the same code: what dynamo does with code is a property of the object."""
+    return code.replace(co_name=code.co_name)
+
+
+def around(module: nn.Module, function: _Function) -> _Function:
+    """Return ``function``, which calls the forward of ``module``, for dynamo to see through. A single operation of torch is
+    left as it is where nothing around it is compiled: all layers of one kind would be in one cache, which has eight entries."""
+    if type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children()):
+        function.__code__ = _twin(function.__code__)  # type: ignore[attr-defined]
+        return traced(function)
+    return passed(function)
+
+
+class PagedUnit(Protocol):
+    """Unit of a paged model."""
+
+    @property
+    def in_hand(self) -> bool: ...
+
+
+class ForwardHooks:
+    """Hooks before and after the forward of a module, which hold its units. Dynamo leaves them out where a module around this one
+    holds these units, so that it can compile that in one piece. It guards what is asked here, and so asks anew each time."""
+
+    def __init__(
+        self,
+        units: Sequence[PagedUnit],
+        before: Callable[[nn.Module, Any], None],
+        after: Callable[[nn.Module, Any, Any], None],
+        runs: Callable[[nn.Module], bool],
+    ) -> None:
+        self.units, self._enter, self._leave, self._runs = tuple(units), before, after, runs
+        self.entered = False
+
+    def register(self, module: nn.Module) -> None:
+        """Register the hooks, before all others and after all others. Under one key in all modules: that of torch, a running
+        number, would be guarded, so that nothing could be compiled once for several layers."""
+        handle = module.register_forward_pre_hook(self.before)
+        module._forward_pre_hooks[KEY] = module._forward_pre_hooks.pop(handle.id)
+        module._forward_pre_hooks.move_to_end(KEY, last=False)  # type: ignore[attr-defined]
+        handle = module.register_forward_hook(self.after, always_call=True)
+        for hooks in (module._forward_hooks, module._forward_hooks_always_called):
+            hooks[KEY] = hooks.pop(handle.id)  # type: ignore[index, assignment]
+
+    @traced
+    def before(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_dynamo_compiling() and self._are_held():
+            return
+        self.entered = True
+        self._enter(module, args)
+
+    @traced
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_dynamo_compiling() and not self.entered:
+            return
+        self._leave(module, args, output)
+        self.entered = self._runs(module)
+
+    @traced
+    def _are_held(self) -> bool:
+        for unit in self.units:
+            if not unit.in_hand:
+                return False
+        return len(self.units) > 0
 
 
 def refuse_constants() -> None:

@@ -35,7 +35,7 @@ from tiered.system import Trimmer
 from tiered.types import Access
 from tiered.zero.intent import Intent
 from tiered.zero.leases import Leases
-from tiered.zero.paging.compiling import refuse_constants, traced, uncompiled, unentered
+from tiered.zero.paging.compiling import ForwardHooks, around, refuse_constants, traced, uncompiled
 from tiered.zero.paging.micro_batch import Splitter
 from tiered.zero.paging.reduction import ReduceScatter, gradient_sync
 from tiered.zero.paging.saved_tensors import (
@@ -249,8 +249,8 @@ class Pager:
                 module.register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_post_hook(self._after_load)  # type: ignore[no-untyped-call]
             if self._is_hooked(module):
-                module.register_forward_pre_hook(self._before_forward, prepend=True)
-                module.register_forward_hook(self._after_forward, always_call=True)
+                held = self._held.get(module, ())
+                ForwardHooks(held, self._before_forward, self._after_forward, self._is_running).register(module)
 
     def _is_hooked(self, module: nn.Module) -> bool:
         return module in self._held or (module is self.model and is_called(module))
@@ -270,7 +270,7 @@ class Pager:
                 self._after_forward(module, None, None)
                 raise
 
-        return unentered(guarded)
+        return around(module, guarded)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Called by copy and pickle."""
@@ -333,6 +333,9 @@ class Pager:
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._frames and self._frames[-1].module is module:
             self._leave(self._frames.pop())
+
+    def _is_running(self, module: nn.Module) -> bool:
+        return any(frame.module is module for frame in self._frames)
 
     def _leave(self, frame: Frame) -> None:
         frame.end_span()
