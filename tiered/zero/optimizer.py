@@ -21,6 +21,7 @@ from tiered.errors import MisuseError
 from tiered.system import compiler, refuse_little_room
 from tiered.zero.collectives import Ranks
 from tiered.zero.intent import decide
+from tiered.zero.paging.compiling import uncompiled
 from tiered.zero.paging.pager import Pager, placement_of
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.sharding import Stage, Stage1
@@ -147,6 +148,7 @@ class AdamW(Optimizer):
         if self._resident is not None:
             self._show(self._resident.write())
 
+    @uncompiled
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in torch; every parameter must be paged, or none where there is a store."""
         _refuse_kernels(param_group)
@@ -174,6 +176,7 @@ class AdamW(Optimizer):
 
     # -- stepping ----------------------------------------------------------------------------------------------------------
 
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one AdamW step for every parameter that has a gradient. ``closure`` as in torch; returns what it returns, else
         None.
@@ -236,6 +239,7 @@ class AdamW(Optimizer):
         for trace in dict.fromkeys(pager.step_trace for pager in self._pagers()):
             trace.step_ended()
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; with ``set_to_none=False`` they become zeros (hence an update follows), as in torch.
 
@@ -271,6 +275,7 @@ class AdamW(Optimizer):
                     unit.gradients.zero(placement, zero.expand(placement.shape))
                 unit.gradients.close()
 
+    @uncompiled
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -307,6 +312,7 @@ class AdamW(Optimizer):
             unit.gradients.refuse_interrupted(placement)
         return [one for one in found if one[2].parameter.grad is not None]
 
+    @uncompiled
     def grad(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return a copy of the gradient of ``parameter``, of its shape and dtype, or None when it has none. Raises MisuseError
         for a parameter that is not paged, where there is no store."""
@@ -318,6 +324,7 @@ class AdamW(Optimizer):
             pager.gradient_sync.synchronise()
         return unit.gradient(placement)
 
+    @uncompiled
     def flush(self) -> None:
         """Apply every pending update now. Raises what the store raises."""
         if self._resident is not None:
@@ -329,6 +336,7 @@ class AdamW(Optimizer):
 
     # -- state -------------------------------------------------------------------------------------------------------------
 
+    @uncompiled
     def state_dict(self) -> dict[str, Any]:
         """Return copies in the form of ``torch.optim.AdamW``'s: step, exp_avg and exp_avg_sq per parameter, and the param
         groups.
@@ -348,6 +356,7 @@ class AdamW(Optimizer):
             group["decoupled_weight_decay"] = True
         return packed
 
+    @uncompiled
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what ``state_dict`` gave, here or from ``torch.optim.AdamW``. Pending updates are applied first.
 
@@ -505,7 +514,7 @@ def _refuse_paged(optimizer: Optimizer, args: object, kwargs: object) -> None:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if "_tiered" in parameter.__dict__:
+            if hasattr(parameter, "_tiered"):
                 name = type(optimizer).__name__
                 raise MisuseError(
                     f"{name} cannot update parameters that are paged, whose values are in the store: make tiered.zero.AdamW "
@@ -581,12 +590,14 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
+    @uncompiled
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, as in torch; ``unscale_`` may come next, for gradients that were scaled before."""
         super().load_state_dict(state_dict)
         if self._enabled and self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
 
+    @uncompiled
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:

@@ -20,7 +20,7 @@ from torch import nn
 
 from tiered import MisuseError
 
-__all__ = ["ForwardHooks", "around", "passed", "refuse_constants", "traced", "uncompiled", "unentered"]
+__all__ = ["ForwardHooks", "around", "break_graph", "breaking", "passed", "refuse_constants", "traced", "uncompiled", "unentered"]
 
 _dynamo: Any = torch._C._dynamo.eval_frame
 _SKIP, _DEFAULT = _dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT
@@ -33,12 +33,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def uncompiled(function: _Function) -> _Function:
     """Have dynamo compile neither ``function`` nor what that calls: its call breaks the graph. It costs a call nothing, unlike
     ``torch.compiler.disable``, which adds a function around this one."""
-    return _breaking(_skipped(function, _SKIP))
+    return breaking(_skipped(function, _SKIP))
 
 
 def unentered(function: _Function) -> _Function:
     """Have dynamo break the graph at ``function``, and compile what it calls."""
-    return _breaking(_skipped(function, _DEFAULT))
+    return breaking(_skipped(function, _DEFAULT))
 
 
 def traced(function: _Function) -> _Function:
@@ -56,8 +56,9 @@ def _skipped(function: Any, within: Any) -> Any:
     return function
 
 
-def _breaking(function: Any) -> Any:
-    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, ENTERED
+def breaking(function: _Function) -> _Function:
+    """Have dynamo break the graph where ``function`` is called by what is compiled."""
+    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, ENTERED  # type: ignore[attr-defined]
     return function
 
 
@@ -127,6 +128,15 @@ class ForwardHooks:
             if not unit.in_hand:
                 return False
         return len(self.units) > 0
+
+
+def break_graph(caller: str) -> None:
+    """Break the graph where dynamo, a function of the module ``caller``, asks a parameter that is out what it is like: as a tensor
+    of a class of its own it would be traced, with the geometry of a placeholder."""
+    if caller.startswith("torch._dynamo.variables."):
+        sys.modules["torch._dynamo.exc"].unimplemented(
+            gb_type="Parameter of a paged model that is out of memory", context="", explanation=ENTERED, hints=[]
+        )
 
 
 def refuse_constants() -> None:

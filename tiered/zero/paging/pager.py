@@ -343,6 +343,7 @@ class Pager:
         for unit in reversed(frame.units):
             self._drop(unit)
 
+    @uncompiled
     def _restore_thread(self, module: nn.Module) -> None:
         """Restore hooks and recording of this thread to what they were before the outermost forward, which an exception ends.
         """

@@ -35,7 +35,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from tiered import MisuseError
 from tiered.types import Access
-from tiered.zero.paging.compiling import uncompiled
+from tiered.zero.paging.compiling import break_graph, uncompiled
 from tiered.zero.paging.saved_tensors import in_backward
 
 __all__ = ["SHARE", "PagedParameter", "PagedView", "ParameterOwner", "paged_class", "unpage"]
@@ -185,13 +185,6 @@ class PagedParameter(nn.Parameter):
     ) -> Any:
         return _call(func, tuple(types), args, dict(kwargs or {}))
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks the classmethod
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Tell dynamo that it cannot trace this. Torch does not call it: the tensor has been an ordinary parameter."""
-        raise MisuseError(f"{func} cannot compute with a parameter that is in the store: give it a copy (.clone())")
-
     def __deepcopy__(self, memo: Any) -> Any:
         raise _no_copy()
 
@@ -290,6 +283,7 @@ class _Leading(torch.autograd.Function):
         return view()
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         recorded = torch.is_grad_enabled()
         with ExitStack() as stack, torch.enable_grad():
@@ -356,6 +350,7 @@ def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: 
     name = _name(func)
     caller = sys._getframe(1).f_back  # of the function, of which C has no frame
     if caller is not None and caller.f_globals.get("__name__", "").startswith("torch."):
+        break_graph(caller.f_globals["__name__"])
         _refuse_wrapper(caller.f_globals["__name__"], args)
     if name in AS_IT_IS:
         first = args[0] if args else None
