@@ -5,7 +5,7 @@ from tiered.zero.checkpoint.checkpoint import commit, commit_async, resume, roll
 from tiered.zero.checkpoint.safetensors import export
 from tiered.zero.optimizer import AdamW, GradScaler
 from tiered.zero.page import Moved, PagingStatistics, gathered, no_sync, offload, onload, page, statistics
-from tiered.zero.paging.compiling import breaking, uncompiled
+from tiered.zero.paging.compiling import keep_out
 from tiered.zero.paging.sharding import Stage, Stage1, Stage2, Stage3
 from tiered.zero.paging.units import Policy
 from tiered.zero.paging.update import AdamWRule, UpdateRule
@@ -40,7 +40,4 @@ __all__ = [
     "statistics",
 ]
 
-for _function in (commit, commit_async, export, offload, onload, page, resume, rollback, statistics):
-    uncompiled(_function)
-for _manager in (gathered, no_sync):
-    breaking(_manager)
+keep_out(__name__.partition(".")[0])

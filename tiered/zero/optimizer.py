@@ -21,7 +21,7 @@ from tiered.errors import MisuseError
 from tiered.system import compiler, refuse_little_room
 from tiered.zero.collectives import Ranks
 from tiered.zero.intent import decide
-from tiered.zero.paging.compiling import uncompiled
+from tiered.zero.paging.compiling import traced
 from tiered.zero.paging.pager import Pager, placement_of
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.sharding import Stage, Stage1
@@ -148,7 +148,6 @@ class AdamW(Optimizer):
         if self._resident is not None:
             self._show(self._resident.write())
 
-    @uncompiled
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in torch; every parameter must be paged, or none where there is a store."""
         _refuse_kernels(param_group)
@@ -176,7 +175,6 @@ class AdamW(Optimizer):
 
     # -- stepping ----------------------------------------------------------------------------------------------------------
 
-    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one AdamW step for every parameter that has a gradient. ``closure`` as in torch; returns what it returns, else
         None.
@@ -239,7 +237,6 @@ class AdamW(Optimizer):
         for trace in dict.fromkeys(pager.step_trace for pager in self._pagers()):
             trace.step_ended()
 
-    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; with ``set_to_none=False`` they become zeros (hence an update follows), as in torch.
 
@@ -275,7 +272,6 @@ class AdamW(Optimizer):
                     unit.gradients.zero(placement, zero.expand(placement.shape))
                 unit.gradients.close()
 
-    @uncompiled
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -312,7 +308,6 @@ class AdamW(Optimizer):
             unit.gradients.refuse_interrupted(placement)
         return [one for one in found if one[2].parameter.grad is not None]
 
-    @uncompiled
     def grad(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return a copy of the gradient of ``parameter``, of its shape and dtype, or None when it has none. Raises MisuseError
         for a parameter that is not paged, where there is no store."""
@@ -324,7 +319,6 @@ class AdamW(Optimizer):
             pager.gradient_sync.synchronise()
         return unit.gradient(placement)
 
-    @uncompiled
     def flush(self) -> None:
         """Apply every pending update now. Raises what the store raises."""
         if self._resident is not None:
@@ -336,7 +330,6 @@ class AdamW(Optimizer):
 
     # -- state -------------------------------------------------------------------------------------------------------------
 
-    @uncompiled
     def state_dict(self) -> dict[str, Any]:
         """Return copies in the form of ``torch.optim.AdamW``'s: step, exp_avg and exp_avg_sq per parameter, and the param
         groups.
@@ -356,7 +349,6 @@ class AdamW(Optimizer):
             group["decoupled_weight_decay"] = True
         return packed
 
-    @uncompiled
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what ``state_dict`` gave, here or from ``torch.optim.AdamW``. Pending updates are applied first.
 
@@ -508,6 +500,7 @@ def refuse_others() -> None:
     register_optimizer_step_pre_hook(_refuse_paged)
 
 
+@traced
 def _refuse_paged(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Raise MisuseError if ``optimizer``, which is about to make a step, is another one, for paged parameters."""
     if isinstance(optimizer, AdamW):
@@ -590,14 +583,12 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
-    @uncompiled
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, as in torch; ``unscale_`` may come next, for gradients that were scaled before."""
         super().load_state_dict(state_dict)
         if self._enabled and self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
 
-    @uncompiled
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:

@@ -10,9 +10,9 @@ which take seconds to import, are imported when a program uses it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from types import CodeType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from torch import nn
 
 from tiered import MisuseError
 
-__all__ = ["ForwardHooks", "around", "break_graph", "breaking", "passed", "refuse_constants", "traced", "uncompiled", "unentered"]
+__all__ = ["ForwardHooks", "around", "break_graph", "keep_out", "passed", "refuse_constants", "traced", "uncompiled", "unentered"]
 
 _dynamo: Any = torch._C._dynamo.eval_frame
 _SKIP, _DEFAULT = _dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT
@@ -33,33 +33,74 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def uncompiled(function: _Function) -> _Function:
     """Have dynamo compile neither ``function`` nor what that calls: its call breaks the graph. It costs a call nothing, unlike
     ``torch.compiler.disable``, which adds a function around this one."""
-    return breaking(_skipped(function, _SKIP))
+    _skip(function, _SKIP)
+    _break(function)
+    return function
 
 
 def unentered(function: _Function) -> _Function:
     """Have dynamo break the graph at ``function``, and compile what it calls."""
-    return breaking(_skipped(function, _DEFAULT))
+    _skip(function, _DEFAULT)
+    _break(function)
+    return function
 
 
 def traced(function: _Function) -> _Function:
     """Have dynamo trace ``function`` where it is called by what is compiled. Elsewhere neither it nor what it calls is."""
-    return _skipped(function, _SKIP)
+    _skip(function, _SKIP)
+    return function
 
 
 def passed(function: _Function) -> _Function:
     """Have dynamo trace ``function`` where it is called by what is compiled. Elsewhere what it calls is compiled."""
-    return _skipped(function, _DEFAULT)
+    _skip(function, _DEFAULT)
+    return function
 
 
-def _skipped(function: Any, within: Any) -> Any:
+_known: set[CodeType] = set()
+"""Code of functions that say themselves what dynamo does with them."""
+
+
+def _skip(function: Any, within: Any) -> None:
+    _known.add(function.__code__)
     _dynamo.set_code_exec_strategy(function.__code__, _dynamo._FrameExecStrategy(_SKIP, within))
-    return function
 
 
-def breaking(function: _Function) -> _Function:
-    """Have dynamo break the graph where ``function`` is called by what is compiled."""
-    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, ENTERED  # type: ignore[attr-defined]
-    return function
+def _break(function: Any) -> None:
+    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, ENTERED
+
+
+def keep_out(package: str) -> None:
+    """Have all functions of the modules of ``package`` that were imported ``uncompiled``, but for those that say otherwise."""
+    modules = [module for name, module in sys.modules.items() if name == package or name.startswith(f"{package}.")]
+    folders = tuple(folder for module in modules if module.__name__ == package for folder in module.__path__)
+    for module in modules:
+        for found in list(vars(module).values()):
+            if getattr(found, "__module__", None) == module.__name__:
+                for function in _functions(found):
+                    _keep_out(function, folders)
+
+
+def _functions(found: Any) -> Iterator[FunctionType]:
+    """Return the functions that ``found`` is, or has as a class."""
+    for one in vars(found).values() if isinstance(found, type) else (found,):
+        if isinstance(one, property):
+            yield from (get for get in (one.fget, one.fset, one.fdel) if isinstance(get, FunctionType))
+        elif isinstance(one, classmethod | staticmethod):
+            if isinstance(one.__func__, FunctionType):
+                yield one.__func__
+        elif isinstance(one, FunctionType):
+            yield one
+
+
+def _keep_out(function: Any, folders: tuple[str, ...]) -> None:
+    inner = function
+    while hasattr(inner, "__wrapped__"):  # a context manager, whose outer code is of the standard library
+        inner = inner.__wrapped__
+    if inner.__code__.co_filename.startswith(folders) and inner.__code__ not in _known:
+        _skip(inner, _SKIP)
+        _break(inner)
+        _break(function)
 
 
 @cache
@@ -85,8 +126,9 @@ class PagedUnit(Protocol):
 
 
 class ForwardHooks:
-    """Hooks before and after the forward of a module, which hold its units. Dynamo leaves them out where a module around this one
-    holds these units, so that it can compile that in one piece. It guards what is asked here, and so asks anew each time."""
+    """Hooks before and after the forward of a module, which hold its units. Dynamo leaves them out where the units are held
+    already, by a module around this one, so that it can compile that one in one piece. It guards what is asked here, and the
+    class of each parameter that is used."""
 
     def __init__(
         self,
@@ -131,8 +173,8 @@ class ForwardHooks:
 
 
 def break_graph(caller: str) -> None:
-    """Break the graph where dynamo, a function of the module ``caller``, asks a parameter that is out what it is like: as a tensor
-    of a class of its own it would be traced, with the geometry of a placeholder."""
+    """Break the graph where dynamo, a function of the module ``caller``, asks a parameter that is out what it is like: it would
+    trace it as a tensor of a class of its own, with the geometry of a placeholder."""
     if caller.startswith("torch._dynamo.variables."):
         sys.modules["torch._dynamo.exc"].unimplemented(
             gb_type="Parameter of a paged model that is out of memory", context="", explanation=ENTERED, hints=[]
@@ -141,10 +183,17 @@ def break_graph(caller: str) -> None:
 
 def refuse_constants() -> None:
     """Raise MisuseError where inductor would keep the values of parameters in what it makes of a model."""
-    if callable(_dynamo.get_eval_frame_callback()):
-        config: Any = sys.modules.get("torch._inductor.config")
-        if config is not None and config.freezing:
-            raise MisuseError(
-                "torch._inductor.config.freezing keeps copies of parameters in compiled code, all of them in memory: compile a "
-                "paged model without it"
-            )
+    config: Any = sys.modules.get("torch._inductor.config")
+    if config is not None and config.freezing and _is_within("torch._dynamo.eval_frame"):
+        raise MisuseError(
+            "torch._inductor.config.freezing keeps copies of all parameters in what it compiles, as they were then: compile a "
+            "paged model without it"
+        )
+
+
+def _is_within(module: str) -> bool:
+    """Return whether a function of ``module`` is being called further up in this thread."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back
+    return frame is not None

@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.checkpoint import checkpoint
 
 from tiered import MisuseError, TieredStore
-from tiered.zero.paging.compiling import uncompiled, unentered
+from tiered.zero.paging.compiling import unentered
 from tiered.zero.paging.saved_tensors import (
     SMALL,
     ActivationStore,
@@ -54,7 +54,6 @@ class Structure:
     empty: Any = field(default=None, compare=False)
 
 
-@uncompiled
 def flatten(value: Any) -> tuple[list[Any], Structure | None]:
     """Return the leaves of ``value`` in order, and its structure. Whatever is no container of the four kinds is a leaf."""
     if isinstance(value, tuple | list):
@@ -228,7 +227,6 @@ class Splitter:
 
     # -- forward -----------------------------------------------------------------------------------------------------------
 
-    @uncompiled
     def _run(self, module: nn.Module, name: str, original: Forward, args: Any, kwargs: Any) -> Any:
         """Run ``module``'s forward, part by part where it is given tensors whose leading size is the batch."""
         if self._inside:
@@ -435,7 +433,6 @@ def _equal(left: Any, right: Any) -> bool:
         return False
 
 
-@uncompiled
 def _leading(leaves: Sequence[Any]) -> int | None:
     """Return the leading size of the first tensor; None when there is none, or it has no dimension."""
     first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)

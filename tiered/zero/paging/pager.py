@@ -119,7 +119,6 @@ class Pass:
     def __init__(self, finish: Callable[[], None]) -> None:
         self.finish = finish
 
-    @uncompiled
     def __call__(self) -> None:
         self.finish()
 
@@ -278,11 +277,10 @@ class Pager:
 
     # -- forward -----------------------------------------------------------------------------------------------------------
 
-    @uncompiled
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         refuse_tracing()
-        refuse_constants()
         refuse_transforms()
+        refuse_constants()
         if in_backward():  # a recomputation
             self._begin_backward()
         elif module is self.model or not self._frames:
@@ -329,7 +327,6 @@ class Pager:
         if self._reduce_scatter is None and self._frames[0].recording and not torch.is_grad_enabled():
             unit.gradients.deferred = True
 
-    @uncompiled
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._frames and self._frames[-1].module is module:
             self._leave(self._frames.pop())
@@ -343,7 +340,6 @@ class Pager:
         for unit in reversed(frame.units):
             self._drop(unit)
 
-    @uncompiled
     def _restore_thread(self, module: nn.Module) -> None:
         """Restore hooks and recording of this thread to what they were before the outermost forward, which an exception ends.
         """
@@ -364,7 +360,6 @@ class Pager:
             if not unit.held:
                 self._bases.pop(address, None)
 
-    @uncompiled
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         """Hold the unit of a parameter that was read as ``module.name``: in a forward, by the innermost frame; in backward,
         where a function that is no module is computed again, by the running pass. Return what the reader gets.
@@ -608,7 +603,6 @@ class Pager:
         over = OverHooks(self, below)
         return over.pack, over.unpack
 
-    @uncompiled
     def _pack(self, tensor: torch.Tensor) -> object:
         if not (self._frames or self._accesses):  # an exception left these hooks behind, and this is another model's
             return tensor
@@ -617,7 +611,6 @@ class Pager:
             return tensor if reference is None else reference
         return self.splitter.pack(tensor)
 
-    @uncompiled
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
@@ -706,7 +699,6 @@ class Pager:
         self._backward = Backward(end, graph_task())
         return end
 
-    @uncompiled
     def _finish_backward(self) -> None:
         self._leave_backward()
         try:
@@ -764,14 +756,12 @@ class Pager:
         # frozen since forward: torch does not accumulate, and calls the hooks
         return found is not None and found[1] is pair and placement.parameter.requires_grad
 
-    @uncompiled
     def _gradient_arrives(self, unit: Unit, placement: Placement, *, pair: object) -> None:
         if not self._is_hook(unit, placement, pair):
             return
         self._open_gradients(unit)
         unit.arriving.before(placement)
 
-    @uncompiled
     def _gradient_arrived(self, unit: Unit, placement: Placement, *, pair: object) -> None:
         if not self._is_hook(unit, placement, pair):
             return
@@ -803,7 +793,6 @@ class Pager:
 
     # -- state_dict --------------------------------------------------------------------------------------------------------
 
-    @uncompiled
     def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Put copies in the place of parameters; one copy of a parameter that has several names, as torch has one tensor."""
         for name, parameter in module._parameters.items() if not isinstance(state, Listing) else ():
@@ -840,7 +829,6 @@ class Pager:
     def _loading(self, module: nn.Module) -> list[Unit]:
         return list(dict.fromkeys(self._home[p][0] for p in module._parameters.values() if p in self._home))
 
-    @uncompiled
     def _before_load(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise MisuseError("load_state_dict(assign=True) would replace paged parameters: load without assign")
@@ -848,7 +836,6 @@ class Pager:
         for unit in self._loading(module):
             self.take(unit, Access.WRITE)
 
-    @uncompiled
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         for unit in self._loading(module):
             unit.drop()

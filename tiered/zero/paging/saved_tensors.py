@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tiered import MisuseError, TieredStore
-from tiered.zero.paging.compiling import uncompiled
 from tiered.zero.paging.storage import TensorStore, in_top_tier
 
 __all__ = [
@@ -119,12 +118,10 @@ class OverHooks:
     def __init__(self, model: Saving, below: Hooks) -> None:
         self.model, self._below = model, below
 
-    @uncompiled
     def pack(self, tensor: torch.Tensor) -> Any:
         shown = tensor if self.model.reference(tensor) is None else tensor.detach()
         return tree_map(self._referred, self._below[0](shown))
 
-    @uncompiled
     def unpack(self, packed: Any) -> torch.Tensor:
         return self._below[1](tree_map(self._restored, packed))
 

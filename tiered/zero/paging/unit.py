@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiered import Access, MisuseError, TieredStore
 from tiered.zero.intent import Intent, decide
+from tiered.zero.paging.compiling import traced
 from tiered.zero.paging.gradients import UnitGradients
 from tiered.zero.paging.saved_tensors import refuse_tracing, refuse_transforms
 from tiered.zero.paging.sharding import Partition
@@ -145,6 +146,7 @@ class Unit:
         return self._holders > 0
 
     @property
+    @traced
     def in_hand(self) -> bool:
         """Return whether the unit is held, or an interruption left it neither held nor dropped."""
         return self._in_use

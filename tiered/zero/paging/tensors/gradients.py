@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from tiered import MisuseError, TieredError
 from tiered.zero.intent import Intent, decide
-from tiered.zero.paging.compiling import uncompiled
 from tiered.zero.paging.storage import CheckpointRecord
 from tiered.zero.paging.units import Placement
 
@@ -293,7 +292,6 @@ class StoredGradient(torch.Tensor):
     # -- what torch dispatches ---------------------------------------------------------------------------------------------
 
     @classmethod
-    @uncompiled
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks the classmethod
         cls,
         func: Any,

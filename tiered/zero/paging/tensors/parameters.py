@@ -35,7 +35,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from tiered import MisuseError
 from tiered.types import Access
-from tiered.zero.paging.compiling import break_graph, uncompiled
+from tiered.zero.paging.compiling import break_graph, traced
 from tiered.zero.paging.saved_tensors import in_backward
 
 __all__ = ["SHARE", "PagedParameter", "PagedView", "ParameterOwner", "paged_class", "unpage"]
@@ -179,7 +179,6 @@ class PagedParameter(nn.Parameter):
     held_class: type[nn.Parameter] = nn.Parameter
 
     @classmethod
-    @uncompiled
     def __torch_function__(
         cls, func: Function, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -244,7 +243,6 @@ class PagedView(torch.Tensor):
         return leading
 
     @classmethod
-    @uncompiled
     def __torch_function__(
         cls, func: Function, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -283,7 +281,6 @@ class _Leading(torch.autograd.Function):
         return view()
 
     @staticmethod
-    @uncompiled
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         recorded = torch.is_grad_enabled()
         with ExitStack() as stack, torch.enable_grad():
@@ -708,6 +705,7 @@ def _real(value: Any) -> Any:
     return value.made() if isinstance(value, PagedView) else value
 
 
+@traced
 def _is_paged(value: Any) -> bool:
     return isinstance(value, PagedParameter | PagedView)
 
@@ -722,6 +720,7 @@ def _parameters(values: Any) -> list[torch.Tensor]:
     return list(found.values())
 
 
+@traced
 def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         value = tuple(value.values())
