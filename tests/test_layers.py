@@ -35,7 +35,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("optimizer", "checkpoint", "page"),
     ),
     "zero.paging": (
-        *("units", "step_trace", "storage", "saved_tensors", "update", "tensors", "gradients", "sharding", "unit"),
+        *("compiling", "units", "step_trace", "storage", "saved_tensors", "update", "tensors", "gradients", "sharding", "unit"),
         *("reduction", "micro_batch", "pager"),
     ),
     "zero.paging.tensors": ("parameters", "gradients"),

@@ -503,16 +503,14 @@ def refuse_others() -> None:
 @traced
 def _refuse_paged(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Raise MisuseError if ``optimizer``, which is about to make a step, is another one, for paged parameters."""
-    if isinstance(optimizer, AdamW):
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if isinstance(optimizer, AdamW) or not any(hasattr(parameter, "_tiered") for parameter in parameters):
         return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if hasattr(parameter, "_tiered"):
-                name = type(optimizer).__name__
-                raise MisuseError(
-                    f"{name} cannot update parameters that are paged, whose values are in the store: make tiered.zero.AdamW "
-                    f"for them, or keep what {name} updates out of the model that is paged"
-                )
+    name = type(optimizer).__name__
+    raise MisuseError(
+        f"{name} cannot update parameters that are paged, whose values are in the store: make tiered.zero.AdamW for them, or keep "
+        f"what {name} updates out of the model that is paged"
+    )
 
 
 def _refuse_state(name: str, shape: torch.Size, found: Mapping[str, Any]) -> None:

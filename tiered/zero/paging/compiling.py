@@ -1,7 +1,7 @@
 """Keep dynamo, the front end of torch.compile, out of paging, and ask it what it is doing.
 
-torch.compile works on a paged model because dynamo sees no part of a pager: it compiles what a module computes between its hooks,
-while the module's units are held. A call of a function that is ``uncompiled`` breaks the graph, and runs as it is written.
+torch.compile works on a paged model because dynamo sees no part of a pager: it compiles what a module computes between its
+hooks, while the module's units are held. A call of a function that is ``uncompiled`` breaks the graph, and runs as it is.
 
 All functions of dynamo that paging needs are here. They are private functions of torch, but of C: torch.compile's own modules,
 which take seconds to import, are imported when a program uses it.
@@ -20,7 +20,17 @@ from torch import nn
 
 from tiered import MisuseError
 
-__all__ = ["ForwardHooks", "around", "break_graph", "keep_out", "passed", "refuse_constants", "traced", "uncompiled", "unentered"]
+__all__ = [
+    "ForwardHooks",
+    "around",
+    "break_graph",
+    "keep_out",
+    "passed",
+    "refuse_constants",
+    "traced",
+    "uncompiled",
+    "unentered",
+]
 
 _dynamo: Any = torch._C._dynamo.eval_frame
 _SKIP, _DEFAULT = _dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT
@@ -113,7 +123,7 @@ def around(module: nn.Module, function: _Function) -> _Function:
     """Return ``function``, which calls the forward of ``module``, for dynamo to see through. A single operation of torch is
     left as it is where nothing around it is compiled: all layers of one kind would be in one cache, which has eight entries."""
     if type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children()):
-        function.__code__ = _twin(function.__code__)  # type: ignore[attr-defined]
+        function.__code__ = _twin(function.__code__)
         return traced(function)
     return passed(function)
 
@@ -148,7 +158,7 @@ class ForwardHooks:
         module._forward_pre_hooks.move_to_end(KEY, last=False)  # type: ignore[attr-defined]
         handle = module.register_forward_hook(self.after, always_call=True)
         for hooks in (module._forward_hooks, module._forward_hooks_always_called):
-            hooks[KEY] = hooks.pop(handle.id)  # type: ignore[index, assignment]
+            hooks[KEY] = hooks.pop(handle.id)  # type: ignore[assignment]
 
     @traced
     def before(self, module: nn.Module, args: Any) -> None:
