@@ -508,8 +508,8 @@ def _refuse_paged(optimizer: Optimizer, args: object, kwargs: object) -> None:
         return
     name = type(optimizer).__name__
     raise MisuseError(
-        f"{name} cannot update parameters that are paged, whose values are in the store: make tiered.zero.AdamW for them, or keep "
-        f"what {name} updates out of the model that is paged"
+        f"{name} cannot update parameters that are paged, whose values are in the store: make tiered.zero.AdamW for them, or "
+        f"keep what {name} updates out of the model that is paged"
     )
 
 
