@@ -35,10 +35,10 @@ TREE: dict[str, tuple[str, ...]] = {
         *("optimizer", "checkpoint", "page"),
     ),
     "zero.paging": (
-        *("compiling", "units", "step_trace", "storage", "saved_tensors", "update", "tensors", "gradients", "sharding", "unit"),
+        *("units", "step_trace", "storage", "saved_tensors", "update", "tensors", "gradients", "sharding", "unit"),
         *("reduction", "micro_batch", "pager"),
     ),
-    "zero.paging.tensors": ("parameters", "gradients"),
+    "zero.paging.tensors": ("compiling", "parameters", "gradients"),
     "zero.build": ("staging", "construct"),
     "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors"),
     "integrations": ("saves", "transformers", "accelerate", "lightning"),

@@ -5,8 +5,8 @@ from tiered.zero.checkpoint.checkpoint import commit, commit_async, resume, roll
 from tiered.zero.checkpoint.safetensors import export
 from tiered.zero.optimizer import AdamW, GradScaler
 from tiered.zero.page import Moved, PagingStatistics, gathered, no_sync, offload, onload, page, statistics
-from tiered.zero.paging.compiling import keep_out
 from tiered.zero.paging.sharding import Stage, Stage1, Stage2, Stage3
+from tiered.zero.paging.tensors.compiling import keep_out
 from tiered.zero.paging.units import Policy
 from tiered.zero.paging.update import AdamWRule, UpdateRule
 from tiered.zero.rank_stores import open_store

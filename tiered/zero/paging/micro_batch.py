@@ -27,7 +27,6 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.checkpoint import checkpoint
 
 from tiered import MisuseError, TieredStore
-from tiered.zero.paging.compiling import unentered
 from tiered.zero.paging.saved_tensors import (
     SMALL,
     ActivationStore,
@@ -36,6 +35,7 @@ from tiered.zero.paging.saved_tensors import (
     in_backward,
     unexpanded,
 )
+from tiered.zero.paging.tensors.compiling import unentered
 from tiered.zero.paging.units import ModelPlan, is_called
 
 __all__ = ["SAVED_SHARE", "Splitter", "Structure", "flatten", "paths", "rebuild", "refuse_batch_dependent", "split_modules"]

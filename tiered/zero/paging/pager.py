@@ -29,13 +29,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.compiler import is_dynamo_compiling
 
 from tiered import CapacityError, MisuseError, Span, TieredError, TieredStore
 from tiered.system import Trimmer
 from tiered.types import Access
 from tiered.zero.intent import Intent
 from tiered.zero.leases import Leases
-from tiered.zero.paging.compiling import ForwardHooks, around, refuse_constants, traced, uncompiled
 from tiered.zero.paging.micro_batch import Splitter
 from tiered.zero.paging.reduction import ReduceScatter, gradient_sync
 from tiered.zero.paging.saved_tensors import (
@@ -58,6 +58,7 @@ from tiered.zero.paging.saved_tensors import (
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.step_trace import Prefetch, StepTrace
 from tiered.zero.paging.storage import CheckpointRecord, UpdateTier, in_update_tier
+from tiered.zero.paging.tensors.compiling import ForwardHooks, around, refuse_constants, traced, uncompiled
 from tiered.zero.paging.tensors.parameters import SHARE
 from tiered.zero.paging.unit import BackwardUpdates, Unit
 from tiered.zero.paging.units import ModelPlan, Placement, is_called
@@ -177,7 +178,7 @@ class _Watched(dict[str, Any]):
     @traced
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
-        if torch.compiler.is_dynamo_compiling():  # what is out is no tensor to dynamo, and breaks the graph
+        if is_dynamo_compiling():  # what is out is no tensor to dynamo, and breaks the graph
             return parameter
         return parameter if parameter is None else self.pager.read(parameter)
 
@@ -249,7 +250,7 @@ class Pager:
                 module.register_load_state_dict_post_hook(self._after_load)  # type: ignore[no-untyped-call]
             if self._is_hooked(module):
                 held = self._held.get(module, ())
-                ForwardHooks(held, self._before_forward, self._after_forward, self._is_running).register(module)
+                ForwardHooks(held, self._before_forward, self._after_forward).register(module)
 
     def _is_hooked(self, module: nn.Module) -> bool:
         return module in self._held or (module is self.model and is_called(module))
@@ -330,9 +331,6 @@ class Pager:
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._frames and self._frames[-1].module is module:
             self._leave(self._frames.pop())
-
-    def _is_running(self, module: nn.Module) -> bool:
-        return any(frame.module is module for frame in self._frames)
 
     def _leave(self, frame: Frame) -> None:
         frame.end_span()

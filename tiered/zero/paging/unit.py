@@ -23,11 +23,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiered import Access, MisuseError, TieredStore
 from tiered.zero.intent import Intent, decide
-from tiered.zero.paging.compiling import traced
 from tiered.zero.paging.gradients import UnitGradients
 from tiered.zero.paging.saved_tensors import refuse_tracing, refuse_transforms
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.storage import Cast, CheckpointRecord, ParameterStorage, TensorStore, host
+from tiered.zero.paging.tensors.compiling import traced
 from tiered.zero.paging.tensors.parameters import paged_class
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import Pending, States, Update

@@ -35,8 +35,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from tiered import MisuseError
 from tiered.types import Access
-from tiered.zero.paging.compiling import break_graph, traced
 from tiered.zero.paging.saved_tensors import in_backward
+from tiered.zero.paging.tensors.compiling import break_graph, traced
 
 __all__ = ["SHARE", "PagedParameter", "PagedView", "ParameterOwner", "paged_class", "unpage"]
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from tiered import MisuseError
 
@@ -145,9 +146,8 @@ class ForwardHooks:
         units: Sequence[PagedUnit],
         before: Callable[[nn.Module, Any], None],
         after: Callable[[nn.Module, Any, Any], None],
-        runs: Callable[[nn.Module], bool],
     ) -> None:
-        self.units, self._enter, self._leave, self._runs = tuple(units), before, after, runs
+        self.units, self._enter, self._leave = tuple(units), before, after
         self.entered = False
 
     def register(self, module: nn.Module) -> None:
@@ -162,17 +162,17 @@ class ForwardHooks:
 
     @traced
     def before(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_dynamo_compiling() and self._are_held():
+        if is_dynamo_compiling() and self._are_held():
             return
         self.entered = True
         self._enter(module, args)
 
     @traced
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_dynamo_compiling() and not self.entered:
+        if is_dynamo_compiling() and not self.entered:
             return
         self._leave(module, args, output)
-        self.entered = self._runs(module)
+        self.entered = False
 
     @traced
     def _are_held(self) -> bool:
