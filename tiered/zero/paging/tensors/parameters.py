@@ -36,6 +36,7 @@ from torch.autograd.graph import get_gradient_edge
 from tiered import MisuseError
 from tiered.types import Access
 from tiered.zero.paging.saved_tensors import in_backward
+from tiered.zero.paging.tensors.compiling import break_graph, traced
 
 __all__ = ["SHARE", "PagedParameter", "PagedView", "ParameterOwner", "paged_class", "unpage"]
 
@@ -346,6 +347,7 @@ def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: 
     name = _name(func)
     caller = sys._getframe(1).f_back  # of the function, of which C has no frame
     if caller is not None and caller.f_globals.get("__name__", "").startswith("torch."):
+        break_graph(caller.f_globals["__name__"])
         _refuse_wrapper(caller.f_globals["__name__"], args)
     if name in AS_IT_IS:
         first = args[0] if args else None
@@ -703,6 +705,7 @@ def _real(value: Any) -> Any:
     return value.made() if isinstance(value, PagedView) else value
 
 
+@traced
 def _is_paged(value: Any) -> bool:
     return isinstance(value, PagedParameter | PagedView)
 
@@ -717,6 +720,7 @@ def _parameters(values: Any) -> list[torch.Tensor]:
     return list(found.values())
 
 
+@traced
 def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         value = tuple(value.values())
