@@ -349,6 +349,14 @@ def test_exports_have_whole_parameters(tmp_path: Path) -> None:
         blank = Mixture()
     with TieredStore.open(tmp_path / "other", dram="1MiB") as store:
         again = zero.page(blank, store, weights=tmp_path / "open")
+        assert zero.statistics(again).units == zero.statistics(paged).units
+        assert same(dict(again.state_dict()), values)
+        zero.commit(again)
+    with torch.device("meta"):
+        blank = Mixture()
+    with TieredStore.open(tmp_path / "other", dram="1MiB", access="read") as store:
+        again = zero.page(blank, store, existing="resume")
+        assert zero.statistics(again).units == zero.statistics(paged).units
         assert same(dict(again.state_dict()), values)
 
 
