@@ -5,6 +5,7 @@ An unmodified ``Trainer`` trains a paged model with ``zero.AdamW`` bit for bit a
 
 - ``from_pretrained`` reads weights into a store, a tensor at a time. ``transformers`` itself reads them, within ``zero.init``:
   so its conversions (renamed keys, fused experts, a base model's weights in one with a head) are its own.
+- ``import_model`` does so once and for all: ``open_model`` then opens the model without the folder that it came from.
 - ``TieredTrainer`` commits the store where ``Trainer`` writes a checkpoint, which would copy the state. A commit has all that
   the next step depends on, and the trainer's state in ``extra``. The folder ``checkpoint-N`` only names the generation.
   ``CommitCheckpoints`` does so for other classes that derive from ``Trainer``.
@@ -18,20 +19,33 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel, Trainer, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Trainer, TrainerCallback
+from transformers.utils import logging
 
-from tiered import MisuseError, TieredStore, zero
+from tiered import ManifestError, MisuseError, TieredStore, zero
+from tiered.integrations.kept import keep, kept_folder, only_model, opening_of
 from tiered.zero.checkpoint.checkpoint import extra_of
 from tiered.zero.checkpoint.loaders import of_random, random_states
 from tiered.zero.paging.pager import Listing, Pager, pager_of
 
-__all__ = ["CommitCheckpoints", "TieredCallback", "TieredTrainer", "from_pretrained", "reading_one_at_a_time"]
+__all__ = [
+    "CommitCheckpoints",
+    "TieredCallback",
+    "TieredTrainer",
+    "from_pretrained",
+    "import_model",
+    "open_model",
+    "open_tokenizer",
+    "reading_one_at_a_time",
+]
 
 # -- reading pretrained models -------------------------------------------------------------------------------------------------
 
@@ -146,6 +160,157 @@ def reading_one_at_a_time() -> Iterator[None]:
             del os.environ["HF_DEACTIVATE_ASYNC_LOAD"]
         else:
             os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = before
+
+
+# -- models that need no folder ------------------------------------------------------------------------------------------------
+
+Told = Callable[[str, float], None]
+
+
+def import_model(
+    folder: str | os.PathLike[str],
+    store: TieredStore,
+    *,
+    cls: Any = AutoModelForCausalLM,
+    name: str = "model",
+    existing: str = "refuse",
+    compute: torch.dtype | None = None,
+    progress: Told | None = None,
+    **options: Any,
+) -> Any:
+    """Put the model in ``folder`` into ``store`` with all that ``open_model`` needs, commit, and return the model, paged.
+
+    Parameters are stored in the type that the checkpoint has. ``compute=torch.float32`` keeps bf16 and fp16 so on the disk and
+    has modules compute in fp32 with the same values (``zero.Policy``), which is faster on processors without bf16.
+    ``existing``: "refuse" a store that has a model of that ``name``, or "overwrite" it. ``progress`` is called with what is
+    done now and the share of that which is done; it may raise, to stop: then nothing is committed. ``options``: as in
+    ``from_pretrained``.
+
+    Raises MisuseError as ``from_pretrained``, and for a model that has some parameters in fp32 beside others in 16 bits where
+    ``compute`` would round them; what ``zero.commit`` raises.
+    """
+    path = Path(folder)
+    if existing not in ("refuse", "overwrite"):
+        raise MisuseError(f"existing is 'refuse' or 'overwrite', not {existing!r}")
+    if compute not in (None, torch.float32):
+        raise MisuseError(f"compute is torch.float32, or None for the checkpoint's own type, not {compute!r}")
+    if existing == "refuse" and any(key.startswith(f"{name}/") for key in store):
+        raise MisuseError(f"{store} already has a model named {name!r}: give another name=, or existing='overwrite'")
+    _refuse_folder(path)
+    _refuse_pickled(path)
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    stored = _dtype_of(path, config)
+    dtype = stored if compute is None else compute
+    if dtype is not stored:
+        options |= {"policy": zero.Policy(storage=stored), "prepare": lambda model: _refuse_rounding(model, stored)}
+    with nullcontext() if progress is None else _telling(progress):
+        model = from_pretrained(cls, path, store, config=config, dtype=dtype, name=name, existing=existing, **options)
+    opening = {"class": type(model).__name__, "stored": _named(stored), "compute": _named(dtype)}
+    keep(store, name, path, opening)
+    if progress is not None:
+        progress("committing", 0.0)
+    zero.commit(model)
+    return model
+
+
+def open_model(store: TieredStore, *, name: str | None = None, cls: Any = None, **options: Any) -> Any:
+    """Return the model that ``import_model`` (or ``tiered import --model``) left in ``store``, ready for ``generate()``.
+
+    It is made on the meta device from the configuration in the store: nothing is initialised, and weights are read when they
+    are used. ``access="read"`` is enough to open the store, and any number of processes may read it at once.
+    ``name``: of the model, where there are several. ``cls``: another class than that of the import, such as a model's of
+    your own. ``options``: as in ``from_pretrained``, such as ``attn_implementation`` or ``prefetch``.
+
+    Raises MisuseError where there is no such model, or its class is not one of ``transformers``; and as ``zero.page``.
+    """
+    name = only_model(store) if name is None else name
+    opening = opening_of(store, name)
+    kind = cls if cls is not None else getattr(transformers, opening.get("class", ""), None)
+    if kind is None:
+        raise MisuseError(f"transformers has no class {opening.get('class')!r}, of which model {name!r} is: give it as cls=")
+    stored, dtype = (getattr(torch, opening.get(key, ""), None) for key in ("stored", "compute"))
+    if not isinstance(stored, torch.dtype) or not isinstance(dtype, torch.dtype):
+        raise ManifestError(f"what {store} keeps of model {name!r} is damaged: it does not name two types of elements")
+    if stored is not dtype:
+        options["policy"] = zero.Policy(storage=stored, compute=dtype)
+    with kept_folder(store, name) as folder:
+        model = from_pretrained(kind, folder, store, name=name, existing="resume", dtype=dtype, **options)
+    model.config._name_or_path = store.folder or ""  # the folder is gone
+    return model
+
+
+def open_tokenizer(store: TieredStore, *, name: str | None = None) -> Any:
+    """Return the tokenizer that ``import_model`` left in ``store``. Raises MisuseError where there is none."""
+    name = only_model(store) if name is None else name
+    with kept_folder(store, name) as folder:
+        try:
+            return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise MisuseError(f"{store} keeps no tokenizer of model {name!r}: the folder of its import had none") from error
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype_of(path: Path, config: Any) -> torch.dtype:
+    """Return the type that ``dtype="auto"`` means: the configuration's, or that of the first floating tensor in the files."""
+    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118
+                found = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+                dtype = found.get(opened.get_slice(key).get_dtype())
+                if dtype is not None:
+                    return dtype
+    raise MisuseError(f"{path} has no weights of 16, 32 or 64 bits")
+
+
+def _refuse_rounding(model: Any, stored: torch.dtype) -> Any:
+    """Raise MisuseError for a model some of whose parameters transformers keeps in fp32: a policy would round them."""
+    patterns = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if stored is torch.float16:
+        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for parameter, _ in model.named_parameters():
+        if any(pattern in parameter for pattern in patterns):
+            raise MisuseError(f"transformers keeps {parameter!r} in float32, and compute=float32 would round it: leave it out")
+    return model
+
+
+@contextmanager
+def _telling(progress: Told) -> Iterator[None]:
+    """Call ``progress`` as ``transformers`` reads weights, in place of showing its own bar."""
+
+    class Bar:
+        def __init__(self, items: Any = (), total: int | None = None) -> None:
+            self.items, self.total, self.done = items, total or (len(items) if hasattr(items, "__len__") else 1), 0
+
+        def __iter__(self) -> Iterator[Any]:
+            for item in self.items:
+                yield item
+                self.update()
+            progress("dividing the model into units", 0.0)
+
+        def update(self, count: int = 1) -> None:
+            self.done += count
+            progress(f"read {self.done:,} of {self.total:,} parameters", self.done / self.total)
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *given, **options: None
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *exception: object) -> None:
+            pass
+
+    before = logging.set_tqdm_hook(lambda make, given, options: Bar(given[0] if given else (), options.get("total")))
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
 
 
 # -- commits -------------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from tiered.errors import CapacityError, CommitError, LeaseConflict, ManifestErr
 from tiered.format import generations
 from tiered.format import manifest as manifests
 from tiered.tiers.nvme import NvmeTier
-from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Key, Slot, Urgency
+from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Access, Key, Slot, Urgency
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -119,6 +119,11 @@ class Generations:
         """Raise MisuseError where no tensor may be changed."""
 
     @property
+    def access(self) -> Access:
+        """What may be done with tensors."""
+        return Access.WRITE
+
+    @property
     def kept(self) -> tuple[int, ...]:
         """Numbers of the generations that ``rollback`` can go back to, oldest first."""
         return ()
@@ -144,6 +149,10 @@ class OneGeneration(Generations):
 
     def committing(self, store: object) -> Commits:
         raise self._why(store)
+
+    @property
+    def access(self) -> Access:
+        return Access.READ
 
     def refuse_change(self, store: object) -> None:
         raise self._why(store)

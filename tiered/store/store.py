@@ -453,6 +453,11 @@ class TieredStore:
         return getattr(self._parts.memories[0], "device", torch.device("cpu"))
 
     @property
+    def access(self) -> Access:
+        """Whether the store was opened for reading only (``access="read"``), or for writing."""
+        return self._generations.access
+
+    @property
     def folder(self) -> str:
         """Absolute path of the store's folder. Raises MisuseError where there is no disk."""
         if self._parts.nvme is None:

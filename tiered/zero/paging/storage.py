@@ -368,12 +368,14 @@ class AllGathered:
 
 class Cast:
     """Parameters that have other types in the store, where ``source`` finds them. They are cast into a tensor in the top tier,
-    which is deleted after use."""
+    which is deleted after use. In a store that is open for reading, which makes no tensors, they are cast into memory of
+    torch's, beside the store's budget: as much as the units that are in use at a time."""
 
     def __init__(self, source: ParameterStorage, store: TieredStore, key: str, plan: UnitPlan) -> None:
         self._source, self._store, self._plan = source, in_top_tier(store), plan
         self._key = f"{key}/converted"
         self._lease = Opened()
+        self._beside = store.device if store.access is Access.READ else None
         self._reading = False  # ``source`` is materialized, or was when an interruption came
 
     def prefetch(self) -> None:
@@ -391,8 +393,7 @@ class Cast:
     def materialize(self, access: Access) -> torch.Tensor:
         self.close()
         try:
-            self._store.create(self._key, TensorSpec("uint8", (self._plan.nbytes,), 1))
-            converted = self._lease.open(self._store.lease(self._key, access=Access.WRITE))
+            converted = self._room()
             stored = self._open_source(Access.READ)
             for placement in self._plan.placements:
                 placement.view(converted).copy_(placement.stored_view(stored))
@@ -402,6 +403,12 @@ class Cast:
             self.close()
             raise
         return converted
+
+    def _room(self) -> torch.Tensor:
+        if self._beside is not None:
+            return torch.empty(self._plan.nbytes, dtype=torch.uint8, device=self._beside)
+        self._store.create(self._key, TensorSpec("uint8", (self._plan.nbytes,), 1))
+        return self._lease.open(self._store.lease(self._key, access=Access.WRITE))
 
     def write_back(self, unit: torch.Tensor) -> None:
         stored = self._open_source(Access.WRITE)

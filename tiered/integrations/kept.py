@@ -1,0 +1,106 @@
+"""Keep in a store what opening a model in it takes beside its tensors, so that the folder that it came from may go.
+
+Small files of the folder are bytes in the store, below ``NAME/files/``: its configuration, its tokenizer, and ``opening.json``,
+which says how the model was imported. They are tensors of their own, so a later ``zero.commit`` of the model keeps them.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from tiered import ManifestError, MisuseError, TieredStore
+
+__all__ = ["CONFIG", "GENERATION", "TOKENIZER", "keep", "kept_file", "kept_folder", "kept_models", "only_model", "opening_of"]
+
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+FILES = (
+    *(CONFIG, GENERATION, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json"),
+)
+"""The files of a model's folder that are kept, where it has them."""
+LARGEST = 64 << 20
+"""Bytes of the largest file that is kept."""
+OPENING = "opening.json"
+
+
+def keep(store: TieredStore, name: str, folder: Path, opening: Mapping[str, str]) -> None:
+    """Put the files of ``folder``, and ``opening``, into ``store`` for the model ``name``. Nothing is committed."""
+    for file in FILES:
+        path = folder / file
+        if not path.is_file():
+            continue
+        contents = path.read_bytes()
+        if len(contents) > LARGEST:
+            raise MisuseError(f"{path} has {len(contents):,} bytes, which is no {file} of a model (at most {LARGEST:,})")
+        _put(store, name, file, contents)
+    _put(store, name, OPENING, json.dumps(dict(opening)).encode())
+
+
+def _put(store: TieredStore, name: str, file: str, contents: bytes) -> None:
+    if contents:
+        store.put(f"{name}/files/{file}", torch.frombuffer(bytearray(contents), dtype=torch.uint8))
+
+
+def kept_models(store: TieredStore) -> list[str]:
+    """Return the names of the models in ``store`` that can be opened without a folder."""
+    end = f"/files/{CONFIG}"
+    return sorted(key.removesuffix(end) for key in store if key.endswith(end))
+
+
+def only_model(store: TieredStore) -> str:
+    """Return the name of the only model that can be opened without a folder. Raises MisuseError for none, and for several."""
+    found = kept_models(store)
+    if not found:
+        raise MisuseError(
+            f"{store} has no model that can be opened by itself: tiered import FOLDER --dir STORE --model makes one"
+        )
+    if len(found) > 1:
+        raise MisuseError(f"{store} has {len(found)} models, {', '.join(map(repr, found))}: choose one with name=")
+    return found[0]
+
+
+def kept_file(store: TieredStore, name: str, file: str) -> bytes | None:
+    """Return the contents of a file that is kept; None where there is none."""
+    key = f"{name}/files/{file}"
+    if key not in store:
+        return None
+    spec = store.spec(key)
+    if spec.dtype != "uint8" or len(spec.shape) != 1 or spec.nbytes > LARGEST:
+        raise ManifestError(f"{key!r} in {store} is {spec.dtype} of shape {list(spec.shape)}, and no file")
+    return store.get(key).numpy().tobytes()
+
+
+def opening_of(store: TieredStore, name: str) -> dict[str, str]:
+    """Return what ``keep`` was given. Raises MisuseError where nothing is kept of a model of that name."""
+    contents = kept_file(store, name, OPENING)
+    if contents is None or kept_file(store, name, CONFIG) is None:
+        raise MisuseError(
+            f"{store} keeps no {CONFIG} of a model named {name!r}: import it with tiered import --model, or open it with "
+            "from_pretrained(..., existing='resume'), which needs its folder"
+        )
+    try:
+        opening = json.loads(contents)
+    except ValueError:
+        opening = None
+    if not isinstance(opening, dict) or not all(isinstance(value, str) for value in opening.values()):
+        raise ManifestError(f"{name}/files/{OPENING} in {store} is damaged: it is no JSON object of strings")
+    return opening
+
+
+@contextmanager
+def kept_folder(store: TieredStore, name: str) -> Iterator[Path]:
+    """Have the files of the model ``name`` in a folder, for a block of code: ``AutoTokenizer.from_pretrained(folder)``."""
+    opening_of(store, name)
+    with tempfile.TemporaryDirectory(prefix="tiered-") as made:
+        folder = Path(made)
+        for file in FILES:
+            contents = kept_file(store, name, file)
+            if contents is not None:
+                (folder / file).write_bytes(contents)
+        yield folder
