@@ -44,6 +44,7 @@ __all__ = [
     "import_model",
     "open_model",
     "open_tokenizer",
+    "quietly",
     "reading_one_at_a_time",
 ]
 
@@ -247,6 +248,11 @@ def open_tokenizer(store: TieredStore, *, name: str | None = None) -> Any:
             return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as error:
             raise MisuseError(f"{store} keeps no tokenizer of model {name!r}: the folder of its import had none") from error
+
+
+def quietly() -> None:
+    """Let ``transformers`` log errors only, for a program that tells the rest itself."""
+    logging.set_verbosity_error()
 
 
 def _named(dtype: torch.dtype) -> str:

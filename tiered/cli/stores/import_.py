@@ -1,15 +1,20 @@
-"""``tiered import``: put the tensors of safetensors files into a store."""
+"""``tiered import``: put the tensors of safetensors files, or a model that can be opened and used, into a store."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tiered.cli.arguments import add_paths, command, size
 
 if TYPE_CHECKING:
+    from tiered import TieredStore
     from tiered.cli.arguments import Commands
+    from tiered.cli.output import Progress
+    from tiered.cli.stop import StopRequest
 
 __all__ = ["add_parser"]
 
@@ -17,12 +22,18 @@ DESCRIPTION = """\
 Put the tensors of a safetensors file, or of a folder with several such files and their index, into a store under
 their names, and commit. The store is made where absent. The command needs --dram of memory, however large the files
 are; the largest single tensor must fit. A command that is stopped has committed nothing.
+
+With --model, SOURCE is the folder of a Hugging Face model, which the store has afterwards as one to use: tiered
+generate goes on with a prompt, tiered.integrations.transformers.open_model(store) returns it in Python. The store
+keeps its configuration and tokenizer, too, so that the folder is not needed any more.
 """
 
 EXAMPLES = """\
 examples:
   tiered import model.safetensors --dir state/
   tiered import llama/ --dir state/ --dram 2GiB --existing overwrite
+  tiered import llama/ --dir state/ --model
+  tiered import llama/ --dir state/ --model --compute float32      for processors that are slow with bf16
 """
 
 
@@ -37,36 +48,101 @@ def add_parser(commands: Commands) -> None:
         "--existing",
         choices=("refuse", "overwrite"),
         default="refuse",
-        help="what to do with tensors that have the same name in the store (default: refuse)",
+        help="what to do with tensors, or a model, of the same name in the store (default: refuse)",
+    )
+    parser.add_argument("--model", action="store_true", help="put the model of a Hugging Face folder into the store")
+    parser.add_argument("--name", metavar="NAME", help="with --model: its name in the store (default: model)")
+    parser.add_argument(
+        "--compute",
+        choices=("float32",),
+        help="with --model: compute in float32 with bf16 or fp16 weights, which stay so in the store",
     )
     parser.set_defaults(run=_run)
 
 
 def _run(parsed: argparse.Namespace, given: list[str]) -> int:
-    from tiered import TieredStore, import_safetensors
-    from tiered.cli.output import Progress, counted
+    from tiered.cli.output import Progress
     from tiered.cli.stop import Stopped, StopRequest
+
+    if not parsed.model and (parsed.name is not None or parsed.compute is not None):
+        parsed.parser.error("--name and --compute are for models: give --model, too")
+    put = _model if parsed.model else _tensors
+    if parsed.model:
+        _refuse_without_transformers()
+    new = not os.path.lexists(parsed.dir) and not parsed.paths
+    told = ""
+    try:
+        with StopRequest() as stop, Progress(sys.stderr) as progress:
+            from tiered import TieredStore
+
+            store = TieredStore.open(parsed.dir, dram=parsed.dram, paths=parsed.paths)
+            try:
+                told = put(parsed, store, stop, progress)
+            finally:
+                store.close()
+                if parsed.model and new and not told:
+                    shutil.rmtree(parsed.dir, ignore_errors=True)  # it has no commit
+    except Stopped as stopped:
+        print("tiered: stopped; nothing was committed", file=sys.stderr)
+        return stopped.exit_code
+    print(told)
+    return 0
+
+
+def _tensors(parsed: argparse.Namespace, store: TieredStore, stop: StopRequest, progress: Progress) -> str:
+    """Put the tensors of the files into the store and commit. Returns what to tell."""
+    from tiered import import_safetensors
+    from tiered.cli.output import counted
     from tiered.errors import shown
     from tiered.types import format_size
 
     read = 0
+
+    def advanced(done: int, total: int) -> None:
+        nonlocal read
+        stop.check()
+        read = done
+        progress.working(f"read {format_size(done)} of {format_size(total)}", done / total)
+
+    tensors = import_safetensors(store, parsed.source, existing=parsed.existing, progress=advanced)
+    generation = store.commit()
+    return f"{shown(parsed.dir, 1000)}: {counted(tensors, 'tensor')}, {format_size(read)}, in generation {generation}"
+
+
+def _refuse_without_transformers() -> None:
+    from tiered import MisuseError
+
     try:
-        with StopRequest() as stop, Progress(sys.stderr) as progress:
+        import tiered.integrations.transformers  # noqa: F401
+    except ImportError as error:
+        raise MisuseError("--model needs transformers: pip install '.[hf]' in a clone of tiered") from error
 
-            def advanced(done: int, total: int) -> None:
-                nonlocal read
-                stop.check()
-                read = done
-                progress.working(f"read {format_size(done)} of {format_size(total)}", done / total)
 
-            store = TieredStore.open(parsed.dir, dram=parsed.dram, paths=parsed.paths)
-            try:
-                tensors = import_safetensors(store, parsed.source, existing=parsed.existing, progress=advanced)
-                generation = store.commit()
-            finally:
-                store.close()
-    except Stopped as stopped:
-        print("tiered: stopped; nothing was committed", file=sys.stderr)
-        return stopped.exit_code
-    print(f"{shown(parsed.dir, 1000)}: {counted(tensors, 'tensor')}, {format_size(read)}, in generation {generation}")
-    return 0
+def _model(parsed: argparse.Namespace, store: TieredStore, stop: StopRequest, progress: Progress) -> str:
+    """Put the model of the folder into the store and commit. Returns what to tell."""
+    import torch
+
+    from tiered import zero
+    from tiered.errors import shown
+    from tiered.integrations.transformers import import_model, quietly
+    from tiered.types import format_size
+
+    def advanced(what: str, share: float) -> None:
+        stop.check()
+        progress.working(what, share)
+
+    quietly()
+    model: Any = import_model(
+        parsed.source,
+        store,
+        name=parsed.name or "model",
+        existing=parsed.existing,
+        compute=None if parsed.compute is None else getattr(torch, parsed.compute),
+        progress=advanced,
+    )
+    stored = sum(store.spec(key).nbytes for key in store if key.startswith(f"{parsed.name or 'model'}/param/"))
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    return (
+        f"{shown(parsed.dir, 1000)}: {type(model).__name__} of {numbers:,} parameters, {format_size(stored)} in "
+        f"{zero.statistics(model).units} units, in generation {store.generation}"
+    )

@@ -1,0 +1,1 @@
+"""``tiered generate``: text of a model in a store."""

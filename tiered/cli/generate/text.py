@@ -1,0 +1,93 @@
+"""Turn a prompt into tokens, and tokens into text as they come: by the tokenizer that a store keeps, or a byte a token."""
+
+from __future__ import annotations
+
+import codecs
+from typing import Any, Protocol
+
+from tiered import MisuseError
+from tiered.integrations.kept import TOKENIZER
+
+__all__ = ["ByteText", "Text", "TokenizerText", "text_of"]
+
+BYTES = 256
+
+
+class Text(Protocol):
+    """One generation's tokens and text."""
+
+    def encode(self, prompt: str) -> list[int]:
+        """Return the tokens of a prompt."""
+
+    def add(self, token: int) -> str:
+        """Return the text that is complete with the next token; empty where a character is not."""
+
+    def end(self) -> str:
+        """Return the text of what is incomplete after the last token."""
+
+
+class ByteText:
+    """A token is a byte of UTF-8. Others have no text, and are shown by number."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def encode(self, prompt: str) -> list[int]:
+        return list(prompt.encode(errors="replace"))
+
+    def add(self, token: int) -> str:
+        if token < BYTES:
+            return self._decoder.decode(bytes([token]))
+        return f"{self.end()}<{token}>"
+
+    def end(self) -> str:
+        left = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return left
+
+
+class TokenizerText:
+    """Tokens of a ``tokenizer.json``. Special tokens have no text."""
+
+    def __init__(self, contents: bytes) -> None:
+        from tokenizers import Tokenizer
+        from tokenizers.decoders import DecodeStream
+
+        try:
+            self._tokenizer: Any = Tokenizer.from_buffer(contents)
+        except Exception as error:  # the package raises nothing more special
+            raise MisuseError(f"the store's {TOKENIZER} cannot be read: {error}") from error
+        self._stream: Any = DecodeStream(skip_special_tokens=True)
+        self._tokens: list[int] = []
+        self._shown = 0
+
+    def encode(self, prompt: str) -> list[int]:
+        tokens: list[int] = self._tokenizer.encode(prompt).ids
+        return tokens
+
+    def add(self, token: int) -> str:
+        self._tokens.append(token)
+        text: str = self._stream.step(self._tokenizer, token) or ""
+        self._shown += len(text)
+        return text
+
+    def end(self) -> str:
+        whole: str = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        return whole[self._shown :]
+
+
+def text_of(contents: bytes | None, vocabulary: int) -> Text:
+    """Return the text of a model with so many tokens, whose ``tokenizer.json`` has ``contents`` (None: there is none).
+
+    Raises MisuseError where there is none and the model cannot have a token for each byte, and for a damaged one."""
+    if contents is not None:
+        try:
+            return TokenizerText(contents)
+        except ImportError as error:
+            raise MisuseError("the store's tokenizer needs tokenizers: pip install '.[hf]' in a clone") from error
+    if vocabulary < BYTES:
+        raise MisuseError(
+            f"the store keeps no {TOKENIZER} of this model, and bytes are no tokens of one with {vocabulary} tokens: import it "
+            "from a folder with its tokenizer"
+        )
+    return ByteText()
