@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from tiered.cli.arguments import add_json, add_paths, command, count, fraction, positive, seed, size
@@ -86,6 +85,8 @@ def _generated(parsed: argparse.Namespace, stop: StopRequest) -> Summary:
     from tiered import TieredStore
     from tiered.cli.generate.live import Display
 
+    _refuse_without_transformers()
+    stop.check()
     began = time.perf_counter()
     store = TieredStore.open(parsed.dir, dram=parsed.dram, paths=parsed.paths, access="read")
     try:
@@ -102,16 +103,16 @@ def _made(
 
     from tiered.cli.generate.summary import Summary
     from tiered.cli.generate.text import text_of
-    from tiered.integrations.kept import TOKENIZER, kept_file, only_model, opening_of
+    from tiered.integrations.kept import TOKENIZER, kept_file, only_model
+    from tiered.integrations.transformers import open_model
 
     name = parsed.name or only_model(store)
-    opening_of(store, name)
-    model = _opened(store, name)
+    model = open_model(store, name=name)
     stop.check()
     contents = kept_file(store, name, TOKENIZER)
     text = text_of(contents, _vocabulary(model))
     if contents is None:
-        warnings.warn("the store keeps no tokenizer.json of this model: each byte is a token", stacklevel=2)
+        print("tiered: note: the store keeps no tokenizer.json of this model: each byte is a token", file=sys.stderr)
     prompt = text.encode(parsed.prompt)
     _refuse_prompt(model, prompt, parsed.tokens)
     opened = time.perf_counter() - began
@@ -125,15 +126,15 @@ def _made(
     )
 
 
-def _opened(store: TieredStore, name: str) -> Any:
+def _refuse_without_transformers() -> None:
+    """Import it, which takes seconds; or raise MisuseError."""
     from tiered import MisuseError
 
     try:
-        from tiered.integrations.transformers import open_model, quietly
+        from tiered.integrations.transformers import quietly
     except ImportError as error:
         raise MisuseError("generate needs transformers: pip install '.[hf]' in a clone of tiered") from error
     quietly()
-    return open_model(store, name=name)
 
 
 def _vocabulary(model: Any) -> int:

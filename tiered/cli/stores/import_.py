@@ -128,8 +128,8 @@ def _model(parsed: argparse.Namespace, store: TieredStore, stop: StopRequest, pr
     from tiered.types import format_size
 
     def advanced(what: str, share: float) -> None:
-        stop.check()
         progress.working(what, share)
+        stop.check()
 
     quietly()
     model: Any = import_model(

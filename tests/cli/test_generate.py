@@ -1,0 +1,318 @@
+"""``tiered import --model`` and ``tiered generate``: the tokens of the model in memory, without its folder, from less memory
+than its weights take."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
+
+from tests import programs  # noqa: E402
+from tests.programs import ONE_THREAD  # noqa: E402
+from tiered import TieredStore  # noqa: E402
+from tiered.cli.generate.live import Display  # noqa: E402
+from tiered.cli.generate.text import ByteText  # noqa: E402
+from tiered.cli.main import main  # noqa: E402
+from tiered.cli.output import Progress  # noqa: E402
+from tiered.integrations.transformers import open_model  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+PROMPT = "The sea is"
+GREEDY = ["--tokens", "24"]
+DRAWN = ["--tokens", "24", "--temperature", "0.8", "--top-p", "0.9", "--seed", "7"]
+SIZES = {
+    "vocab_size": 300,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,  # so that tokens differ
+    "eos_token_id": 299,
+}
+DRAM = "1MiB"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet() -> Iterator[None]:
+    threads, level = torch.get_num_threads(), transformers.logging.get_verbosity()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity(level)
+
+
+def llama() -> Any:
+    torch.manual_seed(1)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, hidden_size=128, intermediate_size=256, num_hidden_layers=4))
+
+
+def moe() -> Any:
+    torch.manual_seed(2)
+    experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, hidden_size=64, num_hidden_layers=4)).to(torch.bfloat16)
+
+
+def write_tokenizer(folder: Path) -> Any:
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator(["the sea is wide and the sky is high, and the sea is deep"] * 3, trainer)
+    made.save(str(folder / "tokenizer.json"))
+    return made
+
+
+@dataclass
+class Imported:
+    """A store with an imported model, whose folder is gone, and what the model in memory makes of ``PROMPT``."""
+
+    store: Path
+    tokenizer: Any
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+
+
+def in_memory(model: Any, prompt: list[int]) -> dict[str, list[int]]:
+    ids = torch.tensor([prompt])
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "pad_token_id": 0}
+    greedy = model.generate(ids, do_sample=False, **given)
+    torch.manual_seed(7)
+    drawn = model.generate(ids, do_sample=True, temperature=0.8, top_p=0.9, top_k=0, **given)
+    return {"greedy": greedy[0, len(prompt) :].tolist(), "drawn": drawn[0, len(prompt) :].tolist()}
+
+
+CASES = {
+    "llama": (llama, True, None),
+    "moe": (moe, True, None),
+    "moe in float32": (moe, True, torch.float32),
+    "bytes": (llama, False, None),
+}
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Imported]:
+    found = {}
+    for name, (make, has_tokenizer, compute) in CASES.items():
+        folder = tmp_path_factory.mktemp("source") / name
+        make().save_pretrained(folder, max_shard_size="500KB")
+        tokenizer = write_tokenizer(folder) if has_tokenizer else None
+        prompt = tokenizer.encode(PROMPT).ids if tokenizer else list(PROMPT.encode())
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=compute or "auto")
+        store = tmp_path_factory.mktemp("stores") / "store"
+        options = ["--compute", "float32"] if compute else []
+        assert main(["import", str(folder), "--dir", str(store), "--model", "--dram", "2MiB", *options]) == 0
+        shutil.rmtree(folder)
+        found[name] = Imported(store, tokenizer, in_memory(model, prompt))
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("way", ["greedy", "drawn"])
+def test_text_is_that_of_the_model_in_memory(
+    name: str, way: str, imported: dict[str, Imported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, report = imported[name], tmp_path / "report.json"
+    options = GREEDY if way == "greedy" else DRAWN
+    given = ["generate", "--dir", str(one.store), "--prompt", PROMPT, "--dram", DRAM, *options, "--json", str(report)]
+    assert main(given) == 0
+    shown, told = capsys.readouterr(), json.loads(report.read_text())
+    assert len(set(told["tokens"])) > 5
+    assert told["tokens"] == one.tokens[way]
+    if one.tokenizer is not None:
+        assert told["text"] == one.tokenizer.decode(told["tokens"])
+    else:
+        bytes_ = ByteText()
+        assert told["text"] == "".join(map(bytes_.add, told["tokens"])) + bytes_.end()
+        assert "no tokenizer.json of this model: each byte is a token" in shown.err
+    assert shown.out.rstrip("\n") == told["text"].rstrip("\n")
+    assert f"{len(told['tokens'])}/24" in shown.err or told["tokens"][-1] == SIZES["eos_token_id"]
+    assert "a token (" in shown.err
+    if told["weights_bytes"] > 1 << 20:
+        assert told["per_token"]["read_bytes"] > 0
+        assert "one more GiB (--dram 1.0GiB) would bring " in shown.err
+    assert 0 <= told["hit_share"] <= 1
+    assert (told["expert_bytes"] > 0) == name.startswith("moe")
+    assert (told["window_bytes"] is None) == (name.startswith("moe") or told["weights_bytes"] <= 1 << 20)
+
+
+def test_json_alone_on_stdout(imported: dict[str, Imported], capsys: pytest.CaptureFixture[str]) -> None:
+    one = imported["llama"]
+    assert main(["generate", "--dir", str(one.store), "--prompt", PROMPT, "--dram", DRAM, *GREEDY, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == one.tokens["greedy"]
+
+
+def test_several_processes_read_at_once(imported: dict[str, Imported]) -> None:
+    one = imported["moe"]
+    with TieredStore.open(one.store, dram=DRAM, access="read") as store:
+        model = open_model(store)
+        ids = torch.tensor([one.tokenizer.encode(PROMPT).ids])
+        given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
+        first = model.generate(ids, max_new_tokens=4, **given)[0, ids.shape[1] :].tolist()
+        command = [sys.executable, "-m", "tiered", "generate", "--dir", str(one.store), "--prompt", PROMPT, "--dram", DRAM]
+        done = programs.run(
+            [*command, *GREEDY, "--json"], capture_output=True, text=True, env=ONE_THREAD, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["tokens"] == one.tokens["greedy"]
+        again = model.generate(ids, max_new_tokens=24, **given)[0, ids.shape[1] :].tolist()
+    assert first == one.tokens["greedy"][:4]
+    assert again == one.tokens["greedy"]
+
+
+def refused(given: list[str], capsys: pytest.CaptureFixture[str], code: int = 1) -> str:
+    capsys.readouterr()
+    assert main(given) == code
+    shown = capsys.readouterr()
+    assert not shown.out
+    return shown.err.splitlines()[-1]
+
+
+def test_what_cannot_be_is_one_line(
+    imported: dict[str, Imported], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = ["generate", "--dir", str(imported["llama"].store), "--dram", DRAM, "--prompt"]
+    assert "no tokens: give --prompt some text" in refused([*here, ""], capsys)
+    assert "the model has 128 positions" in refused([*here, "a", "--tokens", "128"], capsys)
+    assert "give --temperature" in refused([*here, "a", "--seed", "1"], capsys, 2)
+    assert "--top-p: 1.5 is not a share" in refused([*here, "a", "--temperature", "1", "--top-p", "1.5"], capsys, 2)
+    assert "of a model named 'other'" in refused([*here, "a", "--name", "other"], capsys)
+    assert "is not a folder" in refused(["generate", "--dir", str(tmp_path / "none"), "--prompt", "a"], capsys)
+    with TieredStore.open(tmp_path / "empty", dram=DRAM) as store:
+        store.put("x", torch.ones(3))
+        store.commit()
+    there = ["generate", "--dir", str(tmp_path / "empty"), "--dram", DRAM, "--prompt", "a"]
+    assert "tiered import FOLDER --dir STORE --model" in refused(there, capsys)
+    monkeypatch.setitem(sys.modules, "tiered.integrations.transformers", None)
+    assert "generate needs transformers: pip install '.[hf]'" in refused([*here, "a"], capsys)
+    model = ["import", str(tmp_path), "--dir", str(tmp_path / "new"), "--model"]
+    assert "--model needs transformers: pip install '.[hf]'" in refused(model, capsys)
+
+
+def test_a_model_without_room_for_bytes_needs_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    small = {**SIZES, "vocab_size": 64, "eos_token_id": 3, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(**small)).save_pretrained(tmp_path / "source")
+    store = str(tmp_path / "store")
+    assert main(["import", str(tmp_path / "source"), "--dir", store, "--model", "--dram", DRAM]) == 0
+    here = ["generate", "--dir", store, "--dram", DRAM, "--prompt", "a"]
+    assert "bytes are no tokens of one with 64 tokens" in refused(here, capsys)
+
+
+def test_import_refuses_and_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llama().save_pretrained(tmp_path / "llama")
+    other = moe()
+    other.save_pretrained(tmp_path / "moe")
+    store = str(tmp_path / "store")
+    into = ["--dir", store, "--dram", "2MiB"]
+    assert "give --model" in refused(["import", str(tmp_path / "llama"), *into, "--compute", "float32"], capsys, 2)
+    assert "no folder with a config.json" in refused(["import", str(tmp_path), *into, "--model"], capsys)
+    assert not os.path.exists(store)
+    assert main(["import", str(tmp_path / "llama"), *into, "--model"]) == 0
+    assert "LlamaForCausalLM of " in capsys.readouterr().out
+    assert "already has a model named 'model'" in refused(["import", str(tmp_path / "moe"), *into, "--model"], capsys)
+    assert main(["import", str(tmp_path / "moe"), *into, "--model", "--name", "second"]) == 0
+    assert "2 models, 'model', 'second': choose one with --name" in refused(
+        ["generate", *into, "--prompt", "a"], capsys
+    )
+    assert main(["import", str(tmp_path / "moe"), *into, "--model", "--existing", "overwrite"]) == 0
+    with TieredStore.open(store, dram="2MiB", access="read") as opened:
+        for name in "model", "second":
+            model = open_model(opened, name=name)
+            assert type(model) is Qwen3MoeForCausalLM
+            for (one, ours), (another, theirs) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+                assert one == another
+                assert torch.equal(ours + 0, theirs)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_import_leaves_nothing(
+    signum: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama().save_pretrained(tmp_path / "llama")
+    monkeypatch.setattr(Progress, "working", lambda *_: os.kill(os.getpid(), signum))
+    given = ["import", str(tmp_path / "llama"), "--dir", str(tmp_path / "store"), "--model", "--dram", DRAM]
+    assert "stopped; nothing was committed" in refused(given, capsys, 128 + signum)
+    assert os.listdir(tmp_path) == ["llama"]
+
+
+def test_an_import_that_is_stopped_keeps_what_was_there(
+    imported: dict[str, Imported], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moe().save_pretrained(tmp_path / "moe")
+    store = tmp_path / "store"
+    shutil.copytree(imported["llama"].store, store)
+
+    def at_the_end(_: Progress, what: str, share: float) -> None:
+        if what == "committing":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Progress, "working", at_the_end)
+    given = ["import", str(tmp_path / "moe"), "--dir", str(store), "--model", "--dram", "2MiB", "--existing", "overwrite"]
+    assert "stopped; nothing was committed" in refused(given, capsys, 130)
+    with TieredStore.open(store, dram="1MiB", access="read") as opened:
+        assert type(open_model(opened)) is LlamaForCausalLM
+
+
+def test_ctrl_c_ends_a_generation(
+    imported: dict[str, Imported], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = Display.text
+
+    def and_stop(display: Display, more: str) -> None:
+        text(display, more)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Display, "text", and_stop)
+    given = ["generate", "--dir", str(imported["llama"].store), "--prompt", PROMPT, "--dram", DRAM, *GREEDY]
+    assert main(given) == 130
+    shown = capsys.readouterr()
+    assert shown.err.splitlines()[-1] == "tiered: stopped"
+    assert len(shown.out) < 24
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_text_above_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "30")
+    out, err = Terminal(), Terminal()
+    with Display(out, err) as display:
+        for word in ("one", "two\nthree", "four", "five", "six", "seven", "eight", "nine", "\x1b[2Jten"):
+            display.text(word + " ")
+            display.numbers("12 tokens/s", 0.5)
+    assert err.getvalue() == ""
+    shown = out.getvalue()
+    assert "one two" in shown
+    assert "12 tokens/s" in shown
+    assert "\x1b[2J" not in shown
+    assert shown.rstrip("\n").endswith("\N{REPLACEMENT CHARACTER}[2Jten ")
+
+
+def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--help"]) == 0
+    assert "tiered generate --dir " in capsys.readouterr().out.partition("examples:")[2]
+
+
+def test_bytes_that_are_no_text_are_shown() -> None:
+    text = ByteText()
+    assert [text.add(token) for token in (*"é".encode(), 0xC3, 300)] == ["", "é", "", "\N{REPLACEMENT CHARACTER}<300>"]
+    assert text.add(0xC3) + text.end() == "\N{REPLACEMENT CHARACTER}"
