@@ -78,6 +78,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "cli.info": "the options of `tiered info`; what they ask for imports torch, and --help must not",
     "engine.engine": "the engine's thread and lock, and what callers do under them",
     "engine.state": "what the engine's lock guards, kept consistent; no decisions",
+    "integrations.transformers": "what transformers' classes do with paged models: reading, opening, training, commits",
     "io.probe": "whether libaio works here, asked without importing it",
     "store.commit": "generations of an open store: commit, rollback, recovery",
     "zero.page": "the public calls on a whole model, beside training it",

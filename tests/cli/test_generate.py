@@ -45,7 +45,7 @@ SIZES = {
     "initializer_range": 0.2,  # so that tokens differ
     "eos_token_id": 299,
 }
-DRAM = "1MiB"
+DRAM, UNIT = "1MiB", "128KiB"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -116,7 +116,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Imported]:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=compute or "auto")
         store = tmp_path_factory.mktemp("stores") / "store"
         options = ["--compute", "float32"] if compute else []
-        assert main(["import", str(folder), "--dir", str(store), "--model", "--dram", "2MiB", *options]) == 0
+        assert main(["import", str(folder), "--dir", str(store), "--model", "--dram", "8MiB", "--unit", UNIT, *options]) == 0
         shutil.rmtree(folder)
         found[name] = Imported(store, tokenizer, in_memory(model, prompt))
     return found

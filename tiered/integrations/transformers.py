@@ -50,7 +50,7 @@ __all__ = [
 
 # -- reading pretrained models -------------------------------------------------------------------------------------------------
 
-PAGING = {"prefetch", "micro_batch", "policy", "source", "stage", "group", "timeout", "update_tier", "experts"}
+PAGING = {"prefetch", "micro_batch", "policy", "source", "stage", "group", "timeout", "update_tier", "experts", "largest_unit"}
 """Arguments of ``from_pretrained`` that are ``zero.page``'s."""
 
 ELSEWHERE = "the store decides where parameters are: leave it out"
@@ -166,6 +166,8 @@ def reading_one_at_a_time() -> Iterator[None]:
 # -- models that need no folder ------------------------------------------------------------------------------------------------
 
 Told = Callable[[str, float], None]
+UNIT = 64 << 20
+"""Bytes of the largest unit of an imported model: enough for a drive's full rate, and small beside the memory of a reader."""
 
 
 def import_model(
@@ -176,6 +178,7 @@ def import_model(
     name: str = "model",
     existing: str = "refuse",
     compute: torch.dtype | None = None,
+    largest_unit: int = UNIT,
     progress: Told | None = None,
     **options: Any,
 ) -> Any:
@@ -183,6 +186,7 @@ def import_model(
 
     Parameters are stored in the type that the checkpoint has. ``compute=torch.float32`` keeps bf16 and fp16 so on the disk and
     has modules compute in fp32 with the same values (``zero.Policy``), which is faster on processors without bf16.
+    ``largest_unit``: bytes that are read and evicted together, as in ``zero.page``; who opens the model needs memory for three.
     ``existing``: "refuse" a store that has a model of that ``name``, or "overwrite" it. ``progress`` is called with what is
     done now and the share of that which is done; it may raise, to stop: then nothing is committed. ``options``: as in
     ``from_pretrained``.
@@ -202,10 +206,11 @@ def import_model(
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     stored = _dtype_of(path, config)
     dtype = stored if compute is None else compute
+    options |= {"name": name, "existing": existing, "largest_unit": largest_unit}
     if dtype is not stored:
         options |= {"policy": zero.Policy(storage=stored), "prepare": lambda model: _refuse_rounding(model, stored)}
     with nullcontext() if progress is None else _telling(progress):
-        model = from_pretrained(cls, path, store, config=config, dtype=dtype, name=name, existing=existing, **options)
+        model = from_pretrained(cls, path, store, config=config, dtype=dtype, **options)
     opening = {"class": type(model).__name__, "stored": _named(stored), "compute": _named(dtype)}
     keep(store, name, path, opening)
     if progress is not None:

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -214,6 +214,7 @@ def page(
     timeout: float | None = None,
     update_tier: UpdateTier = "dram",
     experts: Experts = "sliced",
+    largest_unit: int | None = None,
 ) -> nn.Module:
     """Move ``model``'s parameters into ``store`` and page them around each module's forward and backward. Returns ``model``.
 
@@ -258,6 +259,8 @@ def page(
     updated with a gradient of zero, as torch does it, when it is next fetched. The norm of the gradient is that of the experts'
     norms, which may differ from torch's in the last bit. "whole": as any other parameter. With ``existing="resume"`` it is as
     it was committed; several processes have experts whole.
+    ``largest_unit``: bytes; units are at most so large, where single parameters allow it (default: an eighth of the memory
+    budget). A later process needs room for three. With ``existing="resume"`` they are as they were committed.
 
     Raises MisuseError (paged before, name taken, wrong device, built for another store, no way to initialise; weights that are
     missing, unexpected, or of another shape), SafetensorsError (damaged weights), CapacityError when the store's DRAM budget is
@@ -281,6 +284,7 @@ def page(
         timeout=timeout,
         update_tier=update_tier,
         experts=experts,
+        largest_unit=largest_unit,
     )
     options.refuse_contradictions()
     return _page(model, store, options)
@@ -303,6 +307,7 @@ class _Options:
     timeout: float | None
     update_tier: UpdateTier
     experts: Experts
+    largest_unit: int | None
 
     def refuse_contradictions(self) -> None:
         """Raise MisuseError for values that there are not, or that do not go together."""
@@ -310,6 +315,8 @@ class _Options:
             raise MisuseError("existing is 'refuse', 'overwrite' or 'resume', prefetch is 'on' or 'off'")
         if self.experts not in ("sliced", "whole"):
             raise MisuseError(f"experts is 'sliced' or 'whole', not {self.experts!r}")
+        if self.largest_unit is not None and (type(self.largest_unit) is not int or self.largest_unit < 1):
+            raise MisuseError(f"largest_unit is a number of bytes, at least 1, not {self.largest_unit!r}")
         if type(self.micro_batch) is not int or self.micro_batch < 1:
             raise MisuseError(
                 f"micro_batch is into how many parts units divide the batch, at least 1, not {self.micro_batch!r}"
@@ -347,6 +354,8 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     partition = _partition(options.stage, options.group, options.timeout)
     pool = partition.all_min(min(tier.capacity for tier in store.statistics().tiers if tier.name != "nvme"))
     limits = Limits.of(pool, partition.shares)
+    if options.largest_unit is not None:
+        limits = replace(limits, unit=min(limits.unit, options.largest_unit))
     if options.existing == "resume":
         partition.refuse_apart(store)
     if options.existing == "resume" and options.source is not None and f"{options.name}/checkpoint" in store:

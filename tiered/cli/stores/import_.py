@@ -53,6 +53,12 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--model", action="store_true", help="put the model of a Hugging Face folder into the store")
     parser.add_argument("--name", metavar="NAME", help="with --model: its name in the store (default: model)")
     parser.add_argument(
+        "--unit",
+        metavar="SIZE",
+        type=size,
+        help="with --model: bytes that are read together; generate needs memory for three (default: 64MiB)",
+    )
+    parser.add_argument(
         "--compute",
         choices=("float32",),
         help="with --model: compute in float32 with bf16 or fp16 weights, which stay so in the store",
@@ -64,8 +70,8 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     from tiered.cli.output import Progress
     from tiered.cli.stop import Stopped, StopRequest
 
-    if not parsed.model and (parsed.name is not None or parsed.compute is not None):
-        parsed.parser.error("--name and --compute are for models: give --model, too")
+    if not parsed.model and any(one is not None for one in (parsed.name, parsed.unit, parsed.compute)):
+        parsed.parser.error("--name, --unit and --compute are for models: give --model, too")
     put = _model if parsed.model else _tensors
     if parsed.model:
         _refuse_without_transformers()
@@ -124,7 +130,7 @@ def _model(parsed: argparse.Namespace, store: TieredStore, stop: StopRequest, pr
 
     from tiered import zero
     from tiered.errors import shown
-    from tiered.integrations.transformers import import_model, quietly
+    from tiered.integrations.transformers import UNIT, import_model, quietly
     from tiered.types import format_size
 
     def advanced(what: str, share: float) -> None:
@@ -137,6 +143,7 @@ def _model(parsed: argparse.Namespace, store: TieredStore, stop: StopRequest, pr
         store,
         name=parsed.name or "model",
         existing=parsed.existing,
+        largest_unit=parsed.unit or UNIT,
         compute=None if parsed.compute is None else getattr(torch, parsed.compute),
         progress=advanced,
     )
