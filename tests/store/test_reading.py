@@ -54,6 +54,7 @@ def test_every_kept_generation(tmp_path: Path, backend: Any, generation: int | N
     for access in ("read", Access.READ):
         with TieredStore.open(folder, dram=6 * MIB, generation=generation, access=access, backend=backend) as store:
             assert (store.generation, store.meta) == (version, {"version": version})
+            assert store.access is Access.READ
             assert sorted(store) == sorted(SIZES)
             store.prefetch(["large"])
             for key, nbytes in SIZES.items():
@@ -68,6 +69,7 @@ def test_with_less_memory_than_there_is_and_a_tier_above(tmp_path: Path) -> None
     with TieredStore.open(tmp_path / "state", dram=8 * MIB) as store:
         for number in range(40):
             store.put(f"t{number}", content(f"t{number}", 1, 300_000))
+        assert store.access is Access.WRITE
     before = seen(tmp_path / "state")
     with TieredStore.open(tmp_path / "state", dram=MIB, hbm=MIB, device="cpu", access="read") as store:
         for number in [*range(40), *range(40)]:

@@ -16,12 +16,22 @@ import torch
 
 from tiered import ManifestError, MisuseError, TieredStore
 
-__all__ = ["CONFIG", "GENERATION", "TOKENIZER", "keep", "kept_file", "kept_folder", "kept_models", "only_model", "opening_of"]
+__all__ = [
+    "CONFIG",
+    "TOKENIZER",
+    "files_of",
+    "keep",
+    "kept_file",
+    "kept_folder",
+    "kept_models",
+    "only_model",
+    "opening_of",
+]
 
-CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 FILES = (
-    *(CONFIG, GENERATION, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json"),
+    *(CONFIG, TOKENIZER, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json"),
 )
 """The files of a model's folder that are kept, where it has them."""
 LARGEST = 64 << 20
@@ -29,15 +39,22 @@ LARGEST = 64 << 20
 OPENING = "opening.json"
 
 
-def keep(store: TieredStore, name: str, folder: Path, opening: Mapping[str, str]) -> None:
-    """Put the files of ``folder``, and ``opening``, into ``store`` for the model ``name``. Nothing is committed."""
-    for file in FILES:
-        path = folder / file
-        if not path.is_file():
-            continue
-        contents = path.read_bytes()
-        if len(contents) > LARGEST:
-            raise MisuseError(f"{path} has {len(contents):,} bytes, which is no {file} of a model (at most {LARGEST:,})")
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Return the contents of the files of ``folder`` that are kept. Raises MisuseError for one that is too large."""
+    found = {}
+    for path in (folder / file for file in FILES):
+        if path.is_file():
+            if path.stat().st_size > LARGEST:
+                raise MisuseError(
+                    f"{path} has {path.stat().st_size:,} bytes, and the {path.name} of a model at most {LARGEST:,}"
+                )
+            found[path.name] = path.read_bytes()
+    return found
+
+
+def keep(store: TieredStore, name: str, files: Mapping[str, bytes], opening: Mapping[str, str]) -> None:
+    """Put ``files`` and ``opening`` into ``store`` for the model ``name``. Nothing is committed."""
+    for file, contents in files.items():
         _put(store, name, file, contents)
     _put(store, name, OPENING, json.dumps(dict(opening)).encode())
 

@@ -30,8 +30,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Trainer, TrainerCallback
 from transformers.utils import logging
 
-from tiered import ManifestError, MisuseError, TieredStore, zero
-from tiered.integrations.kept import keep, kept_folder, only_model, opening_of
+from tiered import Access, ManifestError, MisuseError, TieredStore, zero
+from tiered.integrations.kept import CONFIG, files_of, keep, kept_folder, only_model, opening_of
 from tiered.zero.checkpoint.checkpoint import extra_of
 from tiered.zero.checkpoint.loaders import of_random, random_states
 from tiered.zero.paging.pager import Listing, Pager, pager_of
@@ -203,16 +203,17 @@ def import_model(
         raise MisuseError(f"{store} already has a model named {name!r}: give another name=, or existing='overwrite'")
     _refuse_folder(path)
     _refuse_pickled(path)
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    stored = _dtype_of(path, config)
+    files = files_of(path)
+    stored = _dtype_of(path, options.get("config") or AutoConfig.from_pretrained(path, local_files_only=True))
     dtype = stored if compute is None else compute
     options |= {"name": name, "existing": existing, "largest_unit": largest_unit}
     if dtype is not stored:
         options |= {"policy": zero.Policy(storage=stored), "prepare": lambda model: _refuse_rounding(model, stored)}
     with nullcontext() if progress is None else _telling(progress):
-        model = from_pretrained(cls, path, store, config=config, dtype=dtype, **options)
+        model = from_pretrained(cls, path, store, dtype=dtype, **options)
+    files[CONFIG] = model.config.to_json_string().encode()  # options may have changed it
     opening = {"class": type(model).__name__, "stored": _named(stored), "compute": _named(dtype)}
-    keep(store, name, path, opening)
+    keep(store, name, files, opening)
     if progress is not None:
         progress("committing", 0.0)
     zero.commit(model)
@@ -227,7 +228,8 @@ def open_model(store: TieredStore, *, name: str | None = None, cls: Any = None, 
     ``name``: of the model, where there are several. ``cls``: another class than that of the import, such as a model's of
     your own. ``options``: as in ``from_pretrained``, such as ``attn_implementation`` or ``prefetch``.
 
-    Raises MisuseError where there is no such model, or its class is not one of ``transformers``; and as ``zero.page``.
+    Raises MisuseError where there is no such model, its class is not one of ``transformers``, or a store for reading has
+    updates of a training that are not applied; and as ``zero.page``.
     """
     name = only_model(store) if name is None else name
     opening = opening_of(store, name)
@@ -241,6 +243,11 @@ def open_model(store: TieredStore, *, name: str | None = None, cls: Any = None, 
         options["policy"] = zero.Policy(storage=stored, compute=dtype)
     with kept_folder(store, name) as folder:
         model = from_pretrained(kind, folder, store, name=name, existing="resume", dtype=dtype, **options)
+    if store.access is Access.READ and any(unit.pending is not None for unit in pager_of(model).units):
+        raise MisuseError(
+            f"model {name!r} was committed in a training with updates that are not applied yet, which a store that is open for "
+            "reading cannot do: open it for writing, optimizer.flush() before zero.commit"
+        )
     model.config._name_or_path = store.folder or ""  # the folder is gone
     return model
 

@@ -354,8 +354,6 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     partition = _partition(options.stage, options.group, options.timeout)
     pool = partition.all_min(min(tier.capacity for tier in store.statistics().tiers if tier.name != "nvme"))
     limits = Limits.of(pool, partition.shares)
-    if options.largest_unit is not None:
-        limits = replace(limits, unit=min(limits.unit, options.largest_unit))
     if options.existing == "resume":
         partition.refuse_apart(store)
     if options.existing == "resume" and options.source is not None and f"{options.name}/checkpoint" in store:
@@ -367,6 +365,10 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
         limits, kept, names = checkpoint.layout(store, options.name)
         strides |= {parameter: kept[qualified] for qualified, parameter in model.named_parameters() if qualified in kept}
         slicing = Slicing(only=names)
+    elif options.largest_unit is not None:  # which slices nothing more: sliced layers may compute other last bits
+        usual = divide(model, limits, strides, options.policy, partition.shares, slicing)
+        slicing = Slicing(only={sliced.name for sliced in usual.sliced.values()})
+        limits = replace(limits, unit=min(limits.unit, options.largest_unit))
     tentative = divide(model, limits, strides, options.policy, partition.shares, slicing)
     _refuse_small_pool(tentative, model, store, pool, options.micro_batch, partition.shares)
     together = 0 if options.existing == "resume" or options.weights is not None else _largest_meta(model)

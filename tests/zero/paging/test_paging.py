@@ -371,6 +371,25 @@ def test_statistics_count_units_and_updates(store: TieredStore) -> None:
     assert done.largest_unit <= store.statistics().tiers[0].capacity // 8
 
 
+def test_units_are_no_larger_than_asked(store: TieredStore, tmp_path: Path) -> None:
+    reference = Tied()
+    with pytest.raises(MisuseError, match="largest_unit is a number of bytes, at least 1, not 0"):
+        zero.page(copy.deepcopy(reference), store, largest_unit=0)
+    usual = zero.page(copy.deepcopy(reference), store, name="usual", largest_unit=1 << 40)
+    small = zero.page(copy.deepcopy(reference), store, name="small", largest_unit=1024)
+    largest = max(parameter.nbytes for parameter in reference.parameters())
+    assert zero.statistics(small).largest_unit <= max(1024, largest)
+    assert zero.statistics(small).units > zero.statistics(usual).units
+    assert small.loss(0).item() == usual.loss(0).item() == reference.loss(0).item()
+    zero.commit(small)
+    folder = store.folder
+    store.close()
+    with TieredStore.open(folder, dram="64MiB") as again:
+        resumed = zero.page(Tied(), again, name="small", existing="resume")
+        assert zero.statistics(resumed).units == zero.statistics(small).units
+        assert resumed.loss(0).item() == reference.loss(0).item()
+
+
 @pytest.mark.parametrize("reentrant", [False, True], ids=["checkpoint", "reentrant"])
 def test_a_checkpointed_function_that_reads_parameters_itself(store: TieredStore, reentrant: bool) -> None:
     """No module's forward runs when it is computed again, yet its parameters have their values."""

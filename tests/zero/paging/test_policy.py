@@ -110,3 +110,17 @@ def test_types_that_make_no_sense_are_refused() -> None:
     for storage, compute in ((torch.float64, torch.float32), (torch.bfloat16, torch.float16), (torch.int8, torch.float32)):
         with pytest.raises(MisuseError, match="bfloat16 or float16"):
             zero.Policy(storage=storage, compute=compute)
+
+
+def test_a_reader_casts_beside_the_store(store: TieredStore) -> None:
+    """A store that is open for reading makes no tensors."""
+    model = zero.page(Tied(), store, policy=BF16)
+    zero.commit(model)
+    expected = [model.loss(batch).item() for batch in range(2)]
+    folder, pool = store.folder, store.statistics().tiers[0].capacity
+    store.close()
+    with TieredStore.open(folder, dram=pool, access="read") as reader:
+        again = zero.page(Tied(), reader, policy=BF16, existing="resume")
+        with torch.no_grad():
+            assert [again.loss(batch).item() for batch in range(2)] == expected
+            assert torch.equal(next(again.parameters()) + 0, next(again.parameters()) + 0)

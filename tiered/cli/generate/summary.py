@@ -160,6 +160,11 @@ def describe(summary: Summary) -> str:
             f"          computing {duration(summary.compute)}, waiting for the store "
             f"{duration(rest.stalled / rest.tokens)} a token; {rest.hit_share:.0%} of leases waited for nothing",
         ]
+    if summary.window is not None:
+        lines.append(
+            f"          weights less memory are {_amount(summary.weights - summary.memory)}; what was read beyond that, "
+            f"{_amount(summary.window)}, is the window"
+        )
     if told := _more(summary):
         lines.append(f"memory    {told}")
     return "\n".join(lines)

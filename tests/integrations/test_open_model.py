@@ -1,0 +1,180 @@
+"""``import_model`` and ``open_model``: a model in a store needs no folder, and says what is wrong where it cannot be opened."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from tiered import ManifestError, MisuseError, TieredStore, zero  # noqa: E402
+from tiered.integrations.kept import FILES, LARGEST, kept_models  # noqa: E402
+from tiered.integrations.transformers import from_pretrained, import_model, open_model, open_tokenizer  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+IDS = torch.arange(5)[None]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    threads, level = torch.get_num_threads(), transformers.logging.get_verbosity()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    yield
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity(level)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model.generation_config.eos_token_id = [7, 9]
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def opened(folder: Path, **options: Any) -> TieredStore:
+    return TieredStore.open(folder, dram="2MiB", **options)
+
+
+def tokens(model: Any) -> list[int]:
+    given = {"attention_mask": torch.ones_like(IDS), "do_sample": False, "pad_token_id": 0, "max_new_tokens": 8}
+    found: list[int] = model.generate(IDS, **given)[0].tolist()
+    return found
+
+
+@pytest.mark.parametrize("compute", [None, torch.float32])
+def test_a_model_is_opened_as_it_was_imported(folder: Path, tmp_path: Path, compute: torch.dtype | None) -> None:
+    reference = LlamaForCausalLM.from_pretrained(folder, dtype=compute or torch.bfloat16)
+    told: list[tuple[str, float]] = []
+    with opened(tmp_path / "store") as store:
+        model = import_model(folder, store, compute=compute, progress=lambda *one: told.append(one))
+        assert tokens(model) == tokens(reference)
+        stored = sum(store.spec(key).nbytes for key in store if key.startswith("model/param/"))
+        store.close()  # what import_model committed is all there is
+    assert stored < 2.2 * sum(parameter.numel() for parameter in reference.parameters())
+    assert told[-1] == ("committing", 0.0)
+    assert max(share for _, share in told) == 1
+    shutil.rmtree(folder)
+    with opened(tmp_path / "store", access="read") as one, opened(tmp_path / "store", access="read") as other:
+        for store in one, other:
+            model = open_model(store)
+            assert (type(model), model.dtype, model.training) == (LlamaForCausalLM, compute or torch.bfloat16, False)
+            assert model.generation_config.eos_token_id == [7, 9]
+            assert tokens(model) == tokens(reference)
+            for (name, ours), (same, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+                assert name == same
+                assert torch.equal(ours + 0, theirs)
+
+
+def test_another_class_and_another_commit(folder: Path, tmp_path: Path) -> None:
+    """Training goes on from an import, and its commits keep what opening takes."""
+    with opened(tmp_path / "store") as store:
+        import_model(folder, store, cls=AutoModelForSequenceClassification, name="judge", num_labels=3)
+        assert kept_models(store) == ["judge"]
+        store.close()
+    with opened(tmp_path / "store") as store:
+        model = open_model(store, name="judge")
+        assert type(model) is LlamaForSequenceClassification
+        optimizer = zero.AdamW(model.parameters(), lr=0.1)
+        model.config.pad_token_id = 0
+        model(IDS, labels=torch.tensor([1])).loss.backward()
+        optimizer.step()
+        zero.commit(model, optimizer)
+        shutil.copytree(store.folder, tmp_path / "pending")
+        optimizer.flush()
+        zero.commit(model, optimizer)
+        changed = model.score.weight + 0
+        store.close()
+    with opened(tmp_path / "store", access="read") as store:
+        assert torch.equal(open_model(store).score.weight + 0, changed)
+    with opened(tmp_path / "pending", access="read") as store, pytest.raises(MisuseError, match="updates that are not applied"):
+        open_model(store)
+
+
+def test_the_tokenizer_is_kept(folder: Path, tmp_path: Path) -> None:
+    with opened(tmp_path / "without") as store:
+        import_model(folder, store)
+        with pytest.raises(MisuseError, match="keeps no tokenizer of model 'model'"):
+            open_tokenizer(store)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(folder)
+    with opened(tmp_path / "with") as store:
+        import_model(folder, store)
+        shutil.rmtree(folder)
+        assert open_tokenizer(store)("the sea")["input_ids"] == made.encode("the sea").ids
+
+
+def test_what_cannot_be_opened_says_so(folder: Path, tmp_path: Path) -> None:
+    with opened(tmp_path / "store") as store:
+        with pytest.raises(MisuseError, match="has no model that can be opened by itself"):
+            open_model(store)
+        from_pretrained(LlamaForCausalLM, folder, store, name="bare")
+        with pytest.raises(MisuseError, match=r"keeps no config.json of a model named 'bare'"):
+            open_model(store, name="bare")
+        for wrong in {"existing": "resume"}, {"compute": torch.float16}:
+            with pytest.raises(MisuseError):
+                import_model(folder, store, **wrong)
+        with pytest.raises(MisuseError, match="already has a model named 'bare'"):
+            import_model(folder, store, name="bare")
+        import_model(folder, store)
+        for opening, error, says in (
+            (b"[1]", ManifestError, "no JSON object of strings"),
+            (json.dumps({"class": "Nothing", "stored": "float32", "compute": "float32"}).encode(), MisuseError, "no class"),
+            (json.dumps({"class": "LlamaForCausalLM", "stored": "x"}).encode(), ManifestError, "two types of elements"),
+        ):
+            store.put("model/files/opening.json", torch.frombuffer(bytearray(opening), dtype=torch.uint8))
+            with pytest.raises(error, match=says):
+                open_model(store)
+        store.put("model/files/config.json", torch.ones(3))
+        with pytest.raises(ManifestError, match="and no file"):
+            open_model(store)
+
+
+def test_parameters_that_stay_in_fp32_are_not_rounded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", {"norm"})
+    with opened(tmp_path / "store") as store:
+        with pytest.raises(MisuseError, match=r"keeps 'model.layers.0.input_layernorm.weight' in float32, .* round it"):
+            import_model(folder, store, compute=torch.float32)
+        assert not any(key.startswith("model/") for key in store)
+
+
+def test_a_file_that_is_too_large_is_refused(folder: Path, tmp_path: Path) -> None:
+    assert "tokenizer.json" in FILES
+    with (folder / "tokenizer.json").open("wb") as file:
+        file.truncate(LARGEST + 1)
+    with opened(tmp_path / "store") as store:
+        with pytest.raises(MisuseError, match=r"and the tokenizer.json of a model at most"):
+            import_model(folder, store)
+        assert list(store) == []
