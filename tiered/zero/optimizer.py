@@ -142,6 +142,8 @@ class AdamW(Optimizer):
             _refuse_little_room(given)
         self.steps: dict[Placement, int] = {}
         """How many each parameter has had."""
+        self._mark = object()
+        """Stands for this optimizer in units."""
         self._resident = None if store is None else Resident(store, name, existing, _ranks(stage, group, timeout))
         self._made = False
         super().__init__(
@@ -218,7 +220,7 @@ class AdamW(Optimizer):
                     if unit.gradients.has(placement):
                         unit.gradients.refuse_infinite(placement)
                         unit.gradients.close()
-                        step = steps[placement] = self.steps.get(placement, 0) + 1
+                        step = steps[placement] = self._next_step(unit, placement)
                         update = Update(rule, step, *unit.gradients.factors(placement))
                         updates.setdefault(unit, {})[placement] = update
                 if len(found) > 1:
@@ -242,6 +244,8 @@ class AdamW(Optimizer):
         if error is not None:
             raise error
         deeds.append(partial(self.steps.update, steps))
+        deeds += [partial(unit.counted_by.update, dict.fromkeys(changed, self._mark)) for unit, changed in updates.items()]
+        deeds += [partial(unit.counted_by.update, dict.fromkeys(slices, self._mark)) for unit, slices in missed.items()]
         deeds += [unit.defer_update(changed) for unit, changed in updates.items()]
         deeds += [unit.defer_missed(slices) for unit, slices in missed.items()]
         deeds += [pager.intent.all_updated for pager in self._pagers()]
@@ -442,6 +446,7 @@ class AdamW(Optimizer):
                 if placement.sliced is not None:
                     state = {name: value[_at(placement)] for name, value in state.items()}
                 unit.load_state(placement, state)
+                unit.counted_by[placement] = self._mark
                 loaded[placement] = steps[index]
         self.steps = loaded
         for pager in pagers:
@@ -462,6 +467,8 @@ class AdamW(Optimizer):
         self.flush()
         for parameter in self._parameters():
             slices = placements_of(parameter)
+            for _, unit, placement in slices:
+                self._refuse_turns(unit, placement)
             step = max(self.steps.get(placement, 0) for _, _, placement in slices)
             copies = [unit.state_copies(placement) for _, unit, placement in slices if placement in self.steps]
             if len(slices) == 1 or not copies:
@@ -496,13 +503,27 @@ class AdamW(Optimizer):
 
     def _update_now(self, placement: Placement) -> tuple[Update, Callable[[], None]]:
         """Return the next step of a parameter whose gradient is complete within backward, and what counts it."""
-        step = self.steps.get(placement, 0) + 1
+        _, unit, _ = placement_of(placement.parameter)
+        step = self._next_step(unit, placement)
 
         def count() -> None:
             self.steps[placement] = step
+            unit.counted_by[placement] = self._mark
 
-        _, unit, _ = placement_of(placement.parameter)
         return Update(_rule(self.param_groups[self._group_of[placement]]), step, *unit.gradients.factors(placement)), count
+
+    def _next_step(self, unit: Unit, placement: Placement) -> int:
+        """Return the number of a parameter's next step."""
+        self._refuse_turns(unit, placement)
+        return self.steps.get(placement, 0) + 1
+
+    def _refuse_turns(self, unit: Unit, placement: Placement) -> None:
+        """Raise MisuseError where this optimizer made a step of a parameter, and then another one did."""
+        if self.steps.get(placement) and unit.counted_by.get(placement, self._mark) is not self._mark:
+            raise MisuseError(
+                f"another optimizer has updated {placement.name!r} since this one did, and its moments took the place of this "
+                "one's: two optimizers cannot take turns on a paged parameter; use one, or load_state_dict into this one"
+            )
 
     def _unscale(self, factor: torch.Tensor) -> list[bool]:
         """Multiply all gradients by ``factor`` (0-d) when they are used; return for each whether it was finite before."""

@@ -557,6 +557,18 @@ def test_a_given_gradient_that_changes_before_the_step(store: TieredStore) -> No
     assert same(states(first), states(second))
 
 
+def test_data_of_a_gradient_is_written_to_it(both: tuple[Experts, Experts]) -> None:
+    for one in both:
+        one.bias[2].sum().backward()  # type: ignore[no-untyped-call]
+        gradient: Any = one.bias.grad
+        gradient.data = torch.full_like(one.bias, 3.0)
+        gradient.data = gradient.data
+        gradient[1].data.mul_(2)
+    assert torch.equal(both[0].bias.grad, both[1].bias.grad.clone())  # type: ignore[arg-type, union-attr]
+    with pytest.raises(MisuseError, match=r"assign parameter\.grad"):
+        both[1].bias.grad.data = torch.ones(2)  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("forget", ["optimizer", "model", "given"])
 def test_a_gradient_that_was_kept_is_not_taken_for_the_next_one(store: TieredStore, forget: str) -> None:
     paged: Model = zero.page(build(), store)

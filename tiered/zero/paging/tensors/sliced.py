@@ -682,6 +682,24 @@ class SlicedGradient(torch.Tensor):
         whole: torch.Tensor = functools.reduce(lambda base, step: step(base), self.path, self._whole())
         return whole
 
+    @property
+    def data(self) -> torch.Tensor:
+        """The same gradient; what is assigned is written to it."""
+        made: torch.Tensor = torch._C.TensorBase.data.__get__(self)  # type: ignore[attr-defined]
+        return made
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        if values is self:  # as Module.to() assigns it
+            return
+        if values.shape != self.shape or values.dtype != self.dtype:
+            raise MisuseError(
+                f"the gradient of {_handle(self.parameter).name!r} is {tuple(self.shape)}, {self.dtype}; its data cannot "
+                f"become {tuple(values.shape)}, {values.dtype}: assign parameter.grad"
+            )
+        with torch.no_grad():
+            self.copy_(values)
+
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
         return self.values().cpu(memory_format=memory_format)
 
