@@ -57,6 +57,7 @@ from tiered.zero.paging.saved_tensors import (
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.step_trace import Prefetch, StepTrace
 from tiered.zero.paging.storage import CheckpointRecord, UpdateTier, in_update_tier
+from tiered.zero.paging.tensors.copies import CopiedParameter, CopiedValues
 from tiered.zero.paging.tensors.parameters import SHARE
 from tiered.zero.paging.unit import BackwardUpdates, Unit
 from tiered.zero.paging.units import ModelPlan, Placement, is_called
@@ -786,9 +787,11 @@ class Pager:
     # -- state_dict --------------------------------------------------------------------------------------------------------
 
     def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Put copies in the place of parameters; one copy of a parameter that has several names, as torch has one tensor."""
+        """Put copies in the place of values; one copy of a parameter that has several names, as torch has one tensor. With
+        ``keep_vars=True`` the parameters themselves stay."""
         for name, parameter in module._parameters.items() if not isinstance(state, Listing) else ():
-            if parameter is not None and prefix + name in state and parameter in self._home:
+            found = state.get(prefix + name)
+            if found is not None and found is not parameter and parameter in self._home:
                 state[prefix + name] = self._copy_for(state, prefix + name, parameter)
 
     def _copy_for(self, state: dict[str, Any], name: str, parameter: nn.Parameter) -> torch.Tensor:
@@ -800,7 +803,9 @@ class Pager:
         there = state.get(other) is copy
         if copy is not None and there and other != name and then == version:
             return copy
-        copy = self.value(parameter)
+        with torch.inference_mode(False):  # else nothing would tell a write to it
+            values = self.value(parameter)
+        copy = CopiedValues.of(values, CopiedParameter(parameter, self._home[parameter][0].version))
         self._copied[parameter] = name, self._home[parameter][0].version, weakref.ref(copy)
         return copy
 

@@ -37,7 +37,7 @@ from tiered import MisuseError
 from tiered.types import Access
 from tiered.zero.paging.saved_tensors import in_backward
 
-__all__ = ["SHARE", "PagedParameter", "PagedView", "ParameterOwner", "paged_class", "unpage"]
+__all__ = ["SHARE", "PagedParameter", "PagedView", "ParameterOwner", "name_of", "paged_class", "unpage", "written_by"]
 
 _without_us: Callable[..., Any] = torch._C._disabled_torch_function_impl
 """Calls a function of torch with no ``__torch_function__`` in force. It is of C: no exception leaves that state behind."""
@@ -82,7 +82,7 @@ class ParameterOwner(Protocol):
 # -- what each function is -----------------------------------------------------------------------------------------------------
 
 
-def _name(func: Function) -> str:
+def name_of(func: Function) -> str:
     """Return the name of ``func``; of an attribute with ``.__get__``, ``.__set__`` or ``.__delete__``."""
     name: str = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
@@ -343,7 +343,7 @@ def _refuse_lost(view: PagedView) -> None:
 
 
 def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    name = _name(func)
+    name = name_of(func)
     caller = sys._getframe(1).f_back  # of the function, of which C has no frame
     if caller is not None and caller.f_globals.get("__name__", "").startswith("torch."):
         _refuse_wrapper(caller.f_globals["__name__"], args)
@@ -581,7 +581,7 @@ def _for_each(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     """Call ``func`` for one element of its lists after the other."""
     length = next(len(value) for value in (*args, *kwargs.values()) if isinstance(value, list | tuple))
     if length == 1:
-        return _compute(_name(func), func, args, kwargs)
+        return _compute(name_of(func), func, args, kwargs)
     results: list[Any] = []
     nothing = True
     for index in range(length):
@@ -657,10 +657,15 @@ def _compute(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, A
 
 def _written(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the parameters that a function of this name writes to."""
+    return _parameters(written_by(name, args, kwargs))
+
+
+def written_by(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments, and lists of them, that a function of this name writes to."""
     targets = [kwargs["out"]] if kwargs.get("out") is not None else []
     if _writes(name):
         targets.append(args[0] if args else [kwargs[key] for key in ("self", "input", "tensor") if key in kwargs])
-    return _parameters(targets)
+    return targets
 
 
 def _is_too_much(parameters: Sequence[torch.Tensor]) -> bool:
