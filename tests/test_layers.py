@@ -32,7 +32,7 @@ TREE: dict[str, tuple[str, ...]] = {
     "store": ("lease", "commit", "at_rest", "opening", "store", "verify", "importing"),
     "zero": (
         *("intent", "leases", "collectives", "rank_stores", "paging", "build", "record", "resident_shard", "resident"),
-        *("optimizer", "checkpoint", "page"),
+        *("optimizer_state", "optimizer", "checkpoint", "page"),
     ),
     "zero.paging": (
         *("units", "step_trace", "storage", "saved_tensors", "update", "tensors", "gradients", "sharding", "unit"),

@@ -21,6 +21,7 @@ from tiered.errors import MisuseError
 from tiered.system import compiler, refuse_little_room
 from tiered.zero.collectives import Ranks
 from tiered.zero.intent import decide
+from tiered.zero.optimizer_state import StateView
 from tiered.zero.paging.pager import Pager, placement_of
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.sharding import Stage, Stage1
@@ -45,6 +46,8 @@ REFUSED = {
     "differentiable": "differentiable=True: a graph of the update would keep all parameters: leave differentiable= out",
 }
 """Why there is no such update as these arguments of ``torch.optim.AdamW`` ask for."""
+STATES = {"exp_avg": "m", "exp_avg_sq": "v", "master": "master"}
+"""What torch calls a state, and what it is called here."""
 HALF_LOADED = (
     "an exception struck optimizer.load_state_dict, and some parameters have the states that it was given and others have not: "
     "call it again, or zero.rollback"
@@ -329,13 +332,48 @@ class AdamW(Optimizer):
 
     # -- state -------------------------------------------------------------------------------------------------------------
 
+    @property
+    def state(self) -> Any:
+        """States by parameter, as torch has them: copies, read when they are asked for, whose writes raise MisuseError. With
+        ``store=`` the step counts alone. All ranks read together."""
+        if self._resident is not None:
+            return self.__dict__["state"]
+        return StateView(self._named, self._state_names, self._state_of)
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        if isinstance(states, StateView):
+            return
+        if self._made and self._resident is None:
+            raise MisuseError("optimizer.state is in the store: use load_state_dict, or make a new optimizer for new states")
+        self.__dict__["state"] = states
+
+    def _named(self) -> Iterator[tuple[torch.Tensor, str]]:
+        return ((parameter, placement_of(parameter)[2].name) for parameter in self._parameters())
+
+    def _state_names(self, parameter: torch.Tensor) -> tuple[str, ...]:
+        placement = placement_of(parameter)[2]
+        if not self.steps.get(placement):
+            return ()
+        master = placement.stored in (torch.bfloat16, torch.float16)
+        return ("step", "exp_avg", "exp_avg_sq", *(["master"] if master else []))
+
+    def _state_of(self, parameter: torch.Tensor, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        pager, unit, placement = placement_of(parameter)
+        found = {"step": torch.tensor(float(self.steps[placement]), device="cpu")}
+        if names != ("step",):
+            pager.start_anew()
+            kept = unit.state_copies(placement)
+            found |= {name: kept[ours].to(parameter.device) for name, ours in STATES.items() if ours in kept}
+        return found
+
     def state_dict(self) -> dict[str, Any]:
         """Return copies in the form of ``torch.optim.AdamW``'s: step, exp_avg and exp_avg_sq per parameter, and the param
         groups.
 
         bf16 and fp16 parameters also have their fp32 ``master``. Those of a DTensor are DTensors with its placements.
         """
-        packed = super().state_dict()
+        packed = super().state_dict()  # reads no states
         state = {}
         for index, (step, kept) in enumerate(self._kept()):
             if step:
@@ -363,9 +401,8 @@ class AdamW(Optimizer):
         self.flush()
         named = [name for group in state_dict["param_groups"] for name in group["params"]]  # numbers, or what there is instead
         moments = {index: state_dict["state"][name] for index, name in enumerate(named) if name in state_dict["state"]}
-        ours = {"exp_avg": "m", "exp_avg_sq": "v", "master": "master"}
         states = {
-            index: {ours[name]: value for name, value in found.items() if name in ours} for index, found in moments.items()
+            index: {STATES[name]: value for name, value in found.items() if name in STATES} for index, found in moments.items()
         }
         if self._resident is not None:
             steps = {index: int(found["step"]) for index, found in moments.items()}

@@ -1,9 +1,9 @@
-"""Give copies of values that are in the store where torch would give the values themselves, so that no write to them is lost.
+"""Give copies of values in the store where torch would give the values themselves, so that no write to them is lost.
 
-``model.state_dict()`` of torch shares the memory of the parameters, and ``optimizer.state`` has the states themselves: a write to
-either changes the model. Here both have copies. A ``CopiedValues`` is an ordinary tensor, with memory, whose writes are told to
-its ``Origin``: that brings them to the store, or raises. Views of it tell the same origin; what is saved, pickled or deep-copied
-is an ordinary tensor.
+``model.state_dict()`` of torch shares the memory of the parameters, and ``optimizer.state`` has the states themselves: a write
+to either changes the model. Here both have copies. A ``CopiedValues`` is a tensor with memory, whose writes are told to its
+``Origin``: that brings them to the store, or raises. Views of it tell the same origin; what is saved, pickled or deep-copied is
+an ordinary tensor.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["CopiedParameter", "CopiedValues", "Origin"]
 
 _without_us: Any = torch._C._disabled_torch_function_impl
 
-GEOMETRY_ONLY = frozenset(
-    "requires_grad_ detach_ t_ squeeze_ unsqueeze_ transpose_ swapaxes_ swapdims_ as_strided_ rename_ set_ resize_ resize_as_ "
-    "share_memory_ retain_grad _set_data data.__set__".split()
-)
+GEOMETRY_ONLY = {
+    *("requires_grad_", "detach_", "t_", "squeeze_", "unsqueeze_", "transpose_", "swapaxes_", "swapdims_", "as_strided_"),
+    *("rename_", "set_", "resize_", "resize_as_", "share_memory_", "_set_data", "data.__set__"),
+}
 """Functions that change the tensor object that they are given, and no value of the memory that it shares in torch."""
 
 
@@ -67,8 +67,8 @@ class CopiedValues(torch.Tensor):
         name, given = name_of(func), list(_copies((args, kwargs)))
         if name == "__dlpack__":
             raise MisuseError(
-                "these values are a copy of what is in the store, and what another library wrote to them would be lost: give it "
-                "a copy of your own (.clone())"
+                "these values are a copy of what is in the store, and what another library writes to them would be lost: give "
+                "it a copy of your own (.clone())"
             )
         writes = name not in GEOMETRY_ONLY
         targets = [one for one in _copies(written_by(name, args, kwargs)) if writes and _is_on_its_memory(one)]
@@ -91,14 +91,15 @@ class CopiedValues(torch.Tensor):
             one.origin.written(one.whole)
         return _result(result, given)
 
-    def __deepcopy__(self, memo: Any) -> torch.Tensor:  # type: ignore[override]
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
         if id(self) not in memo:
             memo[id(self)] = copy.deepcopy(_plain(self), memo)
         found: torch.Tensor = memo[id(self)]
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain(self).__reduce_ex__(protocol)
+        plain: Any = _plain(self)
+        return plain.__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's stub misnames it
         return repr(_plain(self))
@@ -150,8 +151,8 @@ class CopiedParameter:
     def _refuse(self, parameter: nn.Parameter) -> NoReturn:
         handle: Any = parameter.__dict__["_tiered"]
         raise MisuseError(
-            f"this value of {handle.name!r}, which state_dict() gave, is from before the parameter was updated or written to, and "
-            "a write to it would be lost: write to the parameter, call state_dict() anew, or change a copy (.clone())"
+            f"this value of {handle.name!r}, which state_dict() gave, is from before the parameter was updated or written to, "
+            "and a write to it would be lost: write to the parameter, call state_dict() anew, or change a copy (.clone())"
         )
 
 
