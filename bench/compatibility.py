@@ -69,12 +69,12 @@ GROUPS = {
 
 VERDICTS = (IDENTICAL, CLEAR, LIMIT, WRONG, INVALID, MISSING)
 DEVICE_GROUPS = ("reads", "writes", "gradients", "optimizers")
-"""Those where it matters where parameters compute."""
+"""Those that are run where parameters compute elsewhere."""
 ELSEWHERE = {
     "hbm": ("HBM", "The same rows, in a store with `hbm=` for which host memory stands (`--tier hbm`)."),
     "fake device": (
         "A device of its own",
-        "The same rows on a device that torch takes for another one than the CPU, in memory and paged (`--tier 'fake device'`). "
+        "The same rows on a device that torch takes for another one than the CPU, both sides (`--tier 'fake device'`). "
         "A row that is not valid fails there in memory, too.",
     ),
 }

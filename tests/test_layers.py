@@ -32,13 +32,13 @@ TREE: dict[str, tuple[str, ...]] = {
     "store": ("lease", "commit", "at_rest", "opening", "store", "verify", "importing"),
     "zero": (
         *("intent", "leases", "collectives", "rank_stores", "paging", "build", "record", "resident_shard", "resident"),
-        *("optimizer_state", "optimizer", "checkpoint", "page"),
+        *("optimizer", "checkpoint", "page"),
     ),
     "zero.paging": (
         *("units", "step_trace", "storage", "saved_tensors", "update", "tensors", "gradients", "sharding", "unit"),
         *("reduction", "micro_batch", "pager"),
     ),
-    "zero.paging.tensors": ("parameters", "copies", "gradients"),
+    "zero.paging.tensors": ("parameters", "copies", "states", "gradients"),
     "zero.build": ("staging", "construct"),
     "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors"),
     "integrations": ("saves", "transformers", "accelerate", "lightning"),
@@ -78,6 +78,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "store.commit": "generations of an open store: commit, rollback, recovery",
     "zero.page": "the public calls on a whole model, beside training it",
     "zero.paging.gradients": "the gradients of one unit, from autograd to the update",
+    "zero.optimizer": "AdamW, and how losses are scaled, for gradients that are in the store",
     "zero.paging.tensors.parameters": "what a parameter answers to torch while its values are in the store",
     "zero.paging.pager": "a paged model's hooks, frames and backward pass",
 }

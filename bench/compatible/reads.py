@@ -22,7 +22,7 @@ GROUP = "reads"
 Read = Callable[[Any, Any], object]
 
 
-def reads(name: str, *, depends: bool = True, limit: str = "") -> Callable[[Read], Read]:
+def reads(name: str, *, depends: bool = True) -> Callable[[Read], Read]:
     """Register a read of a model and one of its parameters: before training, after a step, and between backward and step."""
 
     def register(read: Read) -> Read:
@@ -34,7 +34,7 @@ def reads(name: str, *, depends: bool = True, limit: str = "") -> Callable[[Read
             side.show("after a step", read(model, weight))
             side.train(model, optimizer, 1, first=1, between=lambda: side.show("before a step", read(model, weight)))
 
-        row(GROUP, name, depends=depends, limit=limit)(function)
+        row(GROUP, name, depends=depends)(function)
         return read
 
     return register
@@ -327,9 +327,6 @@ reads("p.numel, shape, stride, is_contiguous, dtype, device, layout", depends=Fa
 reads("p.requires_grad, is_leaf, grad_fn, isinstance", depends=False)(
     lambda model, p: [p.requires_grad, p.is_leaf, str(p.grad_fn), isinstance(p, nn.Parameter), len(p)]
 )
-reads("type(p) is nn.Parameter", depends=False, limit="`type(p)` outside of forward is `PagedParameter`")(
-    lambda model, p: str(type(p) is nn.Parameter)
-)
 reads("p.nbytes, element_size, storage size, storage_offset", depends=False)(
     lambda model, p: [p.nbytes, p.element_size(), p.untyped_storage().nbytes(), len(p.untyped_storage()), p.storage_offset()]
 )
@@ -544,6 +541,18 @@ def _(side: Side) -> None:
         with torch.inference_mode():
             side.show("inference_mode", model(tokens(9, 2, 5)))
         model.train()
+
+
+@row(GROUP, "type(p) is nn.Parameter", depends=False, limit="`type(p)` is `PagedParameter` outside of forward")
+def _(side: Side) -> None:
+    model = side.page(Toy())
+    side.show("classes", [type(p) is nn.Parameter for p in model.parameters()])
+
+
+@row(GROUP, "type(value) is torch.Tensor of state_dict()", depends=False, limit="`type(value)` is `CopiedValues`")
+def _(side: Side) -> None:
+    model = side.page(Toy())
+    side.show("classes", [type(value) is torch.Tensor for value in model.state_dict().values()])
 
 
 # -- averages and copies ---------------------------------------------------------------------------------------------------

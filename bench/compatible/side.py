@@ -39,8 +39,8 @@ class Row:
     """One thing that people do with a model.
 
     ``depends``: whether the result depends on the values of parameters (a check of the row perturbs them). ``needs``: modules
-    that it imports. ``slow``: how many times the ordinary time it may take. ``limit``: for a row that shows no numbers, but what
-    kind of object something is: what ``docs/limits.md`` says of it, if the sides differ there.
+    that it imports. ``slow``: how many times the ordinary time it may take. ``limit``: for a row that shows no numbers, but
+    what kind of object something is: what ``docs/limits.md`` says of it, if the sides differ there.
     """
 
     group: str

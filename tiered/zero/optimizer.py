@@ -21,11 +21,11 @@ from tiered.errors import MisuseError
 from tiered.system import compiler, refuse_little_room
 from tiered.zero.collectives import Ranks
 from tiered.zero.intent import decide
-from tiered.zero.optimizer_state import StateView
 from tiered.zero.paging.pager import Pager, placement_of
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.sharding import Stage, Stage1
 from tiered.zero.paging.tensors.gradients import SpentGradient, whole_norms
+from tiered.zero.paging.tensors.states import StateView
 from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import Placement
 from tiered.zero.paging.update import AdamWRule, Update
