@@ -744,6 +744,24 @@ def _(side: Side) -> None:
     side.show_model(model)
 
 
+@row(GROUP, "torch.distributed.checkpoint.state_dict: get_ and set_model_state_dict, get_ and set_optimizer_state_dict")
+def _(side: Side) -> None:
+    from torch.distributed.checkpoint import state_dict as states
+
+    model, optimizer = side.toy()
+    side.train(model, optimizer)
+    whole = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    values = states.get_model_state_dict(model, options=whole)
+    kept = copy.deepcopy(states.get_optimizer_state_dict(model, optimizer))
+    side.show("values", values)
+    side.show("states", kept["state"])
+    values = {name: value.clone() for name, value in values.items()}
+    side.train(model, optimizer, first=2)
+    states.set_model_state_dict(model, values)
+    states.set_optimizer_state_dict(model, optimizer, kept)
+    side.train(model, optimizer, first=2)
+
+
 @row(GROUP, "torch.save(list(model.parameters()))")
 def _(side: Side) -> None:
     model, optimizer = side.toy()
