@@ -30,15 +30,16 @@ import importlib
 import importlib.metadata
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from textwrap import indent
 
@@ -171,6 +172,13 @@ def versions() -> str:
     return f"Python {sys.version.split()[0]}, {', '.join(found)}"
 
 
+@cache
+def commit() -> str:
+    """Return the commit that is checked out, or an empty text where there is none."""
+    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=7", "HEAD"]
+    return subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+
+
 def document(found: Sequence[Outcome]) -> str:
     """Return the page of documentation: a table for each group, with its counts, and what is otherwise in other tiers."""
     here = [one for one in found if one.tier == TIERS[0]]
@@ -189,7 +197,7 @@ def document(found: Sequence[Outcome]) -> str:
         "",
         f"Made by `python -m bench.compatibility --write docs/compatibility.md` with {versions()}, on a CPU.",
         "",
-        f"{len(here)} rows: {_counted(tally)}.",
+        f"{len(here)} rows: {_counted(tally)}. Commits of the rows: {', '.join(sorted({one.commit for one in found} - {''}))}.",
     ]
     lines += ["", "| | rows | " + " | ".join(VERDICTS[:4]) + " |", "|---|---|---|---|---|---|"]
     for group in dict.fromkeys(one.group for one in here):
@@ -247,10 +255,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not rows:
         print("no row has such a name: --list shows them", file=sys.stderr)
         return 2
+    commit()  # as it is now
     with fake_device() if on_device else nullcontext():
         found = run(rows, options)
     print(counts(found))
     print(versions())
+    found = [replace(one, commit=commit()) for one in found]
     every = with_earlier(found, Path(options.json)) if options.json else found
     if options.json:
         rows_as = [asdict(one) | ({} if one.verdict in (WRONG, INVALID) else {"trace": ""}) for one in every]

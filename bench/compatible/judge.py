@@ -42,7 +42,7 @@ WIDEST = 240
 @dataclass(frozen=True)
 class Outcome:
     """What became of a row. ``read``: bytes that came from the disk on the paged side; ``trace``: where it failed, or empty;
-    ``tier``: where the parameters of the paged side computed."""
+    ``tier``: where the parameters of the paged side computed; ``commit``: of the package."""
 
     group: str
     name: str
@@ -52,6 +52,7 @@ class Outcome:
     read: int = 0
     trace: str = ""
     tier: str = "dram"
+    commit: str = ""
 
 
 def judge(row: Row, *, timeout: float, check: bool = False, folder: str | None = None, tier: str = "dram") -> Outcome:
