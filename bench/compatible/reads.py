@@ -356,7 +356,13 @@ reads("model.state_dict(): values computed with, viewed, as NumPy's")(
 )
 reads("model.state_dict(): repr, type, requires_grad, nbytes")(
     lambda model, p: [
-        [repr(value), isinstance(value, torch.Tensor), value.requires_grad, value.is_leaf, value.untyped_storage().nbytes()]
+        [
+            repr(value.cpu()),
+            isinstance(value, torch.Tensor),
+            value.requires_grad,
+            value.is_leaf,
+            value.untyped_storage().nbytes(),
+        ]
         for value in list(model.state_dict().values())[:6]
     ]
 )

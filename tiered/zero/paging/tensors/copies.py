@@ -31,6 +31,13 @@ GEOMETRY_ONLY = {
 """Functions that change the tensor object that they are given, and no value of the memory that it shares in torch."""
 
 
+ACROSS_DEVICES = {
+    *("copy_", "_foreach_copy_", "__setitem__", "__getitem__", "to", "type_as", "data.__set__", "_set_data"),
+    *("view_as", "reshape_as", "expand_as", "is_same_size", "is_set_to", "result_type", "_has_compatible_shallow_copy_type"),
+}
+"""Functions that may be given tensors on several devices."""
+
+
 class Origin(Protocol):
     """What a copy was made of."""
 
@@ -70,6 +77,8 @@ class CopiedValues(torch.Tensor):
                 "these values are a copy of what is in the store, and what another library writes to them would be lost: give "
                 "it a copy of your own (.clone())"
             )
+        if name not in ACROSS_DEVICES:
+            _refuse_apart(name, given, (args, kwargs))
         writes = name not in GEOMETRY_ONLY
         targets = [one for one in _copies(written_by(name, args, kwargs)) if writes and _is_on_its_memory(one)]
         for one in targets:
@@ -183,6 +192,26 @@ def _is_on_its_memory(one: CopiedValues) -> bool:
     return storage.data_ptr() == memory_of(one.whole)
 
 
+def _refuse_apart(name: str, given: Sequence[CopiedValues], values: Any) -> None:
+    """Raise MisuseError where a function would compute with a copy and with a tensor on another device, which in torch are on
+    one."""
+    if not given:
+        return
+    for other in _tensors(values):
+        for one in given:
+            here, there = _device(one), _device(other)
+            if here != there and one.ndim and other.ndim:
+                raise MisuseError(
+                    f"{name} is given copies of what is in the store, on {here}, and a tensor on {there}: move them with .to()"
+                )
+
+
+def _device(tensor: torch.Tensor) -> torch.device:
+    getter: Any = torch.Tensor.device
+    found: torch.device = _without_us(getter.__get__, (), (tensor,), {})
+    return found
+
+
 def _result(result: Any, given: Sequence[CopiedValues]) -> Any:
     """Return what a function returned, with views of the copies ``given`` as such."""
     if isinstance(result, tuple | list) and not isinstance(result, torch.Size):
@@ -200,12 +229,16 @@ def _result(result: Any, given: Sequence[CopiedValues]) -> Any:
 
 
 def _copies(values: Any) -> Iterator[CopiedValues]:
+    return (value for value in _tensors(values) if isinstance(value, CopiedValues))
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
     if isinstance(values, dict):
         values = tuple(values.values())
     if isinstance(values, list | tuple):
         for value in values:
-            yield from _copies(value)
-    elif isinstance(values, CopiedValues):
+            yield from _tensors(value)
+    elif isinstance(values, torch.Tensor):
         yield values
 
 
