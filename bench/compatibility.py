@@ -127,7 +127,7 @@ def with_earlier(found: Sequence[Outcome], file: Path) -> list[Outcome]:
     rows_of(GROUPS, "*")
     order = {(row.group, row.name): number for number, row in enumerate(ROWS)}
     every: dict[tuple[str, str, str], Outcome] = {}
-    earlier = [Outcome(**one) for one in json.loads(file.read_text())["rows"]] if file.exists() else []
+    earlier = [Outcome(**{"detail": "", **one}) for one in json.loads(file.read_text())["rows"]] if file.exists() else []
     for one in (*earlier, *found):
         if (one.group, one.name) in order:
             every[one.tier, one.group, one.name] = one
@@ -177,6 +177,13 @@ def commit() -> str:
     """Return the commit that is checked out, or an empty text where there is none."""
     asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=7", "HEAD"]
     return subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+
+
+def as_json(found: Sequence[Outcome]) -> str:
+    """Return what ``--json`` writes, a line for each outcome. Only those that failed have their traces."""
+    rows = [asdict(one) | ({} if one.verdict in (WRONG, INVALID) else {"trace": ""}) for one in found]
+    lines = ",\n".join(json.dumps({key: value for key, value in row.items() if value != ""}) for row in rows)
+    return f'{{"versions": {json.dumps(versions())}, "rows": [\n{lines}\n]}}\n'
 
 
 def document(found: Sequence[Outcome]) -> str:
@@ -263,8 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = [replace(one, commit=commit()) for one in found]
     every = with_earlier(found, Path(options.json)) if options.json else found
     if options.json:
-        rows_as = [asdict(one) | ({} if one.verdict in (WRONG, INVALID) else {"trace": ""}) for one in every]
-        Path(options.json).write_text(json.dumps({"versions": versions(), "rows": rows_as}, indent=1) + "\n")
+        Path(options.json).write_text(as_json(every))
     if options.write:
         Path(options.write).write_text(document(every))
     return int(any(one.verdict == WRONG or (one.verdict == INVALID and not on_device) for one in found))

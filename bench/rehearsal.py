@@ -70,7 +70,9 @@ class Rehearsal:
         self._touches, self._most = list(zip(keys, uses, sizes, strict=True)), most
         self._plan = Plan([Touch(key, None, use) for key, use, _ in self._touches], then)
         self.place = Pool(memory, NextUse.along(self._plan, decision.price, decision.keep), bottom=False)
-        self._directory = Directory(2, lambda copy, kind: self.place.note(copy, kind) if copy.tier == 0 else None)
+        self._directory = Directory(
+            2, lambda copy, kind: self.place.note(copy, kind) if copy.tier == 0 else None
+        )
         self._dying = dead_after(keys, uses, then)
         self._linked = 0
 
