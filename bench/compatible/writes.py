@@ -305,7 +305,8 @@ def _(model: Any, p: Any) -> None:
     state = model.state_dict()
     state["body.2.fc1.weight"][0] = 0.01
     state["body.2.fc1.weight"].view(-1)[5:9].fill_(0.02)
-    state["body.1.fc1.weight"].t()[2] *= 0.5
+    state["body.1.fc1.weight"].t()[2] = 0.05
+    state["body.1.fc1.weight"][5] *= 0.5
     torch.mul(state["head.weight"], 0.9, out=state["head.weight"])
     torch._foreach_mul_(list(state.values()), 0.95)
 
