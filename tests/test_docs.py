@@ -24,7 +24,7 @@ SKIPPED = "Not run in the tests: "
 NUMBER = r"(?<![\w.,])\d+(?:,\d{3})*(?:\.\d+)?(?!\w)"
 
 
-OPTIONAL = ("transformers", "peft", "accelerate", "lightning")
+OPTIONAL = ("transformers", "peft", "accelerate", "lightning", "trl", "datasets")
 """Libraries that adapters are for. Programs that import one are run where it is installed, and its warnings are not ours."""
 
 

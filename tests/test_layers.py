@@ -38,10 +38,10 @@ TREE: dict[str, tuple[str, ...]] = {
         *("units", "step_trace", "storage", "saved_tensors", "update", "tensors", "gradients", "sharding", "unit"),
         *("reduction", "micro_batch", "pager"),
     ),
-    "zero.paging.tensors": ("parameters", "copies", "states", "gradients"),
+    "zero.paging.tensors": ("parameters", "copies", "states", "sliced", "gradients"),
     "zero.build": ("staging", "construct"),
     "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors"),
-    "integrations": ("saves", "transformers", "accelerate", "lightning"),
+    "integrations": ("saves", "transformers", "axolotl", "accelerate", "lightning"),
     "cli": ("arguments", "stop", "measure", "output", "machine", "info", "stores", "train", "bench", "completion", "main"),
     "cli.stores": ("ls", "verify", "export", "import_"),
     "cli.train": ("options", "model", "timeline", "ranks", "loop", "resume", "report", "run", "check", "command"),
@@ -78,9 +78,10 @@ LONG_OR_SHORT: dict[str, str] = {
     "store.commit": "generations of an open store: commit, rollback, recovery",
     "zero.page": "the public calls on a whole model, beside training it",
     "zero.paging.gradients": "the gradients of one unit, from autograd to the update",
-    "zero.optimizer": "AdamW, and how losses are scaled, for gradients that are in the store",
     "zero.paging.tensors.parameters": "what a parameter answers to torch while its values are in the store",
+    "zero.paging.tensors.sliced": "what a sliced parameter and its gradient answer to torch",
     "zero.paging.pager": "a paged model's hooks, frames and backward pass",
+    "zero.optimizer": "the steps of AdamW on paged parameters",
 }
 LONG, SHORT = 600, 60
 
@@ -223,7 +224,7 @@ def test_libraries_that_may_be_missing_are_imported_by_integrations_alone() -> N
     for path in SOURCES:
         module = module_of(path, ROOT / "tiered")
         found = {name.split(".")[0] for _, name in imports_of(path.read_text(), module, path.name == "__init__.py", MODULES)}
-        theirs = found & {"transformers", "accelerate", "peft", "lightning", "trl", "datasets"}
+        theirs = found & {"transformers", "accelerate", "peft", "lightning", "trl", "datasets", "axolotl"}
         assert theirs <= ({path.stem} if path.parent.name == "integrations" else set()), module
 
 

@@ -197,6 +197,14 @@ def test_what_was_left_out_is_needed_when_it_comes_next() -> None:
     assert policy.victims(40, {key: Copied() for key in "abcd"}) == ["a", "d", "c", "b"]
 
 
+def test_of_those_that_never_come_the_least_recently_used_goes_first() -> None:
+    order = planned("ab")
+    policy = NextUse(order.next_use, lambda: order.cursor)
+    for key in ("x", "z", "y", "a", "z"):
+        policy.touched(key)
+    assert policy.victims(40, {key: Copied() for key in "axyz"}) == ["x", "y", "z", "a"]
+
+
 def test_a_dirty_one_counts_as_needed_sooner_by_its_price() -> None:
     order = planned("abcdef")
     among = {"c": Copied(), "d": Copied(dirty=True), "e": Copied(dirty=True), "f": Copied(dirty=True)}

@@ -250,3 +250,27 @@ def test_what_is_fetched_ahead_may_lose_its_source_to_what_leaves_for_it() -> No
     assert x.copies[2] is not None
     for pool in state.pools:
         pool.check()
+
+
+def test_what_is_not_in_the_order_leaves_by_its_last_use(tmp_path: Path) -> None:
+    """Whatever its name, when it arrived, and however often the order is replaced."""
+    with TieredStore.open(tmp_path / "state", dram=8 * MIB) as store:
+        for name in "abcdef":
+            store.put(name, filled(name))
+        for name in "bfadce":
+            with store.lease(name) as tensor:
+                del tensor
+        store.commit()  # all are clean
+        for order in (["x", "y"], ["y", "x"]):
+            store.follow(order)
+        for name in "xyz":
+            store.put(name, filled(name))
+        misses = store.statistics().misses
+        for name in "ecdaf":
+            with store.lease(name) as tensor:
+                del tensor
+        assert store.statistics().misses == misses
+        with store.lease("b") as tensor:
+            assert tensor.eq(ord("b")).all()
+            del tensor
+        assert store.statistics().misses == misses + 1

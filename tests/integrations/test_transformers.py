@@ -28,6 +28,8 @@ from transformers import (  # noqa: E402
     LlamaModel,
     MixtralConfig,
     MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
@@ -78,6 +80,12 @@ def t5() -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
     return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+
+
+def experts() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**LLAMA, **sizes}, output_router_logits=True))
 
 
 def data(count: int = 24, seed: int = 1) -> list[dict[str, torch.Tensor]]:
@@ -131,6 +139,7 @@ CASES: dict[str, tuple[Made, dict[str, Any]]] = {
     "llama": (llama, {}),
     "gpt2": (gpt2, {}),
     "t5": (t5, {}),
+    "experts": (experts, {}),
     "accumulation": (llama, {"gradient_accumulation_steps": 2}),
     "bf16": (llama, {"bf16": True}),
     "reentrant": (llama, {**CHECKPOINTED, "activation_checkpointing_kwargs": {"use_reentrant": True}}),
@@ -368,6 +377,22 @@ def test_checkpoints_are_commits_and_training_goes_on_from_them(tmp_path: Path) 
         with pytest.raises(MisuseError, match="is not there any more"):
             third.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-5"))
         store.close()
+
+
+def test_a_limit_of_checkpoints_holds_over_a_resumed_training(tmp_path: Path) -> None:
+    constant = {**SAVING, "lr_scheduler_type": "constant"}
+    reference = trainer(Trainer, llama(), tmp_path / "a", **{**constant, "save_strategy": "no"})
+    reference.train()
+    for existing, steps in (("refuse", 3), ("resume", 5)):
+        with TieredStore.open(tmp_path / "store", dram="1MiB", keep=9) as store:
+            model = paged(llama(), store, existing=existing)
+            options = {**constant, "save_total_limit": 2, "max_steps": steps}
+            ours = trainer(TieredTrainer, model, tmp_path / "b", **options)
+            ours.train(resume_from_checkpoint=existing == "resume")
+            assert sorted(commits(tmp_path / "b")) == [f"checkpoint-{steps - 1}", f"checkpoint-{steps}"]
+            assert tuple(commits(tmp_path / "b").values()) == store.generations
+            assert same(model, reference.model) is (steps == 5)
+            store.close()
 
 
 def test_the_best_commit_stays_and_is_loaded_at_the_end(tmp_path: Path) -> None:

@@ -175,8 +175,9 @@ def touch_of(touch: object) -> Touch:
     return touch
 
 
-_Rank = tuple[bool, float]
-"""Whether the plan drops a copy, and the position of its next use; the largest leaves first."""
+_Rank = tuple[bool, float, int]
+"""Whether the plan drops a copy, the position of its next use, and minus the number of its last touch; the largest leaves
+first."""
 
 
 class LRU:
@@ -225,7 +226,8 @@ class NextUse:
 
     ``next_use(key)`` is the position in a known order at which a tensor is needed next, infinite for never, and is called
     whenever the tensor is touched; ``now()`` is the present position. A dirty candidate counts as needed sooner by ``price``
-    positions, because it costs a write. A candidate that was never touched comes last.
+    positions, because it costs a write. Of those with one position (never, that is) the least recently used leaves first. A
+    candidate that was never touched comes last.
 
     ``dropped(key)``, called at the same time, is whether a plan drops the tensor until its next use: such candidates leave
     before all others.
@@ -241,6 +243,7 @@ class NextUse:
     ) -> None:
         self._next_use, self._now, self._price, self._dropped = next_use, now, price, dropped
         self.plans = dropped is not None
+        self._touches = 0
         self._known: dict[Key, _Rank] = {}
         self._order: list[tuple[_Rank, Key]] = []  # the last one leaves first
 
@@ -256,7 +259,8 @@ class NextUse:
 
     def touched(self, key: Key) -> None:
         self.forgotten(key)
-        self._known[key] = self._dropped is not None and self._dropped(key), self._next_use(key)
+        self._touches += 1
+        self._known[key] = self._dropped is not None and self._dropped(key), self._next_use(key), -self._touches
         insort(self._order, (self._known[key], key))
 
     def forgotten(self, key: Key) -> None:
@@ -269,7 +273,7 @@ class NextUse:
 
     def victims(self, nbytes: int, among: Mapping[Key, Candidate]) -> list[Key] | None:
         """Return the first of ``among`` that together have ``nbytes``; None when all of them are too little."""
-        while self._order and self._order[0][0] < (False, self._now()):  # not used when they should have been
+        while self._order and self._order[0][0][:2] < (False, self._now()):  # not used when they should have been
             self.touched(self._order[0][1])
         if self._price:
             kinds = (self._ranked(among, False, 0.0), self._ranked(among, True, self._price))
@@ -287,7 +291,7 @@ class NextUse:
 
     def _ranked(self, among: Mapping[Key, Candidate], dirty: bool | None, price: float) -> Iterator[tuple[_Rank, Key]]:
         """Yield candidates of one kind (or of both: None), the furthest first."""
-        for (dropped, position), key in reversed(self._order):
+        for (dropped, position, touch), key in reversed(self._order):
             candidate = among.get(key)
             if candidate is not None and (dirty is None or candidate.dirty is dirty):
-                yield (dropped, position - price), key
+                yield (dropped, position - price, touch), key

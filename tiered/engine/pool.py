@@ -201,13 +201,14 @@ class Pool:
             self.evictable[copy.key] = copy
 
     def adopt(self, policy: EvictionPolicy) -> None:
-        """Let ``policy`` choose victims from now on, and report every present copy to ``policy``."""
+        """Let ``policy`` choose victims from now on, and report every present copy to ``policy``, the one used last at the end.
+        """
         for key in self.copies:  # else the old policy would remember copies that leave meanwhile
             self.policy.forgotten(key)
         self.policy = policy
         self.marked.clear()
-        for key in self.copies:
-            policy.touched(key)
+        for copy in sorted(self.copies.values(), key=lambda copy: copy.last_use):
+            policy.touched(copy.key)
 
     def mark_victim(self, copy: Copy) -> None:
         """Prefer ``copy``, which was chosen as a victim, until it is used."""

@@ -88,7 +88,7 @@ class Copy:
     engine's). ``witness`` is the store's (it shares torch's version counter between leases), ``version`` is that counter when
     the write-back began, ``sealed`` the counter when the first of its READ leases began, and ``lent_clean`` whether the copy
     was CLEAN then. ``spoiled``: it was written to under a READ lease, so it does not hold the tensor's bytes any more.
-    ``evictability`` is the value under which the pool counts it.
+    ``evictability`` is the value under which the pool counts it, ``last_use`` the number of the last lease of the tensor.
     """
 
     key: Key
@@ -103,6 +103,7 @@ class Copy:
     generation: int = 0
     record: bytes = b""
     prefetched: bool = False
+    last_use: int = 0
     failure: TieredError | None = None
     fences: tuple[Fence, ...] = ()
     witness: object = None

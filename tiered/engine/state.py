@@ -470,6 +470,7 @@ class EngineState:
         self.waiting: Sequence[Ticket] = ()  # the request queue's
         self.order: FollowedOrder | None = None
         self.snapshot: ActiveSnapshot | None = None
+        self._uses = 0
         self.generation = 1  # of the commit that is open
         self.unsaved: dict[Key, Copy] = {}  # copies that no tier below has got yet
         self.dropped_dirty: dict[tuple[int, Key], Copy] = {}  # DIRTY copies to be written behind, by tier and key
@@ -573,8 +574,10 @@ class EngineState:
         """Record that a lease of ``entry`` in ``tier`` begins, or that the tensor was put there."""
         if self.order is not None:
             self.order.plan.happened(entry.key)
+        self._uses += 1
         for pool, copy in zip(self.pools, entry.copies, strict=True):
             if copy is not None and not pool.bottom:
+                copy.last_use = self._uses
                 pool.policy.touched(entry.key)
         for record in self.records:
             if len(record.touches) < record.most and record.wanted() is not None:

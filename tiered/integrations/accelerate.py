@@ -25,7 +25,7 @@ from torch import nn
 
 from tiered import MisuseError, TieredStore, zero
 from tiered.integrations.saves import Pair, Saved, is_paged, restore, save, store_of
-from tiered.zero.paging.pager import pager_of, placement_of
+from tiered.zero.paging.pager import owner_of, pager_of
 
 __all__ = ["FILE", "export_state", "register"]
 
@@ -162,7 +162,7 @@ class _Registered(Accelerator):
         optimizers: dict[Any, zero.AdamW] = {}
         for prepared in self._optimizers:
             if isinstance(prepared.optimizer, zero.AdamW) and not prepared.optimizer.resident:
-                pager = placement_of(prepared.optimizer.param_groups[0]["params"][0])[0]
+                pager = owner_of(prepared.optimizer.param_groups[0]["params"][0])
                 if pager in optimizers:
                     raise MisuseError(
                         f"model {pager.name!r} has two optimizers, and a commit has one: give it one with two param groups"

@@ -17,7 +17,7 @@ from torch import nn
 from tiered import MisuseError, TieredStore, zero
 from tiered.store.at_rest import listing
 from tiered.zero.checkpoint.checkpoint import extra_of
-from tiered.zero.paging.pager import pager_of, placement_of
+from tiered.zero.paging.pager import owner_of, pager_of
 
 __all__ = ["MARK", "Saved", "is_paged", "restore", "save", "store_of"]
 
@@ -55,7 +55,7 @@ def is_paged(model: nn.Module) -> bool:
     """Return whether the values of ``model`` are in a store. Raises MisuseError for a model that only has one in it."""
     paged = {name: parameter for name, parameter in model.named_parameters() if hasattr(parameter, "_tiered")}
     for name, parameter in paged.items():
-        if placement_of(parameter)[0].model is model:
+        if owner_of(parameter).model is model:
             break
         raise MisuseError(
             f"parameter {name!r} is paged as part of another module than this {type(model).__name__}: page the model that "

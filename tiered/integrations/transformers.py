@@ -31,11 +31,11 @@ from tiered.zero.checkpoint.checkpoint import extra_of
 from tiered.zero.checkpoint.loaders import of_random, random_states
 from tiered.zero.paging.pager import Listing, Pager, pager_of
 
-__all__ = ["CommitCheckpoints", "TieredCallback", "TieredTrainer", "from_pretrained"]
+__all__ = ["CommitCheckpoints", "TieredCallback", "TieredTrainer", "from_pretrained", "reading_one_at_a_time"]
 
 # -- reading pretrained models -------------------------------------------------------------------------------------------------
 
-PAGING = {"prefetch", "micro_batch", "policy", "source", "stage", "group", "timeout", "update_tier"}
+PAGING = {"prefetch", "micro_batch", "policy", "source", "stage", "group", "timeout", "update_tier", "experts"}
 """Arguments of ``from_pretrained`` that are ``zero.page``'s."""
 
 ELSEWHERE = "the store decides where parameters are: leave it out"
@@ -94,7 +94,7 @@ def from_pretrained(
                 model = prepare(model)
     else:
         _refuse_pickled(path)
-        with _one_at_a_time(), zero.init(store):
+        with reading_one_at_a_time(), zero.init(store):
             model = cls.from_pretrained(path, config=config, dtype=dtype, local_files_only=True, **options)
             if getattr(model, "hf_quantizer", None) is not None:
                 raise MisuseError(f"{path}: {REFUSED['quantization_config']}")
@@ -135,7 +135,7 @@ def _without_values(cls: Any, path: Path, config: Any, dtype: torch.dtype | str,
 
 
 @contextmanager
-def _one_at_a_time() -> Iterator[None]:
+def reading_one_at_a_time() -> Iterator[None]:
     """Have ``transformers`` read a tensor when it needs it. Otherwise threads read all of them ahead, into memory."""
     before = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
@@ -185,6 +185,11 @@ def _pager(model: nn.Module) -> Pager:
     """Return the pager of a model. Raises MisuseError where not all of its parameters are paged, by one call of zero.page."""
     for name, parameter in model.named_parameters():
         if not hasattr(parameter, "_tiered"):
+            if ".ref." in name:  # of trl: a copy of the adapter, which on resuming would be one of the trained adapter
+                raise MisuseError(
+                    f"parameter {name!r} is of a reference adapter that DPOTrainer has added to a paged model: page the base "
+                    "model only, and give peft_config= to a DPOTrainer without commits"
+                )
             raise MisuseError(
                 f"parameter {name!r} is not paged, so a commit of the store would not have it: call zero.page on the whole "
                 "model, after peft.get_peft_model and the like"
@@ -237,6 +242,17 @@ class CommitCheckpoints:
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
+        self._begin()
+
+    @classmethod
+    def adopt(cls, trainer: Any) -> None:
+        """Make the checkpoints of a trainer commits that another program has made, of whatever class."""
+        kind = type(trainer)
+        trainer.__class__ = type(kind.__name__, (cls, kind), {})
+        trainer._begin()
+
+    def _begin(self) -> None:
+        """Refuse what cannot be."""
         this: Any = self
         self._random: dict[str, Any] | None = None
         _pager(this.model)
@@ -256,16 +272,13 @@ class CommitCheckpoints:
 
     # -- the optimizer -----------------------------------------------------------------------------------------------------
 
-    def create_optimizer(self, *given: Any, **options: Any) -> Any:
-        """Make ``zero.AdamW`` unless the trainer was given an optimizer; groups and arguments are Trainer's."""
-        this: Any = self
-        if this.optimizer is None and this.optimizer_cls_and_kwargs is None:
-            args = this.args
-            if getattr(args.optim, "value", args.optim) not in ("adamw_torch", "adamw_torch_fused"):
-                raise MisuseError(f"optim={args.optim}: zero.AdamW updates paged parameters: give optim='adamw_torch_fused'")
-            betas = args.adam_beta1, args.adam_beta2
-            this.optimizer_cls_and_kwargs = zero.AdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
-        return super().create_optimizer(*given, **options)  # type: ignore[misc]
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[type, dict[str, Any]]:
+        """Return ``zero.AdamW`` for a trainer that was given no optimizer; groups and arguments are Trainer's."""
+        if getattr(args.optim, "value", args.optim) not in ("adamw_torch", "adamw_torch_fused"):
+            raise MisuseError(f"optim={args.optim}: zero.AdamW updates paged parameters: give optim='adamw_torch_fused'")
+        betas = args.adam_beta1, args.adam_beta2
+        return zero.AdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
 
     # -- saving ------------------------------------------------------------------------------------------------------------
 

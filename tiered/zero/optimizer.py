@@ -21,14 +21,14 @@ from tiered.errors import MisuseError
 from tiered.system import compiler, refuse_little_room
 from tiered.zero.collectives import Ranks
 from tiered.zero.intent import decide
-from tiered.zero.paging.pager import Pager, placement_of
+from tiered.zero.paging.pager import Pager, name_of, owner_of, placement_of, placements_of
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.sharding import Stage, Stage1
 from tiered.zero.paging.tensors.gradients import SpentGradient, whole_norms
 from tiered.zero.paging.tensors.states import StateView
 from tiered.zero.paging.unit import Unit
-from tiered.zero.paging.units import Placement
-from tiered.zero.paging.update import AdamWRule, Update
+from tiered.zero.paging.units import Placement, Sliced
+from tiered.zero.paging.update import AdamWRule, Update, UpdateRule
 from tiered.zero.resident import Resident
 
 __all__ = ["AdamW", "GradScaler", "refuse_others"]
@@ -48,6 +48,8 @@ REFUSED = {
 """Why there is no such update as these arguments of ``torch.optim.AdamW`` ask for."""
 STATES = {"exp_avg": "m", "exp_avg_sq": "v", "master": "master"}
 """What torch calls a state, and what it is called here."""
+LOGGED = 256
+"""After so many steps the rules of those are forgotten that no slice of a parameter has yet to make."""
 HALF_LOADED = (
     "an exception struck optimizer.load_state_dict, and some parameters have the states that it was given and others have not: "
     "call it again, or zero.rollback"
@@ -126,6 +128,8 @@ class AdamW(Optimizer):
             raise MisuseError(f"lr={lr} has {lr.numel()} elements: give one")
         self._in_backward = update == "in_backward"
         self._group_of: dict[Placement, int] = {}
+        self._missed: dict[Sliced, dict[int, UpdateRule]] = {}
+        """The rules of the steps that slices may have yet to make, by number."""
         for what, value, wrong in (
             ("lr", lr, lr < 0),
             ("eps", eps, eps < 0),
@@ -162,16 +166,14 @@ class AdamW(Optimizer):
                 if self._made:
                     self._show(self._resident.write())
                 return
-            for parameter in group["params"]:
-                _, unit, _ = placement_of(parameter)
+            for _, unit, _ in self._found(group):
                 kinds = {placement.dtype for placement in unit.gradients.states}
                 if torch.float64 in kinds and len(kinds) > 1:
                     raise MisuseError(f"unit {unit.plan.name!r} mixes float64 with other element types: use one of them")
         except MisuseError:
             self.param_groups.pop()
             raise
-        for parameter in group["params"]:
-            _, unit, placement = placement_of(parameter)
+        for _, unit, placement in self._found(group):
             self._group_of[placement] = len(self.param_groups) - 1
             unit.claim(placement, self._update_now if self._in_backward else None)
 
@@ -205,25 +207,34 @@ class AdamW(Optimizer):
 
     def _step(self) -> None:
         updates: dict[Unit, dict[Placement, Update]] = {}
+        missed: dict[Unit, dict[Placement, tuple[Update, dict[int, UpdateRule]]]] = {}
         deeds: list[Callable[[], object]] = []
         steps: dict[Placement, int] = {}
         for group in self.param_groups:
             rule = _rule(group)
             for parameter in group["params"]:
-                _, unit, placement = placement_of(parameter)
-                unit.gradients.refuse_interrupted(placement)
-                deeds.append(partial(unit.gradients.close_step, placement))
-                if unit.gradients.has(placement):
-                    unit.gradients.refuse_infinite(placement)
-                    unit.gradients.close()
-                    step = steps[placement] = self.steps.get(placement, 0) + 1
-                    update = Update(rule, step, *unit.gradients.factors(placement))
-                    updates.setdefault(unit, {})[placement] = update
+                found = placements_of(parameter)
+                for _, unit, placement in found:
+                    unit.gradients.refuse_interrupted(placement)
+                    deeds.append(partial(unit.gradients.close_step, placement))
+                    if unit.gradients.has(placement):
+                        unit.gradients.refuse_infinite(placement)
+                        unit.gradients.close()
+                        step = steps[placement] = self.steps.get(placement, 0) + 1
+                        update = Update(rule, step, *unit.gradients.factors(placement))
+                        updates.setdefault(unit, {})[placement] = update
+                if len(found) > 1:
+                    self._miss(found, rule, steps, missed)
+        for unit in updates:
+            updates[unit] |= {placement: update for placement, (update, _) in missed.pop(unit, {}).items()}
         error: TieredError | None = None
         try:
             for unit in updates:  # the last that can fail, before anything is marked
                 unit.apply_update()  # an earlier update that nothing has asked for yet
                 unit.storage.give_up()
+            for unit, slices in missed.items():
+                if not all(unit.misses(placement, update.step) for placement, (update, _) in slices.items()):
+                    unit.apply_update()
         except TieredError as problem:
             error = problem
         for pager in self._pagers():  # of several ranks all make the step, or none
@@ -234,10 +245,40 @@ class AdamW(Optimizer):
             raise error
         deeds.append(partial(self.steps.update, steps))
         deeds += [unit.defer_update(changed) for unit, changed in updates.items()]
+        deeds += [unit.defer_missed(slices) for unit, slices in missed.items()]
         deeds += [pager.intent.all_updated for pager in self._pagers()]
         self._decide(deeds)
         for trace in dict.fromkeys(pager.step_trace for pager in self._pagers()):
             trace.step_ended()
+
+    def _miss(
+        self,
+        slices: Sequence[tuple[Pager, Unit, Placement]],
+        rule: AdamWRule,
+        steps: dict[Placement, int],
+        missed: dict[Unit, dict[Placement, tuple[Update, dict[int, UpdateRule]]]],
+    ) -> None:
+        """Add to ``missed``, and to ``steps``, a step with a gradient of zero of each slice of a parameter that has none, where
+        another slice has one."""
+        spent = [placement for _, unit, placement in slices if unit.gradients.is_spent(placement)]
+        made = {steps[p] for _, _, p in slices if p in steps} | {self.steps[p] for p in spent}
+        if not made:
+            return
+        step = max(made)
+        sliced = slices[0][2].sliced
+        assert sliced is not None
+        log = self._missed.setdefault(sliced, {})
+        last = log.get(step - 1)
+        log[step] = last if last == rule else rule  # one object for many steps, where the rule stays the same
+        for _, unit, placement in slices:
+            if placement in steps or placement in spent or not placement.parameter.requires_grad:
+                continue
+            steps[placement] = step
+            missed.setdefault(unit, {})[placement] = Update(rule, step, graded=False), log
+        if step % LOGGED == 0:
+            oldest = min(unit.waiting_since(placement, step) for _, unit, placement in slices)
+            for number in [number for number in log if number < oldest]:
+                del log[number]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; with ``set_to_none=False`` they become zeros (hence an update follows), as in torch.
@@ -256,11 +297,10 @@ class AdamW(Optimizer):
                     pager.gradient_sync.synchronise()  # zeros take the place of all that is on its way
         units: dict[Unit, list[Placement]] = {}
         deeds: list[Callable[[], object]] = []
-        for parameter in self._parameters():
-            _, unit, placement = placement_of(parameter)
-            if set_to_none or isinstance(parameter.grad, SpentGradient):
+        for _, unit, placement in self._all():
+            if set_to_none or isinstance(placement.parameter.grad, SpentGradient):
                 deeds.append(partial(unit.gradients.forget, placement))
-            elif parameter.grad is not None or unit.gradients.was_added_to(placement):
+            elif placement.parameter.grad is not None or unit.gradients.was_added_to(placement):
                 units.setdefault(unit, []).append(placement)
         self._decide(deeds)
         if set_to_none:
@@ -305,7 +345,7 @@ class AdamW(Optimizer):
 
     def _graded(self) -> list[tuple[Pager, Unit, Placement]]:
         """Return the parameters that have a gradient. Raises InterruptedStep where one is not right."""
-        found = [placement_of(parameter) for parameter in self._parameters()]
+        found = list(self._all())
         for _, unit, placement in found:
             unit.gradients.refuse_interrupted(placement)
         return [one for one in found if one[2].parameter.grad is not None]
@@ -315,11 +355,19 @@ class AdamW(Optimizer):
         for a parameter that is not paged, where there is no store."""
         if self._resident is not None:
             return None if parameter.grad is None else parameter.grad.detach().clone()
-        pager, unit, placement = placement_of(parameter)
+        found = placements_of(parameter)
+        pager = found[0][0]
         pager.start()
         if not pager.computing:
             pager.gradient_sync.synchronise()
-        return unit.gradient(placement)
+        gradients = [unit.gradient(placement) for _, unit, placement in found]
+        if len(gradients) == 1 or all(gradient is None for gradient in gradients):
+            return gradients[0]
+        whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        for (_, _, placement), gradient in zip(found, gradients, strict=True):
+            if gradient is not None:
+                whole[_at(placement)].copy_(gradient)
+        return whole
 
     def flush(self) -> None:
         """Apply every pending update now. Raises what the store raises."""
@@ -349,21 +397,20 @@ class AdamW(Optimizer):
         self.__dict__["state"] = states
 
     def _named(self) -> Iterator[tuple[torch.Tensor, str]]:
-        return ((parameter, placement_of(parameter)[2].name) for parameter in self._parameters())
+        return ((parameter, parameter.__dict__["_tiered"].name) for parameter in self._parameters())
 
     def _state_names(self, parameter: torch.Tensor) -> tuple[str, ...]:
-        placement = placement_of(parameter)[2]
-        if not self.steps.get(placement):
+        if not self._steps_of(parameter):
             return ()
-        master = placement.stored in (torch.bfloat16, torch.float16)
+        master = placements_of(parameter)[0][2].stored in (torch.bfloat16, torch.float16)
         return ("step", "exp_avg", "exp_avg_sq", *(["master"] if master else []))
 
     def _state_of(self, parameter: torch.Tensor, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        pager, unit, placement = placement_of(parameter)
-        found = {"step": torch.tensor(float(self.steps[placement]), device="cpu")}
+        found = {"step": torch.tensor(float(self._steps_of(parameter)), device="cpu")}
         if names != ("step",):
-            pager.start_anew()
-            kept = unit.state_copies(placement)
+            for pager in dict.fromkeys(pager for pager, _, _ in placements_of(parameter)):
+                pager.start_anew()
+            kept = self._copies_of(parameter)
             found |= {name: kept[ours].to(parameter.device) for name, ours in STATES.items() if ours in kept}
         return found
 
@@ -412,7 +459,7 @@ class AdamW(Optimizer):
         parameters = list(self._parameters())
         for index, found in moments.items():
             if index < len(parameters):
-                _refuse_state(placement_of(parameters[index])[2].name, parameters[index].shape, found)
+                _refuse_state(name_of(parameters[index]), parameters[index].shape, found)
         steps = {index: int(found["step"]) for index, found in moments.items()}
         for pager in pagers:
             pager.intent.spoil(HALF_LOADED)
@@ -424,9 +471,12 @@ class AdamW(Optimizer):
             raise
         loaded = {}
         for index, parameter in enumerate(parameters):
-            _, unit, placement = placement_of(parameter)
-            if index in states:
-                unit.load_state(placement, states[index])
+            slices = placements_of(parameter)
+            for _, unit, placement in slices if index in states else ():
+                state = states[index]
+                if placement.sliced is not None:
+                    state = {name: value[_at(placement)] for name, value in state.items()}
+                unit.load_state(placement, state)
                 loaded[placement] = steps[index]
         self.steps = loaded
         for pager in pagers:
@@ -446,8 +496,18 @@ class AdamW(Optimizer):
             return
         self.flush()
         for parameter in self._parameters():
-            _, unit, placement = placement_of(parameter)
-            yield self.steps.get(placement, 0), unit.state_copies(placement) if placement in self.steps else {}
+            yield self._steps_of(parameter), self._copies_of(parameter)
+
+    def _steps_of(self, parameter: torch.Tensor) -> int:
+        return max(self.steps.get(placement, 0) for _, _, placement in placements_of(parameter))
+
+    def _copies_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        slices = placements_of(parameter)
+        copies = [unit.state_copies(placement) for _, unit, placement in slices if placement in self.steps]
+        if len(slices) == 1 or not copies:
+            return copies[0] if copies else {}
+        join = torch.stack if isinstance(_at(slices[0][2]), int) else torch.cat
+        return {name: join([copy[name] for copy in copies]) for name in copies[0]}
 
     def _show(self, steps: Sequence[int]) -> None:
         """Set ``state`` as torch does, because torch.distributed.checkpoint takes an optimizer without any for a fresh one, and
@@ -511,10 +571,25 @@ class AdamW(Optimizer):
             yield from group["params"]
 
     def _units(self) -> Iterable[Unit]:
-        return dict.fromkeys(placement_of(parameter)[1] for parameter in self._parameters())
+        return dict.fromkeys(unit for _, unit, _ in self._all())
 
     def _pagers(self) -> Iterable[Pager]:
-        return dict.fromkeys(placement_of(parameter)[0] for parameter in self._parameters())
+        return dict.fromkeys(owner_of(parameter) for parameter in self._parameters())
+
+    def _found(self, group: Mapping[str, Any]) -> Iterator[tuple[Pager, Unit, Placement]]:
+        """Yield where each parameter of ``group`` is; of one that is sliced, where each slice is."""
+        for parameter in group["params"]:
+            yield from placements_of(parameter)
+
+    def _all(self) -> Iterator[tuple[Pager, Unit, Placement]]:
+        for group in self.param_groups:
+            yield from self._found(group)
+
+
+def _at(placement: Placement) -> int | slice:
+    """Return the index of a slice in its parameter."""
+    assert placement.sliced is not None
+    return placement.sliced.at(placement.number)
 
 
 def _rule(group: dict[str, Any]) -> AdamWRule:
@@ -569,11 +644,11 @@ def _refuse_little_room(params: Sequence[Any]) -> None:
     given = [parameter for group in groups if isinstance(group, list) for parameter in group] if groups else params
     alone = (one[1] if isinstance(one, tuple) else one for one in given)
     paged = (parameter for parameter in alone if isinstance(parameter, torch.Tensor) and hasattr(parameter, "_tiered"))
-    pagers = dict.fromkeys(placement_of(parameter)[0] for parameter in paged)
+    pagers = dict.fromkeys(owner_of(parameter) for parameter in paged)
     for pager in pagers:
         named = [parameter for _, parameter in pager.model.named_parameters(remove_duplicate=False)]
         uses = Counter(id(parameter) for parameter in named)
-        gradients = [p.nbytes * min(uses[id(p.parameter)], 2) for p in pager.placements if p.parameter.requires_grad]
+        gradients = [p.nbytes * min(max(uses[id(p.parameter)], 1), 2) for p in pager.placements if p.parameter.requires_grad]
         largest = max(gradients, default=0)
         refuse_little_room(pager.store, "training this model", largest=largest, more=compiler())
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,19 +20,19 @@ from torch import nn
 from tiered import Access, CapacityError, MisuseError, TieredError, TieredStore
 from tiered.system import Trimmer, refuse_little_room, returned_at_once
 from tiered.zero.build.construct import unguard
-from tiered.zero.build.staging import PREFIX, Staged, Window, current, find
+from tiered.zero.build.staging import ALL, PREFIX, Staged, Window, current, find
 from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint.reshard import Source, opened, reshard
 from tiered.zero.checkpoint.safetensors import Pretrained
 from tiered.zero.collectives import Ranks
 from tiered.zero.optimizer import refuse_others
 from tiered.zero.paging.micro_batch import SAVED_SHARE, refuse_batch_dependent, split_modules
-from tiered.zero.paging.pager import Pager, PagerConfig, pager_of, placement_of
+from tiered.zero.paging.pager import Pager, PagerConfig, owner_of, pager_of, placements_of
 from tiered.zero.paging.sharding import Partition, Sharded, Stage, Stage3, Unsharded
 from tiered.zero.paging.step_trace import Prefetch
 from tiered.zero.paging.storage import UpdateTier, in_update_tier
 from tiered.zero.paging.tensors.parameters import unpage
-from tiered.zero.paging.units import Limits, ModelPlan, Placement, Policy, UnitPlan, divide
+from tiered.zero.paging.units import Limits, ModelPlan, Placement, Policy, Slicing, UnitPlan, divide
 from tiered.zero.rank_stores import newest_set, number_of
 
 __all__ = ["Moved", "PagingStatistics", "gathered", "no_sync", "offload", "onload", "page", "statistics"]
@@ -84,7 +85,8 @@ def gathered(what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, write: 
 
     ``what``: a module (all of its parameters), a parameter, or several; those that are not paged are left out. A single read or
     write outside of forward needs no such block; it is for code that uses the same parameters many times, or that reads their
-    memory without torch (``data_ptr``). ``write=True`` says that the block writes to them: what it writes goes to the store,
+    memory without torch (``data_ptr``). A parameter that is divided into slices (experts) stays one without memory of its own;
+    its slices are in memory. ``write=True`` says that the block writes to them: what it writes goes to the store,
     also what it writes without torch. Without, values that torch writes are found at the end of the block, and copied. The
     model's forward, and ``optimizer.step``, are refused within the block. With several processes all of them enter the block.
 
@@ -97,7 +99,8 @@ def gathered(what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, write: 
     pagers: dict[Pager, list[torch.Tensor]] = {}
     for parameter in given:
         if hasattr(parameter, "_tiered"):
-            pagers.setdefault(placement_of(parameter)[0], []).append(parameter)
+            mine = pagers.setdefault(owner_of(parameter), [])
+            mine += [placement.parameter for _, _, placement in placements_of(parameter)]
     with ExitStack() as stack:
         for pager, mine in pagers.items():
             stack.enter_context(pager.gathering(mine, Access.WRITE if write else Access.READ))
@@ -189,6 +192,7 @@ def _nbytes(store: TieredStore, keys: Iterable[str]) -> int:
 
 
 AS_IT_IS = Policy()
+Experts = Literal["sliced", "whole"]
 
 Init = Callable[[nn.Module], None]
 
@@ -209,6 +213,7 @@ def page(
     group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
     update_tier: UpdateTier = "dram",
+    experts: Experts = "sliced",
 ) -> nn.Module:
     """Move ``model``'s parameters into ``store`` and page them around each module's forward and backward. Returns ``model``.
 
@@ -247,6 +252,13 @@ def page(
     ``update_tier``: where a store with ``hbm=`` updates parameters: in "dram", to which gradients go down and from which
     parameters come up, or in "hbm", to which optimizer states come up as well. Ranks exchange through DRAM.
 
+    ``experts``: a module with one parameter for all experts of a mixture (at least two parameters of three dimensions, with the
+    same first one) is "sliced": each expert is a unit, and only the experts that are used are fetched. ``parameter[i]``, and
+    ``torch.nn.functional.grouped_mm``, use one expert at a time; anything else gets a copy of all. An expert without tokens is
+    updated with a gradient of zero, as torch does it, when it is next fetched. The norm of the gradient is that of the experts'
+    norms, which may differ from torch's in the last bit. "whole": as any other parameter. With ``existing="resume"`` it is as
+    it was committed; several processes have experts whole.
+
     Raises MisuseError (paged before, name taken, wrong device, built for another store, no way to initialise; weights that are
     missing, unexpected, or of another shape), SafetensorsError (damaged weights), CapacityError when the store's DRAM budget is
     below the smallest that works for this model, or a memory cgroup leaves less than this may take beside it (the message says
@@ -268,6 +280,7 @@ def page(
         group=group,
         timeout=timeout,
         update_tier=update_tier,
+        experts=experts,
     )
     options.refuse_contradictions()
     return _page(model, store, options)
@@ -289,11 +302,14 @@ class _Options:
     group: dist.ProcessGroup | None
     timeout: float | None
     update_tier: UpdateTier
+    experts: Experts
 
     def refuse_contradictions(self) -> None:
         """Raise MisuseError for values that there are not, or that do not go together."""
         if self.existing not in ("refuse", "overwrite", "resume") or self.prefetch not in ("on", "off"):
             raise MisuseError("existing is 'refuse', 'overwrite' or 'resume', prefetch is 'on' or 'off'")
+        if self.experts not in ("sliced", "whole"):
+            raise MisuseError(f"experts is 'sliced' or 'whole', not {self.experts!r}")
         if type(self.micro_batch) is not int or self.micro_batch < 1:
             raise MisuseError(
                 f"micro_batch is into how many parts units divide the batch, at least 1, not {self.micro_batch!r}"
@@ -337,10 +353,12 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
         _refuse_newer(options.source, store, partition)
     elif options.existing == "resume" and options.source is not None:
         _take_over(model, store, options, limits, partition, pool)
+    slicing = Slicing(experts=options.experts == "sliced")
     if options.existing == "resume":
-        limits, kept = checkpoint.layout(store, options.name)
+        limits, kept, names = checkpoint.layout(store, options.name)
         strides |= {parameter: kept[qualified] for qualified, parameter in model.named_parameters() if qualified in kept}
-    tentative = divide(model, limits, strides, options.policy, partition.shares)
+        slicing = Slicing(only=names)
+    tentative = divide(model, limits, strides, options.policy, partition.shares, slicing)
     _refuse_small_pool(tentative, model, store, pool, options.micro_batch, partition.shares)
     together = 0 if options.existing == "resume" or options.weights is not None else _largest_meta(model)
     refuse_little_room(store, "paging this model", largest=together)
@@ -350,7 +368,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     if options.existing == "resume":
         checkpoint.refuse_other(store, options.name, tentative, partition, model)
         strides |= {fresh: strides[meta] for fresh, meta in _replace_meta(model, store).items()}
-        plan = divide(model, limits, strides, options.policy, partition.shares)
+        plan = divide(model, limits, strides, options.policy, partition.shares, slicing)
         buffers = _buffers_for(model, store)
         _release(plan, store)
         window.sweep()
@@ -369,7 +387,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
         try:
             if pretrained is not None:
                 pretrained.renamed(meta)
-            plan = divide(model, limits, strides, options.policy, partition.shares)
+            plan = divide(model, limits, strides, options.policy, partition.shares, slicing)
             for key in held:
                 store.delete(key)
             adoption.move(plan, options.name, Trimmer(pool))
@@ -418,8 +436,9 @@ def _take_over(
     with ExitStack() as stack:
         stores = opened(options.source, stack)
         there = Source(stores, options.name)
-        strides = {p: there.named(qualified).stride for qualified, p in model.named_parameters()}
-        plan = divide(model, limits, strides, options.policy, partition.shares)
+        strides = {p: there.stride(qualified) for qualified, p in model.named_parameters()}
+        slicing = Slicing(experts=options.experts == "sliced")
+        plan = divide(model, limits, strides, options.policy, partition.shares, slicing)
         _refuse_small_pool(plan, model, store, pool, options.micro_batch, partition.shares)
         reshard(there, store, plan, partition)
         partition.goes_on(number_of(stores[0].manifest.meta))
@@ -441,6 +460,8 @@ def _release(plan: ModelPlan, store: TieredStore) -> None:
     for unit in plan.units:
         for placement in unit.placements:
             placement.parameter.data = _nothing(placement.shape, placement.dtype, store.device)
+    for sliced in plan.sliced.values():
+        sliced.parameter.data = _nothing(sliced.shape, sliced.dtype, store.device)
 
 
 def _nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -569,7 +590,7 @@ class _Adoption:
     init: Init | None
     pretrained: Pretrained | None = None
     without_memory: set[nn.Parameter] = field(default_factory=set)
-    stored: dict[nn.Parameter, tuple[str, Placement, torch.device]] = field(default_factory=dict)
+    stored: dict[nn.Parameter, list[tuple[str, Placement, torch.device]]] = field(default_factory=dict)
     created: list[str] = field(default_factory=list)
 
     def move(self, plan: ModelPlan, name: str, trimmer: Trimmer) -> None:
@@ -592,17 +613,21 @@ class _Adoption:
     def _fill(self, key: str, memory: torch.Tensor, unit: UnitPlan, owner: dict[nn.Parameter, nn.Module]) -> None:
         memory.zero_()
         for placement in unit.placements:
-            parameter = placement.parameter
+            sliced = placement.sliced
+            parameter = placement.parameter if sliced is None else sliced.parameter
+            at = ALL if sliced is None else sliced.at(placement.number)
             if parameter in self.without_memory and self.pretrained is None:
                 self._materialise(owner[parameter])
             if self.pretrained is not None:
                 self.pretrained.fill(placement, memory)
             elif parameter in self.staged:
-                self.window.copy_to(placement.stored_view(memory), self.staged[parameter])
+                self.window.copy_to(placement.stored_view(memory), self.staged[parameter], at)
             else:
-                placement.stored_view(memory).copy_(parameter)
-            self.stored[parameter] = key, placement, parameter.device
-            parameter.data = _nothing(placement.shape, placement.dtype, self.store.device)
+                placement.stored_view(memory).copy_(parameter if sliced is None else parameter[at])
+            self.stored.setdefault(parameter, []).append((key, placement, parameter.device))
+            placement.parameter.data = _nothing(placement.shape, placement.dtype, self.store.device)
+            if sliced is not None and placement.number == len(sliced.slices) - 1:  # the last to be stored
+                parameter.data = _nothing(sliced.shape, sliced.dtype, self.store.device)
             self.window.sweep()  # the waiting value, which nothing shows any more
 
     def _materialise(self, module: nn.Module) -> None:
@@ -641,13 +666,20 @@ class _Adoption:
             for name, parameter in module._parameters.items():
                 if parameter in self.meta:
                     module._parameters[name] = self.meta[parameter]
-        for parameter, (key, placement, device) in self.stored.items():
+        for parameter, parts in self.stored.items():
             if parameter in self.meta or self.partition.shares > 1:  # of which this store has a share only
                 continue
-            value = torch.empty_strided(placement.shape, placement.stride, dtype=placement.dtype, device=device)
-            with self.store.lease(key, tier="dram") as memory:
-                value.copy_(placement.stored_view(memory))
-                del memory
+            _, first, device = parts[0]
+            sliced = first.sliced
+            if sliced is not None and len(parts) < len(sliced.slices):
+                continue  # it still has its values
+            shape, stride = (first.shape, first.stride) if sliced is None else (sliced.shape, None)
+            value = torch.empty(shape, dtype=first.dtype, device=device)
+            value = value if stride is None else torch.empty_strided(shape, stride, dtype=first.dtype, device=device)
+            for key, placement, _ in parts:
+                with self.store.lease(key, tier="dram") as memory:
+                    (value if sliced is None else value[sliced.at(placement.number)]).copy_(placement.stored_view(memory))
+                    del memory
             unpage(parameter, value)
             del value
             if parameter in self.staged:

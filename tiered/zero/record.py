@@ -223,6 +223,9 @@ class _Layout(_Struct):
     chunk: Annotated[int, msgspec.Meta(ge=16, le=2**40, multiple_of=16)]
     units: list[tuple[str, list[tuple[str, _Sizes, str, str, _Sizes]]]]
     share: _Share | msgspec.UnsetType = msgspec.UNSET
+    sliced: dict[str, tuple[Annotated[int, msgspec.Meta(ge=2, le=2**32)], _Size]] | msgspec.UnsetType = msgspec.UNSET
+    """By name of each parameter that is sliced, if there is one: how many slices, and how many rows each has (0: it is one row,
+    without that dimension)."""
 
 
 class _Gradient(_Struct):
@@ -235,11 +238,17 @@ class _Gradient(_Struct):
     finite: bool
 
 
+_Rule = tuple[float, tuple[float, float], float, float, bool]
+
+
 class _Update(_Struct):
-    rule: tuple[float, tuple[float, float], float, float, bool]
+    rule: _Rule
     step: _Step
     scales: list[Tensor]
     wide_scales: list[Tensor]
+    graded: bool | msgspec.UnsetType = msgspec.UNSET
+    missed: list[tuple[_Rule, Annotated[int, msgspec.Meta(ge=1, le=MOST_STEPS)]]] | msgspec.UnsetType = msgspec.UNSET
+    """Rules of the missed steps that follow, and for how many of them each holds."""
 
 
 class _Pending(_Struct):
@@ -325,6 +334,15 @@ def _problems(found: _Record) -> Iterator[str]:
     for (name, described), unit in zip(layout.units, found.units, strict=False):
         yield from _wrong_unit(unit, name, {parameter[0]: _type(parameter[2]) for parameter in described})
     everything = {parameter[0] for _, described in layout.units for parameter in described}
+    shapes = {parameter[0]: parameter[1] for _, described in layout.units for parameter in described}
+    for name, (count, rows) in ({} if isinstance(layout.sliced, msgspec.UnsetType) else layout.sliced).items():
+        if name in everything or count > len(shapes) or not shapes.keys() >= {f"{name}[{i}]" for i in range(count)}:
+            yield f"it does not describe {count} slices of {name!r}"
+            return
+        inside = {tuple(shapes[f"{name}[{i}]"][bool(rows) :]) for i in range(count)}
+        if len(inside) > 1 or (rows and any(shapes[f"{name}[{i}]"][:1] != [rows] for i in range(count - 1))):
+            yield f"slices of {name!r} have several shapes"
+        everything.add(name)
     yield from _unknown("the optimizer counts steps of", found.optimizer.steps if found.optimizer else (), everything)
     named: list[str] = []
     for group in found.optimizer.groups if found.optimizer else ():
@@ -367,9 +385,12 @@ def _wrong_unit(unit: _Unit, name: str, types: Mapping[str, torch.dtype]) -> Ite
     if unit.pending is not None:
         yield from _unknown("an update is pending of", unit.pending.updates, graded)
         for parameter, update in unit.pending.updates.items():
-            lr, betas, eps, decay, _ = update.rule
-            if not all(map(math.isfinite, (lr, *betas, eps, decay))):
-                yield f"the pending update of {parameter!r} computes with {update.rule}"
+            missed = () if isinstance(update.missed, msgspec.UnsetType) else update.missed
+            for lr, betas, eps, decay, _ in (update.rule, *(rule for rule, _ in missed)):
+                if not all(map(math.isfinite, (lr, *betas, eps, decay))):
+                    yield f"the pending update of {parameter!r} computes with {(lr, betas, eps, decay)}"
+            if update.step + sum(count for _, count in missed) > MOST_STEPS:
+                yield f"{parameter!r} has missed more steps than {MOST_STEPS}"
             if not all(map(_is_number, [*update.scales, *update.wide_scales])):
                 yield f"a factor of the pending update of {parameter!r} is no number"
 
@@ -434,7 +455,8 @@ def refuse_other_tensors(
         divided = unit.shares if share["stage"] == "Stage3" else 1
         _expect(store, key, "uint8", unit.stored_nbytes // divided)
         pending = found["pending"] or {"updates": {}}
-        graded = [part for p, part in parts.items() if p in pending["updates"] or found["gradients"].get(p, {}).get("there")]
+        needing = {p for p, update in pending["updates"].items() if update.get("graded", True)}
+        graded = [part for p, part in parts.items() if p in needing or found["gradients"].get(p, {}).get("there")]
         needed = max((part.offset + part.nbytes for part in graded if part.numel), default=0)
         if needed:
             _expect(store, f"{key}/grad", "uint8", needed, LARGEST)

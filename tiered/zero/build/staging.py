@@ -35,6 +35,7 @@ __all__ = ["PREFIX", "Staged", "Window", "current", "find"]
 
 PREFIX = "zero.init/"
 """Keys of parameters that wait in the store to be paged. Nobody else's: what a run left there, the next one deletes."""
+ALL = slice(None)
 WINDOW_SHARE = 8
 """The window is this fraction of the pool, as far as what a process may take beside the pool allows."""
 SPARE = 64 << 20
@@ -297,13 +298,13 @@ class Window:
             if resident.context == context:
                 self._forget(where)
 
-    def copy_to(self, target: torch.Tensor, found: Staged) -> None:
-        """Copy the value into ``target``, which has the same shape."""
+    def copy_to(self, target: torch.Tensor, found: Staged, at: int | slice = ALL) -> None:
+        """Copy the value, or what it has ``at`` an index along its first dimension, into ``target``, which has its shape."""
         if found.value is not None:
-            target.copy_(found.value)
+            target.copy_(found.value if at is ALL else found.value[at])
             return
         with self.store.lease(found.key, tier="dram") as stored:
-            target.copy_(stored)
+            target.copy_(stored if at is ALL else stored[at])
             del stored
 
 

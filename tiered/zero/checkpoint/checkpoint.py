@@ -13,12 +13,12 @@ from tiered import ManifestError, MisuseError, TensorSpec, TieredStore
 from tiered.zero.checkpoint import loaders
 from tiered.zero.checkpoint.loaders import Loader, Stateful, random_states
 from tiered.zero.optimizer import AdamW
-from tiered.zero.paging.pager import Pager, pager_of, pagers_of, placement_of
+from tiered.zero.paging.pager import Pager, name_of, owner_of, pager_of, pagers_of
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.storage import CheckpointRecord
 from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import Limits, ModelPlan, Placement, UnitPlan
-from tiered.zero.paging.update import AdamWRule, Pending, Update
+from tiered.zero.paging.update import AdamWRule, Missed, Pending, Update, UpdateRule
 from tiered.zero.record import MOST, VERSION, checked, dumps, loads, refuse_other_tensors
 
 if TYPE_CHECKING:
@@ -159,12 +159,12 @@ def extra_of(store: TieredStore, name: str) -> Any:
 def optimizer_record(optimizer: AdamW) -> dict[str, Any]:
     """Return the param groups and step counts of an optimizer for paged parameters; its states are in the store. What a commit
     has of it, for those who keep it elsewhere."""
-    return _of_optimizer(optimizer, placement_of(optimizer.param_groups[0]["params"][0])[0])
+    return _of_optimizer(optimizer, owner_of(optimizer.param_groups[0]["params"][0]))
 
 
 def load_optimizer(optimizer: AdamW, record: Mapping[str, Any]) -> None:
     """Load what ``optimizer_record`` returned. Raises MisuseError where the param groups have other parameters."""
-    pager = placement_of(optimizer.param_groups[0]["params"][0])[0]
+    pager = owner_of(optimizer.param_groups[0]["params"][0])
     here = [_names(group["params"], pager) for group in optimizer.param_groups]
     named = {placement.name: placement for placement in pager.placements}
     loaders.load_all([loaders.of_optimizer(optimizer, here, named, record)])
@@ -253,8 +253,25 @@ def _of_pending(pending: Pending) -> dict[str, Any]:
             "step": update.step,
             "scales": update.scales,
             "wide_scales": update.wide_scales,
+            **({} if update.graded else {"graded": False}),
+            **({} if update.missed is None else {"missed": _of_missed(update.step, update.missed)}),
         }
     return {"updates": updates, "chunks_done": pending.chunks_done, "pieces_done": pending.pieces_done}
+
+
+def _of_missed(step: int, missed: Missed) -> list[tuple[Any, int]]:
+    """Return the rules of missed steps after ``step``, and for how many steps each holds."""
+    found: list[tuple[Any, int]] = []
+    for number in range(step + 1, missed.last + 1):
+        rule = missed.rule(number)
+        if type(rule) is not AdamWRule:
+            raise MisuseError(f"an update by {type(rule).__name__} is pending, which a checkpoint cannot hold: flush() first")
+        shown = (rule.lr, rule.betas, rule.eps, rule.weight_decay, rule.maximize)
+        if found and found[-1][0] == shown:
+            found[-1] = shown, found[-1][1] + 1
+        else:
+            found.append((shown, 1))
+    return found
 
 
 def _of_optimizer(optimizer: AdamW, pager: Pager) -> dict[str, Any]:
@@ -268,10 +285,9 @@ def _of_optimizer(optimizer: AdamW, pager: Pager) -> dict[str, Any]:
 
 
 def _names(parameters: list[nn.Parameter], pager: Pager) -> list[str]:
-    found = [placement_of(parameter) for parameter in parameters]
-    if any(other is not pager for other, _, _ in found):
+    if any(owner_of(parameter) is not pager for parameter in parameters):
         raise MisuseError(f"the optimizer has parameters of another model than {pager.name!r}: make one for each model")
-    return [placement.name for _, _, placement in found]
+    return [name_of(parameter) for parameter in parameters]
 
 
 # Reading
@@ -325,12 +341,18 @@ def recall(pager: Pager) -> None:
 
 def pending_of(found: Mapping[str, Any], named: Mapping[str, Placement]) -> Pending:
     """Return the pending update of a unit that a record has, for the placements of these names."""
-    updates = {
-        named[name]: Update(
-            AdamWRule(*update["rule"]), update["step"], tuple(update["scales"]), tuple(update["wide_scales"])
-        )
-        for name, update in found["updates"].items()
-    }
+    updates = {}
+    for name, update in found["updates"].items():
+        scales = tuple(update["scales"]), tuple(update["wide_scales"])
+        pending = Update(AdamWRule(*update["rule"]), update["step"], *scales, update.get("graded", True))
+        if "missed" in update:
+            log: dict[int, UpdateRule] = {}
+            last = pending.step
+            for rule, count in update["missed"]:
+                log |= dict.fromkeys(range(last + 1, last + count + 1), AdamWRule(*rule))
+                last += count
+            pending = pending.then(log, last)
+        updates[named[name]] = pending
     return Pending(updates, found["chunks_done"], found["pieces_done"])
 
 
@@ -386,12 +408,12 @@ def _parameter(described: Any) -> str:
     return f"{name!r} of shape {tuple(shape)}, {dtype}{kept}"
 
 
-def layout(store: TieredStore, name: str) -> tuple[Limits, dict[str, tuple[int, ...]]]:
-    """Return the limits by which model ``name`` was divided when it was committed, and the strides of its parameters. Raises as
-    ``resume``."""
+def layout(store: TieredStore, name: str) -> tuple[Limits, dict[str, tuple[int, ...]], set[str]]:
+    """Return the limits by which model ``name`` was divided when it was committed, the strides of its parameters, and the names
+    of those that were sliced. Raises as ``resume``."""
     found = read_record(store, name)["layout"]
     strides = {parameter[0]: tuple(parameter[4]) for _, parameters in found["units"] for parameter in parameters}
-    return Limits(found["limit"], found["chunk"]), strides
+    return Limits(found["limit"], found["chunk"]), strides, set(found.get("sliced", ()))
 
 
 def persistent_buffers(model: nn.Module) -> list[str]:
@@ -440,5 +462,8 @@ def layout_of(units: Sequence[UnitPlan], limits: Limits, partition: Partition) -
         ]
         for unit in units
     ]
-    layout = {"limit": limits.unit, "chunk": limits.chunk, "units": described}
+    layout: dict[str, Any] = {"limit": limits.unit, "chunk": limits.chunk, "units": described}
+    sliced = {p.sliced.name: p.sliced for unit in units for p in unit.placements if p.sliced is not None}
+    if sliced:
+        layout["sliced"] = {name: (len(one.slices), one.rows or 0) for name, one in sliced.items()}
     return layout if partition.shares == 1 else {**layout, "share": partition.share()}

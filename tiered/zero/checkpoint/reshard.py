@@ -116,6 +116,10 @@ class Source:
                 raise ManifestError(f"{stores[rank]} and {stores[0]} have gradients of different parameters: one is damaged")
         self._whole = shares[0]["stage"] != "Stage3"
         self._home = {p.name: index for index, unit in enumerate(self.units) for p in unit.placements}
+        named = {p.name: p for unit in self.units for p in unit.placements}
+        sliced: Mapping[str, tuple[int, int]] = self.records[0]["layout"].get("sliced", {})
+        self._slices = {name: [named[f"{name}[{i}]"] for i in range(count)] for name, (count, _) in sliced.items()}
+        self._stacked = {name for name, (_, rows) in sliced.items() if not rows}
         self._cache: OrderedDict[tuple[int, int], _Share] = OrderedDict()
 
     def named(self, name: str) -> Placement:
@@ -124,10 +128,74 @@ class Source:
             raise MisuseError(f"this model is not what was committed as {self.name!r}: that has no {name!r}")
         return next(p for p in self.units[self._home[name]].placements if p.name == name)
 
-    def of_unit(self, name: str) -> Mapping[str, Any]:
-        """Return the record of the unit that a parameter is in."""
-        found: Mapping[str, Any] = self.records[0]["units"][self._home[name]]
+    @property
+    def names(self) -> set[str]:
+        """The names of all parameters, those that were sliced as one."""
+        slices = {p.name for parts in self._slices.values() for p in parts}
+        return (self._home.keys() - slices) | self._slices.keys()
+
+    def stride(self, name: str) -> tuple[int, ...]:
+        """Return the strides that a parameter had. Raises as ``named``."""
+        return _row_major_of(self._shape(name)) if name in self._slices else self.named(name).stride
+
+    def _shape(self, name: str) -> torch.Size:
+        if name not in self._slices:
+            return self.named(name).shape
+        parts = self._slices[name]
+        if name in self._stacked:
+            return torch.Size((len(parts), *parts[0].shape))
+        return torch.Size((sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
+
+    def refuse_other(self, placement: Placement) -> None:
+        """Raise MisuseError where what ``placement`` is, or is a slice of, is not what was committed under its name."""
+        whole = placement if placement.sliced is None else placement.sliced
+        one = self._slices[whole.name][0] if whole.name in self._slices else self.named(whole.name)
+        shape = self._shape(whole.name)
+        if (shape, one.stored, one.dtype) != (whole.shape, whole.stored, whole.dtype):
+            raise MisuseError(
+                f"this model is not what was committed as {self.name!r}: {whole.name!r} was {tuple(shape)} of {one.stored}, "
+                f"and is {tuple(whole.shape)} of {whole.stored}"
+            )
+
+    def pieces(self, placement: Placement, begin: int, end: int) -> list[tuple[str, int, int]]:
+        """Return where elements ``begin`` to ``end`` of ``placement`` are, in memory order: names of what was a placement, and
+        which elements of it."""
+        name = placement.name
+        if placement.sliced is not None:
+            offset, name = placement.sliced.element(placement.number), placement.sliced.name
+            begin, end = offset + begin, offset + end
+        if name not in self._slices:
+            return [(name, begin, end)]
+        found, before = [], 0
+        for part in self._slices[name]:
+            start, stop = max(begin - before, 0), min(end - before, part.numel)
+            if start < stop:
+                found.append((part.name, start, stop))
+            before += part.numel
         return found
+
+    def of_gradient(self, placement: Placement) -> Mapping[str, Any] | None:
+        """Return what the record says of the gradient of ``placement``: of parts of it, where one has a gradient, of that one.
+        None where it cannot have one."""
+        found: list[Mapping[str, Any]] = []
+        for name, _, _ in self.pieces(placement, 0, placement.numel):
+            gradients: Mapping[str, Any] = self.records[0]["units"][self._home[name]]["gradients"]
+            found += [gradients[name]] if name in gradients else []
+        there = [one for one in found if one["there"]]
+        return there[0] if there else found[0] if found else None
+
+    def all_values(self, placement: Placement, kind: str, begin: int, end: int) -> torch.Tensor | None:
+        """Return ``values`` of elements ``begin`` to ``end`` of ``placement``, whatever it was part of. A gradient is zero
+        where a part has none."""
+        pieces = self.pieces(placement, begin, end)
+        found = [self.values(name, kind, start, stop) for name, start, stop in pieces]
+        present = [one for one in found if one is not None]
+        if not present:
+            return None
+        if len(present) < len(found) and kind != "grad":
+            raise ManifestError(f"{placement.name!r} has {kind!r} in a part of it only: the checkpoint is damaged")
+        zeros = [torch.zeros(stop - start, dtype=present[0].dtype, device="cpu") for _, start, stop in pieces]
+        return torch.cat([zero if one is None else one for one, zero in zip(found, zeros, strict=True)])
 
     def values(self, name: str, kind: str, begin: int, end: int) -> torch.Tensor | None:
         """Return elements ``begin`` to ``end`` of a parameter in memory order: of itself ("param", as it was stored), "m", "v",
@@ -173,7 +241,6 @@ class Source:
             memory = memory[rank * size : (rank + 1) * size].clone()
         gradient = store.get(f"{key}/grad") if f"{key}/grad" in store else None
         if record["pending"] is not None:
-            assert gradient is not None
             states.apply(pending_of(record["pending"], parts), memory, gradient)
         share = _Share(parts)
         for name, part in parts.items():
@@ -215,18 +282,37 @@ def reshard(source: Source, store: TieredStore, plan: ModelPlan, partition: Part
     stays in ``store``.
     """
     name, there = source.name, set(store)
-    known = {p.name for unit in plan.units for p in unit.placements}
-    lost = [p.name for unit in source.units for p in unit.placements if p.name not in known]
+    known = {p.name if p.sliced is None else p.sliced.name for unit in plan.units for p in unit.placements}
+    lost = sorted(source.names - known)
     if lost:
         raise MisuseError(f"this model is not what was committed as {name!r}: it has no {lost[0]!r}")
     mine = source.records[min(partition.rank, source.ranks - 1)]
     try:
         units = [_reshard_unit(source, store, unit, plan.limits, partition) for unit in plan.units]
-        write_record(store, name, {**mine, "layout": layout_of(plan.units, plan.limits, partition), "units": units})
+        optimizer = mine["optimizer"]
+        if optimizer is not None:
+            optimizer = {**optimizer, "steps": _steps(source, plan, optimizer["steps"])}
+        layout = layout_of(plan.units, plan.limits, partition)
+        write_record(store, name, {**mine, "layout": layout, "units": units, "optimizer": optimizer})
     except BaseException:
         for key in [key for key in store if key.startswith(f"{name}/") and key not in there]:
             store.delete(key)
         raise
+
+
+def _steps(source: Source, plan: ModelPlan, steps: Mapping[str, int]) -> dict[str, int]:
+    """Return how many steps each placement of ``plan`` has had."""
+    made = {}
+    for unit in plan.units:
+        for placement in unit.placements:
+            known = [steps[name] for name, _, _ in source.pieces(placement, 0, placement.numel) if name in steps]
+            if known:
+                made[placement.name] = max(known)
+    return made
+
+
+def _row_major_of(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
 
 
 def _reshard_unit(
@@ -234,12 +320,7 @@ def _reshard_unit(
 ) -> dict[str, Any]:
     key, parts = f"{source.name}/param/{unit.name}", unit.parts(partition.rank)
     for placement in unit.placements:
-        old = source.named(placement.name)
-        if (old.shape, old.stored, old.dtype) != (placement.shape, placement.stored, placement.dtype):
-            raise MisuseError(
-                f"this model is not what was committed as {source.name!r}: {placement.name!r} was {tuple(old.shape)} of "
-                f"{old.stored}, and is {tuple(placement.shape)} of {placement.stored}"
-            )
+        source.refuse_other(placement)
     begins = {placement: getattr(part, "begin", 0) for placement, part in parts.items()}
     whole = partition.shares == 1 or partition.replicated
     size = unit.stored_nbytes if whole else unit.stored_nbytes // unit.shares
@@ -250,7 +331,7 @@ def _reshard_unit(
             at = placement if whole else parts[placement]
             begin = 0 if whole else begins[placement]
             if at.numel:
-                values = source.values(placement.name, "param", begin, begin + at.numel)
+                values = source.all_values(placement, "param", begin, begin + at.numel)
                 assert values is not None
                 at.stored_flat(memory, 0, at.numel).copy_(values)
         del memory
@@ -258,16 +339,15 @@ def _reshard_unit(
     states = States(store, key, list(parts.values()), even_chunks(unit.elements, limits.chunk), kinds)
     gradients: dict[str, Any] = {}
     for placement in unit.placements:
-        found = source.of_unit(placement.name)
-        if placement.name in found["gradients"]:
-            kept = found["gradients"][placement.name]
+        kept = source.of_gradient(placement)
+        if kept is not None:
             gradients[placement.name] = {**kept, "norms": {}}
     for placement, part in parts.items():
         begin = begins[placement]
-        state = {kind: source.values(placement.name, kind, begin, begin + part.numel) for kind in ("m", "v", "master")}
+        state = {kind: source.all_values(placement, kind, begin, begin + part.numel) for kind in ("m", "v", "master")}
         held = {kind: value for kind, value in state.items() if value is not None}
         if held:
-            param = source.values(placement.name, "param", begin, begin + part.numel)
+            param = source.all_values(placement, "param", begin, begin + part.numel)
             assert param is not None
             states.load(part, param, {kind: value.as_strided(part.shape, part.stride) for kind, value in held.items()})
     if any(said["there"] for said in gradients.values()):
@@ -288,7 +368,7 @@ def _put_gradients(
     with store.lease(key, access=Access.WRITE) as gradient:
         gradient.zero_()
         for placement, part in parts.items():
-            values = source.values(placement.name, "grad", begins[placement], begins[placement] + part.numel)
+            values = source.all_values(placement, "grad", begins[placement], begins[placement] + part.numel)
             if values is not None:
                 part.flat(gradient, 0, part.numel).copy_(values)
         del gradient

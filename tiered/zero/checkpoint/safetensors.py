@@ -7,10 +7,11 @@ checkpoint of a store that is not open, of one process or of all ranks.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from tiered.format.safetensors_writer import Existing, Shards
 from tiered.system import refuse_little_room
 from tiered.zero.checkpoint.checkpoint import Readable, pending_of, persistent_buffers, read_record
 from tiered.zero.checkpoint.reshard import Copies, Source, opened
-from tiered.zero.paging.pager import Pager, pager_of
+from tiered.zero.paging.pager import Pager, pager_of, placements_of
 from tiered.zero.paging.sharding import Sharded
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import States
@@ -95,7 +96,11 @@ class Pretrained:
 
     def fill(self, placement: Placement, unit: torch.Tensor) -> None:
         """Write a parameter's values to its place in ``unit``, which is as in the store; a piece at a time."""
-        self._read(self._source(placement.parameter), placement.stored_view(unit), placement.dtype)
+        if placement.sliced is None:
+            self._read(self._source(placement.parameter), placement.stored_view(unit), placement.dtype)
+        else:
+            source, begin = self._source(placement.sliced.parameter), placement.sliced.element(placement.number)
+            self._read(source, placement.stored_view(unit), placement.dtype, begin, placement.numel)
 
     def fill_buffers(self, model: nn.Module) -> None:
         """Read all buffers that ``state_dict`` has."""
@@ -109,25 +114,29 @@ class Pretrained:
             self._read(name, buffer, buffer.dtype)
 
     @torch.no_grad()
-    def _read(self, name: str, target: torch.Tensor, between: torch.dtype) -> None:
-        """Read a tensor into ``target``. ``between``: the type that values have on the way."""
+    def _read(
+        self, name: str, target: torch.Tensor, between: torch.dtype, begin: int = 0, numel: int | None = None
+    ) -> None:
+        """Read a tensor, or ``numel`` elements of it from ``begin``, into ``target``. ``between``: the type that values have on
+        the way."""
         spec = self.files.entries[name].spec
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        if not spec.nbytes:
+        numel = spec.numel if numel is None else numel
+        if not numel:
             return
         if target.is_contiguous():
-            target = target.as_strided((spec.numel,), (1,))
-        size = spec.nbytes // target.shape[0]  # of a row
+            target = target.as_strided((numel,), (1,))
+        size = numel * dtype.itemsize // target.shape[0]  # of a row
         step = max(1, READ_AT_ONCE // size)
         plain = target.dim() == 1 and target.stride() == (1,) and target.device.type == "cpu"
         direct = plain and dtype is between is target.dtype
         for start in range(0, target.shape[0], step):
             rows = target[start : start + step]
             if direct:
-                self.files.read(name, start * size, rows.view(torch.uint8).numpy().data)
+                self.files.read(name, begin * dtype.itemsize + start * size, rows.view(torch.uint8).numpy().data)
                 continue
             data = torch.empty(rows.shape[0] * size, dtype=torch.uint8, device="cpu")
-            self.files.read(name, start * size, data.numpy().data)
+            self.files.read(name, begin * dtype.itemsize + start * size, data.numpy().data)
             rows.copy_(data.view(dtype).view(rows.shape).to(between))
 
 
@@ -174,8 +183,11 @@ def export(
         unit.gradients.close()
     refuse_little_room(pager.store, "an export")
     parameters, buffers = _listed(pager)
-    order = [p for unit in pager.units for p in unit.plan.placements if p.parameter in parameters]
+    units = [unit for unit in pager.units if unit.plan.placements[0].sliced is None]
+    order = [p for unit in units for p in unit.plan.placements if p.parameter in parameters]
+    whole = [sliced for sliced in pager.sliced.values() if sliced.parameter in parameters]
     entries = [_entry(parameters[p.parameter], p.shape, _goal(p.dtype, dtype)) for p in order]
+    entries += [_entry(parameters[p.parameter], p.shape, _goal(p.dtype, dtype)) for p in whole]
     entries += [_entry(name, buffer.shape, _goal(buffer.dtype, dtype)) for name, buffer in buffers.items()]
     contents = _of_paged(pager, set(parameters), buffers.values(), dtype)
     shards: Shards | None = None
@@ -228,7 +240,7 @@ def _listed(pager: Pager) -> tuple[dict[nn.Parameter, str], dict[str, torch.Tens
     """Return what ``state_dict`` has: the first name of each parameter, and buffers by name, each once."""
     parameters: dict[nn.Parameter, str] = {}
     buffers: dict[int, tuple[str, torch.Tensor]] = {}
-    paged = {placement.parameter for placement in pager.placements}
+    paged = {*(placement.parameter for placement in pager.placements), *pager.sliced}
     known = {id(buffer) for buffer in pager.model.buffers()}
     for name, value in pager.listed().items():
         if isinstance(value, nn.Parameter) and value in paged:
@@ -246,12 +258,16 @@ def _listed(pager: Pager) -> tuple[dict[nn.Parameter, str], dict[str, torch.Tens
 def _of_paged(
     pager: Pager, wanted: set[nn.Parameter], buffers: Iterable[torch.Tensor], dtype: torch.dtype | None
 ) -> Iterator[memoryview]:
-    for unit in pager.units:
+    units = [(unit, unit.plan.placements) for unit in pager.units if unit.plan.placements[0].sliced is None]
+    for sliced in pager.sliced.values():
+        if sliced.parameter in wanted:
+            units += [(unit, [placement]) for _, unit, placement in placements_of(sliced.parameter)]
+    for unit, placements in units:
         pager.take(unit)
         try:
             assert unit.base is not None
-            for placement in unit.plan.placements:
-                if placement.parameter in wanted:
+            for placement in placements:
+                if placement.sliced is not None or placement.parameter in wanted:
                     yield from _pieces(placement.view(unit.base), _goal(placement.dtype, dtype))
         finally:
             unit.drop()
@@ -314,7 +330,7 @@ def export_at_rest(
         _refuse_older(store, name, units)
         refuse_other_tensors(store, name, record, units, limits)
         buffers = {key: record["buffers"][key] for key in record.get("persistent", record["buffers"])}
-        entries = [_entry(p.name, p.shape, _goal(p.dtype, dtype)) for unit in units for p in unit.placements]
+        entries = [_entry(p.name, p.shape, _goal(p.dtype, dtype)) for p in _wholes(units, record)]
         entries += [_entry(key, buffer.shape, _goal(buffer.dtype, dtype)) for key, buffer in buffers.items()]
         contents = _of_checkpoint(store, name, units, limits.chunk, record, list(buffers.values()), dtype)
     shards = Shards(folder, entries, shard, existing)
@@ -339,10 +355,10 @@ def export_of_ranks(
         name = _chosen(stores[0], model)
         assert name is not None, "a commit of ranks has a checkpoint"
         source = Source(stores, name, states=False)
-        order = [p for unit in source.units for p in unit.placements]
         record = source.records[0]
+        order = [placement for _, placement in _in_order(source.units, record)]
         buffers = {key: record["buffers"][key] for key in record.get("persistent", record["buffers"])}
-        entries = [_entry(p.name, p.shape, _goal(p.dtype, dtype)) for p in order]
+        entries = [_entry(p.name, p.shape, _goal(p.dtype, dtype)) for p in _wholes(source.units, record)]
         entries += [_entry(key, buffer.shape, _goal(buffer.dtype, dtype)) for key, buffer in buffers.items()]
         shards = Shards(folder, entries, shard, existing)
         shards.write(_of_source(source, order, list(buffers.values()), dtype), progress)
@@ -409,10 +425,11 @@ def _of_checkpoint(
     buffers: Sequence[torch.Tensor],
     dtype: torch.dtype | None,
 ) -> Iterator[memoryview]:
-    for unit, found in zip(units, record["units"], strict=True):
-        key = f"{name}/param/{unit.name}"
+    records = dict(zip((unit.name for unit in units), record["units"], strict=True))
+    for unit, together in itertools.groupby(_in_order(units, record), key=lambda found: found[0]):
+        key, found = f"{name}/param/{unit.name}", records[unit.name]
         updated = None if found["pending"] is None else _updated(store, key, unit, chunk, found)
-        for placement in unit.placements:
+        for _, placement in together:
             start = placement.stored_offset
             stop = start + placement.numel * placement.stored.itemsize
             goal = _goal(placement.dtype, dtype)
@@ -435,8 +452,49 @@ def _updated(store: AtRest, key: str, unit: UnitPlan, chunk: int, found: dict[st
     states = States(Copies(store, kept=False), key, unit.placements, even_chunks(unit.elements, chunk))
     states.stale_masters = {named[name] for name in found["stale_masters"]}
     copy = store.get(key)
-    states.apply(pending_of(found["pending"], named), copy, store.get(f"{key}/grad"))
+    pending = pending_of(found["pending"], named)
+    states.apply(pending, copy, store.get(f"{key}/grad") if pending.graded else None)
     return copy
+
+
+def _in_order(units: Sequence[UnitPlan], record: Mapping[str, Any]) -> Iterator[tuple[UnitPlan, Placement]]:
+    """Yield the placements of a checkpoint, the slices of each parameter one after the other."""
+    sliced: Mapping[str, tuple[int, int]] = record["layout"].get("sliced", {})
+    of_slices = {f"{name}[{number}]" for name, (count, _) in sliced.items() for number in range(count)}
+    there = {}
+    for unit in units:
+        for placement in unit.placements:
+            if placement.name in of_slices:
+                there[placement.name] = unit, placement
+            else:
+                yield unit, placement
+    for name, (count, _) in sliced.items():
+        for number in range(count):
+            yield there[f"{name}[{number}]"]
+
+
+class _Whole(NamedTuple):
+    """Parameter of a checkpoint, which may be sliced."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _wholes(units: Sequence[UnitPlan], record: Mapping[str, Any]) -> list[_Whole]:
+    """Return the parameters of a checkpoint, in the order of ``_in_order``."""
+    sliced: Mapping[str, tuple[int, int]] = record["layout"].get("sliced", {})
+    lengths = {f"{name}[{number}]": name for name, (count, _) in sliced.items() for number in range(count)}
+    found: dict[str, _Whole] = {}
+    for _, p in _in_order(units, record):
+        name = lengths.get(p.name, p.name)
+        if name == p.name:
+            found[name] = _Whole(name, tuple(p.shape), p.dtype)
+            continue
+        rows, inside = (p.shape[0], p.shape[1:]) if sliced[name][1] else (1, p.shape)
+        before = found[name].shape[0] if name in found else 0
+        found[name] = _Whole(name, (before + rows, *inside), p.dtype)
+    return list(found.values())
 
 
 # Bytes

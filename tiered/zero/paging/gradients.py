@@ -378,6 +378,10 @@ class UnitGradients:
         self.states[placement].spent = True
         placement.parameter.grad = SpentGradient(placement)
 
+    def is_spent(self, placement: Placement) -> bool:
+        """Return whether the parameter was updated within a backward pass of this step."""
+        return placement in self.states and self.states[placement].spent
+
     def refuse_spent(self, placement: Placement) -> None:
         """Raise MisuseError if the parameter was updated within this backward pass."""
         state = self.states.get(placement)

@@ -127,7 +127,7 @@ def split_modules(model: nn.Module, plan: ModelPlan) -> dict[nn.Module, str]:
         if module in seen:
             return
         seen.add(module)
-        needed = {home[parameter] for parameter in module.parameters()}
+        needed = {home.get(parameter, -1) for parameter in module.parameters()}  # -1: sliced, held by no module
         if module is not model and is_called(module) and needed and needed <= set(plan.held.get(module, ())):
             found[module] = name
             return

@@ -59,8 +59,9 @@ from tiered.zero.paging.step_trace import Prefetch, StepTrace
 from tiered.zero.paging.storage import CheckpointRecord, UpdateTier, in_update_tier
 from tiered.zero.paging.tensors.copies import CopiedParameter, CopiedValues
 from tiered.zero.paging.tensors.parameters import SHARE
+from tiered.zero.paging.tensors.sliced import slice_up
 from tiered.zero.paging.unit import BackwardUpdates, Unit
-from tiered.zero.paging.units import ModelPlan, Placement, is_called
+from tiered.zero.paging.units import ModelPlan, Placement, Sliced, is_called
 
 __all__ = [
     "Backward",
@@ -72,10 +73,14 @@ __all__ = [
     "Pass",
     "Phase",
     "Reference",
+    "SlicedHandle",
+    "name_of",
     "no_copy",
+    "owner_of",
     "pager_of",
     "pagers_of",
     "placement_of",
+    "placements_of",
     "weak_hook",
 ]
 
@@ -208,6 +213,7 @@ class Pager:
         self._reduce_scatter = self.gradient_sync if isinstance(self.gradient_sync, ReduceScatter) else None
         self.placements = sorted((p for u in plan.units for p in u.placements), key=lambda p: p.index)
         self._home = {p.parameter: (u, p) for u in self.units for p in u.plan.placements}
+        self.sliced = plan.sliced
         self._held = {module: [self.units[i] for i in indices] for module, indices in plan.held.items()}
         self._frames: list[Frame] = []
         self._bases: dict[int, Unit] = {}
@@ -237,6 +243,8 @@ class Pager:
             for placement in unit.plan.placements:
                 placement.parameter._tiered = ParameterHandle(self, unit, placement)  # type: ignore[attr-defined]
             unit.release_parameters()
+        for sliced in self.sliced.values():
+            slice_up(sliced.parameter, SlicedHandle(self, sliced), self.store.device)
         for module in self.model.modules():
             if module._parameters:
                 module._parameters = _Watched(module._parameters, self)
@@ -403,6 +411,9 @@ class Pager:
 
     def version(self, parameter: torch.Tensor) -> int:
         """Return a number that changes when the values of ``parameter`` do."""
+        sliced = self.sliced.get(parameter)  # type: ignore[call-overload]
+        if sliced is not None:
+            return sum(self._home[one][0].version for one in sliced.slices)
         return self._home[parameter][0].version  # type: ignore[index]
 
     def recomputes(self) -> bool:
@@ -791,13 +802,13 @@ class Pager:
         ``keep_vars=True`` the parameters themselves stay."""
         for name, parameter in module._parameters.items() if not isinstance(state, Listing) else ():
             found = state.get(prefix + name)
-            if found is not None and found is not parameter and parameter in self._home:
+            if found is not None and found is not parameter and (parameter in self._home or parameter in self.sliced):
                 state[prefix + name] = self._copy_for(state, prefix + name, parameter)
 
     def _copy_for(self, state: dict[str, Any], name: str, parameter: nn.Parameter) -> torch.Tensor:
         """Return a copy of a parameter's value for ``state``: the one that it has already where modules share the parameter, so
         that a tied weight is one tensor, as in memory."""
-        version = self._home[parameter][0].version
+        version = self.version(parameter)
         other, then, copied = self._copied.get(parameter, ("", version, _no_tensor))
         copy = copied()
         there = state.get(other) is copy
@@ -805,8 +816,8 @@ class Pager:
             return copy
         with torch.inference_mode(False):  # else nothing would tell a write to it
             values = self.value(parameter)
-        copy = CopiedValues.of(values, CopiedParameter(parameter, self._home[parameter][0].version))
-        self._copied[parameter] = name, self._home[parameter][0].version, weakref.ref(copy)
+        copy = CopiedValues.of(values, CopiedParameter(parameter, self.version(parameter)))
+        self._copied[parameter] = name, self.version(parameter), weakref.ref(copy)
         return copy
 
     def listed(self) -> dict[str, Any]:
@@ -815,6 +826,12 @@ class Pager:
 
     def value(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return a copy of a parameter's value in host memory, after applying pending updates."""
+        if parameter in self.sliced:
+            sliced = self.sliced[parameter]
+            whole = torch.empty(sliced.shape, dtype=sliced.dtype, device="cpu")
+            for number, one in enumerate(sliced.slices):
+                whole[sliced.at(number)].copy_(self.value(one))
+            return whole
         unit, placement = self._home[parameter]
         self.start()
         self.take(unit)
@@ -865,6 +882,23 @@ class ParameterHandle:
         raise no_copy()
 
 
+class SlicedHandle:
+    """What leads from a parameter that is sliced to its pager, and to the placements of its slices. Keeps the slices, which the
+    parameter is made of, and not the model."""
+
+    def __init__(self, pager: Pager, sliced: Sliced) -> None:
+        self._pager = weakref.ref(pager)
+        self.name, self.slices, self.rows = sliced.name, sliced.slices, sliced.rows
+
+    def owner(self) -> Pager | None:
+        """Return the pager, or None where the model is gone."""
+        return self._pager()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Called by copy and pickle."""
+        raise no_copy()
+
+
 def no_copy() -> MisuseError:
     return MisuseError("a paged model cannot be copied or pickled: copy or save model.state_dict() instead")
 
@@ -878,16 +912,35 @@ def placement_of(parameter: torch.Tensor) -> tuple[Pager, Unit, Placement]:
             "this parameter is not paged: call tiered.zero.page(model, store) before making the optimizer, or make it with "
             "store= to keep only the states there"
         )
+    if isinstance(handle, SlicedHandle):
+        raise MisuseError(f"parameter {handle.name!r} is divided into slices, of which each has a place of its own")
     found: tuple[Pager, Unit, Placement] | None = handle.resolve()
     if found is None:
         raise MisuseError("the model of this parameter is gone: keep it as long as its parameters are used")
     return found
 
 
+def placements_of(parameter: torch.Tensor) -> list[tuple[Pager, Unit, Placement]]:
+    """Return ``placement_of`` of each slice of a parameter; of a parameter that is not sliced, of it alone."""
+    handle = getattr(parameter, "_tiered", None)
+    return [placement_of(one) for one in (handle.slices if isinstance(handle, SlicedHandle) else [parameter])]
+
+
+def owner_of(parameter: torch.Tensor) -> Pager:
+    """Return the pager of a parameter. Raises as ``placement_of``."""
+    return placements_of(parameter)[0][0]
+
+
+def name_of(parameter: torch.Tensor) -> str:
+    """Return the name of a paged parameter in its model. Raises as ``placement_of``."""
+    owner_of(parameter)
+    return parameter._tiered.name  # type: ignore[attr-defined,no-any-return]
+
+
 def pager_of(model: nn.Module) -> Pager:
     """Return the pager of ``model``. Raises MisuseError for a model that is not paged, or has no parameters."""
     for parameter in model.parameters():
-        return placement_of(parameter)[0]
+        return owner_of(parameter)
     raise MisuseError("this model has no parameters")
 
 

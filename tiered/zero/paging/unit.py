@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -29,7 +29,7 @@ from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.storage import Cast, CheckpointRecord, ParameterStorage, TensorStore, host
 from tiered.zero.paging.tensors.parameters import paged_class
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
-from tiered.zero.paging.update import Pending, States, Update
+from tiered.zero.paging.update import Pending, States, Update, UpdateRule
 
 __all__ = ["BackwardUpdates", "DevicePlaceholder", "Placeholder", "Stepper", "Unit"]
 
@@ -320,12 +320,37 @@ class Unit:
 
     def defer_update(self, updates: dict[Placement, Update]) -> Callable[[], None]:
         """Return what makes ``updates`` pending when it is called, once or twice."""
-        pending = Pending({self.parts[p]: update for p, update in updates.items() if p in self.parts})
+        return self._mark(Pending({self.parts[p]: update for p, update in updates.items() if p in self.parts}))
+
+    def defer_missed(self, missed: Mapping[Placement, tuple[Update, Mapping[int, UpdateRule]]]) -> Callable[[], None]:
+        """Return what has a step with zero gradients follow the pending update when it is called, once or twice. ``missed``:
+        the step by slice, with the log that it is in. Nothing of the pending update was applied (``misses``)."""
+        updates = {} if self.pending is None else dict(self.pending.updates)
+        for placement, (update, log) in missed.items():
+            part = self.parts[placement]
+            before = updates.get(part)
+            updates[part] = update if before is None else before.then(log, update.step)
+        return self._mark(Pending(updates))
+
+    def misses(self, placement: Placement, step: int) -> bool:
+        """Return whether ``defer_missed`` can have step number ``step`` follow what is pending."""
+        if self.pending is None:
+            return True
+        before = self.pending.updates.get(self.parts[placement])
+        return not self.pending.started and (before is None or before.last + 1 == step)
+
+    def waiting_since(self, placement: Placement, step: int) -> int:
+        """Return the first step that a parameter has yet to make, ``step`` where it has made all before."""
+        before = None if self.pending is None else self.pending.updates.get(self.parts[placement])
+        return step if before is None else before.step
+
+    def _mark(self, pending: Pending) -> Callable[[], None]:
         version = self.version + 1
+        changed = [placement.parameter for placement in pending.updates]
 
         def mark() -> None:
             self.pending, self.version = pending, version
-            torch.autograd.graph.increment_version([placement.parameter for placement in updates])  # of what others saved
+            torch.autograd.graph.increment_version(changed)  # of what others saved
 
         return mark
 
@@ -334,7 +359,8 @@ class Unit:
         if self.pending is None:
             return [self.key]
         chunks = self.states.chunks(self.pending.updates)[self.pending.chunks_done :]
-        return [self.key, self.gradients.key, *(key for _, keys in chunks for key in keys)]
+        gradients = [self.gradients.key] if self.pending.graded else []
+        return [self.key, *gradients, *(key for _, keys in chunks for key in keys)]
 
     def apply_update(self) -> None:
         """Apply the pending update, chunk by chunk. An error leaves what is not yet updated pending."""
@@ -346,7 +372,7 @@ class Unit:
         self._checkpoint.invalidate()
         with ExitStack() as leases:
             gradient = self.gradients.opened  # from within backward: so it stays in memory until it is deleted
-            if gradient is None:
+            if gradient is None and pending.graded:
                 gradient = leases.enter_context(self._updates.lease(self.gradients.key))
             unit = leases.enter_context(self.storage.shard(Access.WRITE))
             self.states.apply(pending, unit, gradient)

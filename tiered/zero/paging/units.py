@@ -4,6 +4,11 @@ A *unit* is one tensor of bytes in the store. It holds the parameters of the lar
 fits the limit. A module that is larger is divided into its children; parameters directly on it are a unit of their own, and a
 parameter that is larger than the limit is a unit by itself. A tied parameter belongs to the first place that names it.
 
+Some parameters are divided into *slices* along their first dimension (``Sliced``). Those that have one matrix for each expert
+of a mixture: each expert's slices are a unit, so that only the experts that tokens are routed to are fetched. And the weight of
+an embedding or a linear layer that is larger than a third of the memory budget: some rows each. A slice is a parameter by
+itself, and a placement of its own.
+
 The type of a parameter in the store may differ from the type that modules compute with (``Policy``). This file decides where
 everything lies, and moves nothing.
 """
@@ -11,7 +16,8 @@ everything lies, and moves nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -25,9 +31,12 @@ __all__ = [
     "ModelPlan",
     "Placement",
     "Policy",
+    "Sliced",
+    "Slicing",
     "UnitPlan",
     "divide",
     "even_chunks",
+    "experts_of",
     "is_called",
     "is_dense",
 ]
@@ -60,6 +69,8 @@ ALIGNMENT = 64
 
 UNIT_SHARE = 8
 """A unit is at most this fraction of the pool, where single parameters allow it."""
+THIRD = 3
+"""So many units of the largest size have to fit the pool."""
 CHUNK_SHARE = 64
 """A chunk of optimizer state is at most this fraction of the pool, and at most ``LARGEST_CHUNK`` bytes of fp32."""
 LARGEST_CHUNK = 4 << 20
@@ -97,6 +108,9 @@ class Placement:
     offset: int = 0
     stored_offset: int = 0
     element: int = 0
+    sliced: Sliced | None = None
+    """What this is a slice of, number ``number``; None: it is all of its parameter."""
+    number: int = 0
     shape: torch.Size = field(init=False)
     dtype: torch.dtype = field(init=False)
 
@@ -149,7 +163,8 @@ class Part(Placement):
     def of(cls, whole: Placement, begin: int, end: int, at: int) -> Part:
         """Make the part with elements ``begin`` to ``end`` of ``whole``, which are at element ``at`` of the rank's share."""
         size, stored = whole.dtype.itemsize, whole.stored.itemsize
-        part = cls(whole.parameter, whole.name, whole.index, whole.stride, whole.stored, at * size, at * stored, at, begin)
+        offsets = at * size, at * stored, at
+        part = cls(whole.parameter, whole.name, whole.index, whole.stride, whole.stored, *offsets, begin=begin)
         part._whole = whole
         part.shape, part.stride = torch.Size((end - begin,)), (1,)
         return part
@@ -157,6 +172,59 @@ class Part(Placement):
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         dense = torch.empty_strided(self._whole.shape, self._whole.stride, dtype=whole.dtype, device="cpu").copy_(whole)
         return dense.as_strided((dense.numel(),), (1,))[self.begin : self.begin + self.numel]
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """Which parameters may be sliced. ``experts``: those of experts, too. ``only``: these names (None: any)."""
+
+    experts: bool = True
+    only: Collection[str] | None = None
+
+    def allows(self, name: str) -> bool:
+        return self.only is None or name in self.only
+
+
+@dataclass(eq=False)
+class Sliced:
+    """Parameter that is divided along its first dimension: slice ``i`` is a parameter with the values of ``parameter[i]``, or,
+    where there are ``rows`` of them in a slice, of ``parameter[i * rows : (i + 1) * rows]``. It has memory of its own where a
+    unit gives it some. Its name is ``NAME[i]``."""
+
+    parameter: nn.Parameter
+    name: str
+    stored: torch.dtype
+    rows: int | None = None
+    slices: list[nn.Parameter] = field(init=False)
+    shape: torch.Size = field(init=False)
+    dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        whole = self.parameter
+        self.shape, self.dtype = whole.shape, whole.dtype
+        count, inside = whole.shape[0], whole.shape[1:]
+        if self.rows is None:
+            shapes = [inside] * count
+        else:
+            shapes = [torch.Size((min(self.rows, count - at), *inside)) for at in range(0, count, self.rows)]
+        with torch.inference_mode(False):
+            nothing = torch.zeros((), dtype=whole.dtype, device="cpu")
+            self.slices = [nn.Parameter(nothing.expand(shape), whole.requires_grad) for shape in shapes]
+
+    def at(self, number: int) -> int | slice:
+        """Return the index of a slice in the whole."""
+        return number if self.rows is None else slice(number * self.rows, (number + 1) * self.rows)
+
+    def element(self, number: int) -> int:
+        """Return how many elements of the whole are before a slice."""
+        return number * (self.rows or 1) * self.shape[1:].numel()
+
+    def placements(self, index: int) -> list[Placement]:
+        """Return the placement of each slice; ``index``: the parameter's in the model."""
+        return [
+            Placement(one, f"{self.name}[{i}]", index, _row_major(one.shape), self.stored, sliced=self, number=i)
+            for i, one in enumerate(self.slices)
+        ]
 
 
 @dataclass(eq=False)
@@ -229,6 +297,7 @@ class ModelPlan:
     units: list[UnitPlan]
     held: dict[nn.Module, list[int]]
     limits: Limits
+    sliced: dict[nn.Parameter, Sliced] = field(default_factory=dict)
 
     @property
     def largest(self) -> int:
@@ -241,15 +310,21 @@ def divide(
     strides: Mapping[nn.Parameter, tuple[int, ...]],
     policy: Policy,
     shares: int = 1,
+    slicing: Slicing | None = None,
 ) -> ModelPlan:
     """Divide ``model``'s parameters into units of at most ``limits.unit`` bytes where a single parameter allows it.
 
     ``strides``: those of parameters that do not show their own, because they were released. ``shares``: by how many ranks each
-    unit is divided in turn; then parameters of different types, and those that need no gradient, are in units of their own.
+    unit is divided in turn; then parameters of different types, and those that need no gradient, are in units of their own, and
+    none is sliced. ``slicing``: which may be (None: all that can).
     """
     order = {parameter: index for index, parameter in enumerate(model.parameters())}
     plan, limit = ModelPlan([], {}, limits), limits.unit
     home: dict[nn.Parameter, int] = {}
+    slicing = Slicing() if slicing is None else slicing
+    experts = {} if shares > 1 else _experts(model, strides, slicing)
+    large = {} if shares > 1 else _too_large(model, strides, limits, slicing)
+    outside = {parameter for alike in experts.values() for _, parameter in alike} | large.keys()
 
     def make(name: str, named: list[tuple[str, nn.Parameter]]) -> None:
         kinds: dict[object, list[tuple[str, nn.Parameter]]] = {}
@@ -263,7 +338,7 @@ def divide(
             plan.units.append(UnitPlan(f"{name}#{number}" if number else name, placements, shares))
 
     def fresh(named: Iterator[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
-        return [(name, parameter) for name, parameter in named if parameter not in home]
+        return [(name, parameter) for name, parameter in named if parameter not in home and parameter not in outside]
 
     def visit(module: nn.Module, prefix: str) -> None:
         mine = fresh(module.named_parameters(prefix))
@@ -282,8 +357,81 @@ def divide(
             visit(child, f"{prefix}.{name}".lstrip("."))
 
     visit(model, "")
+    for prefix, alike in experts.items():
+        found = [Sliced(parameter, name, policy.stored(parameter.dtype)) for name, parameter in alike]
+        plan.sliced |= {one.parameter: one for one in found}
+        for placements in zip(*(one.placements(order[one.parameter]) for one in found), strict=True):
+            plan.units.append(UnitPlan(f"{prefix}[{placements[0].number}]".lstrip("."), list(placements)))
+    for parameter, (name, rows) in large.items():
+        one = plan.sliced[parameter] = Sliced(parameter, name, policy.stored(parameter.dtype), rows)
+        plan.units += [UnitPlan(placement.name, [placement]) for placement in one.placements(order[parameter])]
     _hold(model, home, limit, plan)
     return plan
+
+
+def experts_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return by name the parameters directly on ``module`` that have something for each expert along their first dimension.
+
+    It is taken for a module of experts where at least two of its parameters have three dimensions, and all of these the same
+    first one; a vector for each expert counts as well. Not among them is what is not floating point, and what has another
+    number of elements for each expert than a multiple of 16, because the bits of an update would not be those of all together.
+    """
+    direct = [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
+    counts = [parameter.shape[0] for _, parameter in direct if parameter.dim() >= 3]
+    if len(counts) < 2 or len(set(counts)) > 1 or counts[0] < 2:
+        return []
+    return [
+        (name, parameter)
+        for name, parameter in direct
+        if parameter.dim() >= 2
+        and parameter.shape[0] == counts[0]
+        and parameter.dtype.is_floating_point
+        and (parameter.numel() // counts[0]) % 16 == 0
+        and parameter.numel()
+    ]
+
+
+def _experts(
+    model: nn.Module, strides: Mapping[nn.Parameter, tuple[int, ...]], slicing: Slicing
+) -> dict[str, list[tuple[str, nn.Parameter]]]:
+    """Return the parameters to slice, with their names, by the name of their module. One that several modules have, or that is
+    not row major, is not sliced."""
+    uses = Counter(parameter for module in model.modules() for parameter in module._parameters.values())
+    found = {}
+    for prefix, module in model.named_modules():
+        alike = [
+            (f"{prefix}.{name}".lstrip("."), parameter)
+            for name, parameter in experts_of(module)
+            if uses[parameter] == 1 and strides.get(parameter, parameter.stride()) == _row_major(parameter.shape)
+        ]
+        alike = [(name, parameter) for name, parameter in alike if slicing.allows(name)]
+        if alike and slicing.experts:
+            found[prefix] = alike
+    return found
+
+
+def _too_large(
+    model: nn.Module, strides: Mapping[nn.Parameter, tuple[int, ...]], limits: Limits, slicing: Slicing
+) -> dict[nn.Parameter, tuple[str, int]]:
+    """Return the weights, of embeddings and linear layers alone, that are larger than a third of the pool: name, and rows in a
+    slice. A slice is as large as a unit may be, and its elements are a multiple of 16."""
+    used: dict[nn.Parameter, list[bool]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                fits = name == "weight" and isinstance(module, nn.Embedding | nn.Linear) and parameter.dim() == 2
+                used.setdefault(parameter, []).append(fits)
+    found = {}
+    for name, parameter in model.named_parameters():
+        plain = all(used[parameter]) and parameter.dtype.is_floating_point
+        dense = strides.get(parameter, parameter.stride()) == _row_major(parameter.shape)
+        if plain and dense and THIRD * parameter.numel() * parameter.dtype.itemsize > UNIT_SHARE * limits.unit:
+            columns = parameter.shape[1]
+            step = 16 // math.gcd(columns, 16)
+            rows = max(step, limits.unit // (columns * parameter.dtype.itemsize) // step * step)
+            if rows < parameter.shape[0] and slicing.allows(name):
+                found[parameter] = name, rows
+    return found
 
 
 def even_chunks(elements: int, limit: int) -> int:
@@ -313,7 +461,7 @@ def _hold(model: nn.Module, home: dict[nn.Parameter, int], limit: int, plan: Mod
             return own
         everything = list(module.parameters())
         wanted = everything if sum(_size(p) for p in everything) <= limit else own
-        units = sorted({home[parameter] for parameter in wanted})
+        units = sorted({home[parameter] for parameter in wanted if parameter in home})  # without those that are sliced
         if units:
             plan.held[module] = units
         return []

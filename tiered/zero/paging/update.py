@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -26,7 +26,7 @@ from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.storage import TensorStore
 from tiered.zero.paging.units import Placement
 
-__all__ = ["AdamWRule", "Pending", "States", "Update", "UpdateRule", "all_finite", "flat_view", "join", "split"]
+__all__ = ["AdamWRule", "Missed", "Pending", "States", "Update", "UpdateRule", "all_finite", "flat_view", "join", "split"]
 
 class UpdateRule(Protocol):
     """Update of one parameter, elementwise, so that any slice may be updated by itself. A rule is a frozen value: its
@@ -118,14 +118,52 @@ _NARROW = {torch.bfloat16: "lo", torch.float16: "master"}
 
 
 @dataclass(frozen=True)
+class Missed:
+    """Steps with a gradient of zero, which follow one another. Of each of ``logs``: the rules by the number of the step, and
+    the last step that it is meant for. Slices share the log of their optimizer, so that one that misses many steps needs no
+    memory for them."""
+
+    logs: tuple[tuple[Mapping[int, UpdateRule], int], ...]
+
+    @property
+    def last(self) -> int:
+        return self.logs[-1][1]
+
+    def rule(self, step: int) -> UpdateRule:
+        """Return the rule of a step."""
+        return next(log for log, last in self.logs if step <= last)[step]
+
+    def until(self, log: Mapping[int, UpdateRule], step: int) -> Missed:
+        """Return these steps and those up to number ``step``, whose rules are in ``log``."""
+        before = self.logs[:-1] if self.logs[-1][0] is log else self.logs
+        return Missed((*before, (log, step)))
+
+
+@dataclass(frozen=True)
 class Update:
     """Step of one parameter, frozen when ``step()`` was called. ``scales`` multiply the gradient first; then ``wide_scales``
-    do, in the type of the master."""
+    do, in the type of the master.
+
+    A slice of a parameter may have no gradient in a step in which another slice has one. Its gradient is then zero, as it is in
+    the whole parameter, and torch updates it nevertheless: moments decay, and the parameter with them. ``graded`` is False for
+    such a step. ``missed``: the steps of that kind that follow this one.
+    """
 
     rule: UpdateRule
     step: int
     scales: tuple[torch.Tensor, ...] = ()
     wide_scales: tuple[torch.Tensor, ...] = ()
+    graded: bool = True
+    missed: Missed | None = None
+
+    @property
+    def last(self) -> int:
+        """Return the number of the last step that this has."""
+        return self.step if self.missed is None else self.missed.last
+
+    def then(self, log: Mapping[int, UpdateRule], step: int) -> Update:
+        """Return this update with missed steps up to ``step`` after it; ``log`` has the rules of those after ``last``."""
+        return replace(self, missed=Missed(((log, step),)) if self.missed is None else self.missed.until(log, step))
 
 
 class Pending:
@@ -144,6 +182,16 @@ class Pending:
     @property
     def pieces_done(self) -> int:
         return self._place[1]
+
+    @property
+    def started(self) -> bool:
+        """Return whether a part of it was applied."""
+        return self._place != (0, 0) or self._begun is not None
+
+    @property
+    def graded(self) -> bool:
+        """Return whether it needs gradients."""
+        return any(update.graded for update in self.updates.values())
 
     def begin(self) -> None:
         """Begin the next piece. Raises InterruptedStep if it was begun before and is not done."""
@@ -242,8 +290,9 @@ class States:
 
     # -- the update --------------------------------------------------------------------------------------------------------
 
-    def apply(self, pending: Pending, unit: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Update the parameters in ``unit``, whose gradients are in ``gradient`` (both uint8, of the unit's layout).
+    def apply(self, pending: Pending, unit: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Update the parameters in ``unit``, whose gradients are in ``gradient`` (both uint8, of the unit's layout). None: all
+        gradients are zero.
 
         Raises MisuseError for a bf16 parameter whose master would no longer be finite, with all of that piece as it was, and
         InterruptedStep where an exception struck in the middle of a piece before.
@@ -261,10 +310,14 @@ class States:
                 for placement, start, stop in self._pieces(pending.updates, begin)[pending.pieces_done :]:
                     at = slice(placement.element + start - begin, placement.element + stop - begin)
                     state = {name: whole[at] for name, whole in zip(self._layout, chunk, strict=True)}
-                    param, grad = placement.stored_flat(unit, start, stop), placement.flat(gradient, start, stop)
+                    update = pending.updates[placement]
+                    param, grad = placement.stored_flat(unit, start, stop), None
+                    if update.graded:
+                        assert gradient is not None
+                        grad = placement.flat(gradient, start, stop)
                     pending.begin()
                     try:
-                        self._update_piece(placement, pending.updates[placement], param, grad, state, scratch)
+                        self._update_piece(placement, update, param, grad, state, scratch)
                     except MisuseError:
                         pending.as_it_was()
                         raise
@@ -288,12 +341,14 @@ class States:
         placement: Placement,
         update: Update,
         param: torch.Tensor,
-        grad: torch.Tensor,
+        grad: torch.Tensor | None,
         state: dict[str, torch.Tensor],
         scratch: _Scratch,
     ) -> None:
-        """Update one piece. All tensors are flat and of one length."""
+        """Update one piece. All tensors are flat and of one length. ``grad``: None is zero."""
         size = param.numel()
+        if grad is None:
+            grad = scratch.take("scaled", placement.dtype, size).zero_()
         if update.step == 1:  # of a fresh optimizer, whatever an earlier one left here
             for kept in state.values():
                 kept.zero_()
@@ -305,7 +360,7 @@ class States:
         if param.dtype not in _NARROW:
             for scale in update.wide_scales:
                 grad = torch.mul(grad, scale, out=scratch.take("scaled", grad.dtype, size))
-            update.rule.update(param, grad, moments, update.step)
+            _steps(update, param, grad, moments, scratch)
             return
         wide = scratch.take("wide", torch.float32, size).copy_(grad)
         for scale in update.wide_scales:
@@ -314,7 +369,7 @@ class States:
             master = state["master"]
             if stale:
                 master.copy_(param)
-            update.rule.update(master, wide, moments, update.step)
+            _steps(update, master, wide, moments, scratch)
             param.copy_(master)
             return
         master = scratch.take("master", torch.float32, size)
@@ -322,7 +377,7 @@ class States:
             state["lo"].zero_()
         join(param, state["lo"], master, scratch.take("m", torch.float32, size))
         before = {name: scratch.take(name, torch.float32, size).copy_(moment) for name, moment in moments.items()}
-        update.rule.update(master, wide, moments, update.step)
+        _steps(update, master, wide, moments, scratch)
         if not all_finite(master):
             for name, moment in before.items():
                 moments[name].copy_(moment)
@@ -402,6 +457,17 @@ class States:
                 with self.store.lease(f"{self.key}/{name}#{index}", access=Access.WRITE) as chunk:
                     chunk[at] = value[start:stop]
                 del chunk
+
+
+def _steps(
+    update: Update, param: torch.Tensor, grad: torch.Tensor, moments: dict[str, torch.Tensor], scratch: _Scratch
+) -> None:
+    """Make the step of ``update``, and the missed ones that follow."""
+    update.rule.update(param, grad, moments, update.step)
+    if update.missed is not None and update.missed.last > update.step:
+        zero = scratch.take("zero", grad.dtype, grad.numel()).zero_()
+        for step in range(update.step + 1, update.missed.last + 1):
+            update.missed.rule(step).update(param, zero, moments, step)
 
 
 class _Scratch:
