@@ -151,7 +151,7 @@ def main() -> int:
                 whole = f"{sum(measure(routing, 'whole', *shape)[:2]):.1f}"
             except CapacityError:
                 whole = "refused"
-            ratio = f"{(read + written) / other:.2f}" if other else "–"
+            ratio = f"{(read + written) / other:.2f}" if other else "none"
             print(f"| {routing} | {text} | {read:.1f} | {written:.1f} | {other:.1f} | {ratio} | {whole} |", flush=True)
     return 0
 

@@ -9,17 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
+from torch.utils.checkpoint import checkpoint
 
 from bench.compatible.side import Block, Dense, Side, Toy, drawn, row, tokens
+from tiered import MisuseError
 
 GROUP = "tracing"
 
 
 class Calm(Toy):
-    """A ``Toy`` without dropout: kernels of inductor draw other numbers than torch's, in memory, too."""
+    """A ``Toy`` without dropout: kernels of inductor draw other numbers than torch's, in memory, too. A block is a unit."""
 
     def __init__(self) -> None:
-        super().__init__(depth=4)
+        super().__init__(width=64)
         for block in self.body:
             block.dropout = nn.Identity()
 
@@ -30,10 +32,17 @@ def _cached(side: Side) -> None:
     torch._inductor.config.compile_threads = 1
 
 
-def compiled(name: str, how: Callable[[Any], Any], slow: float = 3) -> None:
-    """Register a way to compile a model; ``how`` returns what is called in its place."""
+def rounded(loss: torch.Tensor) -> float:
+    """Return a loss to four decimals: inductor fuses what it has in one graph, and a paged model is compiled in pieces, one for
+    each unit, so that the last bits differ."""
+    return round(loss.item(), 4)
 
-    @row(GROUP, name, slow=slow)
+
+def compiled(name: str, how: Callable[[Any], Any], slow: float = 3, *, pieces: bool = False) -> None:
+    """Register a way to compile a model; ``how`` returns what is called in its place. ``pieces``: in memory it is compiled in
+    one piece, by inductor, and losses are compared when rounded."""
+
+    @row(GROUP, f"{name}, losses to 4 decimals" if pieces else name, slow=slow)
     def _(side: Side) -> None:
         if "inductor" in name:
             _cached(side)
@@ -45,12 +54,25 @@ def compiled(name: str, how: Callable[[Any], Any], slow: float = 3) -> None:
             batch = tokens(number, 4, 12)
             return nn.functional.cross_entropy(called(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
-        side.train(model, optimizer, 3, loss=loss)
+        if not pieces:
+            side.train(model, optimizer, 3, loss=loss)
+        for number in range(3 if pieces else 0):
+            optimizer.zero_grad()
+            found = loss(model, number)
+            found.backward()
+            optimizer.step()
+            side.show(f"loss {number}", rounded(found))
 
 
 def _each_block(model: Any, **options: Any) -> Any:
     for block in model.body:
         block.compile(**options)
+    return model
+
+
+def _replaced(model: Any, **options: Any) -> Any:
+    for index in range(len(model.body)):
+        model.body[index] = torch.compile(model.body[index], **options)
     return model
 
 
@@ -65,16 +87,142 @@ for _backend in ("eager", "aot_eager", "inductor"):
         f"torch.compile(model, backend={_backend!r})",
         lambda model, backend=_backend: torch.compile(model, backend=backend),
         _slow,
+        pieces=_backend == "inductor",
     )
-    compiled(f"model.compile(backend={_backend!r})", lambda model, backend=_backend: _whole(model, backend=backend), _slow)
+    compiled(
+        f"model.compile(backend={_backend!r})",
+        lambda model, backend=_backend: _whole(model, backend=backend),
+        _slow,
+        pieces=_backend == "inductor",
+    )
     compiled(
         f"block.compile(backend={_backend!r}) for each block",
         lambda model, backend=_backend: _each_block(model, backend=backend),
         _slow,
     )
+    compiled(
+        f"blocks[i] = torch.compile(blocks[i], backend={_backend!r})",
+        lambda model, backend=_backend: _replaced(model, backend=backend),
+        _slow,
+    )
 compiled(
-    "torch.compile(model, backend='eager', fullgraph=True)", lambda model: torch.compile(model, backend="eager", fullgraph=True)
+    "block.compile(fullgraph=True, backend='aot_eager') for each block",
+    lambda model: _each_block(model, fullgraph=True, backend="aot_eager"),
 )
+compiled(
+    "torch.compile(model, mode='reduce-overhead')", lambda model: torch.compile(model, mode="reduce-overhead"), 6, pieces=True
+)
+
+
+@row(GROUP, "torch.compile(model, fullgraph=True): torch's error, with a line of the reason", slow=3)
+def _(side: Side) -> None:
+    model = side.page(Calm())
+    called = torch.compile(model, backend="aot_eager", fullgraph=True)
+    try:
+        side.show("output", called(tokens(0, 4, 8)))
+    except torch._dynamo.exc.Unsupported as error:  # dynamo makes an error of its own of everything that stops it
+        if "leave out fullgraph=True" not in str(error):
+            raise
+        raise MisuseError(str(error)) from error
+
+
+@row(GROUP, "evaluation with blocks that are compiled by inductor: no_grad, inference_mode", slow=6)
+def _(side: Side) -> None:
+    _cached(side)
+    model = _each_block(side.page(Calm().eval()))
+    with torch.no_grad():
+        side.show("no_grad", model(tokens(0, 4, 8)))
+    with torch.inference_mode():
+        side.show("inference_mode", model(tokens(0, 4, 8)).clone())
+
+
+@row(GROUP, "a compiled train step, backend='aot_eager'", slow=4)
+def _(side: Side) -> None:
+    model = side.page(Calm())
+    optimizer = side.adamw(model.parameters())
+
+    @torch.compile(backend="aot_eager")
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        return loss
+
+    for number in range(3):
+        side.show(f"loss {number}", step(tokens(number, 4, 12)).detach())
+    side.show_model(model)
+
+
+@row(GROUP, "a compiled loss function that calls the model, backend='aot_eager'", slow=3)
+def _(side: Side) -> None:
+    model = side.page(Calm())
+    optimizer = side.adamw(model.parameters())
+
+    @torch.compile(backend="aot_eager")
+    def loss(batch: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+    side.train(model, optimizer, 3, loss=lambda model, number: loss(tokens(number, 4, 12)))
+
+
+@row(GROUP, "checkpointed blocks that are compiled, backend='aot_eager'", slow=3)
+def _(side: Side) -> None:
+    model = _each_block(side.page(Calm()), backend="aot_eager")
+    optimizer = side.adamw(model.parameters())
+
+    def loss(model: Any, number: int) -> torch.Tensor:
+        x = model.embed(tokens(number, 4, 8))
+        for block in model.body:
+            x = checkpoint(block, x, use_reentrant=False)
+        return model.head(model.norm(x)).square().mean()
+
+    side.train(model, optimizer, 3, loss=loss)
+
+
+@row(GROUP, "a compiled function that reads parameters that are out, backend='aot_eager'", slow=3)
+def _(side: Side) -> None:
+    model = side.page(Calm())
+    optimizer = side.adamw(model.parameters())
+
+    @torch.compile(backend="aot_eager")
+    def penalty(x: torch.Tensor) -> torch.Tensor:
+        y = x @ model.head.weight.t()
+        return y.sin().mean() + sum(parameter.square().sum() for parameter in model.parameters())
+
+    side.train(model, optimizer, 3, loss=lambda model, number: penalty(drawn(number, 3, 64)))
+
+
+@row(GROUP, "a compiled block that reads a parameter of another, backend='aot_eager'", slow=3)
+def _(side: Side) -> None:
+    model = side.page(Calm())
+    optimizer = side.adamw(model.parameters())
+
+    @torch.compile(backend="aot_eager")
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return (model.body[0](x) * model.body[1].norm.weight + x @ model.head.weight.t()).sin().square().mean()
+
+    side.train(model, optimizer, 3, loss=lambda model, number: loss(drawn(number, 3, 64)))
+
+
+@row(GROUP, "a compiled gradient norm and EMA over all parameters, backend='aot_eager'", slow=3)
+def _(side: Side) -> None:
+    model = side.page(Calm())
+    optimizer = side.adamw(model.parameters())
+    ema = [p.detach().clone() for p in model.parameters()]
+
+    @torch.compile(backend="aot_eager")
+    def norm() -> torch.Tensor:
+        with torch.no_grad():
+            for one, parameter in zip(ema, model.parameters(), strict=True):
+                one.lerp_(parameter, 0.1)
+        return sum(parameter.grad.square().sum() for parameter in model.parameters())
+
+    side.train(model, optimizer, backward=lambda loss: (loss.backward(), side.show("norm", norm())))
+    side.show("ema", ema)
+
+
 compiled(
     "torch.compile(model, backend='aot_eager', dynamic=True)",
     lambda model: torch.compile(model, backend="aot_eager", dynamic=True),
@@ -148,6 +296,18 @@ def _(side: Side) -> None:
     model = side.page(Calm().eval())
     program = torch.export.export(model, (tokens(0, 2, 5),))
     side.show("output", program.module()(tokens(1, 2, 5)))
+
+
+@row(GROUP, "compiled autograd over blocks that are compiled, backend='aot_eager'", slow=4)
+def _(side: Side) -> None:
+    model = _each_block(side.page(Calm()), backend="aot_eager")
+    optimizer = side.adamw(model.parameters())
+
+    def backward(loss: torch.Tensor) -> None:
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+            loss.backward()
+
+    side.train(model, optimizer, 2, backward=backward)
 
 
 @row(GROUP, "torch.jit.trace", slow=2)

@@ -495,7 +495,6 @@ TRACERS: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
     "torch.jit.trace": lambda model, tokens: torch.jit.trace(model, (tokens,)),
     "make_fx": traced_by_make_fx,
     "FakeTensorMode": without_values,
-    "torch.compile": lambda model, tokens: torch.compile(model, backend="aot_eager")(tokens),
 }
 
 

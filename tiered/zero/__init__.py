@@ -6,6 +6,7 @@ from tiered.zero.checkpoint.safetensors import export
 from tiered.zero.optimizer import AdamW, GradScaler
 from tiered.zero.page import Moved, PagingStatistics, gathered, no_sync, offload, onload, page, statistics
 from tiered.zero.paging.sharding import Stage, Stage1, Stage2, Stage3
+from tiered.zero.paging.tensors.compiling import keep_out
 from tiered.zero.paging.units import Policy
 from tiered.zero.paging.update import AdamWRule, UpdateRule
 from tiered.zero.rank_stores import open_store
@@ -38,3 +39,5 @@ __all__ = [
     "rollback",
     "statistics",
 ]
+
+keep_out(__name__.partition(".")[0])

@@ -24,6 +24,7 @@ from tiered.zero.intent import decide
 from tiered.zero.paging.pager import Pager, name_of, owner_of, placement_of, placements_of
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.sharding import Stage, Stage1
+from tiered.zero.paging.tensors.compiling import traced
 from tiered.zero.paging.tensors.gradients import SpentGradient, whole_norms
 from tiered.zero.paging.tensors.states import StateView
 from tiered.zero.paging.unit import Unit
@@ -611,18 +612,17 @@ def refuse_others() -> None:
     register_optimizer_step_pre_hook(_refuse_paged)
 
 
+@traced
 def _refuse_paged(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Raise MisuseError if ``optimizer``, which is about to make a step, is another one, for paged parameters."""
-    if isinstance(optimizer, AdamW):
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if isinstance(optimizer, AdamW) or not any(hasattr(parameter, "_tiered") for parameter in parameters):
         return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if "_tiered" in parameter.__dict__:
-                name = type(optimizer).__name__
-                raise MisuseError(
-                    f"{name} cannot update parameters that are paged, whose values are in the store: make tiered.zero.AdamW "
-                    f"for them, or keep what {name} updates out of the model that is paged"
-                )
+    name = type(optimizer).__name__
+    raise MisuseError(
+        f"{name} cannot update parameters that are paged, whose values are in the store: make tiered.zero.AdamW for them, or "
+        f"keep what {name} updates out of the model that is paged"
+    )
 
 
 def _refuse_state(name: str, shape: torch.Size, found: Mapping[str, Any]) -> None:

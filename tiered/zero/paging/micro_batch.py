@@ -35,6 +35,7 @@ from tiered.zero.paging.saved_tensors import (
     in_backward,
     unexpanded,
 )
+from tiered.zero.paging.tensors.compiling import unentered
 from tiered.zero.paging.units import ModelPlan, is_called
 
 __all__ = ["SAVED_SHARE", "Splitter", "Structure", "flatten", "paths", "rebuild", "refuse_batch_dependent", "split_modules"]
@@ -196,10 +197,11 @@ class Splitter:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return run(original, args, kwargs)
 
-        module.forward = forward  # of this one object
+        module.forward = unentered(forward)  # of this one object
 
     # -- the batch ---------------------------------------------------------------------------------------------------------
 
+    @unentered
     def _run_model(self, original: Forward, args: Any, kwargs: Any) -> Any:
         """Run the model's forward. The leading size of the first tensor that it is given is the batch."""
         if self._batch is not None:

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.compiler import is_dynamo_compiling
 
 from tiered import CapacityError, MisuseError, Span, TieredError, TieredStore
 from tiered.system import Trimmer
@@ -57,6 +58,7 @@ from tiered.zero.paging.saved_tensors import (
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.step_trace import Prefetch, StepTrace
 from tiered.zero.paging.storage import CheckpointRecord, UpdateTier, in_update_tier
+from tiered.zero.paging.tensors.compiling import ForwardHooks, around, refuse_constants, traced, uncompiled
 from tiered.zero.paging.tensors.copies import CopiedParameter, CopiedValues
 from tiered.zero.paging.tensors.parameters import SHARE
 from tiered.zero.paging.tensors.sliced import slice_up
@@ -179,8 +181,11 @@ class _Watched(dict[str, Any]):
         super().__init__(parameters)
         self.pager = pager
 
+    @traced
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
+        if is_dynamo_compiling():  # what is out is no tensor to dynamo, and breaks the graph
+            return parameter
         return parameter if parameter is None else self.pager.read(parameter)
 
 
@@ -253,8 +258,8 @@ class Pager:
                 module.register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_post_hook(self._after_load)  # type: ignore[no-untyped-call]
             if self._is_hooked(module):
-                module.register_forward_pre_hook(self._before_forward, prepend=True)
-                module.register_forward_hook(self._after_forward, always_call=True)
+                held = self._held.get(module, ())
+                ForwardHooks(held, self._before_forward, self._after_forward).register(module)
 
     def _is_hooked(self, module: nn.Module) -> bool:
         return module in self._held or (module is self.model and is_called(module))
@@ -274,7 +279,7 @@ class Pager:
                 self._after_forward(module, None, None)
                 raise
 
-        return guarded
+        return around(module, guarded)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Called by copy and pickle."""
@@ -285,6 +290,7 @@ class Pager:
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         refuse_tracing()
         refuse_transforms()
+        refuse_constants()
         if in_backward():  # a recomputation
             self._begin_backward()
         elif module is self.model or not self._frames:
@@ -952,6 +958,7 @@ def weak_hook(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement], 
     """Return a hook that calls ``what`` for a parameter and keeps neither the model nor the parameter."""
     handle: ParameterHandle = parameter._tiered  # type: ignore[attr-defined]
 
+    @uncompiled
     def hook(_: Any) -> None:
         found = handle.resolve()
         assert found is not None, "what computes a gradient still has the model"

@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 _MODES = torch._C._TorchDispatchModeKey
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """What packs a tensor that is saved for backward, and what unpacks it."""
 
@@ -162,8 +163,8 @@ def refuse_tracing() -> None:
     """Raise MisuseError where torch records a computation instead of running it: with tensors that have no values, or with the
     addresses of parameters that will be elsewhere."""
     what = ""
-    if torch.compiler.is_compiling():  # first, for what comes next cannot be compiled
-        what = "torch.compile, or torch.export,"
+    if _is_exporting():
+        what = "torch.export"
     elif torch._C._get_tracing_state() is not None:
         what = "torch.jit.trace"
     elif torch._C._len_torch_dispatch_stack():
@@ -171,8 +172,6 @@ def refuse_tracing() -> None:
             what = "torch.export, or a FakeTensorMode,"
         elif any(torch._C._get_dispatch_mode(mode) is not None for mode in (_MODES.PROXY, _MODES.FUNCTIONAL)):
             what = "torch.fx (make_fx)"
-    elif _compiles(torch._C._dynamo.eval_frame.get_eval_frame_callback()):  # it gave the model up, and would compile us instead
-        what = "torch.compile"
     if what:
         raise MisuseError(
             f"{what} cannot look into a paged model, whose parameters are in memory only while they are used: give it a model "
@@ -187,16 +186,6 @@ def refuse_transforms() -> None:
             "a paged model cannot compute within torch.func.grad, vmap, jvp and the like, which need all parameters at a time: "
             "use torch.autograd, or transform a function of copies of the parameters (parameter.clone())"
         )
-
-
-def _compiles(callback: object) -> bool:
-    """Return whether torch.compile is at work with ``callback``. Its backend "eager" runs everything unchanged, which is right.
-    """
-    if not callable(callback):
-        return False
-    while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
-        callback = inner
-    return getattr(callback, "compiler_name", None) != "eager"
 
 
 def drop_queued() -> None:

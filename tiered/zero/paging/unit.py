@@ -27,6 +27,7 @@ from tiered.zero.paging.gradients import UnitGradients
 from tiered.zero.paging.saved_tensors import refuse_tracing, refuse_transforms
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.storage import Cast, CheckpointRecord, ParameterStorage, TensorStore, host
+from tiered.zero.paging.tensors.compiling import traced
 from tiered.zero.paging.tensors.parameters import paged_class
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import Pending, States, Update, UpdateRule
@@ -145,6 +146,7 @@ class Unit:
         return self._holders > 0
 
     @property
+    @traced
     def in_hand(self) -> bool:
         """Return whether the unit is held, or an interruption left it neither held nor dropped."""
         return self._in_use

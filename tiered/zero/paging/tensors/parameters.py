@@ -36,6 +36,7 @@ from torch.autograd.graph import get_gradient_edge
 from tiered import MisuseError
 from tiered.types import Access
 from tiered.zero.paging.saved_tensors import in_backward
+from tiered.zero.paging.tensors.compiling import break_graph, traced
 
 __all__ = ["SHARE", "PagedParameter", "PagedView", "ParameterOwner", "name_of", "paged_class", "unpage", "written_by"]
 
@@ -386,6 +387,7 @@ def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: 
     caller = sys._getframe(1).f_back  # of the function, of which C has no frame
     module = "" if caller is None else caller.f_globals.get("__name__", "")
     if module.startswith("torch."):
+        break_graph(module)
         _refuse_wrapper(module, args)
     elif name == "data_ptr" and module.startswith("safetensors"):  # which would read from there
         raise MisuseError(
@@ -784,6 +786,7 @@ def _real(value: Any) -> Any:
     return value.made() if isinstance(value, PagedView) else value
 
 
+@traced
 def _is_paged(value: Any) -> bool:
     return isinstance(value, PagedParameter | PagedView)
 
@@ -798,6 +801,7 @@ def _parameters(values: Any) -> list[torch.Tensor]:
     return list(found.values())
 
 
+@traced
 def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         value = tuple(value.values())
