@@ -33,6 +33,7 @@ INVALID = "not valid"
 """The row itself is at fault: its side in memory failed, or would not notice a difference."""
 MISSING = "not installed"
 
+ROOT = Path(__file__).resolve().parents[2]
 MOST_MEMORY = 2 << 30
 READ_ONLY = "assignment destination is read-only"
 """What NumPy says."""
@@ -79,7 +80,7 @@ def judge(row: Row, *, timeout: float, check: bool = False, folder: str | None =
     except FileNotFoundError:
         verdict, detail, read, trace = (WRONG if (here / "paged").exists() else INVALID), why, 0, log
     shutil.rmtree(here, ignore_errors=True)
-    detail, trace = (text.replace(str(here), "FOLDER") for text in (detail, trace))
+    detail, trace = (text.replace(str(here), "FOLDER").replace(f"{ROOT}/", "") for text in (detail, trace))
     return Outcome(row.group, row.name, verdict, detail, round(seconds, 2), read, trace, tier)
 
 
