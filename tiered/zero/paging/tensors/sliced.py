@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -29,6 +30,7 @@ from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tiered import MisuseError
+from tiered.zero.paging.tensors.compiling import break_graph
 from tiered.zero.paging.tensors.parameters import (
     AS_IT_IS,
     CONVERSIONS,
@@ -39,6 +41,7 @@ from tiered.zero.paging.tensors.parameters import (
     Function,
     _leaves,
     _map,
+    _refuse_wrapper,
     _without_us,
     _writes,
     name_of,
@@ -268,6 +271,10 @@ def _part(value: SlicedParameter | SlicedView, index: int) -> torch.Tensor | Non
 def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name = name_of(func)
     first: Any = args[0] if args else None
+    caller = sys._getframe(1).f_back
+    if caller is not None and caller.f_globals.get("__name__", "").startswith("torch."):
+        break_graph(caller.f_globals["__name__"])
+        _refuse_wrapper(caller.f_globals["__name__"], args)
     if name in HOOKS and _is_sliced(first):
         raise MisuseError(
             f"{_shown(first)} is divided into slices, of which each has a gradient of its own: {name.partition('.')[0]} is not "
