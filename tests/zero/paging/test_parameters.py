@@ -549,3 +549,21 @@ def test_parameters_of_a_model_that_is_gone_say_so(store: TieredStore) -> None:
     assert parameter.shape == (96, 48)
     with pytest.raises(MisuseError, match="the model of this parameter is gone"):
         parameter.norm()
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_a_tie_by_data_within_gathered_raises(store: TieredStore, write: bool) -> None:
+    model: Model = zero.page(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), store)
+    before = model[0].weight.clone()
+    with pytest.raises(MisuseError, match="another parameter"), zero.gathered(model, write=write):
+        model[0].weight.data = model[1].weight.data
+    assert torch.equal(model[0].weight, before)
+    assert not torch.equal(model[1].weight, before)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripting_raises_before_it_begins(store: TieredStore) -> None:
+    model: Model = zero.page(nn.Sequential(nn.Linear(8, 8)), store)
+    with pytest.raises(MisuseError, match=r"torch\.jit\.script"):
+        torch.jit.script(model)
+    assert model(torch.ones(1, 8)).shape == (1, 8)

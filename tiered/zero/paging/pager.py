@@ -237,6 +237,7 @@ class Pager:
             Splitter(model, store, name, plan, pool, config.micro_batch, self) if config.micro_batch > 1 else None
         )
         for module in self.model.modules():
+            module.__dict__["__prepare_scriptable__"] = _refuse_scripting  # torch.jit.script calls it first
             if self._is_hooked(module):
                 module.forward = self._guarded(module, module.forward)  # of this one object
         _pagers.add(self)
@@ -965,6 +966,14 @@ def weak_hook(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement], 
         what(*found)
 
     return hook
+
+
+def _refuse_scripting() -> None:
+    """Raise MisuseError, because ``torch.jit.script`` is about to compile a paged model."""
+    raise MisuseError(
+        "torch.jit.script cannot look into a paged model, whose parameters are in memory only while they are used: give it a "
+        "model that is not paged (one made anew, with load_state_dict(model.state_dict()))"
+    )
 
 
 def _owner(hooks: Hooks | None) -> Pager | None:

@@ -39,6 +39,8 @@ from tiered.zero.paging.tensors.parameters import (
     REFUSED,
     VIEWS,
     Function,
+    PagedParameter,
+    PagedView,
     _leaves,
     _map,
     _refuse_wrapper,
@@ -512,6 +514,11 @@ def _set_data(value: Any, data: Any) -> None:
         raise MisuseError(f"{_shown(value)} computes on {_device(_of(value)[0])}, and cannot be moved to {data.device}")
     if isinstance(data, SlicedView) and data.parameter is _of(value)[0] and data.geometry.shape == value.shape:
         return  # the same elements: written to already
+    if isinstance(data, SlicedParameter | SlicedView | PagedParameter | PagedView):
+        raise MisuseError(
+            f"{_shown(value)} would share its memory with another parameter, and they are apart in the store: give it a copy "
+            "(.clone()), or tie the modules, with one Parameter object, before zero.page"
+        )
     with torch.no_grad():
         value.copy_(data)
 
