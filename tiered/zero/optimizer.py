@@ -272,7 +272,7 @@ class AdamW(Optimizer):
         last = log.get(step - 1)
         log[step] = last if last == rule else rule  # one object for many steps, where the rule stays the same
         for _, unit, placement in slices:
-            if placement in steps or placement in spent or not placement.parameter.requires_grad:
+            if placement in steps or placement in spent:
                 continue
             steps[placement] = step
             missed.setdefault(unit, {})[placement] = Update(rule, step, graded=False), log

@@ -353,7 +353,7 @@ def _as_it_is(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, 
         if name in ("requires_grad.__set__", "requires_grad_"):
             wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
             for one in _slices(first):
-                one.requires_grad_(wanted)
+                one.requires_grad = wanted
     return _without_us(func, (), args, kwargs)
 
 
@@ -371,8 +371,12 @@ def _indexed(name: str, value: SlicedParameter | SlicedView, rest: Sequence[Any]
     if isinstance(index, torch.Tensor) and index.dim() == 1 and index.dtype in (torch.int64, torch.int32) and not inside:
         if _handle(parameter).rows is not None and isinstance(value, SlicedParameter):
             return _embedding(torch.where(index < 0, index + count, index), value)
-        parts = [_part(value, _checked(number, count)) for number in index.tolist()]
-        return torch.stack(parts) if parts and all(part is not None for part in parts) else None  # type: ignore[arg-type]
+        numbers = [_checked(number, count) for number in index.tolist()]
+        if not numbers or _handle(parameter).rows is not None or _part(value, 0) is None:
+            return None
+        slices = _slices(parameter)
+        chosen = torch.stack([slices[number] for number in numbers])  # whose gradients add up in this order
+        return functools.reduce(lambda base, step: step(base), _of(value)[1], chosen)
     if isinstance(index, torch.Tensor) and (index.dim() or index.dtype not in (torch.int64, torch.int32)):
         return None
     if isinstance(index, bool | slice) or index is None or index is Ellipsis:
@@ -631,11 +635,15 @@ class SlicedGradient(torch.Tensor):
 
     parameter: SlicedParameter
     path: tuple[Step, ...]
+    origin: SlicedGradient
+    """What ``parameter.grad`` returned, of which this is a view; itself, where this is it."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def of(parameter: SlicedParameter, path: tuple[Step, ...], like: torch.Tensor) -> SlicedGradient:
+    def of(
+        parameter: SlicedParameter, path: tuple[Step, ...], like: torch.Tensor, origin: SlicedGradient | None = None
+    ) -> SlicedGradient:
         made: SlicedGradient = torch.Tensor._make_wrapper_subclass(
             SlicedGradient,
             like.shape,
@@ -645,6 +653,7 @@ class SlicedGradient(torch.Tensor):
             device=_device(parameter),
         )
         made.parameter, made.path = parameter, path
+        made.origin = made if origin is None else origin
         return made
 
     @torch.no_grad()
@@ -661,12 +670,16 @@ class SlicedGradient(torch.Tensor):
     def _parts(self) -> list[torch.Tensor]:
         """Return the gradients of the slices that have one. Raises MisuseError where none has."""
         found = [one.grad for one in _slices(self.parameter) if one.grad is not None]
-        if not found:
-            raise MisuseError(f"this gradient of {_handle(self.parameter).name!r} is gone: keep parameter.grad.clone()")
+        if not found or self.parameter.__dict__.get("_gradient") is not self.origin:
+            raise MisuseError(
+                f"this gradient of {_handle(self.parameter).name!r} is gone, for parameter.grad is another one or None: keep "
+                "parameter.grad.clone()"
+            )
         return found
 
     @torch.no_grad()
     def _write(self, whole: torch.Tensor) -> None:
+        self._parts()
         for one, values in zip(_slices(self.parameter), _divided(self.parameter, whole), strict=True):
             if one.grad is None:
                 one.grad = values.clone()
@@ -711,7 +724,7 @@ class SlicedGradient(torch.Tensor):
         first = args[0] if args else None
         if isinstance(first, SlicedGradient):
             if func in (_aten.detach.default, _aten.alias.default):
-                return SlicedGradient.of(first.parameter, first.path, _like(first))
+                return SlicedGradient.of(first.parameter, first.path, _like(first), first.origin)
             if func.is_view:
                 return _view_of(first, func, tuple(args[1:]), kwargs)
             name = func._schema.name.removeprefix("aten::")
@@ -739,16 +752,19 @@ def gradient_of(parameter: SlicedParameter) -> SlicedGradient | None:
 
 def _set_gradient(parameter: SlicedParameter, value: Any) -> None:
     if value is None:
+        parameter.__dict__.pop("_gradient", None)
         for one in _slices(parameter):
             one.grad = None
         return
     if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (parameter.shape, parameter.dtype):
         raise RuntimeError(f"assigned grad has another shape or type than {_shown(parameter)}")
     if isinstance(value, SlicedGradient) and value.parameter is parameter and not value.path:
+        value._parts()
         return
     values = value.values() if isinstance(value, SlicedGradient) else value
+    parameter.__dict__.pop("_gradient", None)
     for one, mine in zip(_slices(parameter), _divided(parameter, values.detach()), strict=True):
-        one.grad = mine.clone()
+        one.grad = mine  # a view: what is written to ``value`` before the step counts, as it does for torch
 
 
 def _like(gradient: SlicedGradient) -> torch.Tensor:
@@ -762,10 +778,10 @@ def _view_of(gradient: SlicedGradient, func: Any, args: tuple[Any, ...], kwargs:
     like = step(_like(gradient))
     if isinstance(like, list | tuple):
         return [
-            SlicedGradient.of(gradient.parameter, (*gradient.path, step._replace(which=which)), one)
+            SlicedGradient.of(gradient.parameter, (*gradient.path, step._replace(which=which)), one, gradient.origin)
             for which, one in enumerate(like)
         ]
-    return SlicedGradient.of(gradient.parameter, (*gradient.path, step), like)
+    return SlicedGradient.of(gradient.parameter, (*gradient.path, step), like, gradient.origin)
 
 
 _EACH = {
