@@ -26,6 +26,7 @@ from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.sharding import Stage, Stage1
 from tiered.zero.paging.tensors.compiling import traced
 from tiered.zero.paging.tensors.gradients import SpentGradient, whole_norms
+from tiered.zero.paging.tensors.states import StateView
 from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import Placement, Sliced
 from tiered.zero.paging.update import AdamWRule, Update, UpdateRule
@@ -46,6 +47,8 @@ REFUSED = {
     "differentiable": "differentiable=True: a graph of the update would keep all parameters: leave differentiable= out",
 }
 """Why there is no such update as these arguments of ``torch.optim.AdamW`` ask for."""
+STATES = {"exp_avg": "m", "exp_avg_sq": "v", "master": "master"}
+"""What torch calls a state, and what it is called here."""
 LOGGED = 256
 """After so many steps the rules of those are forgotten that no slice of a parameter has yet to make."""
 HALF_LOADED = (
@@ -382,13 +385,47 @@ class AdamW(Optimizer):
 
     # -- state -------------------------------------------------------------------------------------------------------------
 
+    @property
+    def state(self) -> Any:
+        """States by parameter, as torch has them: copies, read when they are asked for, whose writes raise MisuseError. With
+        ``store=`` the step counts alone. All ranks read together."""
+        if self._resident is not None:
+            return self.__dict__["state"]
+        return StateView(self._named, self._state_names, self._state_of)
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        if isinstance(states, StateView):
+            return
+        if self._made and self._resident is None:
+            raise MisuseError("optimizer.state is in the store: use load_state_dict, or make a new optimizer for new states")
+        self.__dict__["state"] = states
+
+    def _named(self) -> Iterator[tuple[torch.Tensor, str]]:
+        return ((parameter, parameter.__dict__["_tiered"].name) for parameter in self._parameters())
+
+    def _state_names(self, parameter: torch.Tensor) -> tuple[str, ...]:
+        if not self._steps_of(parameter):
+            return ()
+        master = placements_of(parameter)[0][2].stored in (torch.bfloat16, torch.float16)
+        return ("step", "exp_avg", "exp_avg_sq", *(["master"] if master else []))
+
+    def _state_of(self, parameter: torch.Tensor, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        found = {"step": torch.tensor(float(self._steps_of(parameter)), device="cpu")}
+        if names != ("step",):
+            for pager in dict.fromkeys(pager for pager, _, _ in placements_of(parameter)):
+                pager.start_anew()
+            kept = self._copies_of(parameter)
+            found |= {name: kept[ours].to(parameter.device) for name, ours in STATES.items() if ours in kept}
+        return found
+
     def state_dict(self) -> dict[str, Any]:
         """Return copies in the form of ``torch.optim.AdamW``'s: step, exp_avg and exp_avg_sq per parameter, and the param
         groups.
 
         bf16 and fp16 parameters also have their fp32 ``master``. Those of a DTensor are DTensors with its placements.
         """
-        packed = super().state_dict()
+        packed = super().state_dict()  # reads no states
         state = {}
         for index, (step, kept) in enumerate(self._kept()):
             if step:
@@ -416,9 +453,8 @@ class AdamW(Optimizer):
         self.flush()
         named = [name for group in state_dict["param_groups"] for name in group["params"]]  # numbers, or what there is instead
         moments = {index: state_dict["state"][name] for index, name in enumerate(named) if name in state_dict["state"]}
-        ours = {"exp_avg": "m", "exp_avg_sq": "v", "master": "master"}
         states = {
-            index: {ours[name]: value for name, value in found.items() if name in ours} for index, found in moments.items()
+            index: {STATES[name]: value for name, value in found.items() if name in STATES} for index, found in moments.items()
         }
         if self._resident is not None:
             steps = {index: int(found["step"]) for index, found in moments.items()}
@@ -466,16 +502,21 @@ class AdamW(Optimizer):
             return
         self.flush()
         for parameter in self._parameters():
-            slices = placements_of(parameter)
-            for _, unit, placement in slices:
-                self._refuse_turns(unit, placement)
-            step = max(self.steps.get(placement, 0) for _, _, placement in slices)
-            copies = [unit.state_copies(placement) for _, unit, placement in slices if placement in self.steps]
-            if len(slices) == 1 or not copies:
-                yield step, copies[0] if copies else {}
-            else:
-                join = torch.stack if isinstance(_at(slices[0][2]), int) else torch.cat
-                yield step, {name: join([copy[name] for copy in copies]) for name in copies[0]}
+            yield self._steps_of(parameter), self._copies_of(parameter)
+
+    def _steps_of(self, parameter: torch.Tensor) -> int:
+        found = placements_of(parameter)
+        for _, unit, placement in found:
+            self._refuse_turns(unit, placement)
+        return max(self.steps.get(placement, 0) for _, _, placement in found)
+
+    def _copies_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        slices = placements_of(parameter)
+        copies = [unit.state_copies(placement) for _, unit, placement in slices if placement in self.steps]
+        if len(slices) == 1 or not copies:
+            return copies[0] if copies else {}
+        join = torch.stack if isinstance(_at(slices[0][2]), int) else torch.cat
+        return {name: join([copy[name] for copy in copies]) for name in copies[0]}
 
     def _show(self, steps: Sequence[int]) -> None:
         """Set ``state`` as torch does, because torch.distributed.checkpoint takes an optimizer without any for a fresh one, and

@@ -367,7 +367,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     config = PagerConfig(options.name, pool, partition, options.prefetch, options.micro_batch, options.update_tier)
     if options.existing == "resume":
         checkpoint.refuse_other(store, options.name, tentative, partition, model)
-        strides |= {fresh: strides[meta] for fresh, meta in _replace_meta(model, store).items()}
+        strides |= {fresh: strides[meta] for fresh, meta in _replace_meta(model, store).items() if meta in strides}
         plan = divide(model, limits, strides, options.policy, partition.shares, slicing)
         buffers = _buffers_for(model, store)
         _release(plan, store)

@@ -349,6 +349,14 @@ def test_exports_have_whole_parameters(tmp_path: Path) -> None:
         blank = Mixture()
     with TieredStore.open(tmp_path / "other", dram="1MiB") as store:
         again = zero.page(blank, store, weights=tmp_path / "open")
+        assert zero.statistics(again).units == zero.statistics(paged).units
+        assert same(dict(again.state_dict()), values)
+        zero.commit(again)
+    with torch.device("meta"):
+        blank = Mixture()
+    with TieredStore.open(tmp_path / "other", dram="1MiB", access="read") as store:
+        again = zero.page(blank, store, existing="resume")
+        assert zero.statistics(again).units == zero.statistics(paged).units
         assert same(dict(again.state_dict()), values)
 
 
@@ -772,3 +780,11 @@ def test_what_needs_a_large_weight_whole_is_named(store: TieredStore) -> None:
     paged = zero.page(nn.Embedding(WORDS * 2, COLUMNS, max_norm=1.0), store)
     with pytest.raises(MisuseError, match="larger dram="):
         paged(torch.tensor([1]))
+
+
+def test_ties_by_data_raise(store: TieredStore) -> None:
+    one, other = (zero.page(build(), store, name=name).blocks[0].experts for name in ("one", "other"))  # type: ignore[union-attr, index]
+    with pytest.raises(MisuseError, match="share its memory"):
+        one.bias.data = other.bias.data  # type: ignore[union-attr]
+    one.bias.data = other.bias.clone()  # type: ignore[union-attr, operator]
+    assert torch.equal(one.bias, other.bias)  # type: ignore[union-attr, arg-type]

@@ -424,7 +424,7 @@ def _experts(
         alike = [
             (f"{prefix}.{name}".lstrip("."), parameter)
             for name, parameter in experts_of(module)
-            if uses[parameter] == 1 and strides.get(parameter, parameter.stride()) == _row_major(parameter.shape)
+            if uses[parameter] == 1 and _will_be_row_major(parameter, strides)
         ]
         alike = [(name, parameter) for name, parameter in alike if slicing.allows(name)]
         if alike and slicing.experts:
@@ -446,8 +446,8 @@ def _too_large(
     found = {}
     for name, parameter in model.named_parameters():
         plain = all(used[parameter]) and parameter.dtype.is_floating_point
-        dense = strides.get(parameter, parameter.stride()) == _row_major(parameter.shape)
-        if plain and dense and THIRD * parameter.numel() * parameter.dtype.itemsize > UNIT_SHARE * limits.unit:
+        large = THIRD * parameter.numel() * parameter.dtype.itemsize > UNIT_SHARE * limits.unit
+        if plain and large and _will_be_row_major(parameter, strides):
             columns = parameter.shape[1]
             step = 16 // math.gcd(columns, 16)
             rows = max(step, limits.unit // (columns * parameter.dtype.itemsize) // step * step)
@@ -501,6 +501,12 @@ def _round_up(value: int, step: int) -> int:
 
 def _row_major(shape: torch.Size) -> tuple[int, ...]:
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _will_be_row_major(parameter: nn.Parameter, strides: Mapping[nn.Parameter, tuple[int, ...]]) -> bool:
+    """Return whether a parameter is row major in its unit, as one is that has no memory yet."""
+    stride = strides.get(parameter, parameter.stride())
+    return stride == _row_major(parameter.shape) or not is_dense(parameter.shape, stride)
 
 
 def is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:

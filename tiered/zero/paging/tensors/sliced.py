@@ -39,12 +39,14 @@ from tiered.zero.paging.tensors.parameters import (
     REFUSED,
     VIEWS,
     Function,
+    PagedParameter,
+    PagedView,
     _leaves,
     _map,
-    _name,
     _refuse_wrapper,
     _without_us,
     _writes,
+    name_of,
 )
 
 __all__ = ["SlicedGradient", "SlicedParameter", "SlicedView", "slice_up"]
@@ -247,7 +249,7 @@ def _part(value: SlicedParameter | SlicedView, index: int) -> torch.Tensor | Non
     rows = _handle(parameter).rows
     part: torch.Tensor = _slices(parameter)[index] if rows is None else _slices(parameter)[index // rows][index % rows]
     for step in path:
-        name = _name(step.func)
+        name = name_of(step.func)
         if name in ("detach", "data.__get__"):
             part = part.detach()
             continue
@@ -269,7 +271,7 @@ def _part(value: SlicedParameter | SlicedView, index: int) -> torch.Tensor | Non
 
 
 def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    name = _name(func)
+    name = name_of(func)
     first: Any = args[0] if args else None
     caller = sys._getframe(1).f_back
     if caller is not None and caller.f_globals.get("__name__", "").startswith("torch."):
@@ -280,6 +282,8 @@ def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: 
             f"{_shown(first)} is divided into slices, of which each has a gradient of its own: {name.partition('.')[0]} is not "
             "for all of it; use the gradient after backward, or page the model with zero.page(experts='whole')"
         )
+    if name == "_has_compatible_shallow_copy_type" and args[1].device.type != first.device.type:
+        raise MisuseError(f"{_shown(first)} is paged and computes on {first.device}: it cannot be moved to {args[1].device}")
     if name in AS_IT_IS:
         return _as_it_is(name, func, args, kwargs)
     if name in REFUSED:
@@ -326,7 +330,7 @@ def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: 
 
 def _requires_grad(value: SlicedParameter | SlicedView) -> bool:
     parameter, path = _of(value)
-    detached = any(_name(step.func) in ("detach", "data.__get__") for step in path)
+    detached = any(name_of(step.func) in ("detach", "data.__get__") for step in path)
     return not detached and _slices(parameter)[0].requires_grad
 
 
@@ -514,6 +518,11 @@ def _set_data(value: Any, data: Any) -> None:
         raise MisuseError(f"{_shown(value)} computes on {_device(_of(value)[0])}, and cannot be moved to {data.device}")
     if isinstance(data, SlicedView) and data.parameter is _of(value)[0] and data.geometry.shape == value.shape:
         return  # the same elements: written to already
+    if isinstance(data, SlicedParameter | SlicedView | PagedParameter | PagedView):
+        raise MisuseError(
+            f"{_shown(value)} would share its memory with another parameter, and they are apart in the store: give it a copy "
+            "(.clone()), or tie the modules, with one Parameter object, before zero.page"
+        )
     with torch.no_grad():
         value.copy_(data)
 
@@ -551,7 +560,7 @@ def _for_each(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     """Call ``func`` for one element of its lists after the other."""
     length = next(len(value) for value in (*args, *kwargs.values()) if isinstance(value, list | tuple))
     if length == 1:
-        return _compute(_name(func), func, args, kwargs)
+        return _compute(name_of(func), func, args, kwargs)
     results: list[Any] = []
     for index in range(length):
 
