@@ -25,8 +25,8 @@ def held(store: TieredStore) -> int:
 def test_released_parameters_keep_shape_and_hold_no_memory(store: TieredStore) -> None:
     model = zero.page(Tied(), store)
     for parameter in model.parameters():
-        assert parameter.untyped_storage().nbytes() <= 8
         with torch._C.DisableTorchFunctionSubclass():
+            assert parameter.untyped_storage().nbytes() <= 8
             assert torch.isnan(parameter).all(), "a read that nobody answers must be loud"
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in Tied().parameters())
 
