@@ -5,7 +5,8 @@ a model that went through ``zero.page`` with the smallest budget that it allows,
 (losses, norms, outputs, parameters, texts) is compared bit for bit:
 
     identical       equal bits
-    clear error     the paged run raised a ``tiered.TieredError``, which says what to do
+    clear error     the paged run raised a ``TieredError``, which says what to do (or NumPy's, of a read-only array)
+    stated limit    no numbers, but a kind of object differs, as docs/limits.md says
     wrong           anything else: other values, another exception, a crash, a hang
 
 A row runs in a process of its own, with at most 2 GiB. The exit code is 1 when a row is wrong or not valid (its side in memory
@@ -15,6 +16,11 @@ something else.
     python -m bench.compatibility
     python -m bench.compatibility --group gradients --row 'clip_grad_norm_*'
     python -m bench.compatibility --write docs/compatibility.md --json compatibility.json
+    python -m bench.compatibility --tier hbm --json hbm.json
+
+With ``--tier hbm`` the store has HBM, for which host memory stands; with ``--tier "fake device"`` both sides are on a device
+that torch takes for another one than the CPU. What the file of ``--json`` has of other rows stays in it, and comes into the
+page of ``--write``.
 """
 
 from __future__ import annotations
@@ -24,13 +30,16 @@ import importlib
 import importlib.metadata
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
+from functools import cache, partial
 from pathlib import Path
 from textwrap import indent
 
@@ -40,8 +49,8 @@ import numpy.random  # noqa: F401  # here and the next one: else each row would 
 import torch
 import torch._dynamo
 
-from bench.compatible.judge import CLEAR, IDENTICAL, INVALID, MISSING, WRONG, Outcome, judge
-from bench.compatible.side import ROWS, Row
+from bench.compatible.judge import CLEAR, IDENTICAL, INVALID, LIMIT, MISSING, WRONG, Outcome, judge
+from bench.compatible.side import ROWS, TIERS, Row
 
 __all__ = ["main"]
 
@@ -59,7 +68,17 @@ GROUPS = {
 }
 """Each is a module of ``bench.compatible``."""
 
-VERDICTS = (IDENTICAL, CLEAR, WRONG, INVALID, MISSING)
+VERDICTS = (IDENTICAL, CLEAR, LIMIT, WRONG, INVALID, MISSING)
+DEVICE_GROUPS = ("reads", "writes", "gradients", "optimizers")
+"""Those that are run where parameters compute elsewhere."""
+ELSEWHERE = {
+    "hbm": ("HBM", "The same rows, in a store with `hbm=` for which host memory stands (`--tier hbm`)."),
+    "fake device": (
+        "A device of its own",
+        "The same rows on a device that torch takes for another one than the CPU, both sides (`--tier 'fake device'`). "
+        "A row that is not valid fails there in memory, too.",
+    ),
+}
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "lightning")
 
 
@@ -81,7 +100,7 @@ def missing(row: Row) -> str:
     return ""
 
 
-def run(rows: Sequence[Row], *, timeout: float, check: bool, folder: str | None, verbose: bool) -> list[Outcome]:
+def run(rows: Sequence[Row], options: argparse.Namespace) -> list[Outcome]:
     """Judge each of ``rows``, with a line of progress. Prints those that fail, or all."""
     found: list[Outcome] = []
     start = time.perf_counter()
@@ -89,17 +108,31 @@ def run(rows: Sequence[Row], *, timeout: float, check: bool, folder: str | None,
         progress(f"{number}/{len(rows)}  {time.perf_counter() - start:.0f} s  {row.group}: {row.name}")
         lacking = missing(row)
         if lacking:
-            found.append(Outcome(row.group, row.name, MISSING, lacking, 0.0))
+            found.append(Outcome(row.group, row.name, MISSING, lacking, 0.0, tier=options.tier))
             continue
-        outcome = judge(row, timeout=timeout, check=check, folder=folder)
+        judged = partial(judge, row, check=options.check, folder=options.dir, tier=options.tier)
+        outcome = judged(timeout=options.timeout)
         if outcome.verdict == INVALID and outcome.detail.startswith("no result"):  # in memory: the machine is busy
-            outcome = judge(row, timeout=2 * timeout, check=check, folder=folder)
+            outcome = judged(timeout=2 * options.timeout)
         found.append(outcome)
-        if verbose or found[-1].verdict not in (IDENTICAL, CLEAR):
+        if options.verbose or found[-1].verdict not in (IDENTICAL, CLEAR, LIMIT):
             progress("")
-            print(line(found[-1], verbose), flush=True)
+            print(line(found[-1], options.verbose), flush=True)
     progress("")
     return found
+
+
+def with_earlier(found: Sequence[Outcome], file: Path) -> list[Outcome]:
+    """Return ``found`` with what ``file`` has of other rows that there still are, in the order of the rows."""
+    rows_of(GROUPS, "*")
+    order = {(row.group, row.name): number for number, row in enumerate(ROWS)}
+    every: dict[tuple[str, str, str], Outcome] = {}
+    earlier = [Outcome(**{"detail": "", **one}) for one in json.loads(file.read_text())["rows"]] if file.exists() else []
+    for one in (*earlier, *found):
+        if (one.group, one.name) in order:
+            every[one.tier, one.group, one.name] = one
+    groups = list(GROUPS)
+    return sorted(every.values(), key=lambda one: (TIERS.index(one.tier), groups.index(one.group), order[one.group, one.name]))
 
 
 def line(found: Outcome, verbose: bool) -> str:
@@ -139,9 +172,24 @@ def versions() -> str:
     return f"Python {sys.version.split()[0]}, {', '.join(found)}"
 
 
+@cache
+def commit() -> str:
+    """Return the commit that is checked out, or an empty text where there is none."""
+    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=7", "HEAD"]
+    return subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+
+
+def as_json(found: Sequence[Outcome]) -> str:
+    """Return what ``--json`` writes, a line for each outcome. Only those that failed have their traces."""
+    rows = [asdict(one) | ({} if one.verdict in (WRONG, INVALID) else {"trace": ""}) for one in found]
+    lines = ",\n".join(json.dumps({key: value for key, value in row.items() if value != ""}) for row in rows)
+    return f'{{"versions": {json.dumps(versions())}, "rows": [\n{lines}\n]}}\n'
+
+
 def document(found: Sequence[Outcome]) -> str:
-    """Return the page of documentation: a table for each group, with its counts."""
-    tally = Counter(one.verdict for one in found)
+    """Return the page of documentation: a table for each group, with its counts, and what is otherwise in other tiers."""
+    here = [one for one in found if one.tier == TIERS[0]]
+    tally = Counter(one.verdict for one in here)
     lines = [
         "# Compatibility",
         "",
@@ -150,25 +198,50 @@ def document(found: Sequence[Outcome]) -> str:
         "budget that it allows, with `zero.AdamW`. What the row computes is compared bit for bit.",
         "",
         "- **identical**: equal bits.",
-        "- **clear error**: a `TieredError`, whose text is shown.",
+        "- **clear error**: a `TieredError`, whose text is shown; or NumPy's own where an array is read-only.",
+        "- **stated limit**: no numbers differ, but what kind of object something is; [limits](limits.md) has it.",
         "- **wrong**: anything else: other values, another exception, a crash, a hang.",
         "",
         f"Made by `python -m bench.compatibility --write docs/compatibility.md` with {versions()}, on a CPU.",
         "",
-        f"{len(found)} rows: " + ", ".join(f"{tally[verdict]} {verdict}" for verdict in VERDICTS if tally[verdict]) + ".",
+        f"{len(here)} rows: {_counted(tally)}. Commits of the rows: {', '.join(sorted({one.commit for one in found} - {''}))}.",
     ]
-    lines += ["", "| | rows | " + " | ".join(VERDICTS[:3]) + " |", "|---|---|---|---|---|"]
-    for group in dict.fromkeys(one.group for one in found):
-        part = Counter(one.verdict for one in found if one.group == group)
-        numbers = " | ".join(str(part[verdict]) for verdict in VERDICTS[:3])
+    lines += ["", "| | rows | " + " | ".join(VERDICTS[:4]) + " |", "|---|---|---|---|---|---|"]
+    for group in dict.fromkeys(one.group for one in here):
+        part = Counter(one.verdict for one in here if one.group == group)
+        numbers = " | ".join(str(part[verdict]) for verdict in VERDICTS[:4])
         lines.append(f"| [{GROUPS[group]}](#{group.replace('_', '-')}) | {part.total()} | {numbers} |")
-    for group in dict.fromkeys(one.group for one in found):
-        lines += ["", f"## {group.replace('_', ' ').capitalize()}", "", f"{GROUPS[group]}.", "", "| | | |", "|---|---|---|"]
-        for one in found:
-            if one.group == group:
-                verdict = one.verdict if one.verdict == IDENTICAL else f"**{one.verdict}**"
-                lines.append(f"| {_cell(one.name)} | {verdict} | {_cell(one.detail)} |")
-    return "\n".join(lines) + "\n"
+    for group in dict.fromkeys(one.group for one in here):
+        lines += ["", f"## {group.replace('_', ' ').capitalize()}", "", f"{GROUPS[group]}.", ""]
+        lines += _table(one for one in here if one.group == group)
+    return "\n".join(lines + _elsewhere(found)) + "\n"
+
+
+def _elsewhere(found: Sequence[Outcome]) -> list[str]:
+    """Return what became of rows in other tiers: counts, and the rows that came out otherwise than in DRAM."""
+    before = {(one.group, one.name): one.verdict for one in found if one.tier == TIERS[0]}
+    lines: list[str] = []
+    for tier, what in ELSEWHERE.items():
+        there = [one for one in found if one.tier == tier]
+        if there:
+            lines += ["", f"## {what[0]}", "", f"{what[1]} {len(there)} rows: {_counted(Counter(o.verdict for o in there))}."]
+            others = [one for one in there if one.verdict != before.get((one.group, one.name))]
+            if others:
+                lines += ["", "Those that came out otherwise than above:", "", *_table(others, groups=True)]
+    return lines
+
+
+def _counted(tally: Counter[str]) -> str:
+    return ", ".join(f"{tally[verdict]} {verdict}" for verdict in VERDICTS if tally[verdict] or verdict == WRONG)
+
+
+def _table(found: Iterable[Outcome], *, groups: bool = False) -> list[str]:
+    lines = ["| row | verdict | |", "|---|---|---|"]
+    for one in found:
+        verdict = one.verdict if one.verdict == IDENTICAL else f"**{one.verdict}**"
+        name = f"{one.group}: {one.name}" if groups else one.name
+        lines.append(f"| {_cell(name)} | {verdict} | {_cell(one.detail)} |")
+    return lines
 
 
 def _cell(text: str) -> str:
@@ -181,22 +254,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     options = _parsed(arguments)
     torch.set_num_threads(1)
-    rows = rows_of(options.group or GROUPS, options.row)
+    on_device = options.tier == "fake device"
+    rows = rows_of(options.group or (GROUPS if options.tier == TIERS[0] else DEVICE_GROUPS), options.row)
     if options.list:
         print("\n".join(f"{row.group}: {row.name}" for row in rows))
         return 0
     if not rows:
         print("no row has such a name: --list shows them", file=sys.stderr)
         return 2
-    found = run(rows, timeout=options.timeout, check=options.check, folder=options.dir, verbose=options.verbose)
+    commit()  # as it is now
+    with fake_device() if on_device else nullcontext():
+        found = run(rows, options)
     print(counts(found))
     print(versions())
+    found = [replace(one, commit=commit()) for one in found]
+    every = with_earlier(found, Path(options.json)) if options.json else found
     if options.json:
-        rows_as = [asdict(one) for one in found]
-        Path(options.json).write_text(json.dumps({"versions": versions(), "rows": rows_as}, indent=1) + "\n")
+        Path(options.json).write_text(as_json(every))
     if options.write:
-        Path(options.write).write_text(document(found))
-    return int(any(one.verdict in (WRONG, INVALID) for one in found))
+        Path(options.write).write_text(document(every))
+    return int(any(one.verdict == WRONG or (one.verdict == INVALID and not on_device) for one in found))
+
+
+@contextmanager
+def fake_device() -> Iterator[None]:
+    """Have a device that torch takes for another one than the CPU: built on demand, of the tests."""
+    import pytest
+
+    from tests import fake_device
+
+    with pytest.MonkeyPatch.context() as patch:
+        fake_device.installed(patch)
+        yield
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -207,9 +296,10 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--row", default="*", metavar="GLOB", help="rows whose name matches, as a shell does")
     parser.add_argument("--list", action="store_true", help="print the names of the rows, and run none")
     parser.add_argument("--check", action="store_true", help="examine the rows themselves, in memory")
+    parser.add_argument("--tier", choices=TIERS, default=TIERS[0], help="where paged parameters compute (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds that a row may take (default: 60)")
     parser.add_argument("--dir", default=tempfile.gettempdir(), help="where stores are made (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write the outcomes, with traces")
+    parser.add_argument("--json", metavar="FILE", help="write the outcomes into it, with traces of those that failed")
     parser.add_argument("--write", metavar="FILE", help="write the page of documentation")
     parser.add_argument("--verbose", action="store_true", help="print a line for each row as it ends, and traces")
     return parser.parse_args(arguments)

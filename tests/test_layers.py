@@ -38,7 +38,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("units", "step_trace", "storage", "saved_tensors", "update", "tensors", "gradients", "sharding", "unit"),
         *("reduction", "micro_batch", "pager"),
     ),
-    "zero.paging.tensors": ("compiling", "parameters", "sliced", "gradients"),
+    "zero.paging.tensors": ("compiling", "parameters", "copies", "states", "sliced", "gradients"),
     "zero.build": ("staging", "construct"),
     "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors"),
     "integrations": ("saves", "kept", "transformers", "axolotl", "accelerate", "lightning"),

@@ -33,7 +33,7 @@ def between(name: str) -> Callable[[Deed], Deed]:
 
 # -- clipping --------------------------------------------------------------------------------------------------------------
 
-for _norm in (1.0, 2.0, 3.0, math.inf):
+for _norm in (0.5, 1.0, 2.0, 3.0, math.inf, -math.inf, -1.0, 0.0):
     for _foreach in (None, True, False):
         between(f"clip_grad_norm_, norm_type={_norm:g}, foreach={_foreach}")(
             lambda model, optimizer, norm=_norm, foreach=_foreach: utils.clip_grad_norm_(
@@ -66,9 +66,19 @@ between("clip_grad_value_, foreach=False")(
     lambda model, optimizer: utils.clip_grad_value_(model.parameters(), 1e-3, foreach=False)
 )
 between("get_total_norm of the gradients")(lambda model, optimizer: utils.get_total_norm([p.grad for p in model.parameters()]))
-between("get_total_norm, norm_type=inf, foreach=True")(
-    lambda model, optimizer: utils.get_total_norm([p.grad for p in model.parameters()], norm_type=math.inf, foreach=True)
-)
+for _norm in (1.0, 2.0, math.inf):
+    for _foreach in (None, True, False):
+        between(f"get_total_norm, norm_type={_norm:g}, foreach={_foreach}")(
+            lambda model, optimizer, norm=_norm, foreach=_foreach: utils.get_total_norm(
+                [p.grad for p in model.parameters()], norm_type=norm, foreach=foreach
+            )
+        )
+for _foreach in (None, True, False):
+    between(f"clip_grads_with_norm_, foreach={_foreach}")(
+        lambda model, optimizer, foreach=_foreach: utils.clip_grads_with_norm_(
+            model.parameters(), 0.1, utils.get_total_norm([p.grad for p in model.parameters()]), foreach=foreach
+        )
+    )
 
 
 @between("get_total_norm and clip_grads_with_norm_")
@@ -238,6 +248,10 @@ def _(model: Any, optimizer: Any) -> None:
 
 @between("p.grad[0] = 0, p.grad[:, 1:3] *= 2, p.grad[mask] = 0")
 def _(model: Any, optimizer: Any) -> None:
+    columns = torch.ones(3, 4)
+    columns[:, 1:3] *= 2
+    if columns.tolist() != [[1.0, 2.0, 2.0, 1.0]] * 3:
+        raise ValueError("this device itself multiplies columns in place wrongly")
     grad = model.body[2].fc1.weight.grad
     grad[0] = 0
     grad[:, 1:3] *= 2

@@ -25,21 +25,25 @@ from bench.compatible.side import Row, Side
 from tiered import TieredError
 from tiered.errors import shown
 
-__all__ = ["CLEAR", "IDENTICAL", "INVALID", "MISSING", "WRONG", "Outcome", "difference", "judge"]
+__all__ = ["CLEAR", "IDENTICAL", "INVALID", "LIMIT", "MISSING", "WRONG", "Outcome", "difference", "judge"]
 
-Verdict = Literal["identical", "clear error", "wrong", "not valid", "not installed"]
-IDENTICAL, CLEAR, WRONG = "identical", "clear error", "wrong"
+Verdict = Literal["identical", "clear error", "stated limit", "wrong", "not valid", "not installed"]
+IDENTICAL, CLEAR, LIMIT, WRONG = "identical", "clear error", "stated limit", "wrong"
 INVALID = "not valid"
 """The row itself is at fault: its side in memory failed, or would not notice a difference."""
 MISSING = "not installed"
 
+ROOT = Path(__file__).resolve().parents[2]
 MOST_MEMORY = 2 << 30
+READ_ONLY = "assignment destination is read-only"
+"""What NumPy says."""
 WIDEST = 240
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a row. ``read``: bytes that came from the disk on the paged side; ``trace``: where it failed, or empty."""
+    """What became of a row. ``read``: bytes that came from the disk on the paged side; ``trace``: where it failed, or empty;
+    ``tier``: where the parameters of the paged side computed; ``commit``: of the package."""
 
     group: str
     name: str
@@ -48,17 +52,20 @@ class Outcome:
     seconds: float
     read: int = 0
     trace: str = ""
+    tier: str = "dram"
+    commit: str = ""
 
 
-def judge(row: Row, *, timeout: float, check: bool = False, folder: str | None = None) -> Outcome:
+def judge(row: Row, *, timeout: float, check: bool = False, folder: str | None = None, tier: str = "dram") -> Outcome:
     """Run both sides of ``row`` in a forked child. A hang is wrong, and so is a crash, and more than 2 GiB.
 
-    ``check``: have the row itself examined: in memory twice it must give the same, and other values must be noticed.
+    ``check``: have the row itself examined: in memory twice it must give the same, and other values must be noticed. ``tier``:
+    where the parameters of the paged side compute.
     """
     here = Path(tempfile.mkdtemp(prefix="compatibility-", dir=folder))
     start = time.perf_counter()
     limit = timeout * row.slow
-    child = _forked(row, here, check)
+    child = _forked(row, here, check, tier)
     try:
         why = _waited(child, limit)
     finally:
@@ -73,10 +80,11 @@ def judge(row: Row, *, timeout: float, check: bool = False, folder: str | None =
     except FileNotFoundError:
         verdict, detail, read, trace = (WRONG if (here / "paged").exists() else INVALID), why, 0, log
     shutil.rmtree(here, ignore_errors=True)
-    return Outcome(row.group, row.name, verdict, detail, round(seconds, 2), read, trace)
+    detail, trace = (text.replace(str(here), "FOLDER").replace(f"{ROOT}/", "") for text in (detail, trace))
+    return Outcome(row.group, row.name, verdict, detail, round(seconds, 2), read, trace, tier)
 
 
-def _forked(row: Row, here: Path, check: bool) -> int:
+def _forked(row: Row, here: Path, check: bool, tier: str) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python's about threads: the parent has computed nothing
         child = os.fork()
@@ -94,7 +102,7 @@ def _forked(row: Row, here: Path, check: bool) -> int:
         faulthandler.register(signal.SIGUSR1, log)
         os.chdir(here)
         warnings.simplefilter("ignore")
-        found = (_examined if check else _compared)(row, here)
+        found = _examined(row, here) if check else _compared(row, here, tier)
         (here / "unfinished").write_bytes(pickle.dumps(found))
         (here / "unfinished").rename(here / "outcome")
     except BaseException:
@@ -121,19 +129,20 @@ def _waited(child: int, limit: float) -> str:
         time.sleep(0.02)
 
 
-def _compared(row: Row, here: Path) -> tuple[str, str, int, str]:
+def _compared(row: Row, here: Path, tier: str) -> tuple[str, str, int, str]:
     torch.set_num_threads(1)
-    plain = Side(False, here / "memory")
+    plain = Side(False, here / "memory", tier=tier)
     try:
         row.function(plain)
         undefined(plain.shown)
     except BaseException as error:
         return INVALID, f"in memory: {_said(error)}", 0, traceback.format_exc()
-    paged = Side(True, here / "paged")
+    paged = Side(True, here / "paged", tier=tier)
     try:
         row.function(paged)
         found = difference(plain.shown, paged.shown)
-        result = (WRONG, found, paged.bytes_read(), "") if found else (IDENTICAL, "", paged.bytes_read(), "")
+        differs = (LIMIT, f"{row.limit}: {found}") if row.limit and not _has_numbers(plain.shown) else (WRONG, found)
+        result = (*(differs if found else (IDENTICAL, "")), paged.bytes_read(), "")
         paged.close()
     except BaseException as error:
         before = difference(plain.shown[: len(paged.shown)], paged.shown)
@@ -174,9 +183,15 @@ def undefined(shown: list[tuple[str, object]]) -> None:
                 raise ValueError(f"{where} is NaN")
 
 
+def _has_numbers(shown: list[tuple[str, object]]) -> bool:
+    """Return whether a row shows numbers, which may never differ."""
+    return any(isinstance(one, torch.Tensor | float) for what, value in shown for _, one in _leaves(what, value))
+
+
 def _clear(error: BaseException | None) -> bool:
-    """Return whether ``error`` is the package's own, or was raised because of one whose text it repeats."""
-    if isinstance(error, TieredError):
+    """Return whether ``error`` is the package's own, or was raised because of one whose text it repeats; or is how NumPy
+    refuses to write to an array that was made read-only, because nothing would tell of the write."""
+    if isinstance(error, TieredError) or (isinstance(error, ValueError) and str(error) == READ_ONLY):
         return True
     cause = error
     while cause is not None:

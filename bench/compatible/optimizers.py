@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -166,6 +167,48 @@ def _(side: Side) -> None:
     side.train(model, optimizer)
     side.show("moment", optimizer.state[model.head.weight]["exp_avg"])
     side.show("step", float(optimizer.state[model.head.weight]["step"]))
+
+
+@row(GROUP, "optimizer.state: len, in, keys, items")
+def _(side: Side) -> None:
+    model, optimizer = side.toy()
+    side.show("before", [len(optimizer.state), model.head.weight in optimizer.state])
+    side.train(model, optimizer)
+    side.show("after", [len(optimizer.state), model.head.weight in optimizer.state, bool(optimizer.state)])
+    for p, states in optimizer.state.items():
+        side.show("keys", [list(states.keys()), p.shape, "exp_avg" in states])
+        side.show("states", dict(states.items()))
+    side.train(model, optimizer, first=2)
+
+
+@row(GROUP, "updates in units of parameters, read from optimizer.state")
+def _(side: Side) -> None:
+    model, optimizer = side.toy()
+
+    def ratio() -> None:
+        if len(optimizer.state):
+            for p in model.parameters():
+                states = optimizer.state[p]
+                update = states["exp_avg"] / (states["exp_avg_sq"].sqrt() + 1e-8)
+                side.show("ratio", (update.norm() / p.detach().norm()).item())
+
+    side.train(model, optimizer, 3, between=ratio)
+
+
+@row(GROUP, "optimizer.state.clear()")
+def _(side: Side) -> None:
+    model, optimizer = side.toy()
+    side.train(model, optimizer)
+    optimizer.state.clear()
+    side.train(model, optimizer, first=2)
+
+
+@row(GROUP, "optimizer.state = defaultdict(dict)")
+def _(side: Side) -> None:
+    model, optimizer = side.toy()
+    side.train(model, optimizer)
+    optimizer.state = collections.defaultdict(dict)
+    side.train(model, optimizer, first=2)
 
 
 @row(GROUP, "optimizer.state[p]['exp_avg'].zero_()")

@@ -154,11 +154,13 @@ def _(side: Side) -> None:
     train(side, model, optimizer, 2, first=2)
 
 
-@row(GROUP, "DoRA merged and unloaded", needs=NEEDS, slow=2)
-def _(side: Side) -> None:
-    model = adapted(side, CONFIGS["DoRA"], before=True)
-    train(side, model, side.adamw(trained(model), lr=1e-2), 2)
-    side.show_model(model.merge_and_unload())
+for _name in ("DoRA", "PiSSA", "IA3", "modules_to_save"):
+
+    @row(GROUP, f"{_name} merged and unloaded", needs=NEEDS, slow=2)
+    def _(side: Side, name: str = _name) -> None:
+        model = adapted(side, CONFIGS[name], before=True)
+        train(side, model, side.adamw(trained(model), lr=1e-2), 2)
+        side.show_model(model.merge_and_unload())
 
 
 @row(GROUP, "adapters saved, and loaded into another model", needs=NEEDS, slow=2)

@@ -324,12 +324,23 @@ reads("p.numel, shape, stride, is_contiguous, dtype, device, layout", depends=Fa
         for q in model.parameters()
     ]
 )
-reads("p.requires_grad, is_leaf, grad_fn, type(p), isinstance", depends=False)(
-    lambda model, p: [p.requires_grad, p.is_leaf, str(p.grad_fn), type(p).__name__, isinstance(p, nn.Parameter), len(p)]
+reads("p.requires_grad, is_leaf, grad_fn, isinstance", depends=False)(
+    lambda model, p: [p.requires_grad, p.is_leaf, str(p.grad_fn), isinstance(p, nn.Parameter), len(p)]
 )
 reads("p.nbytes, element_size, storage size, storage_offset", depends=False)(
-    lambda model, p: [p.nbytes, p.element_size(), p.untyped_storage().nbytes(), p.storage_offset()]
+    lambda model, p: [p.nbytes, p.element_size(), p.untyped_storage().nbytes(), len(p.untyped_storage()), p.storage_offset()]
 )
+reads("p.data_ptr(), storages: which tensors share memory", depends=False)(
+    lambda model, p: [
+        p.data_ptr() == p.data.data_ptr() == p.detach().t().data_ptr(),
+        p[1].data_ptr() - p.data_ptr(),
+        len({q.data_ptr() for q in model.parameters()}),
+        len({q.untyped_storage().data_ptr() for q in model.parameters()}),
+        p.untyped_storage().data_ptr() == p.data.untyped_storage().data_ptr(),
+    ]
+)
+reads("bytes of the storage of p.detach().clone()")(lambda model, p: p.detach().clone().untyped_storage().tolist()[:64])
+reads("p.untyped_storage().tolist()")(lambda model, p: p.untyped_storage().tolist()[:64])
 reads("sets and dicts keyed by parameters", depends=False)(
     lambda model, p: [len(set(model.parameters())), {q: name for name, q in model.named_parameters()}[p], p in {p: 1}]
 )
@@ -337,6 +348,33 @@ reads("sum(p.numel() for p in model.parameters())", depends=False)(
     lambda model, p: [sum(q.numel() for q in model.parameters()), [name for name, _ in model.named_parameters()]]
 )
 reads("model.state_dict()")(lambda model, p: model.state_dict())
+reads("model.state_dict(): values computed with, viewed, as NumPy's")(
+    lambda model, p: [
+        [2 * value, value.flatten()[:3], value.numpy(), value.t() @ value if value.ndim == 2 else value.sum()]
+        for value in list(model.state_dict().values())[:6]
+    ]
+)
+reads("model.state_dict(): repr, type, requires_grad, nbytes")(
+    lambda model, p: [
+        [
+            repr(value.cpu()),
+            isinstance(value, torch.Tensor),
+            value.requires_grad,
+            value.is_leaf,
+            value.untyped_storage().nbytes(),
+        ]
+        for value in list(model.state_dict().values())[:6]
+    ]
+)
+reads("model.state_dict(keep_vars=True): parameters with their gradients")(
+    lambda model, p: [
+        [value is q, value.requires_grad, value, value.grad]
+        for value, q in zip(model.state_dict(keep_vars=True).values(), model.parameters(), strict=True)
+    ]
+)
+reads("functional_call with state_dict()")(
+    lambda model, p: torch.func.functional_call(model.eval(), model.state_dict(), (tokens(0, 2, 5),)) if model.eval() else None
+)
 reads("model.get_parameter(name)")(lambda model, p: model.get_parameter("body.2.fc1.weight").sum())
 reads("next(model.parameters()).device and .dtype", depends=False)(
     lambda model, p: [next(model.parameters()).device, next(model.parameters()).dtype]
@@ -511,6 +549,18 @@ def _(side: Side) -> None:
         model.train()
 
 
+@row(GROUP, "type(p) is nn.Parameter", depends=False, limit="`type(p)` is `PagedParameter` outside of forward")
+def _(side: Side) -> None:
+    model = side.page(Toy())
+    side.show("classes", [type(p) is nn.Parameter for p in model.parameters()])
+
+
+@row(GROUP, "type(value) is torch.Tensor of state_dict()", depends=False, limit="`type(value)` is `CopiedValues`")
+def _(side: Side) -> None:
+    model = side.page(Toy())
+    side.show("classes", [type(value) is torch.Tensor for value in model.state_dict().values()])
+
+
 # -- averages and copies ---------------------------------------------------------------------------------------------------
 
 
@@ -661,6 +711,60 @@ def _(side: Side) -> None:
     loaded = torch.load(path)
     model.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
+    side.train(model, optimizer, first=2)
+
+
+@row(GROUP, "safetensors: save_model, and save_file of state_dict()", needs=("safetensors",))
+def _(side: Side) -> None:
+    from safetensors.torch import load_file, save_file, save_model
+
+    model, optimizer = side.toy()
+    side.train(model, optimizer)
+    save_model(model, str(side.folder / "model.safetensors"))
+    side.show("model", load_file(side.folder / "model.safetensors"))
+    save_file(model.state_dict(), side.folder / "state.safetensors")
+    side.show("state", load_file(side.folder / "state.safetensors"))
+
+
+@row(GROUP, "safetensors: save_file of named_parameters()", needs=("safetensors",))
+def _(side: Side) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model, optimizer = side.toy()
+    side.train(model, optimizer)
+    save_file(dict(model.named_parameters()), side.folder / "model.safetensors")
+    side.show("model", load_file(side.folder / "model.safetensors"))
+
+
+@row(GROUP, "torch.distributed.checkpoint of state_dict(), and back")
+def _(side: Side) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    model, optimizer = side.toy()
+    side.train(model, optimizer)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=side.folder / "checkpoint", no_dist=True)
+    side.train(model, optimizer, first=2)
+    state = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}
+    dcp.load(state, checkpoint_id=side.folder / "checkpoint", no_dist=True)
+    model.load_state_dict(state["model"])
+    side.show_model(model)
+
+
+@row(GROUP, "torch.distributed.checkpoint.state_dict: get_ and set_model_state_dict, get_ and set_optimizer_state_dict")
+def _(side: Side) -> None:
+    from torch.distributed.checkpoint import state_dict as states
+
+    model, optimizer = side.toy()
+    side.train(model, optimizer)
+    whole = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    values = states.get_model_state_dict(model, options=whole)
+    kept = copy.deepcopy(states.get_optimizer_state_dict(model, optimizer))
+    side.show("values", values)
+    side.show("states", kept["state"])
+    values = {name: value.clone() for name, value in values.items()}
+    side.train(model, optimizer, first=2)
+    states.set_model_state_dict(model, values)
+    states.set_optimizer_state_dict(model, optimizer, kept)
     side.train(model, optimizer, first=2)
 
 

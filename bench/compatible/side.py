@@ -20,7 +20,10 @@ from torch.nn import functional
 
 from tiered import CapacityError, TieredStore, zero
 
-__all__ = ["ROWS", "Dense", "Row", "Side", "Toy", "row"]
+__all__ = ["ROWS", "TIERS", "Dense", "Row", "Side", "Toy", "row"]
+
+TIERS = ("dram", "hbm", "fake device")
+"""Where parameters compute: in DRAM; in HBM, for which host memory stands; in HBM that torch takes for another device."""
 
 BUDGET = 1 << 20
 """Bytes of DRAM that a paged model has, unless it needs more."""
@@ -36,7 +39,8 @@ class Row:
     """One thing that people do with a model.
 
     ``depends``: whether the result depends on the values of parameters (a check of the row perturbs them). ``needs``: modules
-    that it imports. ``slow``: how many times the ordinary time it may take.
+    that it imports. ``slow``: how many times the ordinary time it may take. ``limit``: for a row that shows no numbers, but
+    what kind of object something is: what ``docs/limits.md`` says of it, if the sides differ there.
     """
 
     group: str
@@ -45,6 +49,7 @@ class Row:
     depends: bool = True
     needs: tuple[str, ...] = ()
     slow: float = 1.0
+    limit: str = ""
 
 
 ROWS: list[Row] = []
@@ -52,14 +57,14 @@ ROWS: list[Row] = []
 
 
 def row(
-    group: str, name: str, *, depends: bool = True, needs: tuple[str, ...] = (), slow: float = 1.0
+    group: str, name: str, *, depends: bool = True, needs: tuple[str, ...] = (), slow: float = 1.0, limit: str = ""
 ) -> Callable[[Callable[[Side], object]], Callable[[Side], object]]:
     """Register the decorated function as a row of ``group``."""
 
     def register(function: Callable[[Side], object]) -> Callable[[Side], object]:
         if any((known.group, known.name) == (group, name) for known in ROWS):
             raise ValueError(f"there are two rows {name!r} in {group!r}")
-        ROWS.append(Row(group, name, function, depends, needs, slow))
+        ROWS.append(Row(group, name, function, depends, needs, slow, limit))
         return function
 
     return register
@@ -69,11 +74,14 @@ class Side:
     """Run a row on one side, and keep what it shows.
 
     ``paged``: which side it is. ``folder``: an empty one for files of the row. ``planted``: whether parameters are multiplied
-    by 1.01 to begin with, which the comparison must notice.
+    by 1.01 to begin with, which the comparison must notice. ``tier``: where the parameters of the paged side compute; those of
+    the other are on the same device.
     """
 
-    def __init__(self, paged: bool, folder: Path, *, planted: bool = False) -> None:
-        self.paged, self.folder, self.planted = paged, folder, planted
+    def __init__(self, paged: bool, folder: Path, *, planted: bool = False, tier: str = "dram") -> None:
+        self.paged, self.folder, self.planted, self.tier = paged, folder, planted, tier
+        self.device = _device(tier)
+        torch.set_default_device(self.device if self.device.type != "cpu" else None)
         self.shown: list[tuple[str, object]] = []
         self._stores: list[TieredStore] = []
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +98,7 @@ class Side:
                 for parameter in model.parameters():
                     parameter.mul_(1.01)
         if not self.paged:
-            return model
+            return model.to(self.device) if self.device.type != "cpu" else model
         try:
             return zero.page(model, self._opened(BUDGET), **options)
         except CapacityError as error:
@@ -163,17 +171,30 @@ class Side:
 
     def _opened(self, budget: int) -> TieredStore:
         store = TieredStore.open(
-            self.folder / f"store{len(self._stores)}-{budget}", dram=budget, durability="none", deadline=DEADLINE
+            self.folder / f"store{len(self._stores)}-{budget}", durability="none", deadline=DEADLINE, **self._memory(budget)
         )
         self._stores.append(store)
         return store
+
+    def _memory(self, budget: int) -> dict[str, Any]:
+        if self.tier == "dram":
+            return {"dram": budget}
+        return {"hbm": budget, "dram": budget, "device": self.device.type}
+
+
+def _device(tier: str) -> torch.device:
+    if tier != "fake device":
+        return torch.device("cpu")
+    from tests import fake_device  # a device that is built on demand, for tests
+
+    return torch.device(fake_device.NAME, 0)
 
 
 def frozen(value: object) -> object:
     """Return a copy of ``value`` that later changes leave alone. Raises TypeError for what cannot be compared."""
     if isinstance(value, torch.Tensor):
         with torch.no_grad():
-            return torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
+            return torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(value.detach())
     if isinstance(value, np.ndarray | np.generic):
         return frozen(torch.from_numpy(np.array(value)))
     if value is None or isinstance(value, bool | int | float | str | bytes):
@@ -189,12 +210,14 @@ def frozen(value: object) -> object:
 
 def drawn(number: int, *shape: int) -> torch.Tensor:
     """Return normal numbers that depend on ``number`` only."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(number))
+    made = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(number), device="cpu")
+    return made.to(torch.get_default_device())
 
 
 def tokens(number: int, *shape: int, below: int = 64) -> torch.Tensor:
     """Return token numbers that depend on ``number`` only."""
-    return torch.randint(below, shape, generator=torch.Generator().manual_seed(number))
+    made = torch.randint(below, shape, generator=torch.Generator("cpu").manual_seed(number), device="cpu")
+    return made.to(torch.get_default_device())
 
 
 class Block(nn.Module):

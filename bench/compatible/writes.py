@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import init
 from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 
-from bench.compatible.side import Dense, Side, Toy, drawn, row
+from bench.compatible.side import Dense, Side, Toy, drawn, row, tokens
 
 GROUP = "writes"
 
@@ -294,6 +294,89 @@ def _(model: Any, p: Any) -> None:
     model.state_dict()["body.2.fc1.weight"].mul_(0.5)
 
 
+@writes("writes into all values of state_dict()")
+def _(model: Any, p: Any) -> None:
+    for value in model.state_dict().values():
+        value.mul_(0.9).add_(0.001)
+
+
+@writes("writes into state_dict() by index, out=, views and torch._foreach_mul_")
+def _(model: Any, p: Any) -> None:
+    state = model.state_dict()
+    state["body.2.fc1.weight"][0] = 0.01
+    state["body.2.fc1.weight"].view(-1)[5:9].fill_(0.02)
+    state["body.1.fc1.weight"].t()[2] = 0.05
+    state["body.1.fc1.weight"][5] *= 0.5
+    torch.mul(state["head.weight"], 0.9, out=state["head.weight"])
+    torch._foreach_mul_(list(state.values()), 0.95)
+
+
+@writes("state_dict() changed in place, and loaded")
+def _(model: Any, p: Any) -> None:
+    state = model.state_dict()
+    for value in state.values():
+        value.mul_(0.9)
+    model.load_state_dict(state)
+
+
+@writes("a clone of state_dict() changed, and loaded")
+def _(model: Any, p: Any) -> None:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    for value in state.values():
+        value.mul_(0.9)
+    model.load_state_dict(state)
+
+
+@writes("state_dict()['name'].numpy()[:] = x")
+def _(model: Any, p: Any) -> None:
+    model.state_dict()["body.2.fc1.weight"].numpy()[:2] = 0.05
+
+
+@row(GROUP, "a state_dict() of before a step is written to after it")
+def _(side: Side) -> None:
+    model, optimizer = side.toy()
+    state = model.state_dict()
+    side.train(model, optimizer)
+    state["head.weight"].mul_(0.5)
+    side.train(model, optimizer, first=2)
+
+
+@row(GROUP, "a new head made from the old one's values, before paging")
+def _(side: Side) -> None:
+    model = Toy()
+    head = nn.Linear(96, 80)
+    with torch.no_grad():
+        head.weight[:64] = model.head.weight
+        head.bias[:64] = model.head.bias
+    model.head = head
+    side.page(model)
+    side.train(model, side.adamw(model.parameters()), 2)
+
+
+@row(GROUP, "a new head made from the old one's values, and trained beside the model")
+def _(side: Side) -> None:
+    model, optimizer = side.toy()
+    side.train(model, optimizer)
+    head = nn.Linear(96, 80)
+    with torch.no_grad():
+        head.weight[:64] = model.head.weight
+        head.bias.copy_(torch.cat([model.head.bias, model.head.bias[:16]]))
+    other = nn.Parameter(model.head.weight.detach().clone())
+    trained = torch.optim.SGD([*head.parameters(), other], 0.1)
+    (head(drawn(0, 4, 96)).square().mean() + (drawn(0, 4, 96) @ other.t()).square().mean()).backward()
+    trained.step()
+    side.show("head", [head.weight, head.bias, other])
+    side.train(model, optimizer, first=2)
+
+
+@row(GROUP, "a parameter made of another's values, nn.Parameter(p.detach().clone())")
+def _(side: Side) -> None:
+    model = Toy()
+    model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+    side.page(model)
+    side.train(model, side.adamw(model.parameters()), 2)
+
+
 @writes("writing to a frozen parameter")
 def _(model: Any, p: Any) -> None:
     p.requires_grad_(False)
@@ -460,6 +543,29 @@ for _name, _change in {
 def _(side: Side) -> None:
     model = side.page(Toy()).to(torch.bfloat16)
     side.show("logits", model(drawn(0, 2, 5).abs().long()))
+
+
+@row(GROUP, "model.to('meta') after paging", depends=False)
+def _(side: Side) -> None:
+    _meta(side, lambda model: model.to("meta"))
+
+
+@row(GROUP, "model.to_empty(device='meta') after paging", depends=False)
+def _(side: Side) -> None:
+    _meta(side, lambda model: model.to_empty(device="meta"))
+
+
+def _meta(side: Side, move: Callable[[Any], object]) -> None:
+    model = side.page(Toy())
+    move(model)
+    side.show("devices", sorted({p.device.type for p in model.parameters()}))
+
+
+@row(GROUP, "torch.__future__.set_swap_module_params_on_conversion(True), model.to(torch.bfloat16)")
+def _(side: Side) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    model = side.page(Toy()).to(torch.bfloat16)
+    side.show("logits", model.eval()(tokens(0, 2, 5)))
 
 
 @row(GROUP, "model.to('cpu'), model.float() after paging")

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
-from bench.compatible.judge import CLEAR, IDENTICAL, INVALID, WRONG, Outcome, difference, judge
-from bench.compatible.side import Row, Side, frozen
+from bench import compatibility
+from bench.compatible.judge import CLEAR, IDENTICAL, INVALID, LIMIT, WRONG, Outcome, difference, judge
+from bench.compatible.side import ROWS, TIERS, Row, Side, frozen
 from tiered import MisuseError
 
 Function = Callable[[Side], object]
@@ -103,6 +109,77 @@ def test_each_verdict(tmp_path: Path) -> None:
     assert found["clear"].detail == "MisuseError: do it so"
     assert found["crash"].detail == "the process ended by signal 6"
     assert not list(tmp_path.iterdir()), "nothing is left behind"
+
+
+def test_what_numpy_refuses_to_write_to_is_a_clear_error(tmp_path: Path) -> None:
+    def writes(side: Side) -> None:
+        array = numpy.zeros(2)
+        array.flags.writeable = not side.paged
+        array[0] = 1
+        side.show("array", array)
+
+    def other(side: Side) -> None:
+        side.show("x", 1)
+        if side.paged:
+            raise ValueError("something else")
+
+    assert judged(writes, tmp_path).verdict == CLEAR
+    assert judged(other, tmp_path).verdict == WRONG
+
+
+def test_a_stated_limit_is_no_excuse_for_numbers(tmp_path: Path) -> None:
+    def kinds(side: Side) -> None:
+        side.show("kind", "one" if side.paged else "other")
+
+    def numbers(side: Side) -> None:
+        side.show("kind", "one" if side.paged else "other")
+        side.show("number", torch.ones(2))
+
+    found = [judge(Row("group", "row", one, limit="it is so"), timeout=30, folder=str(tmp_path)) for one in (kinds, numbers)]
+    assert [one.verdict for one in found] == [LIMIT, WRONG]
+    assert found[0].detail == "it is so: kind is 'one', in memory 'other'"
+
+
+def test_every_stated_limit_is_in_the_documentation() -> None:
+    compatibility.rows_of(compatibility.GROUPS, "*")
+    limits = Path(compatibility.__file__).parents[1].joinpath("docs", "limits.md").read_text()
+    stated = [row.limit for row in ROWS if row.limit]
+    assert stated
+    assert [limit for limit in stated if limit not in limits] == []
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_row_runs_on_each_tier(tmp_path: Path, tier: str) -> None:
+    """By the command, because rows are forked, which a process that has computed something may not be."""
+    file, root = tmp_path / "outcomes.json", Path(compatibility.__file__).parents[1]
+    asked = ["--group", "writes", "--row", "init.ones_", "--tier", tier, "--json", str(file), "--dir", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "bench.compatibility", *asked], cwd=root, check=True, capture_output=True)
+    (found,) = json.loads(file.read_text())["rows"]
+    assert (found["verdict"], found["tier"]) == (IDENTICAL, tier)
+    with compatibility.fake_device():
+        side = Side(True, tmp_path / "side", tier=tier)
+        try:
+            model, _ = side.toy()
+            assert (model.head.weight.device.type == "cpu") == (tier != "fake device")
+            assert [one.name for one in side.store.statistics().tiers] == ["hbm"] * (tier != "dram") + ["dram", "nvme"]
+        finally:
+            torch.set_default_device(None)
+            side.close()
+
+
+def test_outcomes_are_kept_in_the_file_and_shown_in_the_page(tmp_path: Path) -> None:
+    rows = compatibility.rows_of(["writes"], "init.*")
+    first, second = (Outcome("writes", row.name, IDENTICAL, "", 1.0) for row in rows[:2])
+    file = tmp_path / "outcomes.json"
+    gone = Outcome("writes", "a row that there is no more", WRONG, "", 1.0)
+    before = [asdict(one) for one in (second, gone, Outcome("writes", rows[0].name, WRONG, "NaN", 1.0))]
+    file.write_text(json.dumps({"rows": before}))
+    elsewhere = Outcome("writes", rows[0].name, CLEAR, "MisuseError: no", 1.0, tier="hbm")
+    every = compatibility.with_earlier([elsewhere, first], file)
+    assert every == [first, second, elsewhere]
+    page = compatibility.document(every)
+    assert "2 rows: 2 identical, 0 wrong." in page
+    assert "1 rows: 1 clear error, 0 wrong." in page
 
 
 def test_a_hang_is_reported(tmp_path: Path) -> None:

@@ -475,3 +475,18 @@ def _under_default(path: Path, device: torch.device) -> list[torch.Tensor]:
         states = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
         assert all(value.device.type == "cpu" for value in states)
         return [*states, *(value.cpu() for value in model.state_dict().values())]
+
+
+def test_values_of_state_dict_are_in_host_memory_and_say_so(tmp_path: Path, device: torch.device) -> None:
+    with open_store(tmp_path / "store") as store:
+        model = zero.page(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)), store)
+        state = model.state_dict()
+        with pytest.raises(MisuseError, match=r"in the store, on cpu, and a tensor on .*: move them with \.to"):
+            torch.func.functional_call(model, state, (torch.ones(2, 64, device=device),))
+        moved = {name: value.to(device) for name, value in state.items()}
+        x = torch.ones(2, 64, device=device)
+        assert torch.equal(torch.func.functional_call(model, moved, (x,)).cpu(), model(x).cpu())
+        state["0.weight"].mul_(2)
+        assert torch.equal(model[0].weight.detach().cpu(), state["0.weight"])
+        model.load_state_dict(state)
+        store.close()

@@ -13,6 +13,7 @@ from torch import nn
 from tests.zero.harness import equal, train
 from tests.zero.models import Tied, parameter_groups
 from tiered import MisuseError, TieredStore, zero
+from tiered.zero.paging.pager import placement_of
 
 
 def test_it_has_all_arguments_of_torch() -> None:
@@ -155,3 +156,33 @@ def test_a_model_that_trains_with_groups_and_kwargs_of_a_trainer(store: TieredSt
     ]
     assert train(*made[0], steps=3) == train(*made[1], steps=3)
     assert equal(reference.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
+def test_two_optimizers_cannot_take_turns(store: TieredStore, update: str) -> None:
+    """There is one set of states. A second one may begin anew, or go on with a state."""
+    model = zero.page(nn.Linear(16, 16), store)
+    first, second = (zero.AdamW(model.parameters(), update=update) for _ in range(2))
+
+    def step(optimizer: zero.AdamW) -> None:
+        for parameter in model.parameters():  # the last claim counts
+            _, unit, placement = placement_of(parameter)
+            unit.claim(placement, optimizer._update_now if update == "in_backward" else None)
+        optimizer.zero_grad()
+        model(torch.ones(2, 16)).square().sum().backward()
+        optimizer.step()
+
+    step(first)
+    kept = first.state_dict()
+    step(second)
+    step(second)
+    with pytest.raises(MisuseError, match="take turns"):
+        first.state_dict()
+    if update == "on_fetch":
+        with pytest.raises(MisuseError, match="take turns"):
+            step(first)
+        first.zero_grad()
+    first.load_state_dict(kept)
+    step(first)
+    with pytest.raises(MisuseError, match="take turns"):
+        second.state_dict()

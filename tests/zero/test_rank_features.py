@@ -166,9 +166,24 @@ def clipped(store: TieredStore, paged: Callable[..., Any]) -> Found:
     return {}
 
 
+def copied(store: TieredStore, paged: Callable[..., Any]) -> Found:
+    """What state_dict gives is written to, and optimizer.state is read."""
+    model = paged(Tied(layers=2))
+    optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+    seen: list[torch.Tensor] = []
+    for step in range(2):
+        for value in model.state_dict().values():
+            value.mul_(0.9).view(-1)[:3].zero_()
+        optimizer.zero_grad()
+        model.loss(step).backward()
+        optimizer.step()
+        seen += [states["exp_avg"].clone() for states in optimizer.state.values()]
+    return {"seen": dict(enumerate(seen)), **looks(model, optimizer)}
+
+
 FEATURES = {
     made.__name__: made
-    for made in (converted, half, split, true_bf16, scaled, looked_at, loaded, in_place, clipped)
+    for made in (converted, half, split, true_bf16, scaled, looked_at, loaded, in_place, clipped, copied)
 }
 
 

@@ -26,6 +26,7 @@ from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.sharding import Stage, Stage1
 from tiered.zero.paging.tensors.compiling import traced
 from tiered.zero.paging.tensors.gradients import SpentGradient, whole_norms
+from tiered.zero.paging.tensors.states import StateView
 from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import Placement, Sliced
 from tiered.zero.paging.update import AdamWRule, Update, UpdateRule
@@ -46,6 +47,8 @@ REFUSED = {
     "differentiable": "differentiable=True: a graph of the update would keep all parameters: leave differentiable= out",
 }
 """Why there is no such update as these arguments of ``torch.optim.AdamW`` ask for."""
+STATES = {"exp_avg": "m", "exp_avg_sq": "v", "master": "master"}
+"""What torch calls a state, and what it is called here."""
 LOGGED = 256
 """After so many steps the rules of those are forgotten that no slice of a parameter has yet to make."""
 HALF_LOADED = (
@@ -142,6 +145,8 @@ class AdamW(Optimizer):
             _refuse_little_room(given)
         self.steps: dict[Placement, int] = {}
         """How many each parameter has had."""
+        self._mark = object()
+        """Stands for this optimizer in units."""
         self._resident = None if store is None else Resident(store, name, existing, _ranks(stage, group, timeout))
         self._made = False
         super().__init__(
@@ -218,7 +223,7 @@ class AdamW(Optimizer):
                     if unit.gradients.has(placement):
                         unit.gradients.refuse_infinite(placement)
                         unit.gradients.close()
-                        step = steps[placement] = self.steps.get(placement, 0) + 1
+                        step = steps[placement] = self._next_step(unit, placement)
                         update = Update(rule, step, *unit.gradients.factors(placement))
                         updates.setdefault(unit, {})[placement] = update
                 if len(found) > 1:
@@ -242,6 +247,8 @@ class AdamW(Optimizer):
         if error is not None:
             raise error
         deeds.append(partial(self.steps.update, steps))
+        deeds += [partial(unit.counted_by.update, dict.fromkeys(changed, self._mark)) for unit, changed in updates.items()]
+        deeds += [partial(unit.counted_by.update, dict.fromkeys(slices, self._mark)) for unit, slices in missed.items()]
         deeds += [unit.defer_update(changed) for unit, changed in updates.items()]
         deeds += [unit.defer_missed(slices) for unit, slices in missed.items()]
         deeds += [pager.intent.all_updated for pager in self._pagers()]
@@ -269,7 +276,7 @@ class AdamW(Optimizer):
         last = log.get(step - 1)
         log[step] = last if last == rule else rule  # one object for many steps, where the rule stays the same
         for _, unit, placement in slices:
-            if placement in steps or placement in spent or not placement.parameter.requires_grad:
+            if placement in steps or placement in spent:
                 continue
             steps[placement] = step
             missed.setdefault(unit, {})[placement] = Update(rule, step, graded=False), log
@@ -378,13 +385,47 @@ class AdamW(Optimizer):
 
     # -- state -------------------------------------------------------------------------------------------------------------
 
+    @property
+    def state(self) -> Any:
+        """States by parameter, as torch has them: copies, read when they are asked for, whose writes raise MisuseError. With
+        ``store=`` the step counts alone. All ranks read together."""
+        if self._resident is not None:
+            return self.__dict__["state"]
+        return StateView(self._named, self._state_names, self._state_of)
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        if isinstance(states, StateView):
+            return
+        if self._made and self._resident is None:
+            raise MisuseError("optimizer.state is in the store: use load_state_dict, or make a new optimizer for new states")
+        self.__dict__["state"] = states
+
+    def _named(self) -> Iterator[tuple[torch.Tensor, str]]:
+        return ((parameter, parameter.__dict__["_tiered"].name) for parameter in self._parameters())
+
+    def _state_names(self, parameter: torch.Tensor) -> tuple[str, ...]:
+        if not self._steps_of(parameter):
+            return ()
+        master = placements_of(parameter)[0][2].stored in (torch.bfloat16, torch.float16)
+        return ("step", "exp_avg", "exp_avg_sq", *(["master"] if master else []))
+
+    def _state_of(self, parameter: torch.Tensor, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        found = {"step": torch.tensor(float(self._steps_of(parameter)), device="cpu")}
+        if names != ("step",):
+            for pager in dict.fromkeys(pager for pager, _, _ in placements_of(parameter)):
+                pager.start_anew()
+            kept = self._copies_of(parameter)
+            found |= {name: kept[ours].to(parameter.device) for name, ours in STATES.items() if ours in kept}
+        return found
+
     def state_dict(self) -> dict[str, Any]:
         """Return copies in the form of ``torch.optim.AdamW``'s: step, exp_avg and exp_avg_sq per parameter, and the param
         groups.
 
         bf16 and fp16 parameters also have their fp32 ``master``. Those of a DTensor are DTensors with its placements.
         """
-        packed = super().state_dict()
+        packed = super().state_dict()  # reads no states
         state = {}
         for index, (step, kept) in enumerate(self._kept()):
             if step:
@@ -412,9 +453,8 @@ class AdamW(Optimizer):
         self.flush()
         named = [name for group in state_dict["param_groups"] for name in group["params"]]  # numbers, or what there is instead
         moments = {index: state_dict["state"][name] for index, name in enumerate(named) if name in state_dict["state"]}
-        ours = {"exp_avg": "m", "exp_avg_sq": "v", "master": "master"}
         states = {
-            index: {ours[name]: value for name, value in found.items() if name in ours} for index, found in moments.items()
+            index: {STATES[name]: value for name, value in found.items() if name in STATES} for index, found in moments.items()
         }
         if self._resident is not None:
             steps = {index: int(found["step"]) for index, found in moments.items()}
@@ -442,6 +482,7 @@ class AdamW(Optimizer):
                 if placement.sliced is not None:
                     state = {name: value[_at(placement)] for name, value in state.items()}
                 unit.load_state(placement, state)
+                unit.counted_by[placement] = self._mark
                 loaded[placement] = steps[index]
         self.steps = loaded
         for pager in pagers:
@@ -461,14 +502,21 @@ class AdamW(Optimizer):
             return
         self.flush()
         for parameter in self._parameters():
-            slices = placements_of(parameter)
-            step = max(self.steps.get(placement, 0) for _, _, placement in slices)
-            copies = [unit.state_copies(placement) for _, unit, placement in slices if placement in self.steps]
-            if len(slices) == 1 or not copies:
-                yield step, copies[0] if copies else {}
-            else:
-                join = torch.stack if isinstance(_at(slices[0][2]), int) else torch.cat
-                yield step, {name: join([copy[name] for copy in copies]) for name in copies[0]}
+            yield self._steps_of(parameter), self._copies_of(parameter)
+
+    def _steps_of(self, parameter: torch.Tensor) -> int:
+        found = placements_of(parameter)
+        for _, unit, placement in found:
+            self._refuse_turns(unit, placement)
+        return max(self.steps.get(placement, 0) for _, _, placement in found)
+
+    def _copies_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        slices = placements_of(parameter)
+        copies = [unit.state_copies(placement) for _, unit, placement in slices if placement in self.steps]
+        if len(slices) == 1 or not copies:
+            return copies[0] if copies else {}
+        join = torch.stack if isinstance(_at(slices[0][2]), int) else torch.cat
+        return {name: join([copy[name] for copy in copies]) for name in copies[0]}
 
     def _show(self, steps: Sequence[int]) -> None:
         """Set ``state`` as torch does, because torch.distributed.checkpoint takes an optimizer without any for a fresh one, and
@@ -496,13 +544,27 @@ class AdamW(Optimizer):
 
     def _update_now(self, placement: Placement) -> tuple[Update, Callable[[], None]]:
         """Return the next step of a parameter whose gradient is complete within backward, and what counts it."""
-        step = self.steps.get(placement, 0) + 1
+        _, unit, _ = placement_of(placement.parameter)
+        step = self._next_step(unit, placement)
 
         def count() -> None:
             self.steps[placement] = step
+            unit.counted_by[placement] = self._mark
 
-        _, unit, _ = placement_of(placement.parameter)
         return Update(_rule(self.param_groups[self._group_of[placement]]), step, *unit.gradients.factors(placement)), count
+
+    def _next_step(self, unit: Unit, placement: Placement) -> int:
+        """Return the number of a parameter's next step."""
+        self._refuse_turns(unit, placement)
+        return self.steps.get(placement, 0) + 1
+
+    def _refuse_turns(self, unit: Unit, placement: Placement) -> None:
+        """Raise MisuseError where this optimizer made a step of a parameter, and then another one did."""
+        if self.steps.get(placement) and unit.counted_by.get(placement, self._mark) is not self._mark:
+            raise MisuseError(
+                f"another optimizer has updated {placement.name!r} since this one did, and its moments took the place of this "
+                "one's: two optimizers cannot take turns on a paged parameter; use one, or load_state_dict into this one"
+            )
 
     def _unscale(self, factor: torch.Tensor) -> list[bool]:
         """Multiply all gradients by ``factor`` (0-d) when they are used; return for each whether it was finite before."""

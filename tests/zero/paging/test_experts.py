@@ -550,6 +550,79 @@ def test_given_and_taken_gradients(both: tuple[Experts, Experts], store: TieredS
         both[1].bias.grad = torch.ones(2)
 
 
+def test_a_given_gradient_that_changes_before_the_step(store: TieredStore) -> None:
+    memory, paged = build(), zero.page(build(), store)
+    first, second = in_memory(memory), zero.AdamW(paged.parameters(), lr=1e-2)
+    for model, optimizer in ((memory, first), (paged, second)):
+        for step in range(3):
+            optimizer.zero_grad()
+            model.loss(step).backward()  # type: ignore[no-untyped-call, operator]
+            weight: Any = model.blocks[0].experts.down_proj  # type: ignore[union-attr, index]
+            weight.grad = given = torch.zeros_like(weight)
+            given.add_(1e-3)
+            optimizer.step()
+    assert same(dict(memory.state_dict()), dict(paged.state_dict()))
+    assert same(states(first), states(second))
+
+
+def test_data_of_a_gradient_is_written_to_it(both: tuple[Experts, Experts]) -> None:
+    for one in both:
+        one.bias[2].sum().backward()  # type: ignore[no-untyped-call]
+        gradient: Any = one.bias.grad
+        gradient.data = torch.full_like(one.bias, 3.0)
+        gradient.data = gradient.data
+        gradient[1].data.mul_(2)
+    assert torch.equal(both[0].bias.grad, both[1].bias.grad.clone())  # type: ignore[arg-type, union-attr]
+    with pytest.raises(MisuseError, match=r"assign parameter\.grad"):
+        both[1].bias.grad.data = torch.ones(2)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("forget", ["optimizer", "model", "given"])
+def test_a_gradient_that_was_kept_is_not_taken_for_the_next_one(store: TieredStore, forget: str) -> None:
+    paged: Model = zero.page(build(), store)
+    optimizer = zero.AdamW(paged.parameters(), lr=1e-2)
+    paged.loss(0).backward()
+    weight = paged.blocks[0].experts.down_proj
+    kept, row = weight.grad, weight.grad[3]
+    paged.loss(1).backward()  # is added to it
+    assert torch.equal(kept.clone(), weight.grad.clone())
+    if forget == "given":
+        weight.grad = weight.grad.clone() * 3
+    else:
+        {"optimizer": optimizer, "model": paged}[forget].zero_grad()
+        paged.loss(2).backward()
+    assert weight.grad is not kept
+    for use in (kept.norm, kept.clone, row.clone, lambda: kept.mul_(2), lambda: kept.copy_(weight), lambda: row.fill_(1.0)):
+        with pytest.raises(MisuseError, match="gone"):
+            use()
+    with pytest.raises(MisuseError, match="gone"):
+        weight.grad = kept
+
+
+def test_experts_that_are_frozen_after_backward_have_their_step(store: TieredStore) -> None:
+    """As in torch, which asks whether there is a gradient."""
+    memory, paged = build(), zero.page(build(), store)
+    first, second = in_memory(memory), zero.AdamW(paged.parameters(), lr=1e-2)
+    for model, optimizer in ((memory, first), (paged, second)):
+        for step in range(4):
+            optimizer.zero_grad()
+            model.loss(step).backward()  # type: ignore[no-untyped-call, operator]
+            model.blocks[0].experts.requires_grad_(step % 2 == 0)  # type: ignore[union-attr, index]
+            optimizer.step()
+            model.blocks[0].experts.requires_grad_(True)  # type: ignore[union-attr, index]
+    assert same(dict(memory.state_dict()), dict(paged.state_dict()))
+    assert same(states(first), states(second))
+
+
+def test_numbers_of_a_view_that_come_again(both: tuple[Experts, Experts]) -> None:
+    """Their gradients add up in the order of the numbers."""
+    weights = torch.randn(8, WIDTH, 2 * INNER, generator=torch.Generator().manual_seed(1))
+    for one in both:
+        numbers = torch.tensor([1, 2, 1, 1, 2, 1, 5, 1])
+        (one.gate_up_proj.transpose(1, 2)[numbers] * weights).square().sum().backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(both[0].gate_up_proj.grad, both[1].gate_up_proj.grad.clone())  # type: ignore[arg-type, union-attr]
+
+
 def test_frozen(store: TieredStore) -> None:
     memory, paged = build(), zero.page(build(), store)
     for model in (memory, paged):
@@ -569,6 +642,9 @@ def test_frozen(store: TieredStore) -> None:
         lambda p: copy.deepcopy(p),
         lambda p: pickle.dumps(p),
         lambda p: p.register_hook(lambda gradient: None),
+        lambda p: p[3].register_hook(lambda gradient: None),
+        lambda p: p[3].requires_grad_(False),
+        lambda p: p[3].retain_grad(),
         lambda p: p.resize_(3),
         lambda p: p.detach().t_(),
         lambda p: setattr(p, "data", torch.ones(3)),
@@ -704,3 +780,11 @@ def test_what_needs_a_large_weight_whole_is_named(store: TieredStore) -> None:
     paged = zero.page(nn.Embedding(WORDS * 2, COLUMNS, max_norm=1.0), store)
     with pytest.raises(MisuseError, match="larger dram="):
         paged(torch.tensor([1]))
+
+
+def test_ties_by_data_raise(store: TieredStore) -> None:
+    one, other = (zero.page(build(), store, name=name).blocks[0].experts for name in ("one", "other"))  # type: ignore[union-attr, index]
+    with pytest.raises(MisuseError, match="share its memory"):
+        one.bias.data = other.bias.data  # type: ignore[union-attr]
+    one.bias.data = other.bias.clone()  # type: ignore[union-attr, operator]
+    assert torch.equal(one.bias, other.bias)  # type: ignore[union-attr, arg-type]

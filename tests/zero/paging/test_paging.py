@@ -25,8 +25,8 @@ def held(store: TieredStore) -> int:
 def test_released_parameters_keep_shape_and_hold_no_memory(store: TieredStore) -> None:
     model = zero.page(Tied(), store)
     for parameter in model.parameters():
-        assert parameter.untyped_storage().nbytes() <= 8
         with torch._C.DisableTorchFunctionSubclass():
+            assert parameter.untyped_storage().nbytes() <= 8
             assert torch.isnan(parameter).all(), "a read that nobody answers must be loud"
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in Tied().parameters())
 
@@ -304,7 +304,7 @@ def test_too_small_a_budget_names_the_smallest_which_then_works(tmp_path: Path, 
     with TieredStore.open(tmp_path / "big", dram="64MiB") as probe:
         largest = max(p.numel() * 4 for p in model.parameters())
         assert largest * 3 < probe.statistics().tiers[0].capacity
-    wide = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 8))
+    wide = nn.Sequential(nn.Conv1d(512, 1024, 1), nn.ReLU(), nn.Flatten(), nn.Linear(1024, 8))  # which is not sliced
     with (
         TieredStore.open(tmp_path / "small", dram="2MiB") as small,
         pytest.raises(CapacityError, match=r"smallest that works is ([0-9,]+) bytes") as caught,
@@ -317,7 +317,7 @@ def test_too_small_a_budget_names_the_smallest_which_then_works(tmp_path: Path, 
         optimizer = zero.AdamW(wide.parameters())
         for _ in range(3):
             optimizer.zero_grad()
-            wide(torch.randn(4, 512)).sum().backward()
+            wide(torch.randn(4, 512, 1)).sum().backward()
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()
         assert not torch.isnan(wide.state_dict()["0.weight"]).any()

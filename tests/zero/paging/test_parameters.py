@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -121,6 +122,25 @@ READS: dict[str, Callable[[Model], Any]] = {
     "numpy": lambda m: [p.detach().numpy() for p in m.parameters()],
     "asarray": lambda m: np.asarray(m.extra.data) + np.asarray(m.extra.detach().t().t()),
     "lists": lambda m: (m.scale.tolist(), m.extra[0].tolist(), float(m.scale.detach()), bool(m.scale > 1), len(m.extra)),
+    "storages": lambda m: [(p.untyped_storage().nbytes(), p.data.untyped_storage().size()) for p in m.parameters()],
+    "addresses": lambda m: (
+        [p.data_ptr() == p.data.data_ptr() == p.detach().view(-1).data_ptr() for p in m.parameters()],
+        m.extra[3].data_ptr() - m.extra.data_ptr(),
+        len({p.untyped_storage().data_ptr() for p in m.parameters()}),
+    ),
+    "parameters of state_dict": lambda m: [
+        value is p for value, p in zip(m.state_dict(keep_vars=True).values(), m.parameters(), strict=True)
+    ],
+    "computed with state_dict": lambda m: [
+        value * 2 + p.detach() for value, p in zip(m.state_dict().values(), m.parameters(), strict=True)
+    ],
+    "views of state_dict": lambda m: [
+        m.state_dict()["extra"].t(),
+        *m.state_dict()["extra"].chunk(2),
+        m.state_dict()["extra"][1],
+    ],
+    "texts of state_dict": lambda m: [repr(value) for value in m.state_dict().values()],
+    "called with state_dict": lambda m: torch.func.functional_call(m, m.state_dict(), (torch.ones(2, 48),)),
     "iteration": lambda m: [row.sum() for row in m.extra],
     "unbind": lambda m: list(m.extra.unbind(1))[:3] + list(m.extra.chunk(5)) + list(torch.split(m.extra, 7, dim=1)),
     "indices": lambda m: [m.extra[[1, 2]], m.extra[m.extra > 0], m.extra[torch.tensor([3, 1])], m.extra[..., 0], m.extra[None]],
@@ -284,7 +304,18 @@ WRITES: dict[str, Callable[[Model], None]] = {
     "masked": in_place(lambda m: m.extra.masked_fill_(m.extra > 0, 0.0)),
     "gathered": gather,
     "gathered to read": gather_to_read,
+    "values of state_dict": lambda m: [value.mul_(0.9) for value in m.state_dict().values()],
+    "a list of values of state_dict": lambda m: torch._foreach_mul_(list(m.state_dict().values()), 0.9),
+    "a view of a value of state_dict": lambda m: m.state_dict()["extra"].t()[2].view(-1)[3:].zero_(),
+    "an element of a value of state_dict": lambda m: m.state_dict()["extra"].__setitem__((0, 1), 5.0),
+    "out= a value of state_dict": lambda m: torch.add(m.extra.detach(), 1, out=m.state_dict()["extra"]),
+    "a parameter of a value of state_dict": lambda m: descend(nn.Parameter(m.state_dict()["extra"])),
 }
+
+
+def descend(parameter: nn.Parameter) -> None:
+    parameter.square().sum().backward()
+    torch.optim.SGD([parameter], 0.1).step()
 
 
 def reset(model: Model) -> None:
@@ -378,6 +409,14 @@ REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
     "deepcopy of a parameter": (lambda m: copy.deepcopy(m.extra), "cannot be copied or pickled"),
     "pickle": (lambda m: pickle.dumps(m.extra), "cannot be copied or pickled"),
     "device": (lambda m: setattr(m.extra, "data", m.extra.detach().to("meta")), "cannot be moved to meta"),
+    "meta": (lambda m: m.to("meta"), "cannot be moved to meta"),
+    "to_empty": (lambda m: m.to_empty(device="meta"), "cannot be moved to meta"),
+    "tied": (lambda m: setattr(m.frozen.weight, "data", m.extra.data[:48]), "would share its memory with parameter 'extra'"),
+    "tied whole": (lambda m: setattr(m.extra, "data", m.first.weight), "'extra' would share its memory with parameter 'first"),
+    "safetensors": (lambda m: safetensors.torch.save({"extra": m.extra}), "'extra' has no memory that safetensors"),
+    "read from its storage": (lambda m: m.extra.untyped_storage().tolist(), "'extra': tolist of its storage needs memory"),
+    "written to its storage": (lambda m: m.extra.untyped_storage().fill_(0), "'extra': fill_ of its storage needs memory"),
+    "another library": (lambda m: m.state_dict()["extra"].__dlpack__(), "what another library writes to them would be lost"),
     "half": (lambda m: m.half(), r"cannot be given \.data of .* torch.float16"),
     "another shape": (lambda m: setattr(m.extra, "data", torch.ones(3)), r"'extra' has shape \(96, 48\)"),
     "dlpack": (lambda m: m.extra.detach().__dlpack__(), "would share the memory"),
@@ -510,3 +549,21 @@ def test_parameters_of_a_model_that_is_gone_say_so(store: TieredStore) -> None:
     assert parameter.shape == (96, 48)
     with pytest.raises(MisuseError, match="the model of this parameter is gone"):
         parameter.norm()
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_a_tie_by_data_within_gathered_raises(store: TieredStore, write: bool) -> None:
+    model: Model = zero.page(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), store)
+    before = model[0].weight.clone()
+    with pytest.raises(MisuseError, match="another parameter"), zero.gathered(model, write=write):
+        model[0].weight.data = model[1].weight.data
+    assert torch.equal(model[0].weight, before)
+    assert not torch.equal(model[1].weight, before)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripting_raises_before_it_begins(store: TieredStore) -> None:
+    model: Model = zero.page(nn.Sequential(nn.Linear(8, 8)), store)
+    with pytest.raises(MisuseError, match=r"torch\.jit\.script"):
+        torch.jit.script(model)
+    assert model(torch.ones(1, 8)).shape == (1, 8)

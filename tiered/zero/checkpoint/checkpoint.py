@@ -325,6 +325,7 @@ def recall(pager: Pager) -> None:
         unit.states.stale_masters = {named[name] for name in found["stale_masters"]}
         unit.pending = None if found["pending"] is None else pending_of(found["pending"], named)
         unit.version += 1
+        unit.counted_by.clear()
         unit.storage.restored()
         unit.arriving.close()
         unit.gradients.recall(found["gradients"])

@@ -411,6 +411,7 @@ class UnitGradients:
     def forget(self, placement: Placement) -> None:
         """Forget the gradient: the parameter has none any more."""
         placement.parameter.grad = None
+        _forget_whole(placement)
         state = self.states.get(placement)
         if state is not None:
             state.adding, state.marker = False, None
@@ -467,6 +468,7 @@ class UnitGradients:
             state.finite, state.spent, state.accumulate = kept["finite"], False, kept["there"]
             state.adding = state.unreduced = False
             state.marker = placement.parameter.grad = None
+            _forget_whole(placement)
             if kept["there"]:
                 self.show(placement)
 
@@ -480,6 +482,12 @@ class UnitGradients:
             state.marker = None
             state.scales.clear()
             state.wide_scales.clear()
+
+
+def _forget_whole(placement: Placement) -> None:
+    """Have what was kept of ``parameter.grad`` of a sliced parameter say that it is gone, once its slices have others."""
+    if placement.sliced is not None:
+        placement.sliced.parameter.__dict__.pop("_gradient", None)
 
 
 def _has_finite_norm(state: GradientState) -> bool:

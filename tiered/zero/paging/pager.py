@@ -59,6 +59,7 @@ from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.step_trace import Prefetch, StepTrace
 from tiered.zero.paging.storage import CheckpointRecord, UpdateTier, in_update_tier
 from tiered.zero.paging.tensors.compiling import ForwardHooks, around, refuse_constants, traced, uncompiled
+from tiered.zero.paging.tensors.copies import CopiedParameter, CopiedValues
 from tiered.zero.paging.tensors.parameters import SHARE
 from tiered.zero.paging.tensors.sliced import slice_up
 from tiered.zero.paging.unit import BackwardUpdates, Unit
@@ -236,6 +237,7 @@ class Pager:
             Splitter(model, store, name, plan, pool, config.micro_batch, self) if config.micro_batch > 1 else None
         )
         for module in self.model.modules():
+            module.__dict__["__prepare_scriptable__"] = _refuse_scripting  # torch.jit.script calls it first
             if self._is_hooked(module):
                 module.forward = self._guarded(module, module.forward)  # of this one object
         _pagers.add(self)
@@ -803,9 +805,11 @@ class Pager:
     # -- state_dict --------------------------------------------------------------------------------------------------------
 
     def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Put copies in the place of parameters; one copy of a parameter that has several names, as torch has one tensor."""
+        """Put copies in the place of values; one copy of a parameter that has several names, as torch has one tensor. With
+        ``keep_vars=True`` the parameters themselves stay."""
         for name, parameter in module._parameters.items() if not isinstance(state, Listing) else ():
-            if parameter is not None and prefix + name in state and (parameter in self._home or parameter in self.sliced):
+            found = state.get(prefix + name)
+            if found is not None and found is not parameter and (parameter in self._home or parameter in self.sliced):
                 state[prefix + name] = self._copy_for(state, prefix + name, parameter)
 
     def _copy_for(self, state: dict[str, Any], name: str, parameter: nn.Parameter) -> torch.Tensor:
@@ -817,7 +821,9 @@ class Pager:
         there = state.get(other) is copy
         if copy is not None and there and other != name and then == version:
             return copy
-        copy = self.value(parameter)
+        with torch.inference_mode(False):  # else nothing would tell a write to it
+            values = self.value(parameter)
+        copy = CopiedValues.of(values, CopiedParameter(parameter, self.version(parameter)))
         self._copied[parameter] = name, self.version(parameter), weakref.ref(copy)
         return copy
 
@@ -960,6 +966,14 @@ def weak_hook(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement], 
         what(*found)
 
     return hook
+
+
+def _refuse_scripting() -> None:
+    """Raise MisuseError, because ``torch.jit.script`` is about to compile a paged model."""
+    raise MisuseError(
+        "torch.jit.script cannot look into a paged model, whose parameters are in memory only while they are used: give it a "
+        "model that is not paged (one made anew, with load_state_dict(model.state_dict()))"
+    )
 
 
 def _owner(hooks: Hooks | None) -> Pager | None:

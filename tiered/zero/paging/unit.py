@@ -134,6 +134,8 @@ class Unit:
         self._kinds = {p: type(p.parameter) for p in plan.placements}
         """The class that each parameter has while it is held."""
         self._steppers: dict[Placement, weakref.WeakMethod[Stepper]] = {}
+        self.counted_by: dict[Placement, object] = {}
+        """What stands for the optimizer that counts the steps of a parameter, once one has made a step or loaded a state."""
         self._lent: list[StorageWeakRef] = []
         self.references: set[weakref.ref[object]] = set()  # what graphs saved of it, which has no memory of its own
         kinds = {placement.stored for placement in plan.placements}
@@ -198,11 +200,15 @@ class Unit:
         if self.base is not None:
             if self._steppers:
                 self._lent = [*_living(self._lent), StorageWeakRef(self.base.untyped_storage())]  # type: ignore[no-untyped-call]
-            if self._access is Access.WRITE:
-                self._copy_replaced(self.base)
-                self.storage.write_back(self.base)
-            elif self._holders:
-                written = self._written(_address(self.base))
+            try:
+                if self._access is Access.WRITE:
+                    self._copy_replaced(self.base)
+                    self.storage.write_back(self.base)
+                elif self._holders:
+                    written = self._written(_address(self.base))
+            except MisuseError:
+                self.give_up()
+                raise
         if not written:
             self.give_up()
             return
@@ -221,14 +227,19 @@ class Unit:
             if _address(placement.parameter) not in (_address(base), self._placeholders[placement].address):
                 _refuse_other_kind(placement)
                 placement.view(base).copy_(placement.parameter)
+            else:
+                _refuse_tied(placement, base)
 
     def _written(self, here: int) -> dict[Placement, torch.Tensor]:
         """Return copies of the parameters that were changed while they were memory at ``here`` that is leased for reading."""
         written = {}
+        assert self.base is not None
         for placement, version in zip(self.plan.placements, self._versions, strict=True):
             parameter = placement.parameter
             if _address(parameter) == self._placeholders[placement].address:
                 continue  # an exception struck as memory was given, or taken away
+            if _address(parameter) == here:
+                _refuse_tied(placement, self.base)
             if parameter._version != version or _address(parameter) != here:
                 _refuse_other_kind(placement)
                 written[placement] = parameter.detach().clone()
@@ -426,6 +437,16 @@ def _refuse_other_kind(placement: Placement) -> None:
         raise MisuseError(
             f"parameter {placement.name!r} has shape {tuple(placement.shape)} of {placement.dtype} in the store and cannot be "
             f"given .data of {tuple(parameter.shape)} of {parameter.dtype}; its values are as before"
+        )
+
+
+def _refuse_tied(placement: Placement, base: torch.Tensor) -> None:
+    """Raise MisuseError where a parameter that is held was given ``.data`` that is memory of another one in its unit."""
+    parameter = placement.parameter
+    if parameter.data_ptr() not in (0, base.data_ptr() + placement.offset) and _address(parameter) == _address(base):
+        raise MisuseError(
+            f"parameter {placement.name!r} was given the .data of another parameter, and they are apart in the store; its "
+            "values are as before: give it a copy (.clone()), or tie the modules, with one Parameter object, before zero.page"
         )
 
 

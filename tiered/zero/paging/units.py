@@ -19,6 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -185,6 +186,27 @@ class Slicing:
         return self.only is None or name in self.only
 
 
+class Slice(nn.Parameter):
+    """One slice. ``parameter[i]`` returns it where that is a slice. In memory that is a new tensor each time, and what is asked
+    of it here goes with it; of this one it would stay, and come again with each use."""
+
+    def register_hook(self, hook: object) -> NoReturn:
+        raise _of_one_slice("register_hook")
+
+    def retain_grad(self) -> NoReturn:
+        raise _of_one_slice("retain_grad")
+
+    def requires_grad_(self, requires_grad: bool = True) -> NoReturn:
+        raise _of_one_slice("requires_grad_")
+
+
+def _of_one_slice(name: str) -> MisuseError:
+    return MisuseError(
+        f"{name} of one expert of a parameter that is divided into slices: use a copy (parameter[i].clone()), or page the "
+        "model with zero.page(experts='whole')"
+    )
+
+
 @dataclass(eq=False)
 class Sliced:
     """Parameter that is divided along its first dimension: slice ``i`` is a parameter with the values of ``parameter[i]``, or,
@@ -209,7 +231,7 @@ class Sliced:
             shapes = [torch.Size((min(self.rows, count - at), *inside)) for at in range(0, count, self.rows)]
         with torch.inference_mode(False):
             nothing = torch.zeros((), dtype=whole.dtype, device="cpu")
-            self.slices = [nn.Parameter(nothing.expand(shape), whole.requires_grad) for shape in shapes]
+            self.slices = [Slice(nothing.expand(shape), whole.requires_grad) for shape in shapes]
 
     def at(self, number: int) -> int | slice:
         """Return the index of a slice in the whole."""

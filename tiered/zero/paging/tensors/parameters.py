@@ -38,7 +38,7 @@ from tiered.types import Access
 from tiered.zero.paging.saved_tensors import in_backward
 from tiered.zero.paging.tensors.compiling import break_graph, traced
 
-__all__ = ["SHARE", "PagedParameter", "PagedView", "ParameterOwner", "paged_class", "unpage"]
+__all__ = ["SHARE", "PagedParameter", "PagedView", "ParameterOwner", "name_of", "paged_class", "unpage", "written_by"]
 
 _without_us: Callable[..., Any] = torch._C._disabled_torch_function_impl
 """Calls a function of torch with no ``__torch_function__`` in force. It is of C: no exception leaves that state behind."""
@@ -83,7 +83,7 @@ class ParameterOwner(Protocol):
 # -- what each function is -----------------------------------------------------------------------------------------------------
 
 
-def _name(func: Function) -> str:
+def name_of(func: Function) -> str:
     """Return the name of ``func``; of an attribute with ``.__get__``, ``.__set__`` or ``.__delete__``."""
     name: str = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
@@ -289,6 +289,45 @@ class _Leading(torch.autograd.Function):
             return torch.autograd.grad(ctx.made(), edge, gradient, create_graph=recorded)[0], None, None
 
 
+class PagedStorage(torch.UntypedStorage):
+    """Storage of a parameter that nobody holds. It tells its size, and whether two tensors share it; it has no memory."""
+
+    tiered: tuple[int, str]
+    """Bytes, and how errors name the parameter."""
+
+    def nbytes(self) -> int:
+        return self.tiered[0]
+
+    def size(self) -> int:
+        return self.tiered[0]
+
+    def __len__(self) -> int:
+        return self.tiered[0]
+
+    def __repr__(self) -> str:
+        return f"[the storage of {self.tiered[1]}, of {self.tiered[0]} bytes, which are in the store]"
+
+    __str__ = __repr__
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    def refuse(storage: PagedStorage, *_: object, **__: object) -> Any:
+        raise MisuseError(
+            f"{storage.tiered[1]}: {name} of its storage needs memory, and its values are in the store: use the parameter, or "
+            "the storage of a copy (.clone())"
+        )
+
+    return refuse
+
+
+for _method in _words(
+    "__getitem__ __setitem__ __iter__ __copy__ __deepcopy__ __reduce__ copy_ fill_ clone tolist cpu cuda hpu to resize_ new "
+    "byteswap _byteswap pin_memory share_memory_ untyped _write_file _set_from_file _set_cdata _share_fd_cpu_ "
+    "_share_filename_cpu_ _share_cuda_ double float half long int short char byte bool bfloat16 complex_double complex_float"
+):
+    setattr(PagedStorage, _method, _refusing(_method))
+
+
 @functools.cache
 def paged_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     """Return the class of parameters of class ``kind`` while nobody holds them."""
@@ -344,15 +383,24 @@ def _refuse_lost(view: PagedView) -> None:
 
 
 def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    name = _name(func)
+    name = name_of(func)
     caller = sys._getframe(1).f_back  # of the function, of which C has no frame
-    if caller is not None and caller.f_globals.get("__name__", "").startswith("torch."):
-        break_graph(caller.f_globals["__name__"])
-        _refuse_wrapper(caller.f_globals["__name__"], args)
+    module = "" if caller is None else caller.f_globals.get("__name__", "")
+    if module.startswith("torch."):
+        break_graph(module)
+        _refuse_wrapper(module, args)
+    elif name == "data_ptr" and module.startswith("safetensors"):  # which would read from there
+        raise MisuseError(
+            f"{_shown(args, kwargs)} has no memory that {module} could read: give it model.state_dict(), or a copy (.clone()), "
+            "or use tiered.zero.export"
+        )
     if name in AS_IT_IS:
         first = args[0] if args else None
         if not isinstance(first, PagedView):
-            return _without_us(func, types, args, kwargs)
+            if name == "_has_compatible_shallow_copy_type":
+                _refuse_removal(args[0], args[1])
+            found = _without_us(func, types, args, kwargs)
+            return _named_storage(first, found) if name == "untyped_storage" and isinstance(first, PagedParameter) else found
         if name not in VIEW_REFUSED:
             return _of_view(name, func, types, args, kwargs)
     if name in REFUSED:
@@ -386,6 +434,24 @@ def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: 
     if name.startswith("_foreach_"):
         return _for_each(func, args, kwargs)
     return _compute(name, func, args, kwargs)
+
+
+def _refuse_removal(parameter: torch.Tensor, other: Any) -> None:
+    """Raise MisuseError where a module is about to put a parameter of another kind of device (meta) in the place of one."""
+    if isinstance(other, torch.Tensor) and other.device.type != parameter.device.type:
+        raise MisuseError(
+            f"{_shown((parameter,), {})} is paged and computes on {parameter.device}, where the store's top tier is: it "
+            f"cannot be moved to {other.device}"
+        )
+
+
+def _named_storage(parameter: torch.Tensor, storage: Any) -> Any:
+    """Return the storage of a parameter that nobody holds as what tells its size, and refuses the rest."""
+    kind: type = type(storage)
+    if kind is torch.UntypedStorage:
+        storage.__class__ = PagedStorage
+        storage.tiered = parameter.nbytes, _shown((parameter,), {})
+    return storage
 
 
 def _refuse_wrapper(caller: str, args: Sequence[Any]) -> None:
@@ -444,7 +510,11 @@ def _of_view(name: str, func: Function, types: tuple[type, ...], args: Sequence[
     view: PagedView = args[0]
     if name == "is_leaf.__get__":
         return not view.geometry.requires_grad
-    if name in ("grad_fn.__get__", "_base.__get__", "_version.__get__", "data_ptr", "untyped_storage", "output_nr.__get__"):
+    if name == "untyped_storage":
+        return view.parameter.untyped_storage()
+    if name == "data_ptr":  # no memory: what tells whether tensors share theirs
+        return view.parameter.data_ptr() + view.geometry.storage_offset() * view.geometry.itemsize
+    if name in ("grad_fn.__get__", "_base.__get__", "_version.__get__", "output_nr.__get__"):
         with ExitStack() as stack:
             _hold(stack, [view.parameter], [])
             return _without_us(func, types, (view.made(), *args[1:]), kwargs)
@@ -571,7 +641,13 @@ def _set_data(parameter: torch.Tensor, value: Any) -> None:
             f"{_shown((parameter,), {})} has shape {tuple(parameter.shape)} of {parameter.dtype} in the store and cannot be "
             f"given .data of {what}: page a model that has them"
         )
-    if isinstance(value, PagedView) and value.parameter is parameter and not value.geometry.storage_offset():
+    source = value.parameter if isinstance(value, PagedView) else value
+    if source is not parameter and isinstance(source, PagedParameter):
+        raise MisuseError(
+            f"{_shown((parameter,), {})} would share its memory with {_shown((source,), {})}, and they are apart in the store: "
+            "give it a copy (.clone()), or tie the modules, with one Parameter object, before zero.page"
+        )
+    if isinstance(value, PagedView) and not value.geometry.storage_offset():
         own = _geometry(parameter)
         if (value.geometry.shape, value.geometry.stride()) == (own.shape, own.stride()):
             return  # the same elements: written to already
@@ -583,7 +659,7 @@ def _for_each(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     """Call ``func`` for one element of its lists after the other."""
     length = next(len(value) for value in (*args, *kwargs.values()) if isinstance(value, list | tuple))
     if length == 1:
-        return _compute(_name(func), func, args, kwargs)
+        return _compute(name_of(func), func, args, kwargs)
     results: list[Any] = []
     nothing = True
     for index in range(length):
@@ -659,10 +735,15 @@ def _compute(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, A
 
 def _written(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the parameters that a function of this name writes to."""
+    return _parameters(written_by(name, args, kwargs))
+
+
+def written_by(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments, and lists of them, that a function of this name writes to."""
     targets = [kwargs["out"]] if kwargs.get("out") is not None else []
     if _writes(name):
         targets.append(args[0] if args else [kwargs[key] for key in ("self", "input", "tensor") if key in kwargs])
-    return _parameters(targets)
+    return targets
 
 
 def _is_too_much(parameters: Sequence[torch.Tensor]) -> bool:

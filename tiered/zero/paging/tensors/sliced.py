@@ -39,12 +39,14 @@ from tiered.zero.paging.tensors.parameters import (
     REFUSED,
     VIEWS,
     Function,
+    PagedParameter,
+    PagedView,
     _leaves,
     _map,
-    _name,
     _refuse_wrapper,
     _without_us,
     _writes,
+    name_of,
 )
 
 __all__ = ["SlicedGradient", "SlicedParameter", "SlicedView", "slice_up"]
@@ -247,7 +249,7 @@ def _part(value: SlicedParameter | SlicedView, index: int) -> torch.Tensor | Non
     rows = _handle(parameter).rows
     part: torch.Tensor = _slices(parameter)[index] if rows is None else _slices(parameter)[index // rows][index % rows]
     for step in path:
-        name = _name(step.func)
+        name = name_of(step.func)
         if name in ("detach", "data.__get__"):
             part = part.detach()
             continue
@@ -269,7 +271,7 @@ def _part(value: SlicedParameter | SlicedView, index: int) -> torch.Tensor | Non
 
 
 def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    name = _name(func)
+    name = name_of(func)
     first: Any = args[0] if args else None
     caller = sys._getframe(1).f_back
     if caller is not None and caller.f_globals.get("__name__", "").startswith("torch."):
@@ -280,6 +282,8 @@ def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: 
             f"{_shown(first)} is divided into slices, of which each has a gradient of its own: {name.partition('.')[0]} is not "
             "for all of it; use the gradient after backward, or page the model with zero.page(experts='whole')"
         )
+    if name == "_has_compatible_shallow_copy_type" and args[1].device.type != first.device.type:
+        raise MisuseError(f"{_shown(first)} is paged and computes on {first.device}: it cannot be moved to {args[1].device}")
     if name in AS_IT_IS:
         return _as_it_is(name, func, args, kwargs)
     if name in REFUSED:
@@ -326,7 +330,7 @@ def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: 
 
 def _requires_grad(value: SlicedParameter | SlicedView) -> bool:
     parameter, path = _of(value)
-    detached = any(_name(step.func) in ("detach", "data.__get__") for step in path)
+    detached = any(name_of(step.func) in ("detach", "data.__get__") for step in path)
     return not detached and _slices(parameter)[0].requires_grad
 
 
@@ -349,7 +353,7 @@ def _as_it_is(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, 
         if name in ("requires_grad.__set__", "requires_grad_"):
             wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
             for one in _slices(first):
-                one.requires_grad_(wanted)
+                one.requires_grad = wanted
     return _without_us(func, (), args, kwargs)
 
 
@@ -367,8 +371,12 @@ def _indexed(name: str, value: SlicedParameter | SlicedView, rest: Sequence[Any]
     if isinstance(index, torch.Tensor) and index.dim() == 1 and index.dtype in (torch.int64, torch.int32) and not inside:
         if _handle(parameter).rows is not None and isinstance(value, SlicedParameter):
             return _embedding(torch.where(index < 0, index + count, index), value)
-        parts = [_part(value, _checked(number, count)) for number in index.tolist()]
-        return torch.stack(parts) if parts and all(part is not None for part in parts) else None  # type: ignore[arg-type]
+        numbers = [_checked(number, count) for number in index.tolist()]
+        if not numbers or _handle(parameter).rows is not None or _part(value, 0) is None:
+            return None
+        slices = _slices(parameter)
+        chosen = torch.stack([slices[number] for number in numbers])  # whose gradients add up in this order
+        return functools.reduce(lambda base, step: step(base), _of(value)[1], chosen)
     if isinstance(index, torch.Tensor) and (index.dim() or index.dtype not in (torch.int64, torch.int32)):
         return None
     if isinstance(index, bool | slice) or index is None or index is Ellipsis:
@@ -510,6 +518,11 @@ def _set_data(value: Any, data: Any) -> None:
         raise MisuseError(f"{_shown(value)} computes on {_device(_of(value)[0])}, and cannot be moved to {data.device}")
     if isinstance(data, SlicedView) and data.parameter is _of(value)[0] and data.geometry.shape == value.shape:
         return  # the same elements: written to already
+    if isinstance(data, SlicedParameter | SlicedView | PagedParameter | PagedView):
+        raise MisuseError(
+            f"{_shown(value)} would share its memory with another parameter, and they are apart in the store: give it a copy "
+            "(.clone()), or tie the modules, with one Parameter object, before zero.page"
+        )
     with torch.no_grad():
         value.copy_(data)
 
@@ -547,7 +560,7 @@ def _for_each(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     """Call ``func`` for one element of its lists after the other."""
     length = next(len(value) for value in (*args, *kwargs.values()) if isinstance(value, list | tuple))
     if length == 1:
-        return _compute(_name(func), func, args, kwargs)
+        return _compute(name_of(func), func, args, kwargs)
     results: list[Any] = []
     for index in range(length):
 
@@ -622,11 +635,15 @@ class SlicedGradient(torch.Tensor):
 
     parameter: SlicedParameter
     path: tuple[Step, ...]
+    origin: SlicedGradient
+    """What ``parameter.grad`` returned, of which this is a view; itself, where this is it."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def of(parameter: SlicedParameter, path: tuple[Step, ...], like: torch.Tensor) -> SlicedGradient:
+    def of(
+        parameter: SlicedParameter, path: tuple[Step, ...], like: torch.Tensor, origin: SlicedGradient | None = None
+    ) -> SlicedGradient:
         made: SlicedGradient = torch.Tensor._make_wrapper_subclass(
             SlicedGradient,
             like.shape,
@@ -636,6 +653,7 @@ class SlicedGradient(torch.Tensor):
             device=_device(parameter),
         )
         made.parameter, made.path = parameter, path
+        made.origin = made if origin is None else origin
         return made
 
     @torch.no_grad()
@@ -652,12 +670,16 @@ class SlicedGradient(torch.Tensor):
     def _parts(self) -> list[torch.Tensor]:
         """Return the gradients of the slices that have one. Raises MisuseError where none has."""
         found = [one.grad for one in _slices(self.parameter) if one.grad is not None]
-        if not found:
-            raise MisuseError(f"this gradient of {_handle(self.parameter).name!r} is gone: keep parameter.grad.clone()")
+        if not found or self.parameter.__dict__.get("_gradient") is not self.origin:
+            raise MisuseError(
+                f"this gradient of {_handle(self.parameter).name!r} is gone, for parameter.grad is another one or None: keep "
+                "parameter.grad.clone()"
+            )
         return found
 
     @torch.no_grad()
     def _write(self, whole: torch.Tensor) -> None:
+        self._parts()
         for one, values in zip(_slices(self.parameter), _divided(self.parameter, whole), strict=True):
             if one.grad is None:
                 one.grad = values.clone()
@@ -668,6 +690,24 @@ class SlicedGradient(torch.Tensor):
         """Return a copy of the values in ordinary memory."""
         whole: torch.Tensor = functools.reduce(lambda base, step: step(base), self.path, self._whole())
         return whole
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same gradient; what is assigned is written to it."""
+        made: torch.Tensor = torch._C.TensorBase.data.__get__(self)  # type: ignore[attr-defined]
+        return made
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        if values is self:  # as Module.to() assigns it
+            return
+        if values.shape != self.shape or values.dtype != self.dtype:
+            raise MisuseError(
+                f"the gradient of {_handle(self.parameter).name!r} is {tuple(self.shape)}, {self.dtype}; its data cannot "
+                f"become {tuple(values.shape)}, {values.dtype}: assign parameter.grad"
+            )
+        with torch.no_grad():
+            self.copy_(values)
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
         return self.values().cpu(memory_format=memory_format)
@@ -702,7 +742,7 @@ class SlicedGradient(torch.Tensor):
         first = args[0] if args else None
         if isinstance(first, SlicedGradient):
             if func in (_aten.detach.default, _aten.alias.default):
-                return SlicedGradient.of(first.parameter, first.path, _like(first))
+                return SlicedGradient.of(first.parameter, first.path, _like(first), first.origin)
             if func.is_view:
                 return _view_of(first, func, tuple(args[1:]), kwargs)
             name = func._schema.name.removeprefix("aten::")
@@ -730,16 +770,19 @@ def gradient_of(parameter: SlicedParameter) -> SlicedGradient | None:
 
 def _set_gradient(parameter: SlicedParameter, value: Any) -> None:
     if value is None:
+        parameter.__dict__.pop("_gradient", None)
         for one in _slices(parameter):
             one.grad = None
         return
     if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (parameter.shape, parameter.dtype):
         raise RuntimeError(f"assigned grad has another shape or type than {_shown(parameter)}")
     if isinstance(value, SlicedGradient) and value.parameter is parameter and not value.path:
+        value._parts()
         return
     values = value.values() if isinstance(value, SlicedGradient) else value
+    parameter.__dict__.pop("_gradient", None)
     for one, mine in zip(_slices(parameter), _divided(parameter, values.detach()), strict=True):
-        one.grad = mine.clone()
+        one.grad = mine  # a view: what is written to ``value`` before the step counts, as it does for torch
 
 
 def _like(gradient: SlicedGradient) -> torch.Tensor:
@@ -753,10 +796,10 @@ def _view_of(gradient: SlicedGradient, func: Any, args: tuple[Any, ...], kwargs:
     like = step(_like(gradient))
     if isinstance(like, list | tuple):
         return [
-            SlicedGradient.of(gradient.parameter, (*gradient.path, step._replace(which=which)), one)
+            SlicedGradient.of(gradient.parameter, (*gradient.path, step._replace(which=which)), one, gradient.origin)
             for which, one in enumerate(like)
         ]
-    return SlicedGradient.of(gradient.parameter, (*gradient.path, step), like)
+    return SlicedGradient.of(gradient.parameter, (*gradient.path, step), like, gradient.origin)
 
 
 _EACH = {
