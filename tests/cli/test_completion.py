@@ -27,6 +27,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
         (["train", "--update-t"], "--update-tier"),
         (["train", "--update", ""], "in_backward on_fetch"),
         (["ls", "my"], "my-store"),
+        (["generate", "--dir", "my"], "my-store"),
         (["bench", "io", "--dir", "my"], "my-store"),
         (["train", "--text", "my"], "my-store my.txt"),
     ],
