@@ -27,16 +27,16 @@ def test_training_goes_on_bit_for_bit(store: TieredStore, components: tuple[str,
             loss = side(x).square().mean()
             loss.backward()
             if step % 2 and side is model:
-                zero.offload(model, components)
+                zero.offload(model, components=components)
             optimizer.step()
             losses.append(loss.detach())
         assert torch.equal(*losses)
-        moved = zero.offload(model, components)
+        moved = zero.offload(model, components=components)
         assert set(moved.bytes) == set(components)
         assert sum(moved.bytes.values()) > 0
         assert moved.stayed == ()
         if step > 3:
-            back = zero.onload(model, components)
+            back = zero.onload(model, components=components)
             assert back.bytes.keys() == moved.bytes.keys()
     assert torch.equal(nn.utils.parameters_to_vector(reference.parameters()), nn.utils.parameters_to_vector(model.parameters()))
 
@@ -52,17 +52,26 @@ def test_all_of_it_leaves_memory(store: TieredStore) -> None:
     assert moved.bytes["states"] >= 2 * moved.bytes["parameters"]
     assert moved.given_back >= 1 << 20
     assert store.statistics().tiers[0].used == 0
-    zero.onload(model, ["parameters"])
+    zero.onload(model, components=["parameters"])
     assert store.statistics().tiers[0].used >= moved.bytes["parameters"]
 
 
 def test_misuse_is_named(store: TieredStore) -> None:
     model = zero.page(build(), store)
     with pytest.raises(MisuseError, match="components are 'parameters'"):
-        zero.offload(model, ["moments"])
+        zero.offload(model, components=["moments"])
 
     model[3].register_forward_hook(lambda *_: zero.offload(model))
     with pytest.raises(MisuseError, match="the model is computing"):
         model(torch.ones(2, 96))
     with pytest.raises(MisuseError, match="not paged"):
         zero.offload(build())
+
+
+def test_the_optimizer_may_be_given(store: TieredStore) -> None:
+    model, other = zero.page(build(), store), zero.page(build(), store, name="other")
+    optimizer = zero.AdamW(model.parameters(), lr=1e-3)
+    assert set(zero.offload(model, optimizer, components=["parameters", "states"]).bytes) == {"parameters", "states"}
+    for wrong in (zero.AdamW(other.parameters(), lr=1e-3), ["states"]):
+        with pytest.raises(MisuseError, match=r"optimizer|components="):
+            zero.offload(model, wrong)  # type: ignore[arg-type]

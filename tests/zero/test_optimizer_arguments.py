@@ -178,6 +178,8 @@ def test_two_optimizers_cannot_take_turns(store: TieredStore, update: str) -> No
     step(second)
     with pytest.raises(MisuseError, match="take turns"):
         first.state_dict()
+    with pytest.raises(MisuseError, match="take turns"):
+        zero.commit(model, first)
     if update == "on_fetch":
         with pytest.raises(MisuseError, match="take turns"):
             step(first)

@@ -200,7 +200,7 @@ class AdamW(Optimizer):
             with torch.no_grad():
                 self._show(self._resident.step([_rule(group) for group in self.param_groups]))
             return loss
-        for pager in self._pagers():
+        for pager in self.pagers():
             pager.reset()
             pager.gradient_sync.synchronise()
             pager.gradient_sync.refresh()
@@ -240,7 +240,7 @@ class AdamW(Optimizer):
                     unit.apply_update()
         except TieredError as problem:
             error = problem
-        for pager in self._pagers():  # of several ranks all make the step, or none
+        for pager in self.pagers():  # of several ranks all make the step, or none
             fine = pager.partition.all_true([error is None], "whether all can make this step")
             if error is None and not all(fine):
                 error = TieredError("another rank could not make this step, and says why; no rank has made it")
@@ -251,9 +251,9 @@ class AdamW(Optimizer):
         deeds += [partial(unit.counted_by.update, dict.fromkeys(slices, self._mark)) for unit, slices in missed.items()]
         deeds += [unit.defer_update(changed) for unit, changed in updates.items()]
         deeds += [unit.defer_missed(slices) for unit, slices in missed.items()]
-        deeds += [pager.intent.all_updated for pager in self._pagers()]
+        deeds += [pager.intent.all_updated for pager in self.pagers()]
         self._decide(deeds)
-        for trace in dict.fromkeys(pager.step_trace for pager in self._pagers()):
+        for trace in dict.fromkeys(pager.step_trace for pager in self.pagers()):
             trace.step_ended()
 
     def _miss(
@@ -294,7 +294,7 @@ class AdamW(Optimizer):
         if self._resident is not None:
             super().zero_grad(set_to_none)
             return
-        for pager in self._pagers():
+        for pager in self.pagers():
             pager.intent.refuse()
             if not pager.computing:
                 pager.reset()  # what an exception left held
@@ -332,7 +332,7 @@ class AdamW(Optimizer):
             return torch.nn.utils.clip_grad_norm_(self._parameters(), max_norm, norm_type, error_if_nonfinite)
         self._refuse_in_backward("clip_grad_norm_")
         order = float(norm_type)
-        for pager in self._pagers():
+        for pager in self.pagers():
             pager.reset()
             pager.gradient_sync.synchronise()
         graded = self._graded()
@@ -378,7 +378,7 @@ class AdamW(Optimizer):
         """Apply every pending update now. Raises what the store raises."""
         if self._resident is not None:
             return  # none waits
-        for pager in self._pagers():
+        for pager in self.pagers():
             pager.start_anew()
         for unit in self._units():
             unit.apply_update()
@@ -446,7 +446,7 @@ class AdamW(Optimizer):
         """
         if any(group.get("amsgrad") for group in state_dict["param_groups"]):
             raise MisuseError("this state was trained with amsgrad=True, which tiered.zero.AdamW does not have")
-        pagers = [] if self._resident is not None else list(self._pagers())
+        pagers = [] if self._resident is not None else list(self.pagers())
         for pager in pagers:
             if pager.intent.spoiled == HALF_LOADED:  # this call takes its place
                 pager.intent.spoil(None)
@@ -558,6 +558,11 @@ class AdamW(Optimizer):
         self._refuse_turns(unit, placement)
         return self.steps.get(placement, 0) + 1
 
+    def refuse_turns(self) -> None:
+        """Raise MisuseError where another optimizer has made a step since this one did."""
+        for _, unit, placement in self._all():
+            self._refuse_turns(unit, placement)
+
     def _refuse_turns(self, unit: Unit, placement: Placement) -> None:
         """Raise MisuseError where this optimizer made a step of a parameter, and then another one did."""
         if self.steps.get(placement) and unit.counted_by.get(placement, self._mark) is not self._mark:
@@ -569,7 +574,7 @@ class AdamW(Optimizer):
     def _unscale(self, factor: torch.Tensor) -> list[bool]:
         """Multiply all gradients by ``factor`` (0-d) when they are used; return for each whether it was finite before."""
         self._refuse_in_backward("GradScaler")
-        for pager in self._pagers():
+        for pager in self.pagers():
             pager.reset()
             pager.gradient_sync.synchronise()
         found = [unit.gradients.unscaled(placement, factor) for _, unit, placement in self._graded()]
@@ -585,9 +590,9 @@ class AdamW(Optimizer):
             )
 
     def _decide(self, deeds: Sequence[Callable[[], object]]) -> None:
-        for pager in self._pagers():
+        for pager in self.pagers():
             pager.checkpoint.note()
-        decide([pager.intent for pager in self._pagers()], deeds)
+        decide([pager.intent for pager in self.pagers()], deeds)
 
     def _parameters(self) -> Iterable[torch.nn.Parameter]:
         for group in self.param_groups:
@@ -596,7 +601,8 @@ class AdamW(Optimizer):
     def _units(self) -> Iterable[Unit]:
         return dict.fromkeys(unit for _, unit, _ in self._all())
 
-    def _pagers(self) -> Iterable[Pager]:
+    def pagers(self) -> Iterable[Pager]:
+        """Return the pagers of the models whose parameters these are."""
         return dict.fromkeys(owner_of(parameter) for parameter in self._parameters())
 
     def _found(self, group: Mapping[str, Any]) -> Iterator[tuple[Pager, Unit, Placement]]:

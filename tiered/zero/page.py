@@ -25,7 +25,7 @@ from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint.reshard import Source, opened, reshard
 from tiered.zero.checkpoint.safetensors import Pretrained
 from tiered.zero.collectives import Ranks
-from tiered.zero.optimizer import refuse_others
+from tiered.zero.optimizer import AdamW, refuse_others
 from tiered.zero.paging.micro_batch import SAVED_SHARE, refuse_batch_dependent, split_modules
 from tiered.zero.paging.pager import Pager, PagerConfig, owner_of, pager_of, placements_of
 from tiered.zero.paging.sharding import Partition, Sharded, Stage, Stage3, Unsharded
@@ -124,26 +124,27 @@ class Moved:
     stayed: tuple[str, ...] = ()
 
 
-def offload(model: nn.Module, components: Sequence[str] = COMPONENTS) -> Moved:
+def offload(model: nn.Module, optimizer: AdamW | None = None, *, components: Sequence[str] = COMPONENTS) -> Moved:
     """Move a paged model's ``components`` out of memory, to the lowest tier, while something else runs: an inference engine
     between two phases of reinforcement learning, for example. The process then uses less of its memory budget.
 
     ``components``: "parameters", "gradients", "states" (of the optimizer, masters included). Nothing is lost, and nothing needs
     to be brought back: the next step fetches what it uses. ``zero.onload`` brings it earlier. Pending updates stay pending.
+    ``optimizer``: that of the model, whose states are beside the parameters in the store; it may be left out.
 
     Raises MisuseError for a model that is not paged, one that is computing, and a component that there is not; what the store
     raises.
     """
-    pager, keys = _components(model, components)
+    pager, keys = _components(model, optimizer, components)
     found = pager.store.offload([key for mine in keys.values() for key in mine])
     stayed = set(found.stayed)
     moved = {name: _nbytes(pager.store, [key for key in mine if key not in stayed]) for name, mine in keys.items()}
     return Moved(moved, found.seconds, found.given_back, found.stayed)
 
 
-def onload(model: nn.Module, components: Sequence[str] = COMPONENTS) -> Moved:
+def onload(model: nn.Module, optimizer: AdamW | None = None, *, components: Sequence[str] = COMPONENTS) -> Moved:
     """Bring a paged model's ``components`` into memory, parameters first, as far as they fit. Raises as ``offload``."""
-    pager, keys = _components(model, components)
+    pager, keys = _components(model, optimizer, components)
     store, began = pager.store, time.monotonic()
     room = min(tier.capacity for tier in store.statistics().tiers if tier.name != "nvme")
     moved, stayed = dict.fromkeys(keys, 0), []
@@ -169,9 +170,15 @@ TOGETHER = 32
 """Tensors that ``onload`` asks for at a time."""
 
 
-def _components(model: nn.Module, components: Sequence[str]) -> tuple[Pager, dict[str, list[str]]]:
+def _components(
+    model: nn.Module, optimizer: AdamW | None, components: Sequence[str]
+) -> tuple[Pager, dict[str, list[str]]]:
     """Return the pager of ``model`` and the keys of each component."""
     pager = pager_of(model)
+    if optimizer is not None and not isinstance(optimizer, AdamW):
+        raise MisuseError(f"the second argument is the model's zero.AdamW, not {optimizer!r:.100}: give components=")
+    if optimizer is not None and (optimizer.resident or set(optimizer.pagers()) != {pager}):
+        raise MisuseError("this optimizer updates parameters of another model: give the one of this model, or leave it out")
     unknown = [name for name in components if name not in COMPONENTS]
     if unknown or isinstance(components, str):
         raise MisuseError(f"components are {', '.join(map(repr, COMPONENTS))}, not {components!r}")

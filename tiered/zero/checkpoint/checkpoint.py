@@ -275,6 +275,7 @@ def _of_missed(step: int, missed: Missed) -> list[tuple[Any, int]]:
 
 
 def _of_optimizer(optimizer: AdamW, pager: Pager) -> dict[str, Any]:
+    optimizer.refuse_turns()
     return {
         "groups": [
             {**{key: value for key, value in group.items() if key != "params"}, "names": _names(group["params"], pager)}

@@ -16,6 +16,7 @@ A parameter leads to its pager by a ``ParameterHandle``, which lies here because
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections import OrderedDict
@@ -539,6 +540,8 @@ class Pager:
         while it could only be read.
         """
         if self._gathered():
+            gc.collect()  # a block that an exception left may be in a cycle with it
+        if self._gathered():
             raise MisuseError("the parameters are in use by zero.gathered: leave its block first")
         self.intent.finish()
         if self._backward is not None and not in_backward():
@@ -548,6 +551,7 @@ class Pager:
 
     def give_up(self) -> None:
         """Let go of everything before all is rolled back. Raises nothing."""
+        self._gatherings.clear()
         if not in_backward():
             drop_queued()
         self._let_go(Unit.give_up)
