@@ -522,7 +522,7 @@ def test_any_budget_that_is_large_enough_works(folder: Path, width: int) -> None
     with TieredStore.open(folder, dram=wanted, deadline=20) as store:
         assert torch.equal(zero.page(model, store)(x), expected)
     if wanted > MIB:
-        other = nn.Sequential(nn.Linear(width, 4 * width))
+        other = nn.Sequential(nn.Conv1d(width, 4 * width, 1))  # a linear layer would be divided into rows
         with (
             TieredStore.open(folder, dram=wanted - 4096, deadline=20) as store,
             pytest.raises(CapacityError, match=rf"the smallest that works is {wanted:,} bytes"),

@@ -91,7 +91,7 @@ class TestRefused:
             (["--update", "in_backward", "--accumulate", 2], "leave out --accumulate"),
             (["--layers", 100_000, "--width", 4000], "lower --layers or --width"),
             (["--text", "/nowhere"], "training on disk: cannot read the text /nowhere"),
-            (["--width", 256], "training on disk: .*budget"),
+            (["--dram", "512KiB"], "the smallest is 1,048,576 bytes"),
         ],
     )
     def test_with_a_reason(self, more: list[object], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

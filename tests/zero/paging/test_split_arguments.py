@@ -265,8 +265,18 @@ def test_packed_sequences_and_wrong_numbers_are_refused(store: TieredStore) -> N
 def test_the_smallest_budget_that_is_named_works(tmp_path: Path, widths: tuple[int, ...], batch: int) -> None:
     """Where each lies in memory is chance: these once had no room in one piece beside the unit in use."""
 
+    class Dense(nn.Module):
+        """A linear layer that is not one of torch's, whose weight could be divided into rows."""
+
+        def __init__(self, before: int, after: int) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(after, before) / before), nn.Parameter(torch.zeros(after))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.weight, self.bias)
+
     def wide() -> nn.Module:
-        layers = [(nn.Linear(before, after), nn.ReLU()) for before, after in itertools.pairwise(widths)]
+        layers = [(Dense(before, after), nn.ReLU()) for before, after in itertools.pairwise(widths)]
         return nn.Sequential(*(module for pair in layers for module in pair))
 
     with TieredStore.open(tmp_path / "small", dram="1MiB") as small, pytest.raises(Exception, match="smallest") as caught:
