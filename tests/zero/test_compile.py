@@ -141,6 +141,7 @@ def test_blocks_larger_than_a_unit_are_compiled_around_their_layers(store: Tiere
     compare(store, calling(each_block), model=Tied(width=128, layers=2))
 
 
+@pytest.mark.soak  # a C++ compiler takes a minute
 def test_inductor_gives_the_bits_of_the_same_blocks_in_memory(store: TieredStore) -> None:
     model = small().requires_grad_(True)  # with frozen parameters a block would be another graph
     compare(store, calling(lambda model: each_block(model, backend="inductor")), model=model, stance="default")
