@@ -80,8 +80,8 @@ def judge(row: Row, *, timeout: float, check: bool = False, folder: str | None =
     except FileNotFoundError:
         verdict, detail, read, trace = (WRONG if (here / "paged").exists() else INVALID), why, 0, log
     shutil.rmtree(here, ignore_errors=True)
-    for folder, shown in ((str(here), "FOLDER"), (f"{ROOT}/", ""), (f"{Path(os.__file__).parent.parent}/", "")):
-        detail, trace = detail.replace(folder, shown), trace.replace(folder, shown)
+    for folder, name in ((str(here), "FOLDER"), (f"{ROOT}/", ""), (f"{Path(os.__file__).parent.parent}/", "")):
+        detail, trace = detail.replace(folder, name), trace.replace(folder, name)
     return Outcome(row.group, row.name, verdict, detail, round(seconds, 2), read, trace, tier)
 
 
