@@ -58,7 +58,7 @@ class Display:
                 self._console.print(self._line, soft_wrap=True)
 
     def text(self, text: str) -> None:
-        """Show more text."""
+        """Show ``text`` after what was shown of the answer so far."""
         if not self._shown or not text:
             return
         if self._terminal:

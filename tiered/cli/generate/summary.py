@@ -32,7 +32,7 @@ class Pace:
     stalled: float
 
     def since(self, earlier: Pace) -> Pace:
-        """Return the differences."""
+        """Return what was counted between ``earlier``, another reading, and this one."""
         names = self.__dataclass_fields__
         return replace(self, **{name: getattr(self, name) - getattr(earlier, name) for name in names})
 
