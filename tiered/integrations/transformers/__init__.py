@@ -1,0 +1,45 @@
+"""Hugging Face's ``transformers`` with paged models: reading, opening and training them.
+
+Names are imported when they are first asked for: what ``Trainer`` brings takes seconds, which a program that only generates
+would wait for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tiered.integrations.transformers.pretrained import (
+        from_pretrained,
+        import_model,
+        open_model,
+        open_tokenizer,
+        quietly,
+        reading_one_at_a_time,
+    )
+    from tiered.integrations.transformers.training import CommitCheckpoints, TieredCallback, TieredTrainer
+
+__all__ = [
+    "CommitCheckpoints",
+    "TieredCallback",
+    "TieredTrainer",
+    "from_pretrained",
+    "import_model",
+    "open_model",
+    "open_tokenizer",
+    "quietly",
+    "reading_one_at_a_time",
+]
+
+_TRAINING = ("CommitCheckpoints", "TieredCallback", "TieredTrainer")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{'training' if name in _TRAINING else 'pretrained'}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

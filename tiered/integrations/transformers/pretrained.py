@@ -1,0 +1,310 @@
+"""Read pretrained models into a store, and open models that are in one.
+
+- ``from_pretrained`` reads weights into a store, a tensor at a time. ``transformers`` itself reads them, within ``zero.init``:
+  so its conversions (renamed keys, fused experts, a base model's weights in one with a head) are its own.
+- ``import_model`` does so once and for all: ``open_model`` then opens the model without the folder that it came from.
+
+``Trainer`` is not imported here: with what it brings, that takes seconds, which a program that generates would wait for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging
+
+from tiered import Access, ManifestError, MisuseError, TieredStore, zero
+from tiered.integrations.kept import CONFIG, files_of, keep, kept_folder, only_model, opening_of
+from tiered.zero.paging.pager import pager_of
+
+__all__ = ["UNIT", "from_pretrained", "import_model", "open_model", "open_tokenizer", "quietly", "reading_one_at_a_time"]
+
+# -- reading pretrained models -------------------------------------------------------------------------------------------------
+
+PAGING = {"prefetch", "micro_batch", "policy", "source", "stage", "group", "timeout", "update_tier", "experts", "largest_unit"}
+"""Arguments of ``from_pretrained`` that are ``zero.page``'s."""
+
+ELSEWHERE = "the store decides where parameters are: leave it out"
+REFUSED = {
+    **dict.fromkeys(("device_map", "max_memory", "offload_folder", "tp_plan", "tp_size", "distributed_config"), ELSEWHERE),
+    "quantization_config": "quantised parameters cannot be paged: leave it out, and give dtype=torch.bfloat16 to save room",
+    "gguf_file": "GGUF files are read as a whole: convert them to safetensors (transformers' save_pretrained)",
+    "state_dict": "the weights are read from the folder: leave it out, or call zero.page on a model that you made of it",
+    "output_loading_info": "it would return two things: leave it out; what is missing is logged",
+}
+"""Arguments of transformers' ``from_pretrained`` that have no meaning here, and why."""
+
+
+def from_pretrained(
+    cls: Any,
+    folder: str | os.PathLike[str],
+    store: TieredStore,
+    *,
+    dtype: torch.dtype | str = "auto",
+    name: str = "model",
+    existing: str = "refuse",
+    prepare: Callable[[Any], Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Return the model in ``folder`` with its parameters in ``store``: ``cls.from_pretrained``, then ``zero.page``.
+
+    ``cls``: ``AutoModelForCausalLM`` and the like, or a model's class. ``folder``: a local folder with ``config.json`` and
+    safetensors files, with or without an index. They are read a tensor at a time, and nothing is initialised first but what
+    the files lack (a new head, which ``transformers`` logs). At most an eighth of the store's DRAM budget is in memory beside
+    it, or one parameter with the tensors that it is made of.
+
+    ``prepare``: called with the model before it is paged; returns what is paged: ``lambda model: peft.get_peft_model(model,
+    config)``. The place to resize embeddings, too.
+    ``dtype``, ``config``, ``attn_implementation`` and other ``options``: as in ``cls.from_pretrained``. ``name``, ``existing``,
+    ``micro_batch``, ``policy``, ``update_tier`` and the rest: as in ``zero.page``. With ``existing="resume"`` the values come
+    from the last ``zero.commit`` in the store, and only the configuration is read from the folder.
+
+    Raises MisuseError (no such folder, no safetensors files, an adapter, a quantised model, an option that cannot be), what
+    ``cls.from_pretrained`` raises, and what ``zero.init`` and ``zero.page`` raise.
+    """
+    path = Path(folder)
+    for option, why in REFUSED.items():
+        if options.get(option) is not None:
+            raise MisuseError(f"{option}=: {why}")
+    paging = {option: options.pop(option) for option in PAGING & options.keys()}
+    _refuse_folder(path)
+    config = options.pop("config", None)
+    if config is None and existing == "resume":
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    if getattr(config, "quantization_config", None) is not None:
+        raise MisuseError(f"{path}: {REFUSED['quantization_config']}")
+    if existing == "resume":
+        model = _without_values(cls, path, config, dtype, options)
+        if prepare is not None:
+            with torch.device("meta"):
+                model = prepare(model)
+    else:
+        _refuse_pickled(path)
+        with reading_one_at_a_time(), zero.init(store):
+            model = cls.from_pretrained(path, config=config, dtype=dtype, local_files_only=True, **options)
+            if getattr(model, "hf_quantizer", None) is not None:
+                raise MisuseError(f"{path}: {REFUSED['quantization_config']}")
+            if prepare is not None:
+                model = prepare(model)
+    return zero.page(model, store, name=name, existing=existing, **paging)
+
+
+def _refuse_folder(path: Path) -> None:
+    if not (path / "config.json").is_file():
+        if (path / "adapter_config.json").is_file():
+            raise MisuseError(
+                f"{path} has an adapter: give the folder of its base model, and prepare=lambda model: "
+                "peft.PeftModel.from_pretrained(model, ...)"
+            )
+        raise MisuseError(
+            f"{path} is no folder with a config.json: give a local folder, such as huggingface_hub.snapshot_download returns"
+        )
+
+
+def _refuse_pickled(path: Path) -> None:
+    if not any(path.glob("*.safetensors")):
+        raise MisuseError(
+            f"{path} has no safetensors files, and others are read as a whole: write some with "
+            "AutoModel.from_pretrained(...).save_pretrained(...) on a machine with enough memory"
+        )
+
+
+def _without_values(cls: Any, path: Path, config: Any, dtype: torch.dtype | str, options: dict[str, Any]) -> Any:
+    """Return the model on the meta device, as ``cls.from_pretrained`` would configure it."""
+    known = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, None) or getattr(config, "dtype", None)
+    make = getattr(cls, "from_config", None) or cls._from_config
+    with torch.device("meta"):
+        model = make(config, **({} if known is None else {"dtype": known}), **options).eval()
+    if (path / "generation_config.json").is_file() and model.can_generate():
+        model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    return model
+
+
+@contextmanager
+def reading_one_at_a_time() -> Iterator[None]:
+    """Have ``transformers`` read a tensor when it needs it. Otherwise threads read all of them ahead, into memory."""
+    before = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HF_DEACTIVATE_ASYNC_LOAD"]
+        else:
+            os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = before
+
+
+# -- models that need no folder ------------------------------------------------------------------------------------------------
+
+Told = Callable[[str, float], None]
+UNIT = 64 << 20
+"""Bytes of the largest unit of an imported model: enough for a drive's full rate, and small beside the memory of a reader."""
+
+
+def import_model(
+    folder: str | os.PathLike[str],
+    store: TieredStore,
+    *,
+    cls: Any = AutoModelForCausalLM,
+    name: str = "model",
+    existing: str = "refuse",
+    compute: torch.dtype | None = None,
+    largest_unit: int = UNIT,
+    progress: Told | None = None,
+    **options: Any,
+) -> Any:
+    """Put the model in ``folder`` into ``store`` with all that ``open_model`` needs, commit, and return the model, paged.
+
+    Parameters are stored in the type that the checkpoint has. ``compute=torch.float32`` keeps bf16 and fp16 so on the disk and
+    has modules compute in fp32 with the same values (``zero.Policy``), which is faster on processors without bf16.
+    ``largest_unit``: bytes that are read and evicted together, as in ``zero.page``; who opens the model needs memory for three.
+    ``existing``: "refuse" a store that has a model of that ``name``, or "overwrite" it. ``progress`` is called with what is
+    done now and the share of that which is done; it may raise, to stop: then nothing is committed. ``options``: as in
+    ``from_pretrained``.
+
+    Raises MisuseError as ``from_pretrained``, and for a model that has some parameters in fp32 beside others in 16 bits where
+    ``compute`` would round them; what ``zero.commit`` raises.
+    """
+    path = Path(folder)
+    if existing not in ("refuse", "overwrite"):
+        raise MisuseError(f"existing is 'refuse' or 'overwrite', not {existing!r}")
+    if compute not in (None, torch.float32):
+        raise MisuseError(f"compute is torch.float32, or None for the checkpoint's own type, not {compute!r}")
+    if existing == "refuse" and any(key.startswith(f"{name}/") for key in store):
+        raise MisuseError(f"{store} already has a model named {name!r}: give another name=, or existing='overwrite'")
+    _refuse_folder(path)
+    _refuse_pickled(path)
+    files = files_of(path)
+    stored = _dtype_of(path, options.get("config") or AutoConfig.from_pretrained(path, local_files_only=True))
+    dtype = stored if compute is None else compute
+    options |= {"name": name, "existing": existing, "largest_unit": largest_unit}
+    if dtype is not stored:
+        options |= {"policy": zero.Policy(storage=stored), "prepare": lambda model: _refuse_rounding(model, stored)}
+    with nullcontext() if progress is None else _telling(progress):
+        model = from_pretrained(cls, path, store, dtype=dtype, **options)
+    files[CONFIG] = model.config.to_json_string().encode()  # options may have changed it
+    opening = {"class": type(model).__name__, "stored": _named(stored), "compute": _named(dtype)}
+    keep(store, name, files, opening)
+    if progress is not None:
+        progress("committing", 0.0)
+    zero.commit(model)
+    return model
+
+
+def open_model(store: TieredStore, *, name: str | None = None, cls: Any = None, **options: Any) -> Any:
+    """Return the model that ``import_model`` (or ``tiered import --model``) left in ``store``, ready for ``generate()``.
+
+    It is made on the meta device from the configuration in the store: nothing is initialised, and weights are read when they
+    are used. ``access="read"`` is enough to open the store, and any number of processes may read it at once.
+    ``name``: of the model, where there are several. ``cls``: another class than that of the import, such as a model's of
+    your own. ``options``: as in ``from_pretrained``, such as ``attn_implementation`` or ``prefetch``.
+
+    Raises MisuseError where there is no such model, its class is not one of ``transformers``, or a store for reading has
+    updates of a training that are not applied; and as ``zero.page``.
+    """
+    name = only_model(store) if name is None else name
+    opening = opening_of(store, name)
+    kind = cls if cls is not None else getattr(transformers, opening.get("class", ""), None)
+    if kind is None:
+        raise MisuseError(f"transformers has no class {opening.get('class')!r}, of which model {name!r} is: give it as cls=")
+    stored, dtype = (getattr(torch, opening.get(key, ""), None) for key in ("stored", "compute"))
+    if not isinstance(stored, torch.dtype) or not isinstance(dtype, torch.dtype):
+        raise ManifestError(f"what {store} keeps of model {name!r} is damaged: it does not name two types of elements")
+    if stored is not dtype:
+        options["policy"] = zero.Policy(storage=stored, compute=dtype)
+    with kept_folder(store, name) as folder:
+        model = from_pretrained(kind, folder, store, name=name, existing="resume", dtype=dtype, **options)
+    if store.access is Access.READ and any(unit.pending is not None for unit in pager_of(model).units):
+        raise MisuseError(
+            f"model {name!r} was committed in a training with updates that are not applied yet, which a store that is open for "
+            "reading cannot do: open it for writing, optimizer.flush() before zero.commit"
+        )
+    model.config._name_or_path = store.folder or ""  # the folder is gone
+    return model
+
+
+def open_tokenizer(store: TieredStore, *, name: str | None = None) -> Any:
+    """Return the tokenizer that ``import_model`` left in ``store``. Raises MisuseError where there is none."""
+    name = only_model(store) if name is None else name
+    with kept_folder(store, name) as folder:
+        try:
+            return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise MisuseError(f"{store} keeps no tokenizer of model {name!r}: the folder of its import had none") from error
+
+
+def quietly() -> None:
+    """Let ``transformers`` log errors only, for a program that tells the rest itself."""
+    logging.set_verbosity_error()
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype_of(path: Path, config: Any) -> torch.dtype:
+    """Return the type that ``dtype="auto"`` means: the configuration's, or that of the first floating tensor in the files."""
+    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118
+                found = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+                dtype = found.get(opened.get_slice(key).get_dtype())
+                if dtype is not None:
+                    return dtype
+    raise MisuseError(f"{path} has no weights of 16, 32 or 64 bits")
+
+
+def _refuse_rounding(model: Any, stored: torch.dtype) -> Any:
+    """Raise MisuseError for a model some of whose parameters transformers keeps in fp32: a policy would round them."""
+    patterns = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if stored is torch.float16:
+        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for parameter, _ in model.named_parameters():
+        if any(pattern in parameter for pattern in patterns):
+            raise MisuseError(f"transformers keeps {parameter!r} in float32, and compute=float32 would round it: leave it out")
+    return model
+
+
+@contextmanager
+def _telling(progress: Told) -> Iterator[None]:
+    """Call ``progress`` as ``transformers`` reads weights, in place of showing its own bar."""
+
+    class Bar:
+        def __init__(self, items: Any = (), total: int | None = None) -> None:
+            self.items, self.total, self.done = items, total or (len(items) if hasattr(items, "__len__") else 1), 0
+
+        def __iter__(self) -> Iterator[Any]:
+            for item in self.items:
+                yield item
+                self.update()
+            progress("dividing the model into units", 0.0)
+
+        def update(self, count: int = 1) -> None:
+            self.done += count
+            progress(f"read {self.done:,} of {self.total:,} parameters", self.done / self.total)
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *given, **options: None
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *exception: object) -> None:
+            pass
+
+    before = logging.set_tqdm_hook(lambda make, given, options: Bar(given[0] if given else (), options.get("total")))
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
