@@ -43,13 +43,14 @@ LIBRARIES = (
     *("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "transformers.trainer"),
     *("peft", "trl", "trl.trainer.dpo_trainer", "datasets", "accelerate", "lightning"),
 )
-"""Modules that programs with Hugging Face's libraries or Lightning need, as far as they are installed: ``imported=LIBRARIES``."""
+"""Modules that programs with these libraries need, as far as they are installed: ``imported=LIBRARIES``."""
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 """Of the server and of what it forks: several at once on few cores are quicker so, and small models anyway."""
 
 _EARLY = ("PYTHON", "LC_", "LANG", "LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_", "TORCH_")
 _FOLLOWED = ("PYTHONPATH", "PYTHONIOENCODING")
 """How the names of variables begin that are read before a program begins; and those of them that are done here."""
+_NO_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # of pyarrow, which datasets imports
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, linux/prctl.h
 _LENGTH = struct.Struct("=Q")
 
@@ -180,7 +181,7 @@ def _started(imported: tuple[str, ...]) -> _Server:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.programs", str(theirs.fileno()), *imported],
             cwd=ROOT,
-            env={name: value for name, value in ONE_THREAD.items() if name != "PYTHONPATH"},
+            env={name: value for name, value in ONE_THREAD.items() if name != "PYTHONPATH"} | _NO_THREADS,
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
         )
