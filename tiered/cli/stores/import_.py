@@ -130,7 +130,8 @@ def _model(parsed: argparse.Namespace, store: TieredStore, stop: StopRequest, pr
 
     from tiered import zero
     from tiered.errors import shown
-    from tiered.integrations.transformers import UNIT, import_model, quietly
+    from tiered.integrations.transformers import import_model, quietly
+    from tiered.integrations.transformers.pretrained import UNIT
     from tiered.types import format_size
 
     def advanced(what: str, share: float) -> None:
