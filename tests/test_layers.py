@@ -35,7 +35,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("optimizer", "checkpoint", "page"),
     ),
     "zero.paging": (
-        *("units", "step_trace", "storage", "saved_tensors", "update", "tensors", "gradients", "sharding", "unit"),
+        *("quantised", "units", "step_trace", "storage", "saved_tensors", "update", "tensors", "gradients", "sharding", "unit"),
         *("reduction", "micro_batch", "pager"),
     ),
     "zero.paging.tensors": ("compiling", "parameters", "copies", "states", "sliced", "gradients"),
@@ -91,7 +91,7 @@ LONG_OR_SHORT: dict[str, str] = {
 LONG, SHORT = 600, 60
 
 # Compiled, without a Python file.
-EXTENSIONS = {"io._aio": "io"}
+EXTENSIONS = {"io._aio": "io", "zero.paging._unpack": "zero.paging"}
 
 # Who must do without torch, so that crash trials start in milliseconds and I/O stays about bytes.
 WITHOUT_TORCH = ("", "format", "io", "engine", "tiers.nvme", "links.disk", "links.stand_in")
