@@ -34,7 +34,7 @@ try:
 except ImportError:  # there was no compiler
     lib = None  # type: ignore[assignment]
 
-__all__ = ["FORMS", "QUANTIZE", "Loss", "Packing", "Quantize", "has_kernels", "packing_of", "packing_where_fit"]
+__all__ = ["FORMS", "QUANTIZE", "TYPES", "Loss", "Packing", "Quantize", "has_kernels", "packing_of", "packing_where_fit"]
 
 Quantize = Literal["int8", "int4"]
 QUANTIZE: tuple[Quantize, ...] = ("int8", "int4")

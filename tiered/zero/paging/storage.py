@@ -367,7 +367,7 @@ class AllGathered:
 
 
 class Cast:
-    """Parameters that have other types in the store, where ``source`` finds them. They are cast into a tensor in the top tier,
+    """Parameters that have other types in the store, where ``source`` finds them, or are quantised there. They are cast into a tensor in the top tier,
     which is deleted after use. In a store that is open for reading, which makes no tensors, they are cast into memory of
     torch's, beside the store's budget: as much as the units that are in use at a time."""
 
@@ -396,7 +396,7 @@ class Cast:
             converted = self._room()
             stored = self._open_source(Access.READ)
             for placement in self._plan.placements:
-                placement.view(converted).copy_(placement.stored_view(stored))
+                placement.load(stored, placement.view(converted))
             del stored
             self._close_source()
         except BaseException:
@@ -411,6 +411,7 @@ class Cast:
         return self._lease.open(self._store.lease(self._key, access=Access.WRITE))
 
     def write_back(self, unit: torch.Tensor) -> None:
+        self._plan.refuse_writing()
         stored = self._open_source(Access.WRITE)
         try:
             for placement in self._plan.placements:
@@ -437,4 +438,6 @@ class Cast:
             self._store.delete(self._key)
 
     def shard(self, access: Access) -> AbstractContextManager[torch.Tensor]:
+        if access is Access.WRITE:
+            self._plan.refuse_writing()
         return self._source.shard(access)
