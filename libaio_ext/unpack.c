@@ -72,46 +72,56 @@ INLINE void int8_rows(
 INLINE void int4_rows(
     const uint8_t *restrict codes, const uint16_t *restrict scales, size_t rows, size_t columns, void *restrict out, int type)
 {
+    enum { MOST = 16 }; /* groups whose codes are spread to bytes at a time */
     const size_t groups = (columns + GROUP - 1) / GROUP;
+    int8_t spread[MOST * GROUP];
     float values[GROUP];
     for (size_t row = 0; row < rows; row++)
-        for (size_t group = 0; group < groups; group++) {
-            const uint8_t *mine = codes + (row * groups + group) * (GROUP / 2);
-            const float scale = from_bfloat16(scales[row * groups + group]);
-            const size_t at = row * columns + group * GROUP, left = columns - group * GROUP;
-            for (size_t i = 0; i < GROUP / 2; i++) {
-                values[i] = (float)((mine[i] & 15) - 8) * scale;
-                values[i + GROUP / 2] = (float)((mine[i] >> 4) - 8) * scale;
+        for (size_t begin = 0; begin < groups; begin += MOST) {
+            const size_t count = groups - begin < MOST ? groups - begin : MOST;
+            const uint8_t *mine = codes + (row * groups + begin) * (GROUP / 2);
+            for (size_t group = 0; group < count; group++)
+                for (size_t i = 0; i < GROUP / 2; i++)
+                    spread[group * GROUP + i] = (int8_t)((mine[group * (GROUP / 2) + i] & 15) - 8);
+            for (size_t group = 0; group < count; group++)
+                for (size_t i = 0; i < GROUP / 2; i++)
+                    spread[group * GROUP + GROUP / 2 + i] = (int8_t)((mine[group * (GROUP / 2) + i] >> 4) - 8);
+            for (size_t group = 0; group < count; group++) {
+                const float scale = from_bfloat16(scales[row * groups + begin + group]);
+                const size_t column = (begin + group) * GROUP, left = columns - column;
+                for (size_t i = 0; i < GROUP; i++)
+                    values[i] = (float)spread[group * GROUP + i] * scale;
+                if (left >= GROUP)
+                    store(values, GROUP, out, row * columns + column, type);
+                else
+                    store(values, left, out, row * columns + column, type);
             }
-            if (left >= GROUP)
-                store(values, GROUP, out, at, type);
-            else
-                store(values, left, out, at, type);
         }
 }
 
-#define VARIANTS(form, codes_type, scales_type)                                                                          \
-    CLONED static void form##_float32(const codes_type *codes, const scales_type *scales, size_t rows, size_t columns, void *out) \
-    {                                                                                                                    \
-        form##_rows(codes, scales, rows, columns, out, UNPACK_FLOAT32);                                                  \
-    }                                                                                                                    \
-    CLONED static void form##_bfloat16(const codes_type *codes, const scales_type *scales, size_t rows, size_t columns, void *out) \
-    {                                                                                                                    \
-        form##_rows(codes, scales, rows, columns, out, UNPACK_BFLOAT16);                                                 \
-    }                                                                                                                    \
-    int unpack_##form(uint64_t codes, uint64_t scales, uint64_t rows, uint64_t columns, uint64_t out, int type)          \
-    {                                                                                                                    \
-        const codes_type *from = (const codes_type *)(uintptr_t)codes;                                                   \
-        const scales_type *by = (const scales_type *)(uintptr_t)scales;                                                  \
-        void *to = (void *)(uintptr_t)out;                                                                               \
-        if (type == UNPACK_FLOAT32)                                                                                      \
-            form##_float32(from, by, rows, columns, to);                                                                 \
-        else if (type == UNPACK_BFLOAT16)                                                                                \
-            form##_bfloat16(from, by, rows, columns, to);                                                                \
-        else                                                                                                             \
-            return -1;                                                                                                   \
-        return 0;                                                                                                        \
+#define VARIANT(form, type_name, type, codes_type, scales_type)                                                       \
+    CLONED static void form##_##type_name(                                                                            \
+        const codes_type *codes, const scales_type *scales, size_t rows, size_t columns, void *out)                   \
+    {                                                                                                                 \
+        form##_rows(codes, scales, rows, columns, out, type);                                                         \
     }
 
-VARIANTS(int8, int8_t, float)
-VARIANTS(int4, uint8_t, uint16_t)
+#define KERNEL(form, codes_type, scales_type)                                                                         \
+    VARIANT(form, float32, UNPACK_FLOAT32, codes_type, scales_type)                                                   \
+    VARIANT(form, bfloat16, UNPACK_BFLOAT16, codes_type, scales_type)                                                 \
+    int unpack_##form(uint64_t codes, uint64_t scales, uint64_t rows, uint64_t columns, uint64_t out, int type)       \
+    {                                                                                                                 \
+        const codes_type *from = (const codes_type *)(uintptr_t)codes;                                                \
+        const scales_type *by = (const scales_type *)(uintptr_t)scales;                                               \
+        void *to = (void *)(uintptr_t)out;                                                                            \
+        if (type == UNPACK_FLOAT32)                                                                                   \
+            form##_float32(from, by, rows, columns, to);                                                              \
+        else if (type == UNPACK_BFLOAT16)                                                                             \
+            form##_bfloat16(from, by, rows, columns, to);                                                             \
+        else                                                                                                          \
+            return -1;                                                                                                \
+        return 0;                                                                                                     \
+    }
+
+KERNEL(int8, int8_t, float)
+KERNEL(int4, uint8_t, uint16_t)
