@@ -172,7 +172,7 @@ def test_the_store_says_that_it_is_inexact(tmp_path: Path, capsys: pytest.Captur
     assert main(["verify", str(tmp_path / "store")]) == 0
     assert main(["ls", str(tmp_path / "store")]) == 0
     assert f"{sum(p.numel() for p in llama().parameters()):,}" in capsys.readouterr().out
-    assert main(["export", str(tmp_path / "store"), str(tmp_path / "out")]) == 0
+    assert main(["export", str(tmp_path / "store"), "--out", str(tmp_path / "out")]) == 0
     with TieredStore.open(tmp_path / "store", dram="2MiB", access="read") as store:
         values = open_model(store).state_dict()
         exported = load_file(tmp_path / "out" / "model.safetensors")
@@ -232,5 +232,5 @@ def test_an_unknown_form_is_refused_by_name(tmp_path: Path) -> None:
         import_model(folder, store, quantize="int8")
         opening = opening_of(store, "model") | {"quantize": "int3"}
         store.put("model/files/opening.json", torch.frombuffer(bytearray(json.dumps(opening).encode()), dtype=torch.uint8))
-        with pytest.raises(ManifestError, match="model 'model' in .* is quantised as 'int3', which this release does not know"):
+        with pytest.raises(ManifestError, match=r"model 'model' in .* is quantised as 'int3', which this release"):
             open_model(store)

@@ -274,8 +274,8 @@ def page(
     below the smallest that works for this model, or a memory cgroup leaves less than this may take beside it (the message says
     how much that is), and what ``param_init_fn`` and the store raise. Then the model is as before, and ``page`` may be tried
     again; only what ``existing="overwrite"`` had to overwrite may be gone (and, with several processes, the values of
-    parameters), what a ``policy`` stores as another type, or quantises, may be rounded, and where reading ``weights`` failed in between,
-    some parameters may have their values from there.
+    parameters), what a ``policy`` stores as another type, or quantises, may be rounded, and where reading ``weights`` failed
+    in between, some parameters may have their values from there.
     """
     options = _Options(
         name=name,
@@ -541,7 +541,8 @@ def _refuse_small_pool(
         return max([sum(sizes[i] for i in here), *(deepest(child, here) for child in module.children())])
 
     together = deepest(model, frozenset()) if sizes else 0
-    converted = max((unit.stored_nbytes for unit in plan.units if unit.converted and not beside), default=0)  # it is there twice
+    converted = max((unit.stored_nbytes for unit in plan.units if unit.converted), default=0)  # it is there twice meanwhile
+    converted = 0 if beside else converted
     together += (max(sizes, default=0) if shares == 1 else 4 * max(sizes, default=0)) + converted
     if micro_batch > 1:
         together += 2 * max(sizes, default=0)

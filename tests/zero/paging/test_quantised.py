@@ -175,12 +175,11 @@ def test_what_cannot_be_is_refused(quantize: str) -> None:
         with pytest.raises(MisuseError, match=r"parameter 'a\.w' has infinity or NaN"):
             way.pack(values, packed, "a.w")
     largest = torch.full((128,), torch.finfo(torch.float32).max)
-    try:
-        way.pack(largest, packed, "a.w")
-    except MisuseError as error:
-        assert "'a.w' has values so large" in str(error)
-    else:
-        assert bool(unpacked(way, packed, torch.float32).isfinite().all())
+    way.pack(largest, packed, "a.w")
+    assert bool(unpacked(way, packed, torch.float32).isfinite().all())
+    if quantize == "int4":  # whose scale of fewer bits is rounded upwards here
+        with pytest.raises(MisuseError, match=r"'a\.w' has values so large that they are infinite"):
+            way.pack(torch.full((128,), torch.finfo(torch.float16).max, dtype=torch.float16), packed, "a.w")
 
 
 def test_zeros_stay_zeros(kernel: str) -> None:
@@ -362,9 +361,9 @@ def test_a_hook_that_unfreezes_within_forward_is_refused(store: TieredStore) -> 
     model = paged(store, "int8")
     handle = model.norm.register_forward_pre_hook(lambda module, args: setattr(module.weight, "requires_grad", True))
     try:
+        model(INDEX)  # it was held already
         with pytest.raises(MisuseError, match="for reading only"):
-            for _ in range(2):
-                model(INDEX)
+            model(INDEX)
     finally:
         handle.remove()
 
@@ -398,7 +397,7 @@ def test_another_policy_or_another_form_is_not_taken_for_this_one(store: TieredS
     vector = next(one for _, described in units for one in described if len(one[1]) == 1)
     packed[0][3], vector[3] = FORM[quantize], FORM[quantize]
     write_record(store, "model", record)
-    with pytest.raises(ManifestError, match="is stored as .* which is for matrices of floats"):
+    with pytest.raises(ManifestError, match=r"is stored as .* which is for matrices of floats"):
         zero.page(Net(), store, existing="resume", policy=zero.Policy(quantize=quantize))
 
 
@@ -408,7 +407,7 @@ def test_it_cannot_be_divided_anew(tmp_path: Path, quantize: Any) -> None:
         store.close()
     with (
         TieredStore.open(tmp_path / "other", dram="1MiB") as store,
-        pytest.raises(MisuseError, match="'model' in .* is quantised, and cannot be divided anew"),
+        pytest.raises(MisuseError, match=r"'model' in .* is quantised, and cannot be divided anew"),
     ):
         zero.page(Net(), store, existing="resume", source=tmp_path / "one")
 

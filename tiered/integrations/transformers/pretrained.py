@@ -167,15 +167,16 @@ def import_model(
 
     Parameters are stored in the type that the checkpoint has. ``compute=torch.float32`` keeps bf16 and fp16 so on the disk and
     has modules compute in fp32 with the same values (``zero.Policy``), which is faster on processors without bf16.
-    ``quantize="int8"`` or ``"int4"`` is inexact: matrices have 8 or about 4.5 bits an element in the store, and the model is for
-    reading only (``zero.Policy``). ``opening.json`` in the store says so, with the relative error.
+    ``quantize="int8"`` or ``"int4"`` is inexact: matrices have 8 or about 4.5 bits an element in the store, and the model is
+    for reading only (``zero.Policy``). ``opening.json`` in the store says so, with the relative error.
     ``largest_unit``: bytes that are read and evicted together, as in ``zero.page``; who opens the model needs memory for three.
     ``existing``: "refuse" a store that has a model of that ``name``, or "overwrite" it. ``progress`` is called with what is
     done now and the share of that which is done; it may raise, to stop: then nothing is committed. ``options``: as in
     ``from_pretrained``.
 
-    Raises MisuseError as ``from_pretrained``, where there is nothing to quantise, or NaN or infinity, and for a model that has some parameters in fp32 beside others in 16 bits where
-    ``compute`` would round them; what ``zero.commit`` raises.
+    Raises MisuseError as ``from_pretrained``, and for a model that has some parameters in fp32 beside others in 16 bits where
+    ``compute`` would round them; with ``quantize`` where there is nothing to quantise, or NaN or infinity; what ``zero.commit``
+    raises.
     """
     path = Path(folder)
     if existing not in ("refuse", "overwrite"):
@@ -262,12 +263,12 @@ def _inexact(model: Any, quantize: Quantize) -> dict[str, str]:
     placements = [placement for unit in pager_of(model).units for placement in unit.plan.placements]
     losses = {placement.name: placement.loss for placement in placements if placement.loss is not None}
     if not losses:
-        raise MisuseError(f"no parameter of this model is large enough to be quantised as {quantize}: import it without quantize")
+        raise MisuseError(f"no parameter of this model is large enough to be quantised as {quantize}: leave quantize out")
     largest = max(losses, key=lambda name: losses[name].relative)
     together = sum(losses.values(), Loss()).relative
     told = (
-        f"inexact: {len(losses)} of {len(placements)} parameters and slices are {quantize}; relative error {together:.2%} of all "
-        f"together, {losses[largest].relative:.2%} at most ({largest})"
+        f"inexact: {len(losses)} of {len(placements)} parameters and slices are {quantize}; relative error {together:.2%} of "
+        f"all together, {losses[largest].relative:.2%} at most ({largest})"
     )
     return {"quantize": quantize, "inexact": told}
 

@@ -112,14 +112,13 @@ class Packing:
             given = values[begin * self.columns : end * self.columns].view(-1, self.columns)
             exact = given.to(torch.float32)
             if not bool(exact.isfinite().all()):
-                raise MisuseError(f"parameter {name!r} has infinity or NaN, which cannot be quantised: import it without quantize")
+                raise MisuseError(f"parameter {name!r} has infinity or NaN, which cannot be quantised: leave quantize out")
             self._pack(exact, codes[begin:end], scales[begin:end])
             found = torch.empty(exact.numel(), dtype=values.dtype, device="cpu")
             self._unpack(codes[begin:end], scales[begin:end], found)
             if not bool(found.isfinite().all()):
                 raise MisuseError(
-                    f"parameter {name!r} has values so large that they are infinite when they are quantised: import it without "
-                    "quantize"
+                    f"parameter {name!r} has values so large that they are infinite when they are quantised: leave quantize out"
                 )
             wide = exact.double()
             total += Loss(float((found.view_as(given).double() - wide).square_().sum()), float(wide.square_().sum()))
@@ -242,8 +241,8 @@ _OF_OPTION: dict[str, type[Packing]] = {"int8": _Int8, "int4": _Int4}
 
 
 def packing_of(form: str, shape: torch.Size, stride: tuple[int, ...]) -> Packing | None:
-    """Return how a parameter without gaps between its elements is packed in ``form``, one of ``FORMS``; None where it has no row
-    of ``LEAST_COLUMNS``."""
+    """Return how a parameter without gaps between its elements is packed in ``form``, one of ``FORMS``; None where it has no
+    row of ``LEAST_COLUMNS``."""
     columns = _columns(shape, stride)
     return None if columns is None else FORMS[form](shape.numel() // columns, columns)
 

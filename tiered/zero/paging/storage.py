@@ -412,9 +412,9 @@ def _users(tensor: torch.Tensor) -> int:
 
 
 class Cast:
-    """Parameters that have other types in the store, where ``source`` finds them, or are quantised there. They are cast into a tensor in the top tier,
-    which is deleted after use. In a store that is open for reading, which makes no tensors, they are cast into memory of
-    torch's, beside the store's budget: as much as the units that are in use at a time."""
+    """Parameters that have other types in the store, where ``source`` finds them, or are quantised there. They are cast into a
+    tensor in the top tier, which is deleted after use. In a store that is open for reading, which makes no tensors, they are
+    cast into memory of torch's, beside the store's budget: as much as the units that are in use at a time."""
 
     def __init__(self, source: ParameterStorage, store: TieredStore, key: str, plan: UnitPlan) -> None:
         self._source, self._store, self._plan = source, in_top_tier(store), plan

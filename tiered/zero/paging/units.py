@@ -201,8 +201,8 @@ class Placement:
 
     @contextmanager
     def filling(self, unit: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Give a tensor of the parameter's shape for a block of code, which writes all of its values there; after the block they
-        are in ``unit`` as it is in the store. Where the parameter is packed that is memory of its own, and ``loss`` says what
+        """Give a tensor of the parameter's shape for a block of code, which writes all of its values there; after the block
+        they are in ``unit`` as it is in the store. Where the parameter is packed that is memory of its own, and ``loss`` says what
         was lost. Raises as ``Packing.pack``."""
         if self.packing is None:
             yield self.stored_view(unit)
@@ -306,10 +306,11 @@ class Sliced:
 
     def placements(self, index: int, quantize: Quantize | None) -> list[Placement]:
         """Return the placement of each slice; ``index``: the parameter's in the model."""
-        return [
-            Placement(one, f"{self.name}[{i}]", index, _row_major(one.shape), self.stored, sliced=self, number=i).quantised(quantize)
+        found = [
+            Placement(one, f"{self.name}[{i}]", index, _row_major(one.shape), self.stored, sliced=self, number=i)
             for i, one in enumerate(self.slices)
         ]
+        return [placement.quantised(quantize) for placement in found]
 
 
 @dataclass(eq=False)
@@ -441,9 +442,8 @@ def divide(
         for number, alike in enumerate(kinds.values()):
             for _, parameter in alike:
                 home[parameter] = len(plan.units)
-            placements = [
-                Placement(p, n, order[p], strides.get(p, p.stride()), policy.stored(p.dtype)).quantised(quantize) for n, p in alike
-            ]
+            placements = [Placement(p, n, order[p], strides.get(p, p.stride()), policy.stored(p.dtype)) for n, p in alike]
+            placements = [placement.quantised(quantize) for placement in placements]
             plan.units.append(made(f"{name}#{number}" if number else name, placements))
 
     def made(name: str, placements: list[Placement]) -> UnitPlan:

@@ -38,7 +38,17 @@ from tiered.types import Access
 from tiered.zero.paging.saved_tensors import in_backward
 from tiered.zero.paging.tensors.compiling import break_graph, traced
 
-__all__ = ["SHARE", "PagedParameter", "PagedView", "ParameterOwner", "asks_for_gradient", "name_of", "paged_class", "unpage", "written_by"]
+__all__ = [
+    "SHARE",
+    "PagedParameter",
+    "PagedView",
+    "ParameterOwner",
+    "asks_for_gradient",
+    "name_of",
+    "paged_class",
+    "unpage",
+    "written_by",
+]
 
 _without_us: Callable[..., Any] = torch._C._disabled_torch_function_impl
 """Calls a function of torch with no ``__torch_function__`` in force. It is of C: no exception leaves that state behind."""
