@@ -82,6 +82,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "io.probe": "whether libaio works here, asked without importing it",
     "store.commit": "generations of an open store: commit, rollback, recovery",
     "zero.page": "the public calls on a whole model, beside training it",
+    "zero.paging.units": "which parameters are paged together, and where each lies",
     "zero.paging.gradients": "the gradients of one unit, from autograd to the update",
     "zero.paging.tensors.parameters": "what a parameter answers to torch while its values are in the store",
     "zero.paging.tensors.sliced": "what a sliced parameter and its gradient answer to torch",

@@ -202,8 +202,8 @@ class Placement:
     @contextmanager
     def filling(self, unit: torch.Tensor) -> Iterator[torch.Tensor]:
         """Give a tensor of the parameter's shape for a block of code, which writes all of its values there; after the block
-        they are in ``unit`` as it is in the store. Where the parameter is packed that is memory of its own, and ``loss`` says what
-        was lost. Raises as ``Packing.pack``."""
+        they are in ``unit`` as it is in the store. Where the parameter is packed that is memory of its own, and ``loss`` says
+        what was lost. Raises as ``Packing.pack``."""
         if self.packing is None:
             yield self.stored_view(unit)
             return
