@@ -8,7 +8,7 @@ once to the parameter's type, ties to even. Codes come first, and scales at the 
 - ``int4``: codes from -8 to 7, two in a byte, one bfloat16 scale for each group of 32 along the row (group-wise quantisation:
   Sheng et al., 2023, FlexGen, https://arxiv.org/abs/2303.06865, section 4, there with a minimum for each group). The scale is
   the one of ``DIVISORS`` with the smallest squared error (the choice of a clipping range by its error: Banner et al., 2019,
-  https://arxiv.org/abs/1810.05723). With a minimum beside the scale the error is 5 % smaller and the bytes are 11 % more.
+  https://arxiv.org/abs/1810.05723). With a minimum beside the scale the error is 7 % smaller and the bytes are 11 % more.
 
 A *row* is what lies together in memory: the innermost dimension, or as many of the inner ones as have 32 elements together
 (of a convolution: all but the outermost). The scales of ``int8`` are so those of output features for ``torch.nn.Linear``, and
@@ -44,9 +44,9 @@ LEAST_ELEMENTS, LEAST_COLUMNS = 1024, 32
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Element types that are packed."""
 GROUP = 32
-DIVISORS = (-8.0, -7.0, 7.0, -9.0)
+DIVISORS = (-8.0, -7.0, -9.0)
 """A group's scale is its element with the largest absolute value, with its sign, divided by one of these."""
-AT_ONCE = 1 << 18
+AT_ONCE = 1 << 16
 """Elements that are packed or unpacked at a time by torch: so few that they stay in the processor's cache."""
 ALIGNMENT = 64
 
@@ -214,12 +214,13 @@ class _Int4(Packing):
         missing = self.groups * GROUP - self.columns
         groups = torch.nn.functional.pad(exact, (0, missing)).view(-1, self.groups, GROUP)
         outermost = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+        share = groups / torch.where(outermost == 0, 1, outermost)  # from -1 to 1: its squares neither overflow nor vanish
         best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # error, scale, codes
         for divisor in DIVISORS:
             scale = (outermost / divisor).to(torch.bfloat16)
-            wide = scale.to(torch.float32)
-            found = _rounded(groups, wide, -8, 7)
-            error = (found * wide).sub_(groups).double().square_().sum(2, keepdim=True)
+            step = torch.where(outermost == 0, 0, scale.to(torch.float32) / outermost)
+            found = _rounded(share, step, -8, 7)
+            error = (found * step).sub_(share).square_().sum(2, keepdim=True)
             if best is not None:
                 worse = error >= best[0]
                 error, scale = torch.where(worse, best[0], error), torch.where(worse, best[1], scale)
@@ -276,6 +277,5 @@ def _columns(shape: torch.Size, stride: tuple[int, ...]) -> int | None:
 
 def _rounded(values: torch.Tensor, scale: torch.Tensor, least: int, most: int) -> torch.Tensor:
     """Return the codes of ``values``, as float32."""
-    divisor = torch.where(scale == 0, 1, scale)  # of subnormal values that are too small for any scale
-    codes = values / divisor
-    return codes.round_().clamp_(least, most).mul_(scale != 0)
+    divisor = torch.where(scale == 0, math.inf, scale)  # of subnormal values that are too small for any scale: 0
+    return (values / divisor).round_().clamp_(least, most)
