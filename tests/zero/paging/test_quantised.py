@@ -175,10 +175,6 @@ def test_what_cannot_be_is_refused(quantize: str) -> None:
         with pytest.raises(MisuseError, match=r"parameter 'a\.w' has infinity or NaN"):
             way.pack(values, packed, "a.w")
     largest = torch.full((128,), torch.finfo(torch.float32).max)
-    if quantize == "int4":
-        way.pack(largest, packed, "a.w")
-        assert bool(unpacked(way, packed, torch.float32).isfinite().all())
-        largest = torch.full((128,), torch.finfo(torch.float16).max, dtype=torch.float16)
     with pytest.raises(MisuseError, match=r"'a\.w' has values so large that they are infinite"):  # a scale is rounded upwards
         way.pack(largest, packed, "a.w")
 
