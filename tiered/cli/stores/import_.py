@@ -56,7 +56,7 @@ def add_parser(commands: Commands) -> None:
         "--unit",
         metavar="SIZE",
         type=size,
-        help="with --model: bytes that are read together; generate needs memory for three (default: 64MiB)",
+        help="with --model: bytes that are read together; generate needs memory for three (default: 32MiB)",
     )
     parser.add_argument(
         "--compute",
