@@ -119,7 +119,7 @@ def _refuse_without_transformers() -> None:
     from tiered import MisuseError
 
     try:
-        import tiered.integrations.transformers  # noqa: F401
+        import tiered.integrations.transformers.pretrained  # noqa: F401
     except ImportError as error:
         raise MisuseError("--model needs transformers: pip install '.[hf]' in a clone of tiered") from error
 
