@@ -57,7 +57,7 @@ def add_parser(commands: Commands) -> None:
         "--unit",
         metavar="SIZE",
         type=size,
-        help="with --model: bytes that are read together; generate needs memory for three (default: 64MiB)",
+        help="with --model: bytes that are read together; generate needs memory for three (default: 32MiB)",
     )
     parser.add_argument(
         "--compute",
@@ -125,7 +125,7 @@ def _refuse_without_transformers() -> None:
     from tiered import MisuseError
 
     try:
-        import tiered.integrations.transformers  # noqa: F401
+        import tiered.integrations.transformers.pretrained  # noqa: F401
     except ImportError as error:
         raise MisuseError("--model needs transformers: pip install '.[hf]' in a clone of tiered") from error
 

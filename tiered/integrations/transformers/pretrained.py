@@ -30,7 +30,8 @@ __all__ = ["UNIT", "from_pretrained", "import_model", "open_model", "open_tokeni
 
 # -- reading pretrained models -------------------------------------------------------------------------------------------------
 
-PAGING = {"prefetch", "micro_batch", "policy", "source", "stage", "group", "timeout", "update_tier", "experts", "largest_unit"}
+PAGING = {"prefetch", "micro_batch", "policy", "source", "stage", "group", "timeout", "update_tier", "experts"}
+PAGING |= {"largest_unit", "slice_weights"}
 """Arguments of ``from_pretrained`` that are ``zero.page``'s."""
 
 ELSEWHERE = "the store decides where parameters are: leave it out"
@@ -146,7 +147,7 @@ def reading_one_at_a_time() -> Iterator[None]:
 # -- models that need no folder ------------------------------------------------------------------------------------------------
 
 Told = Callable[[str, float], None]
-UNIT = 64 << 20
+UNIT = 32 << 20
 """Bytes of the largest unit of an imported model: enough for a drive's full rate, and small beside the memory of a reader."""
 
 
@@ -170,6 +171,7 @@ def import_model(
     ``quantize="int8"`` or ``"int4"`` is inexact: matrices have 8 or about 4.5 bits an element in the store, and the model is
     for reading only (``zero.Policy``). ``opening.json`` in the store says so, with the relative error.
     ``largest_unit``: bytes that are read and evicted together, as in ``zero.page``; who opens the model needs memory for three.
+    Larger weights of embeddings and linear layers are divided into slices of rows.
     ``existing``: "refuse" a store that has a model of that ``name``, or "overwrite" it. ``progress`` is called with what is
     done now and the share of that which is done; it may raise, to stop: then nothing is committed. ``options``: as in
     ``from_pretrained``.
@@ -190,7 +192,7 @@ def import_model(
     files = files_of(path)
     stored = _dtype_of(path, options.get("config") or AutoConfig.from_pretrained(path, local_files_only=True))
     dtype = stored if compute is None else compute
-    options |= {"name": name, "existing": existing, "largest_unit": largest_unit}
+    options |= {"name": name, "existing": existing, "largest_unit": largest_unit, "slice_weights": True}
     options["policy"] = zero.Policy(storage=None if dtype is stored else stored, quantize=quantize)
     if dtype is not stored:
         options["prepare"] = lambda model: _refuse_rounding(model, stored)
