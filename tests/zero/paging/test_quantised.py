@@ -293,6 +293,64 @@ def test_an_export_at_rest_is_that_of_the_model(tmp_path: Path, quantize: Any) -
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.parametrize("access", ["write", "read"])
+def test_on_a_device(tmp_path: Path, quantize: Any, access: Any) -> None:
+    """Host memory in place of a device's: units are unpacked in the top tier."""
+    budgets = {"hbm": "1MiB", "device": "cpu", "dram": "1MiB"}
+    with TieredStore.open(tmp_path / "store", **budgets) as store:
+        model = paged(store, quantize)
+        reference = dequantised(model)
+        assert torch.equal(model(INDEX), reference(INDEX))
+        zero.commit(model)
+        assert not [key for key in store if key.endswith("/converted")]
+        store.close()
+    with TieredStore.open(tmp_path / "store", access=access, **budgets) as store:
+        model = zero.page(Net(), store, existing="resume", policy=zero.Policy(quantize=quantize))  # type: ignore[assignment]
+        assert torch.equal(model(INDEX), reference(INDEX))
+
+
+class Wide(nn.Module):
+    """Layers of 2 MiB each in fp32: more than the least of memory that is kept for the next unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 1024, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [layer(x) for layer in self.layers]
+
+
+def test_memory_of_a_unit_is_used_again_unless_it_is_still_shown(tmp_path: Path) -> None:
+    policy = zero.Policy(quantize="int8")
+    with TieredStore.open(tmp_path / "store", dram="16MiB") as store:
+        model = zero.page(Wide(), store, policy=policy)
+        zero.commit(model)
+        store.close()
+    with TieredStore.open(tmp_path / "store", dram="2MiB", access="read") as store:
+        model = zero.page(Wide(), store, existing="resume", policy=policy)
+        reference = Wide()
+        reference.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+        x, seen, kept = torch.randn(3, 512), [], []
+        keeping = False
+
+        def look(layer: nn.Module, args: object) -> None:
+            weight: Any = layer.weight
+            seen.append(weight.data_ptr())
+            if keeping:
+                kept.append(weight.detach())
+
+        for layer in model.layers:  # type: ignore[union-attr]
+            layer.register_forward_pre_hook(look)
+        for now in (False, True, False):
+            keeping = now
+            made = model(x)
+            assert all(torch.equal(one, other) for one, other in zip(made, reference(x), strict=True))
+        assert len(set(seen[:4])) == 1
+        assert len(set(seen[4:8])) == 4, "an alias still shows the memory of each"
+        for one, layer in zip(kept, reference.layers, strict=True):
+            assert torch.equal(one, layer.weight)  # type: ignore[arg-type]
+
+
 def test_rows_of_a_large_embedding_are_slices(store: TieredStore, quantize: Any) -> None:
     torch.manual_seed(0)
     model = zero.page(Net(2000), store, policy=zero.Policy(quantize=quantize))
