@@ -90,7 +90,7 @@ def generated(folder: Path, dram: int, tokens: int) -> tuple[float, float, list[
 
 def kernels() -> None:
     """Print what unpacking makes."""
-    from tiered.zero.paging import quantised
+    from tiered.packing import quantised
 
     rows, columns = 2048, 4096
     print("\n| form | to | C, GB/s | torch, 1 thread | torch, all threads | copy, 1 thread |\n|---|---|---:|---:|---:|---:|")

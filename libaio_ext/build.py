@@ -1,4 +1,4 @@
-"""Describes the extensions (cffi, API mode) to setup.py: ``tiered.io._aio``, and ``tiered.zero.paging._unpack``, which needs a
+"""Describes the extensions (cffi, API mode) to setup.py: ``tiered.io._aio``, and ``tiered.packing._unpack``, which needs a
 compiler alone.
 
 ``TIERED_LIBAIO`` says how libaio comes in: ``static``, ``shared``, ``off``, or ``auto`` (default): static where there is
@@ -19,7 +19,7 @@ from cffi import FFI
 
 HERE = Path(__file__).resolve().parent
 MODULE = "tiered.io._aio"
-KERNELS = "tiered.zero.paging._unpack"
+KERNELS = "tiered.packing._unpack"
 MODES = ("auto", "static", "shared", "off")
 
 # Compiled, linked and thrown away before the real build, so that what is missing is one line and not a compiler's page.

@@ -30,12 +30,13 @@ TREE: dict[str, tuple[str, ...]] = {
         *("engine",),
     ),
     "store": ("lease", "commit", "at_rest", "opening", "store", "verify", "importing"),
+    "packing": ("quantised",),
     "zero": (
         *("intent", "leases", "collectives", "rank_stores", "paging", "build", "record", "resident_shard", "resident"),
         *("optimizer", "checkpoint", "page"),
     ),
     "zero.paging": (
-        *("quantised", "units", "step_trace", "storage", "saved_tensors", "update", "tensors", "gradients", "sharding", "unit"),
+        *("units", "step_trace", "storage", "saved_tensors", "update", "tensors", "gradients", "sharding", "unit"),
         *("reduction", "micro_batch", "pager"),
     ),
     "zero.paging.tensors": ("compiling", "parameters", "copies", "states", "sliced", "gradients"),
@@ -64,8 +65,11 @@ USES: dict[str, tuple[str, ...]] = {
     "links": ("", "format"),
     "engine": ("",),
     "store": ("", "format", "io", "tiers", "links", "engine"),
-    "zero": ("tiered", "errors", "types", "system", "store.at_rest", "format.safetensors", "format.safetensors_writer"),
-    "integrations": ("tiered", "store.at_rest", "zero"),
+    "packing": ("",),
+    "zero": (
+        *("tiered", "errors", "types", "system", "store.at_rest", "format.safetensors", "format.safetensors_writer", "packing"),
+    ),
+    "integrations": ("tiered", "store.at_rest", "zero", "packing"),
     "cli": ("tiered", "", "format", "io", "tiers", "links", "engine", "store", "zero", "data", "integrations"),
 }
 
@@ -92,7 +96,7 @@ LONG_OR_SHORT: dict[str, str] = {
 LONG, SHORT = 600, 60
 
 # Compiled, without a Python file.
-EXTENSIONS = {"io._aio": "io", "zero.paging._unpack": "zero.paging"}
+EXTENSIONS = {"io._aio": "io", "packing._unpack": "packing"}
 
 # Who must do without torch, so that crash trials start in milliseconds and I/O stays about bytes.
 WITHOUT_TORCH = ("", "format", "io", "engine", "tiers.nvme", "links.disk", "links.stand_in")

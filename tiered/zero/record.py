@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from tiered import ManifestError, MisuseError, TensorSpec
 from tiered.errors import shown
+from tiered.packing.quantised import FORMS, TYPES, packing_of
 from tiered.types import LARGEST
-from tiered.zero.paging.quantised import FORMS, TYPES, packing_of
 from tiered.zero.paging.units import Limits, Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import UPDATED_AT_ONCE, States
 
@@ -361,7 +361,7 @@ def _problems(found: _Record) -> Iterator[str]:
 
 def _wrong_parameter(name: str, shape: list[int], dtype: str, stored: str, stride: list[int]) -> Iterator[str]:
     if not stored.startswith("torch.") and stored not in FORMS:
-        yield f"{name!r} is stored as {stored!r}, which this release does not know"
+        yield f"{name!r} is of type {stored!r}, which this release does not know"
         return
     for kind in dtype, dtype if stored in FORMS else stored:
         if not kind.startswith("torch."):

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tiered import ManifestError, MisuseError, TieredStore, zero
+from tiered.packing import quantised
+from tiered.packing.quantised import FORMS, TYPES, Loss, Packing, packing_of, packing_where_fit
 from tiered.store.at_rest import StoreAtRest
 from tiered.zero.checkpoint.checkpoint import read_record, write_record
 from tiered.zero.checkpoint.safetensors import export_at_rest
-from tiered.zero.paging import quantised
-from tiered.zero.paging.quantised import FORMS, TYPES, Loss, Packing, packing_of, packing_where_fit
 
 FORM = {name.split()[0]: name for name in FORMS}
 BIT_PATTERN = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -443,7 +443,7 @@ def test_another_policy_or_another_form_is_not_taken_for_this_one(store: TieredS
     units = record["layout"]["units"]
     packed = [one for _, described in units for one in described if one[3] in FORMS]
     assert packed
-    for form, complaint in (("int3 by row", "is stored as 'int3 by row', which this release does not know"),):
+    for form, complaint in (("int3 by row", "is of type 'int3 by row', which this release does not know"),):
         packed[0][3] = form
         write_record(store, "model", record)
         with pytest.raises(ManifestError, match=complaint):

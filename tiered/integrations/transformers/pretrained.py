@@ -23,8 +23,8 @@ from transformers.utils import logging
 
 from tiered import Access, ManifestError, MisuseError, TieredStore, zero
 from tiered.integrations.kept import CONFIG, files_of, keep, kept_folder, only_model, opening_of
+from tiered.packing.quantised import QUANTIZE, Loss, Quantize
 from tiered.zero.paging.pager import pager_of
-from tiered.zero.paging.quantised import QUANTIZE, Loss, Quantize
 
 __all__ = ["UNIT", "from_pretrained", "import_model", "open_model", "open_tokenizer", "quietly", "reading_one_at_a_time"]
 

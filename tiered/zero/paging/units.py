@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from tiered.errors import MisuseError
-from tiered.zero.paging.quantised import QUANTIZE, Loss, Packing, Quantize, packing_where_fit
+from tiered.packing.quantised import QUANTIZE, Loss, Packing, Quantize, packing_where_fit
 
 __all__ = [
     "ALIGNMENT",
@@ -55,7 +55,7 @@ class Policy:
 
     ``quantize="int8"`` or ``"int4"`` is inexact, and for reading only: matrices are packed into 8 or 4 bits an element (and
     scales) when they are paged, and unpacked to the type that they compute with whenever they are used
-    (``zero/paging/quantised.py`` describes the forms). Parameters of one dimension, tiny ones and those that are not floats
+    (``packing/quantised.py`` describes the forms). Parameters of one dimension, tiny ones and those that are not floats
     stay exact. No parameter of the model can be trained or written to.
 
     Raises MisuseError for types other than bfloat16 or float16, and float32; for another ``quantize``.

@@ -30,7 +30,7 @@ import torch
 from tiered.errors import MisuseError
 
 try:
-    from tiered.zero.paging._unpack import lib
+    from tiered.packing._unpack import lib
 except ImportError:  # there was no compiler
     lib = None  # type: ignore[assignment]
 
