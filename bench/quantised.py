@@ -5,7 +5,8 @@
 
 A Llama of random weights is imported once in each form (all compute in fp32). Then a round generates with each form in turn,
 from a store that is open for reading with ``--share`` of the fp32 weights as memory, and the next round begins with another
-form. The first two tokens, which read all and learn the order, are not counted. "full" is fp32 with memory for all weights.
+form. The first two tokens, which read all and learn the order, are not counted. "full" is fp32 with memory for all weights. CPU
+seconds are those of the whole process, which other programs on the machine change little.
 The last table is what unpacking alone makes, in GB of output a second: by the C kernel, by torch with one thread and with all,
 and copying for comparison.
 """
@@ -58,22 +59,23 @@ def made(folder: Path, layers: int, width: int) -> int:
 
 
 class Clock:
-    """A streamer: when each token came, and what the store had read by then."""
+    """A streamer: when each token came, and what the process had computed and the store had read by then."""
 
     def __init__(self, store: TieredStore) -> None:
         self._store = store
-        self.seen: list[tuple[float, int]] = []
+        self.seen: list[tuple[float, float, int]] = []
 
     def put(self, tokens: torch.Tensor) -> None:
         if tokens.dim() == 1:
-            self.seen.append((time.perf_counter(), sum(link.up.bytes for link in self._store.statistics().links)))
+            read = sum(link.up.bytes for link in self._store.statistics().links)
+            self.seen.append((time.perf_counter(), time.process_time(), read))
 
     def end(self) -> None:
         pass
 
 
-def generated(folder: Path, dram: int, tokens: int) -> tuple[float, float, list[int]]:
-    """Return seconds and bytes a token, and the tokens."""
+def generated(folder: Path, dram: int, tokens: int) -> tuple[list[float], list[int]]:
+    """Return seconds, CPU seconds and bytes a token, and the tokens."""
     from tiered.integrations.transformers import open_model
 
     prompt = torch.arange(10)[None]
@@ -84,8 +86,8 @@ def generated(folder: Path, dram: int, tokens: int) -> tuple[float, float, list[
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=SKIPPED + tokens, streamer=clock, **options
         )
         store.close()
-    (began, before), (ended, after) = clock.seen[SKIPPED - 1], clock.seen[-1]
-    return (ended - began) / tokens, (after - before) / tokens, found[0].tolist()
+    before, after = clock.seen[SKIPPED - 1], clock.seen[-1]
+    return [(late - early) / tokens for early, late in zip(before, after, strict=True)], found[0].tolist()
 
 
 def kernels() -> None:
@@ -157,23 +159,23 @@ def main() -> int:
                 stored[form] = sum(store.spec(key).nbytes for key in store if "/param/" in key)
                 inexact[form] = opening_of(store, "model").get("inexact", "exact")
                 store.close()
-        runs: dict[str, list[tuple[float, float, list[int]]]] = {form: [] for form in (*FORMS, "full")}
+        runs: dict[str, list[tuple[list[float], list[int]]]] = {form: [] for form in (*FORMS, "full")}
         for number in range(options.rounds):
             order = list(runs)
             for form in order[number % len(order) :] + order[: number % len(order)]:
                 memory = 2 * weights if form == "full" else dram
                 runs[form].append(generated(folder / ("fp32" if form == "full" else form) / "store", memory, options.tokens))
     print(f"{format_size(weights)} of fp32 weights, {format_size(dram)} of memory; medians of {options.rounds} rounds\n")
-    print("| stored as | at rest | of fp32 | import, s | s a token | of fp32 | MB read a token | of fp32 | error |")
+    print("| stored as | at rest | of fp32 | import, s | s a token | CPU s | MB read a token | of fp32 | error |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|---|")
-    middle = {form: tuple(statistics.median(run[i] for run in found) for i in (0, 1)) for form, found in runs.items()}
+    middle = {form: [statistics.median(run[i] for run, _ in found) for i in range(3)] for form, found in runs.items()}
     for form, found in runs.items():
-        assert all(tokens == found[0][2] for _, _, tokens in found), form
+        assert all(tokens == found[0][1] for _, tokens in found), form
         name = "fp32" if form == "full" else form
-        (seconds, read), (first, most) = middle[form], middle["fp32"]
+        (seconds, busy, read), most = middle[form], middle["fp32"][2]
         error = inexact[name].partition("relative error ")[2] or "exact"
         rest = f"{format_size(stored[name])} | {stored[name] / stored['fp32']:.3f} | {seconds_of[name]:.1f}"
-        print(f"| {form} | {rest} | {seconds:.3f} | {seconds / first:.2f} | {read / 1e6:.1f} | {read / most:.3f} | {error} |")
+        print(f"| {form} | {rest} | {seconds:.3f} | {busy:.3f} | {read / 1e6:.1f} | {read / most:.3f} | {error} |")
     kernels()
     return 0
 
