@@ -309,6 +309,32 @@ def test_on_a_device(tmp_path: Path, quantize: Any, access: Any) -> None:
         assert torch.equal(model(INDEX), reference(INDEX))
 
 
+@pytest.mark.parametrize("access", ["write", "read"])
+def test_an_interruption_while_it_is_unpacked(tmp_path: Path, access: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        model = paged(store, "int8")
+        reference = dequantised(model)
+        zero.commit(model)
+        store.close()
+    with TieredStore.open(tmp_path / "store", dram="1MiB", access=access) as store:
+        model = zero.page(Net(), store, existing="resume", policy=zero.Policy(quantize="int8"))  # type: ignore[assignment]
+        unpack, left = Packing.unpack, [3]
+
+        def struck(way: Packing, packed: torch.Tensor, out: torch.Tensor) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            unpack(way, packed, out)
+
+        monkeypatch.setattr(Packing, "unpack", struck)
+        for number in (1, 2, 3):
+            left[0] = number
+            with pytest.raises(KeyboardInterrupt):
+                model(INDEX)
+            assert torch.equal(model(INDEX), reference(INDEX))
+        assert not [key for key in store if key.endswith("/converted")]
+
+
 class Wide(nn.Module):
     """Layers of 2 MiB each in fp32: more than the least of memory that is kept for the next unit."""
 
