@@ -145,13 +145,14 @@ class TieredCache(WatchingCache):
             if window == NO_STATE:
                 layers.append(DummyLayer())
                 continue
-            layer = PagedLayer(store, f"{prefix}/{len(layers)}", block, window, self._refuse_update)
+            layer = PagedLayer(store, f"{prefix}/{len(layers)}", block, window)
             layers.append(layer)
             self._layers.append(layer)
         super().__init__(layers=layers)
         self._made_by = Model.of(model)
         self._turn = Turn(torch.zeros((0, 0), dtype=torch.long), None, tuple(Extent() for _ in self._layers))
         self._pending: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._assisted = False
         self._stamps: tuple[int, ...] = ()
         self._followed: object = None
         self._follows = not _paged_into(model, store)
@@ -392,12 +393,19 @@ class TieredCache(WatchingCache):
             )
         self._become(Turn(torch.cat([turn.ids.reshape(ids.shape[0], turn.length), ids], dim=1), _reduced(mask), extents))
 
-    def refuse_other_ids(self, input_ids: Any, new: Any) -> None:
-        """Raise MisuseError where ``generate`` has all ids, of which the last ``new`` are to be computed, and those before are
-        not the cache's."""
-        turn = self._turn
-        if new is None or not turn.length or not isinstance(input_ids, torch.Tensor):
-            return
+    def activate_past_recording(self) -> None:
+        """Note that assisted decoding begins, which gives all ids to its first forward, as if the cache were empty."""
+        self._assisted = True
+
+    def new_of(self, input_ids: Any, new: int | None) -> int | None:
+        turn, assisted = self._turn, self._assisted
+        self._assisted = False
+        if not turn.length or not isinstance(input_ids, torch.Tensor):
+            return new
+        if new is None and assisted:
+            new = input_ids.shape[1] - turn.length
+        if new is None:
+            return None
         ids = _ids_of(input_ids)
         self._refuse_batch(ids.shape[0])
         if new < 1 or ids.shape[1] - new != turn.length or not torch.equal(ids[:, : turn.length], turn.ids):
@@ -405,6 +413,19 @@ class TieredCache(WatchingCache):
                 f"input_ids are {ids.shape[1]} tokens, of which the first {self.matches(ids)} are those of the cache "
                 f"{self._name!r}, which has {turn.length}: call cache.reuse(input_ids) before generate(), or cache.reset()"
             )
+        return new
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append keys and values, of shape (batch, heads, tokens, size), to a layer; return all that the tokens attend to.
+
+        Raises MisuseError outside of a forward of the cache's model, with gradients, and for keys of another model; and the
+        store's errors.
+        """
+        self._refuse_update(key_states, value_states)
+        keys, values = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        return keys, values
 
     def _refuse_update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         if self._pending is None:

@@ -10,7 +10,7 @@ serial number. So an exception at any line leaves an extent whose blocks hold wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -85,21 +85,13 @@ class PagedLayer(CacheLayerMixin):
     """Keys and values of one layer, in blocks named ``PREFIX/SERIAL`` in ``store``.
 
     ``block``: tokens of a block. ``window``: the layer's sliding window or chunk, None where each token attends to all before
-    it. With a window all tokens stay in the store, and only those within it are read. ``refuse`` is called with the new keys
-    and values before each update; it raises where they cannot be taken.
+    it. With a window all tokens stay in the store, and only those within it are read.
     """
 
     is_compileable = False
     is_croppable = True
 
-    def __init__(
-        self,
-        store: TieredStore,
-        prefix: str,
-        block: int,
-        window: int | None,
-        refuse: Callable[[torch.Tensor, torch.Tensor], None],
-    ) -> None:
+    def __init__(self, store: TieredStore, prefix: str, block: int, window: int | None) -> None:
         super().__init__()
         self.is_sliding = window is not None
         self.sliding_window = window
@@ -108,7 +100,7 @@ class PagedLayer(CacheLayerMixin):
         self.fixed: Mapping[int, int] = {}
         """How many tokens of each block, by serial number, must stay as they are."""
         self.next_serial = 0
-        self._store, self._prefix, self._block, self._refuse = store, prefix, block, refuse
+        self._store, self._prefix, self._block = store, prefix, block
 
     def key(self, block: Block) -> str:
         """Return the name of a block's tensor."""
@@ -153,7 +145,6 @@ class PagedLayer(CacheLayerMixin):
         Raises MisuseError for what cannot be taken, and the store's errors (CapacityError, TransferError): then the layer has
         what it had.
         """
-        self._refuse(key_states, value_states)
         self.lazy_initialization(key_states, value_states)
         old, size = self.extent, self._block
         start, blocks = self.visible(old)

@@ -40,9 +40,9 @@ class WatchingCache(Cache):
         """Note that the forward has ended; ``output`` is None where an exception ended it."""
 
     @abstractmethod
-    def refuse_other_ids(self, input_ids: Any, new: Any) -> None:
-        """Raise MisuseError where ``generate`` has all ids, of which the last ``new`` are to be computed, and those before are
-        not the cache's."""
+    def new_of(self, input_ids: Any, new: int | None) -> int | None:
+        """Return how many of ``input_ids`` are to be computed, of which ``generate`` says ``new``; None: all, because these are
+        the new ones only. Raises MisuseError where those before are not the cache's."""
 
 
 def windows(model: Any) -> list[Any]:
@@ -69,28 +69,26 @@ def windows(model: Any) -> list[Any]:
     return found
 
 
-def _cache_of(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[WatchingCache | None, Mapping[str, Any]]:
-    given = dict(kwargs)
-    if args:
-        given |= dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
-    past = given.get("past_key_values")
-    if isinstance(past, EncoderDecoderCache) and any(
-        isinstance(part, WatchingCache) for part in (past.self_attention_cache, past.cross_attention_cache)
-    ):
-        raise MisuseError("a TieredCache is not part of an EncoderDecoderCache")
-    return (past if isinstance(past, WatchingCache) else None), given
+def _given(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of a forward by their names."""
+    return {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs} if args else kwargs
 
 
 def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    cache, given = _cache_of(model, args, kwargs)
-    if cache is not None:
-        cache.begin(model, given)
+    given = _given(model, args, kwargs)
+    past = given.get("past_key_values")
+    if isinstance(past, WatchingCache):
+        past.begin(model, given)
+    elif isinstance(past, EncoderDecoderCache) and (
+        isinstance(past.self_attention_cache, WatchingCache) or isinstance(past.cross_attention_cache, WatchingCache)
+    ):
+        raise MisuseError("a TieredCache is not part of an EncoderDecoderCache: give it alone")
 
 
 def _after(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    cache, _ = _cache_of(model, args, kwargs)
-    if cache is not None:
-        cache.end(output)
+    past = _given(model, args, kwargs).get("past_key_values")
+    if isinstance(past, WatchingCache):
+        past.end(output)
 
 
 def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,7 +98,7 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
     def prepare_inputs_for_generation(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
         past = kwargs.get("past_key_values")
         if isinstance(past, WatchingCache):
-            past.refuse_other_ids(input_ids, kwargs.get("next_sequence_length"))
+            kwargs["next_sequence_length"] = past.new_of(input_ids, kwargs.get("next_sequence_length"))
         return original(self, input_ids, *args, **kwargs)
 
     return prepare_inputs_for_generation
@@ -145,7 +143,7 @@ def unwatch(model: Any, cache: WatchingCache) -> None:
 def _unwatch_gone(found: Callable[[], Any]) -> None:
     model = found()
     watch = None if model is None else _watched.get(model)
-    if watch is not None and not watch.caches:
+    if watch is not None and next(iter(watch.caches), None) is None:  # not its length, which counts the one that goes now
         watch.end(model)
         del _watched[model]
 
