@@ -1,5 +1,5 @@
-"""``TieredCache``: keys and values in a store. Tokens and logits are bit for bit those of ``DynamicCache``, a kept cache goes on
-as if nothing had stopped, and what cannot be right raises."""
+"""``TieredCache``: keys and values in a store. Tokens and logits are bit for bit those of ``DynamicCache``, a kept cache goes
+on as if nothing had stopped, and what cannot be right raises."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,11 +91,381 @@ def store(tmp_path: Path) -> Iterator[TieredStore]:
 
 
 def made(family: str = "llama", **changes: Any) -> Any:
+    cls, config = FAMILIES[family]
+    config = copy.deepcopy(config)
+    config.update(changes)
+    torch.manual_seed(0)
+    return cls(config).eval()
+
+
+def wide() -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**WIDE)).eval()
+
+
+def prompt(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randint(10, 300, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def generated(model: Any, ids: torch.Tensor, cache: Cache, tokens: int = 12, **options: Any) -> Any:
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False} | options
+    options |= {"max_new_tokens": tokens, "pad_token_id": 0, "eos_token_id": None}
+    return model.generate(ids, past_key_values=cache, **options)
+
+
+def stepped(model: Any, cache: TieredCache, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(ids, past_key_values=cache).logits
+    return logits
+
+
+def in_memory(model: Any) -> DynamicCache:
+    return DynamicCache(config=model.config)
+
+
+# -- the same tokens -----------------------------------------------------------------------------------------------------------
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "drawn": {"do_sample": True, "top_k": 20},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "assisted": {"prompt_lookup_num_tokens": 3},
+    "in chunks": {"prefill_chunk_size": 5},
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_and_logits_are_those_of_a_cache_in_memory(family: str, strategy: str, store: TieredStore) -> None:
+    model = made(family)
+    ids = prompt(13, batch=1 if strategy == "assisted" else 2)
+    mask = torch.ones_like(ids)
+    if strategy != "assisted":
+        mask[0, :4] = 0  # padding at the left
+    options = STRATEGIES[strategy] | {"attention_mask": mask, "return_dict_in_generate": True, "output_logits": True}
+    found = []
+    for cache in in_memory(model), TieredCache(model, store, block=8):
+        torch.manual_seed(1)
+        found.append(generated(model, ids, cache, 24, **options))
+    reference, ours = found
+    assert torch.equal(ours.sequences, reference.sequences)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours.logits, reference.logits, strict=True))
+    if strategy != "beams":
+        assert torch.equal(ours.past_key_values.ids, ours.sequences[:, :-1])
+
+
+def test_a_model_that_assists(store: TieredStore) -> None:
+    """Its own cache is in memory; that of the model in the store is cropped."""
+    model, small = made(), made(num_hidden_layers=1)
+    ids = prompt(9)
+    expected = generated(model, ids, in_memory(model), 20)
+    cache = TieredCache(model, store, block=4)
+    assert torch.equal(generated(model, ids, cache, 20, assistant_model=small), expected)
+    assert torch.equal(cache.ids, expected[:, :-1])
+
+
+def test_assisted_decoding_goes_on_from_a_cache(store: TieredStore) -> None:
+    model, ids = made(), prompt(20)
+    expected = generated(model, ids, in_memory(model), 25)
+    cache = TieredCache(model, store, block=8)
+    tokens = generated(model, ids, cache, 6)
+    tokens = generated(model, tokens, cache, 9, prompt_lookup_num_tokens=3)
+    assert torch.equal(generated(model, tokens, cache, 10), expected)
+
+
+@pytest.mark.parametrize("family", ["wide llama", "gemma3"])
+def test_a_context_larger_than_the_pool(family: str, store: TieredStore) -> None:
+    """Each token reads what the pool does not hold; blocks are written once, besides those that leave before they are full."""
+    model = wide() if family == "wide llama" else made("gemma3", num_key_value_heads=4, head_dim=64, sliding_window=100)
+    ids = prompt(700)
+    expected = generated(model, ids, in_memory(model), 40)
+    cache = TieredCache(model, store, block=16)
+    assert torch.equal(generated(model, ids, cache, 40), expected)
+    context = 739 * 3 * 2 * 4 * 64 * 4
+    assert context > 4 << 20
+    statistics = store.statistics()
+    written = sum(link.down.bytes for link in statistics.links)
+    read = sum(link.up.bytes for link in statistics.links)
+    if family == "wide llama":
+        assert 0.9 * (context - (1 << 20)) * 39 < read < 1.1 * context * 39
+    assert context - (1 << 20) < written < 1.6 * context
+    assert torch.equal(cache.ids, expected[:, :-1])
+
+
+def test_on_three_tiers(tmp_path: Path) -> None:
+    model = wide()
+    ids = prompt(300)
+    with TieredStore.open(tmp_path / "store", hbm="1MiB", device="cpu", dram="1MiB") as store:
+        cache = TieredCache(model, store, block=16)
+        assert torch.equal(generated(model, ids, cache), generated(model, ids, in_memory(model)))
+        cache.commit()
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        cache = TieredCache.open(model, store)
+        assert cache.get_seq_length() == 311
+        store.close()
+
+
+@pytest.mark.parametrize("stores", ["one", "two"])
+def test_a_model_that_is_paged(stores: str, tmp_path: Path) -> None:
+    """Weights and cache in one store, or weights in one that is open for reading."""
+    model, ids = wide(), prompt(200)
+    model.save_pretrained(tmp_path / "model")
+    expected = generated(model, ids, in_memory(model), 30)
+    with TieredStore.open(tmp_path / "store", dram="2MiB") as store:
+        import_model(tmp_path / "model", store)
+    for tokens in 15, 15:  # the second time in what would be another process
+        weights = TieredStore.open(tmp_path / "store", dram="2MiB", access="write" if stores == "one" else "read")
+        store = weights if stores == "one" else TieredStore.open(tmp_path / "kept", dram=POOL)
+        opened = open_model(weights)
+        kept = "chat" in TieredCache.kept(store)
+        cache = TieredCache.open(opened, store) if kept else TieredCache(opened, store, block=16)
+        assert cache.reuse(ids) == (214 if kept else 0)
+        ids = generated(opened, ids, cache, tokens)
+        cache.commit()
+        weights.close()
+        store.close()
+    assert torch.equal(ids, expected)
+
+
+# -- kept ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_goes_on_after_a_restart(family: str, tmp_path: Path) -> None:
+    ids = prompt(21)
+    expected = generated(made(family), ids, in_memory(made(family)), 33)
+    for length in 21, 32, 43:
+        model = made(family)
+        with TieredStore.open(tmp_path / "store", dram=POOL) as store:
+            cache = TieredCache(model, store, block=8) if length == 21 else TieredCache.open(model, store)
+            assert cache.reuse(ids) == (0 if length == 21 else length - 1)
+            ids = generated(model, ids, cache, 11)
+            assert cache.commit() == store.generation
+            store.close()
+    assert torch.equal(ids, expected)
+
+
+def test_beams_and_padding_are_kept(tmp_path: Path) -> None:
+    model, ids = made(), prompt(13, batch=2)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    with TieredStore.open(tmp_path / "store", dram=POOL) as store:
+        cache = TieredCache(model, store, block=8)
+        generated(model, ids, cache, 10, attention_mask=mask, num_beams=2)
+        cache.commit()
+        held, masked = cache.ids, cache._turn.mask
+        store.close()
+    assert masked is not None
+    with TieredStore.open(tmp_path / "store", dram=POOL) as store:
+        cache = TieredCache.open(model, store)
+        assert torch.equal(cache.ids, held)
+        after = torch.cat([held, prompt(3, batch=4)], dim=1)
+        longer = torch.cat([masked, torch.ones(4, 3, dtype=torch.bool)], dim=1).long()
+        assert cache.matches(after) == 0  # the padding is not what a mask of ones says
+        assert cache.reuse(after, longer) == 22
+        reference = in_memory(model)  # what the cache has was computed in these pieces
+        _prefilled(model, reference, held, masked)
+        expected = generated(model, after, reference, attention_mask=longer)
+        assert torch.equal(generated(model, after, cache, attention_mask=longer), expected)
+        store.close()
+
+
+def _prefilled(model: Any, cache: Cache, ids: torch.Tensor, mask: torch.Tensor) -> None:
+    positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        model(ids, attention_mask=mask.long(), position_ids=positions, past_key_values=cache)
+
+
+def _reused(cache: TieredCache, ids: torch.Tensor) -> TieredCache:
+    cache.reuse(ids)
+    return cache
+
+
+def _shuffled(model: Any, cache: TieredCache) -> None:
+    cache.batch_repeat_interleave(3)
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    stepped(model, cache, prompt(1, batch=3))
+
+
+def _anew(model: Any, cache: TieredCache) -> None:
+    cache.reset()
+    generated(model, prompt(30, seed=8), cache, 9)
+
+
+CHANGES: dict[str, Callable[[Any, TieredCache], object]] = {
+    "grows": lambda model, cache: generated(model, cache.ids, _reused(cache, cache.ids), 20),
+    "other tokens": lambda model, cache: generated(model, prompt(25, seed=7), _reused(cache, prompt(25, seed=7)), 9),
+    "begins anew": _anew,
+    "beams": _shuffled,
+    "shorter": lambda model, cache: cache.crop(-11),
+}
+"""What a cache may do between its last commit and another commit of the store."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_any_commit_of_the_store_keeps_a_cache_that_is_whole(change: str, tmp_path: Path) -> None:
+    """Whatever the cache did since its own commit: it is as of that one."""
+    model, ids = made(), prompt(19)
+    expected = generated(model, ids, in_memory(model), 20)
+    with TieredStore.open(tmp_path / "store", dram=POOL) as store:
+        cache = TieredCache(model, store, block=8)
+        generated(model, ids, cache, 9)
+        cache.commit()
+        CHANGES[change](model, cache)
+        store.put("something", torch.ones(3))
+    with TieredStore.open(tmp_path / "store", dram=POOL) as store:
+        assert store.generation == 2
+        cache = TieredCache.open(model, store)
+        assert torch.equal(cache.ids, expected[:, :27])
+        cache.reuse(expected[:, :28])
+        assert torch.equal(generated(model, expected[:, :28], cache, 11), expected)
+        store.close()
+
+
+KILLED = """
+import sys
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from tiered import TieredStore
+from tiered.integrations.transformers import TieredCache
+
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(**{sizes})).eval()
+ids = torch.tensor({ids})
+store = TieredStore.open(sys.argv[1], dram="1MiB")
+cache = TieredCache(model, store, block=16)
+options = dict(do_sample=False, pad_token_id=0, eos_token_id=None)
+while True:
+    for commits in True, False:
+        cache.reuse(ids)
+        ids = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=7, **options)
+        if commits:
+            cache.commit()
+            print(ids.shape[1], flush=True)
+"""
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_sigkill_leaves_the_last_commit(after: int, tmp_path: Path) -> None:
+    """Killed while it generates on: the cache is as of its last commit, and goes on as if it had never stopped."""
+    model, ids = wide(), prompt(180)
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED.format(sizes=WIDE, ids=ids.tolist()))
+    command = [sys.executable, str(script), str(tmp_path / "store")]
+    child = programs.Popen(command, imported=programs.LIBRARIES, stdout=-1, text=True)
+    assert child.stdout is not None
+    said = [int(child.stdout.readline()) for _ in range(after)]
+    child.send_signal(signal.SIGKILL)
+    said += [int(line) for line in child.stdout]
+    child.stdout.close()
+    assert child.wait() == -signal.SIGKILL
+    with TieredStore.open(tmp_path / "store", dram=POOL) as store:
+        cache = TieredCache.open(model, store)
+        length = cache.get_seq_length()
+        assert length in (said[-1] - 1, said[-1] + 13)  # the commit after the last line may be there as well
+        expected = generated(model, ids, in_memory(model), length + 20 - 180)
+        assert torch.equal(cache.ids, expected[:, :length])
+        assert torch.equal(generated(model, expected[:, : length + 1], cache, 19), expected)
+        store.close()
+
+
+def test_a_prefix_is_reused_and_forked(store: TieredStore) -> None:
+    model, ids = made(), prompt(40)
+    cache = TieredCache(model, store, block=8)
+    generated(model, ids, cache, 1)
+    computed: list[int] = []
+    model.register_forward_pre_hook(lambda _, args, given: computed.append(given["input_ids"].shape[1]), with_kwargs=True)
+    for share in 40, 33, 24, 5, 0:
+        other = torch.cat([ids[:, :share], prompt(50 - share, seed=3)], dim=1)
+        fork = cache.fork(f"fork {share}")
+        assert (fork.matches(other), fork.reuse(other)) == (share, share)
+        computed.clear()
+        tokens = generated(model, other, fork, 6)
+        assert computed == [50 - share, 1, 1, 1, 1, 1]
+        assert torch.equal(tokens, generated(model, other, in_memory(model), 6))
+    assert torch.equal(cache.ids, ids)
+    assert cache.reuse(ids) == 39  # at least one token is computed
+    assert torch.equal(generated(model, ids, cache, 6), generated(model, ids, in_memory(model), 6))
+
+
+# -- what is wrong -------------------------------------------------------------------------------------------------------------
+
+
+def test_other_ids_are_noticed(store: TieredStore) -> None:
+    model, ids = made(), prompt(12)
+    cache = TieredCache(model, store, block=8)
+    tokens = generated(model, ids, cache, 8)
+    for wrong, says in (
+        (prompt(25, seed=5), r"input_ids are 25 tokens, of which the first 0 are those of the cache 'chat', which has 19"),
+        (torch.cat([ids, prompt(20, seed=5)], dim=1), r"the first 12 are those"),
+        (tokens[:, :-1], r"input_ids are 19 tokens"),  # nothing is left to compute
+        (ids, r"input_ids are 12 tokens"),
+    ):
+        with pytest.raises(MisuseError, match=says + r"[\s\S]*cache.reuse\(input_ids\) before generate"):
+            generated(model, wrong, cache, 3)
+        with pytest.raises(MisuseError, match=r"cache\.reuse"):
+            generated(model, wrong, cache, 3, prompt_lookup_num_tokens=2)
+        assert torch.equal(cache.ids, tokens[:, :-1])
+    mask = torch.ones(1, 20, dtype=torch.long)
+    mask[0, 0] = 0
+    with pytest.raises(MisuseError, match="differs from the one that the 19 tokens"):
+        generated(model, tokens, cache, 3, attention_mask=mask)
+    with pytest.raises(MisuseError, match=r"attention_mask is of shape \[1, 5\]"):
+        model(tokens[:, -1:], past_key_values=cache, attention_mask=torch.ones(1, 5))
+    assert torch.equal(generated(model, tokens, cache, 4), generated(model, ids, in_memory(model), 12))
+
+
+def test_wrong_use_raises(store: TieredStore) -> None:
+    model, ids = made(), prompt(12, batch=2)
+    cache = TieredCache(model, store, block=8)
+    with pytest.raises(MisuseError, match="is open already"):
+        TieredCache(model, store, block=8)
+    with pytest.raises(MisuseError, match="keeps no gradients"):
+        model(ids, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    tokens = generated(model, ids, cache, 5)
+    other = made(num_hidden_layers=2)
+    others = TieredCache(other, store, name="other")
+    wrapped = EncoderDecoderCache(cache, DynamicCache())
+    wrongs: list[tuple[Callable[[], object], str]] = [
+        (lambda: generated(other, tokens, cache), "was made with another model"),  # which has a cache, too
+        (lambda: generated(made(), tokens, cache), "none has begun"),
+        (lambda: model.model(ids, past_key_values=cache), "none has begun"),
+        (lambda: generated(model, tokens[:1], cache), "has 2 sequences, and these are 1"),
+        (lambda: generated(model, tokens, cache, num_beams=2), "has 2 sequences, and these are 4"),
+        (lambda: cache.reuse(tokens[:1]), "has 2 sequences, and these are 1"),
+        (lambda: model(inputs_embeds=torch.ones(2, 1, 64), past_key_values=cache), "give the model input_ids"),
+        (lambda: cache.crop(3), "give a negative number"),
+        (lambda: copy.deepcopy(cache), r"fork\(name\)"),
+        (lambda: cache.layers[0].crop(-1), "call this of the cache"),
+        (lambda: model(ids, past_key_values=wrapped), "not part of an EncoderDecoderCache"),
+        (lambda: model(ids, past_key_values=cache, attention_mask=torch.ones(2, 1, 12, 28)), "of shape"),
+    ]
+    for wrong, says in wrongs:
+        with torch.no_grad(), pytest.raises(MisuseError, match=says):
+            wrong()
+    assert torch.equal(generated(model, tokens, cache, 5), generated(model, ids, in_memory(model), 10))
+    others.close()
+    cache.commit()
+    cache.close()
+    with pytest.raises(MisuseError, match="is closed|none has begun"):
+        generated(model, tokens, cache)
+    with pytest.raises(MisuseError, match=r"keeps a cache named 'chat' already: TieredCache.open"):
+        TieredCache(model, store)
+    for another, says in (
+        (made("qwen3"), "another class"),
+        (made(num_hidden_layers=2), "another configuration"),
+        (made(rms_norm_eps=1e-3), "another configuration"),
+        (_moved(made()), "another weights"),
+    ):
+        with pytest.raises(MisuseError, match=f"made with a LlamaForCausalLM of {says}"):
+            TieredCache.open(another, store)
     narrow = made()
-    narrow.load_state_dict(model.state_dict())
     again = TieredCache.open(narrow, store)
+    tokens = torch.cat([again.ids, prompt(1, batch=2)], dim=1)
     narrow.to(torch.bfloat16)
-    with pytest.raises(MisuseError, match=r"has keys of 2 x 16 and values of 2 x 16 float32, and the model now makes .*bfloat16"):
+    says = r"has keys of 2 x 16 and values of 2 x 16 float32, and the model now makes .*bfloat16"
+    with pytest.raises(MisuseError, match=says):
         generated(narrow, tokens, again, 3)
     again.close()
     with pytest.raises(MisuseError, match=r"keeps no cache named 'talk' \(there are: 'chat'\)"):
@@ -243,14 +613,14 @@ def test_an_interruption_anywhere_in_a_forward(tmp_path: Path) -> None:
     cache = TieredCache(model, store, block=4)
     generated(model, ids, cache, 1)
     cache.commit()
-    total = lines_of(lambda: _stepped(model, cache, expected[:, 15:16]))
+    total = lines_of(lambda: stepped(model, cache, expected[:, 15:16]))
     struck = 0
     for number in range(0, total, 19):
         for block in 0, 1:  # a token within a block, and the first one of a block
             cache.reuse(expected[:, : 15 + block + 1])
             assert cache.get_seq_length() == 15 + block
             next_one = expected[:, 15 + block : 16 + block]
-            struck += struck_at(number, partial(_stepped, model, cache, next_one)) is not None
+            struck += struck_at(number, partial(stepped, model, cache, next_one)) is not None
             try:
                 assert cache.matches(expected) == cache.get_seq_length()
                 rest = expected[:, : cache.get_seq_length() + 1]
