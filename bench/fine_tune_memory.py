@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.memory import anonymous_of, memory_cgroup, read_peak
+from bench.memory import anonymous_of, kills, limit_of, memory_cgroup, read_peak, usage
 from tiered.types import format_size, parse_size
 
 MIB = 1 << 20
@@ -144,27 +144,13 @@ class Ended:
         return max((phase.most - phase.begins for phase in self.phases if phase.name == "save"), default=0)
 
 
-def usage(group: Path) -> int:
-    """Bytes of anonymous and kernel memory in a cgroup: what cannot be dropped as the page cache can."""
-    found = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    if "rss" in found:  # v1, where a huge page counts in rss as well
-        return int(found["rss"]) + int((group / "memory.kmem.usage_in_bytes").read_text())
-    return int(found["anon"]) + int(found.get("kernel", 0))
-
-
-def kills(group: Path) -> int:
-    file = group / "memory.events"
-    file = file if file.exists() else group / "memory.oom_control"
-    return next(int(line.split()[1]) for line in file.read_text().splitlines() if line.startswith("oom_kill "))
-
-
 def under(way: str, folder: Path, budget: int, activations: int) -> Ended:
     """Run a child in a cgroup that gets its limit once the child has ended its imports. Its memory is read every millisecond
     or so."""
     with memory_cgroup(1 << 40) as group:
         if group is None:
             sys.exit("no memory cgroup can be made here: run it as root")
-        knob = group / ("memory.limit_in_bytes" if (group / "memory.limit_in_bytes").exists() else "memory.max")
+        knob = limit_of(group)
         command = [sys.executable, "-m", "bench.fine_tune_memory", "--child", way, str(folder), str(budget)]
         process = subprocess.Popen(
             command,

@@ -44,6 +44,26 @@ def memory_cgroup(limit: int) -> Iterator[Path | None]:
         group.rmdir()
 
 
+def limit_of(group: Path) -> Path:
+    """Return the file of a memory cgroup that has its limit."""
+    v1 = group / "memory.limit_in_bytes"
+    return v1 if v1.exists() else group / "memory.max"
+
+
+def usage(group: Path) -> int:
+    """Bytes of anonymous and kernel memory in a cgroup: what cannot be dropped as the page cache can."""
+    found = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    if "rss" in found:  # v1, where a huge page counts in rss as well
+        return int(found["rss"]) + int((group / "memory.kmem.usage_in_bytes").read_text())
+    return int(found["anon"]) + int(found.get("kernel", 0))
+
+
+def kills(group: Path) -> int:
+    file = group / "memory.events"
+    file = file if file.exists() else group / "memory.oom_control"
+    return next(int(line.split()[1]) for line in file.read_text().splitlines() if line.startswith("oom_kill "))
+
+
 def train(arguments: list[str], group: Path | None) -> dict[str, Any]:
     """Run ``tiered train`` (inside ``group``); its summary."""
 

@@ -39,20 +39,30 @@ RANKS = (
     *("torch.distributed.checkpoint.state_dict", "tests.zero.models"),
 )
 """Modules that processes of tests/zero/ranks.py need besides."""
+LIBRARIES = (
+    *("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "transformers.trainer"),
+    *("peft", "trl", "trl.trainer.dpo_trainer", "datasets", "accelerate", "lightning"),
+)
+"""Modules that programs with these libraries need, as far as they are installed: ``imported=LIBRARIES``."""
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 """Of the server and of what it forks: several at once on few cores are quicker so, and small models anyway."""
 
 _EARLY = ("PYTHON", "LC_", "LANG", "LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_", "TORCH_")
 _FOLLOWED = ("PYTHONPATH", "PYTHONIOENCODING")
 """How the names of variables begin that are read before a program begins; and those of them that are done here."""
+_NO_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # of pyarrow, which datasets imports
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, linux/prctl.h
 _LENGTH = struct.Struct("=Q")
 
 
 class Popen(subprocess.Popen[Any]):
-    """``subprocess.Popen``, forked by the server where it can be. Without ``env`` it has one thread."""
+    """``subprocess.Popen``, forked by the server where it can be. Without ``env`` it has one thread. ``imported``: modules that
+    its server has imported besides; there is a server for each such tuple."""
 
-    def __init__(self, arguments: Sequence[Any], *, env: Mapping[str, str] | None = None, **more: Any) -> None:
+    def __init__(
+        self, arguments: Sequence[Any], *, env: Mapping[str, str] | None = None, imported: tuple[str, ...] = (), **more: Any
+    ) -> None:
+        self._imported = imported
         super().__init__(arguments, env=os.environ | {"OMP_NUM_THREADS": "1"} if env is None else env, **more)
 
     def _execute_child(self, *given: Any) -> None:
@@ -64,7 +74,7 @@ class Popen(subprocess.Popen[Any]):
         theirs = [asked[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         streams = [place if stream == -1 else stream for place, stream in enumerate(theirs)]
         try:
-            self.pid = _server().fork(program, streams)
+            self.pid = _server(self._imported).fork(program, streams)
             self._child_created = True
         finally:
             pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
@@ -106,7 +116,7 @@ def fork_from_here() -> None:
     server = os.fork()
     if server:
         theirs.close()
-        _SERVERS[os.getpid()] = _Server(ours, lambda: os.waitpid(server, 0))
+        _SERVERS[os.getpid(), ()] = _Server(ours, lambda: os.waitpid(server, 0))
         return
     ours.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -152,25 +162,26 @@ def _early(environment: Mapping[str, str]) -> dict[str, str]:
 
 # The side of the tests
 
-_SERVERS: dict[int, _Server] = {}
+_SERVERS: dict[tuple[int, tuple[str, ...]], _Server] = {}
 _STARTING = threading.Lock()
 
 
-def _server() -> _Server:
+def _server(imported: tuple[str, ...]) -> _Server:
     """Of this process: one that was forked from another has its own."""
     with _STARTING:
-        if os.getpid() not in _SERVERS:
-            _SERVERS[os.getpid()] = _started()
-        return _SERVERS[os.getpid()]
+        which = os.getpid(), imported
+        if which not in _SERVERS:
+            _SERVERS[which] = _started(imported)
+        return _SERVERS[which]
 
 
-def _started() -> _Server:
+def _started(imported: tuple[str, ...]) -> _Server:
     channel, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.programs", str(theirs.fileno())],
+            [sys.executable, "-m", "tests.programs", str(theirs.fileno()), *imported],
             cwd=ROOT,
-            env={name: value for name, value in ONE_THREAD.items() if name != "PYTHONPATH"},
+            env={name: value for name, value in ONE_THREAD.items() if name != "PYTHONPATH"} | _NO_THREADS,
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
         )
@@ -333,6 +344,9 @@ def _main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the console script does before it imports torch
     for name in ("torch._dynamo", *RANKS):  # torch imports it when a layer first gets initial values: as long again
         importlib.import_module(name)
+    for name in sys.argv[2:]:
+        with suppress(ImportError):
+            importlib.import_module(name)
 
     import tiered.cli.bench.command
     import tiered.cli.bench.train

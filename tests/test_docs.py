@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,16 +64,17 @@ def run(block: Block, page: Path, folder: Path) -> str:
     where = f"{page.name}:{block.line}"
     script = folder / (block.file or f"{page.stem}_{block.line}.py")
     script.write_text(block.source if block.file else "\n" * (block.line - 1) + block.source)  # tracebacks show the page's line
-    command = [sys.executable, "-W", "default" if block.libraries else "error", str(script)]
+    command = [sys.executable, *([] if block.libraries else ["-W", "error"]), str(script)]
     if block.file.startswith("test_"):
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(script)]
     elif block.file:
         return ""
     environment = {**programs.ONE_THREAD, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
-    start = subprocess.run if page.name == "README.md" else programs.run  # those in interpreters of their own
-    done = start(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    common: dict[str, Any] = {"cwd": folder, "env": environment, "capture_output": True, "text": True, "timeout": 300}
+    if page.name == "README.md":  # in interpreters of their own
+        done = subprocess.run(command, check=False, **common)
+    else:
+        done = programs.run(command, imported=programs.LIBRARIES if block.libraries else (), **common)
     assert done.returncode == 0, f"{where}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

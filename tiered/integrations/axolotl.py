@@ -27,7 +27,7 @@ REFUSED = {
     **dict.fromkeys(("fsdp_config", "fsdp", "deepspeed"), "paging divides the model itself"),
     **dict.fromkeys(("load_in_8bit", "load_in_4bit", "gptq"), "quantised parameters cannot be paged"),
     "rl": "preference training has a second model, which is not paged so far",
-    "torch_compile": "a paged model cannot be traced",
+    "torch_compile": "compiling is not tested with the trainers of axolotl",
 }
 """Settings that cannot be, and why."""
 

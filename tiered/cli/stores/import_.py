@@ -56,7 +56,7 @@ def add_parser(commands: Commands) -> None:
         "--unit",
         metavar="SIZE",
         type=size,
-        help="with --model: bytes that are read together; generate needs memory for three (default: 64MiB)",
+        help="with --model: bytes that are read together; generate needs memory for three (default: 32MiB)",
     )
     parser.add_argument(
         "--compute",
@@ -119,7 +119,7 @@ def _refuse_without_transformers() -> None:
     from tiered import MisuseError
 
     try:
-        import tiered.integrations.transformers  # noqa: F401
+        import tiered.integrations.transformers.pretrained  # noqa: F401
     except ImportError as error:
         raise MisuseError("--model needs transformers: pip install '.[hf]' in a clone of tiered") from error
 
@@ -130,7 +130,8 @@ def _model(parsed: argparse.Namespace, store: TieredStore, stop: StopRequest, pr
 
     from tiered import zero
     from tiered.errors import shown
-    from tiered.integrations.transformers import UNIT, import_model, quietly
+    from tiered.integrations.transformers import import_model, quietly
+    from tiered.integrations.transformers.pretrained import UNIT
     from tiered.types import format_size
 
     def advanced(what: str, share: float) -> None:

@@ -145,7 +145,7 @@ def reading_one_at_a_time() -> Iterator[None]:
 # -- models that need no folder ------------------------------------------------------------------------------------------------
 
 Told = Callable[[str, float], None]
-UNIT = 64 << 20
+UNIT = 32 << 20
 """Bytes of the largest unit of an imported model: enough for a drive's full rate, and small beside the memory of a reader."""
 
 

@@ -1,0 +1,400 @@
+"""Generate with a model larger than memory: a store, accelerate's disk offload and mapped safetensors files, in turn.
+
+    .venv/bin/python -m bench.generate --dir /mnt/nvme                    a Llama of 1 GB; needs root (a memory cgroup)
+    .venv/bin/python -m bench.generate --dir /mnt/nvme --layers 16 --width 2048 --shares 0.5 --rounds 5
+
+A Llama with random weights (fp32) is written as safetensors files and imported once. Then, for each share of its weights that
+may be in memory and in each round, every way generates the same tokens, each in a process of its own in a memory cgroup with
+the same limit: the largest process after its imports + 1.1 x that share + 128 MiB + activations and KV cache. The page cache
+counts within the limit, and the files are dropped from the page cache before each process. The ways:
+
+- ``tiered``: ``open_model`` in a store with ``dram=`` that share.
+- ``accelerate``: ``device_map="auto"`` with ``max_memory={"cpu": share}``: what fits stays in memory, the rest is read for each
+  token. Where the limit kills it, a tenth less, and so on.
+- ``accelerate, all on disk``: as before, with nothing that stays.
+- ``mapped``: parameters are the mapped files; the kernel decides what stays.
+- ``in memory``: without a limit. Its seconds are the compute of the bound, its tokens the right ones.
+
+The bound of a token is max(compute, (W - C + window) / read rate): W bytes of weights, C of memory, and the window, in which
+one unit computes while others arrive (the largest unit, and what the plan leaves to read-ahead). The read rate is that of the
+drive in the same round: eight threads read a file with O_DIRECT, without a store. Prints Markdown; exits 1 where tokens differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import mmap
+import os
+import select
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.memory import kills, limit_of, memory_cgroup, read_peak, usage
+from tiered.cli.measure import environment
+from tiered.types import format_size, parse_size
+
+MIB = 1 << 20
+SAID = 128 * MIB
+PROMPT = "The quick brown fox jumps"
+WAYS = ("tiered", "accelerate", "accelerate, all on disk", "mapped")
+MEMORY = "in memory"
+PIECE, READERS = 4 * MIB, 8
+
+
+# -- the child, in the cgroup -------------------------------------------------------------------------------------------------
+
+
+def child(way: str, folder: Path, share: int, tokens: int) -> None:
+    """Generate. The first line on standard output ends the imports, and waits for one on standard input."""
+    import torch
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+
+    import tiered.integrations.transformers.pretrained
+    from tiered import TieredStore
+    from tiered.integrations.transformers import open_model
+
+    if way.startswith("accelerate"):
+        import accelerate.hooks  # noqa: F401
+    assert LlamaForCausalLM is not None
+    assert tiered.integrations.transformers.pretrained is not None
+    torch.set_num_threads(2)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    print(json.dumps({"phase": "imports"}), flush=True)
+    sys.stdin.readline()
+    began = time.perf_counter()
+    weights, store = folder / "weights", None
+    if way == "tiered":
+        store = TieredStore.open(folder / "store", dram=share, access="read")
+        model = open_model(store)
+    elif way.startswith("accelerate"):
+        kept = share if way == "accelerate" else 0
+        model = AutoModelForCausalLM.from_pretrained(
+            weights,
+            dtype=torch.float32,
+            device_map="auto",
+            max_memory={"cpu": kept},
+            offload_folder=str(folder / "offload"),
+        )
+    elif way == "mapped":
+        from safetensors.torch import load_file
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(weights), dtype=torch.float32)
+        files = sorted(weights.glob("*.safetensors"))
+        state = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        model.load_state_dict(state, assign=True)
+        model = _with_buffers(model)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
+    opened = time.perf_counter() - began
+
+    marks: list[tuple[float, int]] = []
+
+    class Marks:
+        def put(self, made: Any) -> None:
+            marks.append((time.perf_counter(), read_bytes()))
+
+        def end(self) -> None:
+            pass
+
+    prompt = torch.tensor([list(PROMPT.encode())])
+    found = model.eval().generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+        streamer=Marks(),
+    )
+    seconds = [after[0] - before[0] for before, after in itertools.pairwise(marks)]
+    read = [after[1] - before[1] for before, after in itertools.pairwise(marks)]
+    answer = {"opened": opened, "first": seconds[0], "seconds": seconds[1:], "read": read[1:]}
+    if store is not None:
+        seen = store.statistics()
+        answer |= {"window": _window(model, seen.tiers[0].capacity)}
+        store.close()
+    print(json.dumps({"phase": "end", "tokens": found[0, prompt.shape[1] :].tolist(), **answer}), flush=True)
+
+
+def _with_buffers(model: Any) -> Any:
+    """Compute the buffers that are in no file: the frequencies of rotary embeddings."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    model.model.rotary_emb = LlamaRotaryEmbedding(model.config)
+    return model
+
+
+def _window(model: Any, capacity: int) -> int:
+    """Return the memory that cannot hold weights from token to token: the largest unit computes, others arrive."""
+    from tiered.engine.retention import room_for
+    from tiered.zero.paging.pager import pager_of
+
+    sizes = [unit.plan.stored_nbytes for unit in pager_of(model).units]
+    return max(sizes) + room_for(capacity, max(0, sum(sizes) - capacity), max(sizes))
+
+
+def read_bytes() -> int:
+    """Bytes that the kernel read from drives for this process, faults of mapped files included."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("read_bytes")))
+
+
+# -- the parent ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ended:
+    code: int
+    imports: int
+    limit: int
+    peak: int
+    killed: int
+    answer: dict[str, Any]
+
+    @property
+    def right(self) -> bool:
+        return self.code == 0 and not self.killed
+
+    @property
+    def seconds(self) -> float:
+        """The median of the tokens after the second: in the second one a store still learns the order."""
+        return statistics.median(self.answer["seconds"][1:])
+
+    @property
+    def read(self) -> float:
+        return statistics.mean(self.answer["read"][1:])
+
+
+def under(way: str, folder: Path, share: int, tokens: int, extra: int | None, imports: int) -> Ended:
+    """Run a child in a cgroup that gets its limit once its imports have ended: ``imports`` or what they took, if that is more,
+    + ``extra``. No limit: None."""
+    drop(folder)
+    with memory_cgroup(1 << 40) as group:
+        if group is None:
+            sys.exit("no memory cgroup can be made here: run it as root")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bench.generate", "--child", way, str(folder), str(share), str(tokens)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid())) and None,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        select.select([process.stdout], [], [])
+        process.stdout.readline()
+        took = usage(group)
+        limit = 0
+        if extra is not None:
+            limit = (max(imports, took) + extra) // 4096 * 4096
+            limit_of(group).write_text(str(limit))
+        printed, errors = process.communicate("\n")
+        lines = [line for line in printed.splitlines() if line.startswith("{")]
+        killed = kills(group)
+        if process.returncode and not killed:
+            raise SystemExit(f"{way} ended with {process.returncode}:\n{errors[-2000:]}")
+        return Ended(process.returncode, took, limit, read_peak(group) or 0, killed, json.loads(lines[-1]) if lines else {})
+
+
+def drop(folder: Path) -> None:
+    """Drop the files below ``folder`` from the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file() and path.stat().st_size > MIB:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+
+
+def drive_rate(file: Path) -> float:
+    """Return the bytes per second at which eight threads read ``file`` with O_DIRECT."""
+    end = file.stat().st_size // PIECE * PIECE
+    places = iter(range(0, end, PIECE))
+    lock = threading.Lock()
+    descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
+
+    def reader() -> None:
+        buffer = mmap.mmap(-1, PIECE)
+        while True:
+            with lock:
+                place = next(places, None)
+            if place is None:
+                return
+            if os.preadv(descriptor, [buffer], place) != PIECE:
+                raise OSError(f"{file} was read short at {place}")
+
+    threads = [threading.Thread(target=reader) for _ in range(READERS)]
+    began = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os.close(descriptor)
+    return end / (time.perf_counter() - began)
+
+
+def make(folder: Path, options: argparse.Namespace) -> int:
+    """Write the weights, a tensor at a time, and import them. Returns the bytes of weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tiered import TensorSpec, TieredStore
+    from tiered.format.safetensors import entry_of
+    from tiered.format.safetensors_writer import Shards
+    from tiered.integrations.transformers import import_model
+
+    width = options.width
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=width * 11 // 4 // 256 * 256,
+        num_hidden_layers=options.layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 64,
+        vocab_size=8192,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+        dtype="float32",
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    entries = [entry_of(n, TensorSpec("float32", tuple(p.shape), 4)) for n, p in model.named_parameters()]
+    generator = torch.Generator().manual_seed(0)
+
+    def values(entry: Any) -> Any:
+        shape = entry.spec.shape
+        made = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * 0.02
+        return made.view(-1).view(torch.uint8).numpy().data
+
+    weights = sum(p.nbytes for p in model.parameters())
+    Shards(folder / "weights", entries, "500MB", "refuse").write(values(entry) for entry in entries)
+    config.save_pretrained(folder / "weights")
+    with TieredStore.open(folder / "store", dram=max(weights // 2, 256 * MIB)) as store:
+        import_model(folder / "weights", store)
+        store.close()
+    return weights
+
+
+def beside(options: argparse.Namespace) -> int:
+    """Return the bytes of activations and KV cache: the logits of the prompt and some of its widest activations."""
+    positions = len(PROMPT) + options.tokens
+    caches = 2 * options.layers * positions * options.width * 4
+    return caches + 8 * positions * (8192 + 4 * options.width) * 4
+
+
+def compared(folder: Path, options: argparse.Namespace, weights: int, say: Callable[[str], None]) -> bool:
+    file = max((folder / "weights").glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    extra, right = beside(options), True
+    imports, less = 0, dict.fromkeys(WAYS, 0)
+    titles = ["C / W", "way", "seconds a token", "bytes a token", "seconds by the bound", "bytes by W - C + window"]
+    titles += ["seconds by tiered's", "first token", "opening", "peak of limit"]
+    print(f"| {' | '.join(titles)} |\n|---|---|{'---:|' * (len(titles) - 2)}")
+    for part in options.shares:
+        share = int(weights * part)
+        found: dict[str, list[Ended]] = {way: [] for way in (*WAYS, MEMORY)}
+        rates = []
+        for number in range(options.rounds):
+            rates.append(drive_rate(file))
+            for way in (MEMORY, *WAYS[number % len(WAYS) :], *WAYS[: number % len(WAYS)]):
+                say(f"{part:g} of the weights in memory, round {number + 1} of {options.rounds}: {way}")
+                limit = None if way == MEMORY else share + share // 10 + SAID + extra
+                while True:
+                    given = share - less.get(way, 0)
+                    ended = under(way, folder, given, options.tokens, limit, imports)
+                    imports = max(imports, ended.imports)
+                    if ended.right or way != "accelerate" or given < share // 2:
+                        break
+                    less[way] += share // 10
+                found[way].append(ended)
+        tokens = found[MEMORY][0].answer["tokens"]
+        compute = [ended.seconds for ended in found[MEMORY]]
+        window = next((ended.answer["window"] for ended in found["tiered"] if ended.right), 0)
+        moved = max(0, weights - share) + window if share < weights else 0
+        bounds = [max(c, moved / rate) for c, rate in zip(compute, rates, strict=True)]
+        print(f"| {part:g} | {MEMORY}, no limit | {spread(compute)} | | | | | | | |")
+        for way in WAYS:
+            ends = found[way]
+            if not all(ended.right for ended in ends):
+                cells = [f"killed by the limit in {sum(not e.right for e in ends)} of {len(ends)} rounds", *[""] * 6]
+                print(f"| {part:g} | {way} | {' | '.join(cells)} | {format_size(ends[0].limit)} |")
+                right = right and way != "tiered"
+                continue
+            if any(ended.answer["tokens"] != tokens for ended in ends):
+                right = False
+                print(f"{way}: OTHER TOKENS")
+            ours = [ended.seconds for ended in found["tiered"]] if all(e.right for e in found["tiered"]) else None
+            seconds = [ended.seconds for ended in ends]
+            cells = [spread(seconds), format_size(int(statistics.median(ended.read for ended in ends)))]
+            cells += [spread([a / b for a, b in zip(seconds, bounds, strict=True)])]
+            cells += [f"{statistics.median(ended.read for ended in ends) / moved:.3f}"]
+            cells += [spread([a / b for a, b in zip(seconds, ours, strict=True)]) if ours else ""]
+            cells += [f"{spread([ended.answer['first'] for ended in ends])}", f"{spread([e.answer['opened'] for e in ends])}"]
+            cells += [f"{max(e.peak for e in ends) / ends[0].limit:.2f} of {format_size(ends[0].limit)}"]
+            print(f"| {part:g} | {way} | " + " | ".join(cells) + " |", flush=True)
+        drive = f"read rate {spread([rate / 1e9 for rate in rates])} GB/s; window {format_size(window)}"
+        print(f"| {part:g} | {drive} |{' |' * (len(titles) - 2)}", flush=True)
+    print(f"\nAfter the imports: {format_size(imports)}; activations and KV cache: {format_size(extra)}.")
+    if less["accelerate"]:
+        print(f"accelerate's `max_memory` is {format_size(less['accelerate'])} less than C: the limit killed it with more.")
+    return right
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.3f} [{min(values):.3f}, {max(values):.3f}]"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dir", default=".", help="where the files are made, and removed (default: .)")
+    parser.add_argument("--layers", type=int, default=15, help="(default: 15)")
+    parser.add_argument("--width", type=int, default=1152, help="of the hidden layers (default: 1152)")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.5, 0.75, 0.9], help="of the weights in memory")
+    parser.add_argument("--rounds", type=int, default=3, help="of all ways in turn (default: 3)")
+    parser.add_argument("--tokens", type=int, default=8, help="to generate (default: 8)")
+    parser.add_argument("--child", nargs=4, metavar=("WAY", "FOLDER", "BYTES", "TOKENS"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        way, folder, share, tokens = options.child
+        child(way, Path(folder), parse_size(share), int(tokens))
+        return 0
+    if options.tokens < 4 or options.rounds < 1:
+        parser.error("give at least 4 tokens and one round")
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    folder = Path(tempfile.mkdtemp(dir=options.dir, prefix="bench-generate-")).resolve()
+    try:
+        say("making the weights, and importing them")
+        weights = make(folder, options)
+        seen = environment()
+        command = " ".join(["python -m bench.generate", *sys.argv[1:]])
+        print(f"`{command}` at {seen.get('commit')}: {format_size(weights)} of weights.\n")
+        return int(not compared(folder, options, weights, say))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
