@@ -238,9 +238,15 @@ def test_it_goes_on_after_a_restart(family: str, tmp_path: Path) -> None:
         model = made(family)
         with TieredStore.open(tmp_path / "store", dram=POOL) as store:
             cache = TieredCache(model, store, block=8) if length == 21 else TieredCache.open(model, store)
+            if length > 21:
+                assert torch.equal(cache.tokens, ids)
+                assert torch.equal(cache.ids, ids[:, :-1])
             assert cache.reuse(ids) == (0 if length == 21 else length - 1)
             ids = generated(model, ids, cache, 11)
-            assert cache.commit() == store.generation
+            assert torch.equal(cache.tokens, ids[:, :-1])
+            with pytest.raises(MisuseError, match=r"commit\(input_ids\) takes all tokens"):
+                cache.commit(ids[:, 1:])
+            assert cache.commit(ids) == store.generation
             store.close()
     assert torch.equal(ids, expected)
 
@@ -448,7 +454,7 @@ def test_wrong_use_raises(store: TieredStore) -> None:
     others.close()
     cache.commit()
     cache.close()
-    with pytest.raises(MisuseError, match="is closed|none has begun"):
+    with pytest.raises(MisuseError, match=r"is closed|none has begun"):
         generated(model, tokens, cache)
     with pytest.raises(MisuseError, match=r"keeps a cache named 'chat' already: TieredCache.open"):
         TieredCache(model, store)
@@ -545,6 +551,7 @@ def test_a_damaged_record(store: TieredStore) -> None:
         right[:-5],
         right.replace(b'"version":1', b'"version":2'),
         right.replace(b'"block":8', b'"block":4'),
+        right.replace(b'"rest":[]', b'"rest":[[1],[2]]'),
         right.replace(b'"block":8', b'"block":0'),
         right.replace(b"[0,1,null]", b"[77,1,null]"),
         right.replace(b"[0,1,null]", b"[0,2,null]"),
@@ -614,12 +621,13 @@ def test_an_interruption_anywhere_in_a_forward(tmp_path: Path) -> None:
     generated(model, ids, cache, 1)
     cache.commit()
     total = lines_of(lambda: stepped(model, cache, expected[:, 15:16]))
-    struck = 0
-    for number in range(0, total, 19):
+    struck = tries = 0
+    for number in range(0, total, 41):
         for block in 0, 1:  # a token within a block, and the first one of a block
             cache.reuse(expected[:, : 15 + block + 1])
             assert cache.get_seq_length() == 15 + block
             next_one = expected[:, 15 + block : 16 + block]
+            tries += 1
             struck += struck_at(number, partial(stepped, model, cache, next_one)) is not None
             try:
                 assert cache.matches(expected) == cache.get_seq_length()
@@ -629,7 +637,7 @@ def test_an_interruption_anywhere_in_a_forward(tmp_path: Path) -> None:
                 store.close()
                 store = TieredStore.open(tmp_path / "store", dram=POOL)
                 cache = TieredCache.open(model, store)
-    assert struck > total // 10
+    assert struck > 0.9 * tries
     store.close()
 
 

@@ -13,17 +13,17 @@ from __future__ import annotations
 import secrets
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from transformers.cache_utils import DummyLayer
 
-from tiered import Access, ManifestError, MisuseError, TieredStore, Touch
+from tiered import Access, ManifestError, MisuseError, StoreClosed, TieredStore, Touch, Use
 from tiered.integrations.transformers.kv_layer import Extent, PagedLayer
 from tiered.integrations.transformers.kv_model import NO_STATE, WatchingCache, unwatch, watch, windows
 from tiered.integrations.transformers.kv_record import VERSION, LayerRecord, Model, Record, read, sampled, tensor_of
-from tiered.types import Use
 from tiered.zero.paging.pager import pager_of
 
 __all__ = ["TieredCache"]
@@ -106,6 +106,7 @@ class TieredCache(WatchingCache):
             raise ManifestError(f"the cache {name!r} in {store} is damaged: {error}") from error
         mask = None if record.mask is None else torch.tensor(record.mask, dtype=torch.bool).reshape(batch, length)
         cache._turn = Turn(ids, mask, extents)
+        cache._rest = torch.tensor(record.rest, dtype=torch.long) if record.rest else None
         cache._settle()
         cache._fix()
         cache._collect(cache._referenced())
@@ -152,6 +153,7 @@ class TieredCache(WatchingCache):
         self._made_by = Model.of(model)
         self._turn = Turn(torch.zeros((0, 0), dtype=torch.long), None, tuple(Extent() for _ in self._layers))
         self._pending: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._rest: torch.Tensor | None = None
         self._assisted = False
         self._stamps: tuple[int, ...] = ()
         self._followed: object = None
@@ -173,6 +175,12 @@ class TieredCache(WatchingCache):
     def ids(self) -> torch.Tensor:
         """The tokens whose keys and values the cache has: int64 of shape (batch, tokens), on the CPU."""
         return self._turn.ids.clone()
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """``ids``, and after them those that ``commit`` was given besides, as long as no forward came after it."""
+        turn, rest = self._turn, self._rest
+        return turn.ids.clone() if rest is None else torch.cat([turn.ids.reshape(len(rest), turn.length), rest], dim=1)
 
     def __repr__(self) -> str:
         turn = self._turn
@@ -230,12 +238,24 @@ class TieredCache(WatchingCache):
 
     # -- keeping it ------------------------------------------------------------------------------------------------------------
 
-    def commit(self) -> int:
+    def commit(self, input_ids: torch.Tensor | None = None) -> int:
         """Keep the cache under its name: write its record, and ``store.commit()``. Return the generation.
 
-        Raises what that raises, and MisuseError where the model's weights are not those that the cache began with.
+        ``input_ids``: all tokens so far, of shape (batch, tokens), as ``generate`` returns them. The last one is not computed yet,
+        so ``ids`` lacks it; ``tokens`` has it, also after ``open``.
+
+        Raises what ``store.commit`` raises, and MisuseError for ``input_ids`` that do not begin with those of the cache, and where
+        the model's weights are not those that the cache began with.
         """
         self._settle()
+        if input_ids is not None:
+            given = _ids_of(input_ids)
+            if self._turn.length and not torch.equal(given[:, : self._turn.length], self._turn.ids):
+                raise MisuseError(
+                    f"commit(input_ids) takes all tokens, and the cache {self._name!r} has {self._turn.length} others: give what "
+                    "generate() returned"
+                )
+            self._rest = given[:, self._turn.length :]
         self._refuse_rolled_back()
         if sampled(self._its_model()) != self._made_by.weights:
             raise MisuseError(
@@ -249,6 +269,7 @@ class TieredCache(WatchingCache):
             self._block,
             turn.ids.tolist(),
             None if turn.mask is None else turn.mask.long().tolist(),
+            [] if self._rest is None else self._rest.tolist(),
             [LayerRecord.of(*one) for one in zip(self._layers, turn.extents, strict=True)],
         )
         self._stamp()
@@ -266,6 +287,9 @@ class TieredCache(WatchingCache):
         if model is not None:
             unwatch(model, self)
         self._model = _no_model
+        if _following.pop(self._store, None) == id(self):
+            with suppress(StoreClosed):
+                self._store.follow([])
 
     # -- changes of all layers -------------------------------------------------------------------------------------------------
 
@@ -308,6 +332,7 @@ class TieredCache(WatchingCache):
             self._become(Turn(turn.ids[rows], mask, tuple(extent.selected(rows) for extent in turn.extents)))
 
     def _become(self, turn: Turn) -> None:
+        self._rest = None
         before, self._turn = self._turn, turn
         self._settle()
         for layer, old, new in zip(self._layers, before.extents, turn.extents, strict=True):
@@ -367,7 +392,8 @@ class TieredCache(WatchingCache):
                 f"sequences, but the attention_mask is of shape {list(mask.shape)}: give one of all tokens, and call "
                 "cache.reuse(input_ids) before generate()"
             )
-        if turn.length and not torch.equal(_filled(turn.mask, turn.ids), _filled(mask, turn.ids)[:, : turn.length]):
+        before = None if mask is None else mask[:, : turn.length]
+        if turn.length and not torch.equal(_filled(turn.mask, turn.ids), _filled(before, turn.ids)):
             raise MisuseError(
                 f"the attention_mask differs from the one that the {turn.length} tokens of the cache {self._name!r} were "
                 "computed with: give the same one, with ones for new tokens, or call cache.reuse(input_ids, attention_mask)"

@@ -105,13 +105,15 @@ class LayerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A kept cache: its model, the tokens of a block, and of each sequence the ids and the mask (None: all ones)."""
+    """A kept cache: its model, the tokens of a block, and of each sequence the ids, the mask (None: all ones), and ids that
+    come after them and are not computed."""
 
     version: int
     model: Model
     block: int
     ids: list[list[int]]
     mask: list[list[int]] | None
+    rest: list[list[int]]
     layers: list[LayerRecord]
 
     def check(self) -> None:
@@ -122,6 +124,8 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.block < 1
             or len(lengths) > 1
             or (self.mask is not None and len(self.mask) != len(self.ids))
+            or (self.rest and self.ids and len(self.rest) != len(self.ids))
+            or len({len(row) for row in self.rest}) > 1
             or any(len(layer.blocks) != blocks for layer in self.layers)
         ):
             raise ValueError("numbers of tokens do not agree")
