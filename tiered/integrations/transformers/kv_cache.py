@@ -241,19 +241,19 @@ class TieredCache(WatchingCache):
     def commit(self, input_ids: torch.Tensor | None = None) -> int:
         """Keep the cache under its name: write its record, and ``store.commit()``. Return the generation.
 
-        ``input_ids``: all tokens so far, of shape (batch, tokens), as ``generate`` returns them. The last one is not computed yet,
-        so ``ids`` lacks it; ``tokens`` has it, also after ``open``.
+        ``input_ids``: all tokens so far, of shape (batch, tokens), as ``generate`` returns them. The last one is not computed
+        yet, so ``ids`` lacks it; ``tokens`` has it, also after ``open``.
 
-        Raises what ``store.commit`` raises, and MisuseError for ``input_ids`` that do not begin with those of the cache, and where
-        the model's weights are not those that the cache began with.
+        Raises what ``store.commit`` raises, and MisuseError for ``input_ids`` that do not begin with those of the cache, and
+        where the model's weights are not those that the cache began with.
         """
         self._settle()
         if input_ids is not None:
             given = _ids_of(input_ids)
             if self._turn.length and not torch.equal(given[:, : self._turn.length], self._turn.ids):
                 raise MisuseError(
-                    f"commit(input_ids) takes all tokens, and the cache {self._name!r} has {self._turn.length} others: give what "
-                    "generate() returned"
+                    f"commit(input_ids) takes all tokens, and the cache {self._name!r} has {self._turn.length} others: give "
+                    "what generate() returned"
                 )
             self._rest = given[:, self._turn.length :]
         self._refuse_rolled_back()
