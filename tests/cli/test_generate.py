@@ -224,6 +224,7 @@ def test_what_cannot_be_is_one_line(
         store.commit()
     there = ["generate", "--dir", str(tmp_path / "empty"), "--dram", DRAM, "--prompt", "a"]
     assert "tiered import FOLDER --dir STORE --model" in refused(there, capsys)
+    monkeypatch.setitem(sys.modules, "tiered.integrations.transformers.pretrained", None)
     monkeypatch.setitem(sys.modules, "tiered.integrations.transformers", None)
     assert "generate needs transformers: pip install '.[hf]'" in refused([*here, "a"], capsys)
     model = ["import", str(tmp_path), "--dir", str(tmp_path / "new"), "--model"]

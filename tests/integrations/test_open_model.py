@@ -27,6 +27,7 @@ from transformers import (  # noqa: E402
 from tiered import ManifestError, MisuseError, TieredStore, zero  # noqa: E402
 from tiered.integrations.kept import FILES, LARGEST, kept_models  # noqa: E402
 from tiered.integrations.transformers import from_pretrained, import_model, open_model, open_tokenizer  # noqa: E402
+from tiered.zero.paging.pager import pager_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 SIZES = {
@@ -92,6 +93,31 @@ def test_a_model_is_opened_as_it_was_imported(folder: Path, tmp_path: Path, comp
             for (name, ours), (same, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
                 assert name == same
                 assert torch.equal(ours + 0, theirs)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_larger_than_a_unit_are_divided_into_rows(tmp_path: Path, tied: bool) -> None:
+    """The memory that a reader needs is that of units, not of its vocabulary. Slices of 512 rows or more: same bits."""
+    torch.manual_seed(0)
+    sizes = SIZES | {"vocab_size": 24_000, "intermediate_size": 3000, "tie_word_embeddings": tied}
+    reference = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    reference.save_pretrained(tmp_path / "llama")
+    with TieredStore.open(tmp_path / "store", dram="32MiB") as store:
+        import_model(tmp_path / "llama", store, largest_unit=400_000)
+        store.close()
+    with TieredStore.open(tmp_path / "store", dram="3MiB", access="read") as store:
+        model = open_model(store)
+        units = {unit.plan.name: unit.plan.stored_nbytes for unit in pager_of(model).units}
+        assert max(size for name, size in units.items() if "down_proj" not in name) <= 400_000
+        assert sum(name.startswith("model.embed_tokens.weight[") for name in units) == 16  # of 1,536 rows
+        assert sum(name.startswith("model.layers.1.mlp.down_proj.weight[") for name in units) == 0  # 64 rows, less than a block
+        with torch.no_grad():
+            for length in 1, 5, 40:
+                ids = torch.arange(length)[None]
+                assert torch.equal(model(ids).logits, reference(ids).logits), length
+        assert tokens(model) == tokens(reference)
+        for name, values in model.state_dict().items():
+            assert torch.equal(values, reference.state_dict()[name])
 
 
 def test_another_class_and_another_commit(folder: Path, tmp_path: Path) -> None:

@@ -222,6 +222,7 @@ def page(
     update_tier: UpdateTier = "dram",
     experts: Experts = "sliced",
     largest_unit: int | None = None,
+    slice_weights: bool = False,
 ) -> nn.Module:
     """Move ``model``'s parameters into ``store`` and page them around each module's forward and backward. Returns ``model``.
 
@@ -268,6 +269,10 @@ def page(
     it was committed; several processes have experts whole.
     ``largest_unit``: bytes; units are at most so large, where single parameters allow it (default: an eighth of the memory
     budget). A later process needs room for three. With ``existing="resume"`` they are as they were committed.
+    ``slice_weights``: with ``largest_unit``, weights of ``nn.Embedding`` and ``nn.Linear`` that are larger are sliced as well:
+    some rows are a unit, 512 or a multiple, and the layer uses one slice after the other. (Without it they are sliced only
+    where three of them are larger than the memory budget.) Whether products with some rows at a time have the same last bits
+    is for the library that multiplies matrices to decide; MKL in fp32 gave the same with these numbers of rows.
 
     Raises MisuseError (paged before, name taken, wrong device, built for another store, no way to initialise; weights that are
     missing, unexpected, or of another shape), SafetensorsError (damaged weights), CapacityError when the store's DRAM budget is
@@ -292,6 +297,7 @@ def page(
         update_tier=update_tier,
         experts=experts,
         largest_unit=largest_unit,
+        slice_weights=slice_weights,
     )
     options.refuse_contradictions()
     return _page(model, store, options)
@@ -315,6 +321,7 @@ class _Options:
     update_tier: UpdateTier
     experts: Experts
     largest_unit: int | None
+    slice_weights: bool
 
     def refuse_contradictions(self) -> None:
         """Raise MisuseError for values that there are not, or that do not go together."""
@@ -324,6 +331,8 @@ class _Options:
             raise MisuseError(f"experts is 'sliced' or 'whole', not {self.experts!r}")
         if self.largest_unit is not None and (type(self.largest_unit) is not int or self.largest_unit < 1):
             raise MisuseError(f"largest_unit is a number of bytes, at least 1, not {self.largest_unit!r}")
+        if self.slice_weights and (self.largest_unit is None or self.existing == "resume"):
+            raise MisuseError("slice_weights=True divides weights that are larger than largest_unit=: give that, too")
         if type(self.micro_batch) is not int or self.micro_batch < 1:
             raise MisuseError(
                 f"micro_batch is into how many parts units divide the batch, at least 1, not {self.micro_batch!r}"
@@ -372,9 +381,12 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
         limits, kept, names = checkpoint.layout(store, options.name)
         strides |= {parameter: kept[qualified] for qualified, parameter in model.named_parameters() if qualified in kept}
         slicing = Slicing(only=names)
-    elif options.largest_unit is not None:  # which slices nothing more: sliced layers may compute other last bits
-        usual = divide(model, limits, strides, options.policy, partition.shares, slicing)
-        slicing = Slicing(only={sliced.name for sliced in usual.sliced.values()})
+    elif options.largest_unit is not None:
+        if options.slice_weights:
+            slicing = replace(slicing, weights=True)
+        else:  # nothing more is sliced
+            usual = divide(model, limits, strides, options.policy, partition.shares, slicing)
+            slicing = Slicing(only={sliced.name: None for sliced in usual.sliced.values()})
         limits = replace(limits, unit=min(limits.unit, options.largest_unit))
     tentative = divide(model, limits, strides, options.policy, partition.shares, slicing)
     _refuse_small_pool(tentative, model, store, pool, options.micro_batch, partition.shares)

@@ -29,7 +29,8 @@ __all__ = ["UNIT", "from_pretrained", "import_model", "open_model", "open_tokeni
 
 # -- reading pretrained models -------------------------------------------------------------------------------------------------
 
-PAGING = {"prefetch", "micro_batch", "policy", "source", "stage", "group", "timeout", "update_tier", "experts", "largest_unit"}
+PAGING = {"prefetch", "micro_batch", "policy", "source", "stage", "group", "timeout", "update_tier", "experts"}
+PAGING |= {"largest_unit", "slice_weights"}
 """Arguments of ``from_pretrained`` that are ``zero.page``'s."""
 
 ELSEWHERE = "the store decides where parameters are: leave it out"
@@ -166,6 +167,7 @@ def import_model(
     Parameters are stored in the type that the checkpoint has. ``compute=torch.float32`` keeps bf16 and fp16 so on the disk and
     has modules compute in fp32 with the same values (``zero.Policy``), which is faster on processors without bf16.
     ``largest_unit``: bytes that are read and evicted together, as in ``zero.page``; who opens the model needs memory for three.
+    Larger weights of embeddings and linear layers are divided into slices of rows.
     ``existing``: "refuse" a store that has a model of that ``name``, or "overwrite" it. ``progress`` is called with what is
     done now and the share of that which is done; it may raise, to stop: then nothing is committed. ``options``: as in
     ``from_pretrained``.
@@ -185,7 +187,7 @@ def import_model(
     files = files_of(path)
     stored = _dtype_of(path, options.get("config") or AutoConfig.from_pretrained(path, local_files_only=True))
     dtype = stored if compute is None else compute
-    options |= {"name": name, "existing": existing, "largest_unit": largest_unit}
+    options |= {"name": name, "existing": existing, "largest_unit": largest_unit, "slice_weights": True}
     if dtype is not stored:
         options |= {"policy": zero.Policy(storage=stored), "prepare": lambda model: _refuse_rounding(model, stored)}
     with nullcontext() if progress is None else _telling(progress):

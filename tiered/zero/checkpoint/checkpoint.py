@@ -410,12 +410,13 @@ def _parameter(described: Any) -> str:
     return f"{name!r} of shape {tuple(shape)}, {dtype}{kept}"
 
 
-def layout(store: TieredStore, name: str) -> tuple[Limits, dict[str, tuple[int, ...]], set[str]]:
-    """Return the limits by which model ``name`` was divided when it was committed, the strides of its parameters, and the names
-    of those that were sliced. Raises as ``resume``."""
+def layout(store: TieredStore, name: str) -> tuple[Limits, dict[str, tuple[int, ...]], dict[str, int | None]]:
+    """Return the limits by which model ``name`` was divided when it was committed, the strides of its parameters, and of those
+    that were sliced the rows of a slice by name (None: each slice is one without that dimension). Raises as ``resume``."""
     found = read_record(store, name)["layout"]
     strides = {parameter[0]: tuple(parameter[4]) for _, parameters in found["units"] for parameter in parameters}
-    return Limits(found["limit"], found["chunk"]), strides, set(found.get("sliced", ()))
+    rows = {sliced: rows or None for sliced, (_, rows) in found.get("sliced", {}).items()}
+    return Limits(found["limit"], found["chunk"]), strides, rows
 
 
 def persistent_buffers(model: nn.Module) -> list[str]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -72,6 +72,10 @@ UNIT_SHARE = 8
 """A unit is at most this fraction of the pool, where single parameters allow it."""
 THIRD = 3
 """So many units of the largest size have to fit the pool."""
+BLOCK, TAIL = 512, 64
+"""Of a model for reading, rows of a slice are a multiple of BLOCK, and its last slice has at least TAIL, even where that makes
+a unit larger than it should be: products with some rows at a time then had the bits of the whole product (MKL in fp32, batches
+of 1 to 128 rows, 64 to 11,008 columns; a last slice of 1 or 4 rows had others)."""
 CHUNK_SHARE = 64
 """A chunk of optimizer state is at most this fraction of the pool, and at most ``LARGEST_CHUNK`` bytes of fp32."""
 LARGEST_CHUNK = 4 << 20
@@ -177,13 +181,20 @@ class Part(Placement):
 
 @dataclass(frozen=True)
 class Slicing:
-    """Which parameters may be sliced. ``experts``: those of experts, too. ``only``: these names (None: any)."""
+    """Which parameters may be sliced. ``experts``: those of experts, too. ``weights``: those of embeddings and linear layers
+    wherever they are larger than a unit, and not only where three of them are larger than the pool. ``only``: these names,
+    each with the rows of a slice if these are known (None: any name)."""
 
     experts: bool = True
-    only: Collection[str] | None = None
+    weights: bool = False
+    only: Mapping[str, int | None] | None = None
 
     def allows(self, name: str) -> bool:
         return self.only is None or name in self.only
+
+    def rows(self, name: str) -> int | None:
+        """Return the rows of a slice of a weight, where they are known."""
+        return None if self.only is None else self.only.get(name)
 
 
 class Slice(nn.Parameter):
@@ -435,8 +446,9 @@ def _experts(
 def _too_large(
     model: nn.Module, strides: Mapping[nn.Parameter, tuple[int, ...]], limits: Limits, slicing: Slicing
 ) -> dict[nn.Parameter, tuple[str, int]]:
-    """Return the weights, of embeddings and linear layers alone, that are larger than a third of the pool: name, and rows in a
-    slice. A slice is as large as a unit may be, and its elements are a multiple of 16."""
+    """Return the weights, of embeddings and linear layers alone, that are larger than a third of the pool, or than a unit where
+    ``slicing`` says so: name, and rows in a slice. A slice is as large as a unit may be, and its elements are a multiple of 16.
+    """
     used: dict[nn.Parameter, list[bool]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -446,14 +458,25 @@ def _too_large(
     found = {}
     for name, parameter in model.named_parameters():
         plain = all(used[parameter]) and parameter.dtype.is_floating_point
-        large = THIRD * parameter.numel() * parameter.dtype.itemsize > UNIT_SHARE * limits.unit
-        if plain and large and _will_be_row_major(parameter, strides):
+        nbytes = parameter.numel() * parameter.dtype.itemsize
+        known = slicing.rows(name)
+        large = nbytes > limits.unit if slicing.weights else THIRD * nbytes > UNIT_SHARE * limits.unit
+        if plain and (large or known) and slicing.allows(name) and _will_be_row_major(parameter, strides):
             columns = parameter.shape[1]
             step = 16 // math.gcd(columns, 16)
-            rows = max(step, limits.unit // (columns * parameter.dtype.itemsize) // step * step)
-            if rows < parameter.shape[0] and slicing.allows(name):
+            fitting = limits.unit // (columns * parameter.dtype.itemsize)
+            rows = known or (_blocks(fitting, parameter.shape[0]) if slicing.weights else max(step, fitting // step * step))
+            if rows < parameter.shape[0]:
                 found[parameter] = name, rows
     return found
+
+
+def _blocks(fitting: int, count: int) -> int:
+    """Return the rows of a slice of ``count`` rows of which a unit has room for ``fitting``: see BLOCK."""
+    rows = max(BLOCK, fitting // BLOCK * BLOCK)
+    while rows < count and 0 < count % rows < TAIL:
+        rows += BLOCK
+    return rows
 
 
 def even_chunks(elements: int, limit: int) -> int:

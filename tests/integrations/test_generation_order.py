@@ -1,0 +1,84 @@
+"""The order of a model that generates is known after one token, however it is asked: nothing is planned anew, and a token reads
+what next-use eviction has to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+from tiered import TieredStore  # noqa: E402
+from tiered.engine.retention import room_for  # noqa: E402
+from tiered.integrations.transformers import import_model, open_model  # noqa: E402
+from tiered.zero.paging.pager import pager_of  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+SIZES = {"vocab_size": 500, "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 2, "num_key_value_heads": 2}
+SHORT, LONG = [[1, 2, 3]], [list(range(40))]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    threads, level = torch.get_num_threads(), transformers.logging.get_verbosity()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    yield
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity(level)
+
+
+def test_no_way_of_asking_changes_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    reference = LlamaForCausalLM(LlamaConfig(num_hidden_layers=8, initializer_range=0.2, **SIZES)).eval()
+    assistant = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **SIZES)).eval()
+    reference.save_pretrained(tmp_path / "llama")
+    with TieredStore.open(tmp_path / "store", dram="16MiB") as store:
+        import_model(tmp_path / "llama", store, largest_unit=80_000)
+        store.close()
+    with TieredStore.open(tmp_path / "store", dram="3MiB", access="read") as store:
+        followed: list[int] = []
+        follow: Callable[..., Any] = store.follow
+
+        def counted(order: Any, **options: Any) -> Any:
+            followed.append(len(order))
+            return follow(order, **options)
+
+        monkeypatch.setattr(store, "follow", counted)
+        model = open_model(store)
+        forwards: list[int] = []
+        model.register_forward_hook(lambda *given: forwards.append(store.statistics().links[-1].up.bytes))
+
+        def generated(asked: Any, ids: list[list[int]], tokens: int, **options: Any) -> list[list[int]]:
+            torch.manual_seed(7)
+            given = {"attention_mask": torch.ones(len(ids), len(ids[0]), dtype=torch.int64), "pad_token_id": 0}
+            found: list[list[int]] = asked.generate(torch.tensor(ids), max_new_tokens=tokens, **given, **options).tolist()
+            return found
+
+        assert generated(model, SHORT, 3, do_sample=False) == generated(reference, SHORT, 3, do_sample=False)
+        assert len(followed) == 1
+        begun = len(forwards)
+        for ids, options in (
+            (SHORT, {"do_sample": False}),
+            (LONG, {"do_sample": False}),
+            (LONG, {"do_sample": True}),
+            (SHORT, {"do_sample": False, "num_beams": 3}),
+            ([*SHORT, *SHORT], {"do_sample": True}),
+            (SHORT, {"do_sample": False, "assistant_model": assistant}),
+            (SHORT, {"do_sample": False, "cache_implementation": "static"}),
+            (LONG, {"do_sample": False}),
+        ):
+            assert generated(model, ids, 4, **options) == generated(reference, ids, 4, **options), options
+        assert len(followed) == 1, "nothing is planned anew"
+        sizes = [unit.plan.stored_nbytes for unit in pager_of(model).units]
+        missing = sum(sizes) - store.statistics().tiers[0].capacity
+        window = max(sizes) + room_for(store.statistics().tiers[0].capacity, missing, max(sizes))
+        assert missing > 2 * window
+        each = (forwards[-1] - forwards[begun]) / (len(forwards) - begun - 1)
+        assert each <= 1.05 * (missing + window)
