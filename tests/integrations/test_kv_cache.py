@@ -7,6 +7,7 @@ import copy
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -171,6 +172,18 @@ def test_assisted_decoding_goes_on_from_a_cache(store: TieredStore) -> None:
     tokens = generated(model, ids, cache, 6)
     tokens = generated(model, tokens, cache, 9, prompt_lookup_num_tokens=3)
     assert torch.equal(generated(model, tokens, cache, 10), expected)
+
+
+def test_a_compiled_model(store: TieredStore) -> None:
+    """The cache breaks the graph in each layer, and has the tokens of the forward."""
+    model, ids = made(), prompt(20)
+    compiled = torch.compile(model, backend="eager")
+    cache, reference = TieredCache(model, store, block=8), in_memory(model)
+    with torch.no_grad():
+        for begin, end in (0, 11), (11, 12), (12, 20):
+            found = compiled(ids[:, begin:end], past_key_values=cache).logits
+            assert torch.equal(found, model(ids[:, begin:end], past_key_values=reference).logits)
+            assert torch.equal(cache.ids, ids[:, :end])
 
 
 @pytest.mark.parametrize("family", ["wide llama", "gemma3"])
@@ -657,6 +670,27 @@ def test_nothing_is_left_behind(store: TieredStore) -> None:
             seen.add((len(store), os.path.getsize(Path(store.folder) / "data.0")))
     assert len(seen) == 1
     assert len(store) == 2 + 3 * 5  # record and stamp, and the blocks of 35 tokens in three layers
+
+
+@pytest.mark.soak  # ten minutes
+def test_ten_minutes_of_generation(store: TieredStore) -> None:
+    """A context of five times the pool that grows, is cropped and goes on: memory, descriptors and the disk are flat."""
+    model, ids = wide(), prompt(800)
+    cache = TieredCache(model, store, block=16)
+    seen: list[tuple[int, int, int, int]] = []
+    end = time.monotonic() + 600
+    while time.monotonic() < end:
+        cache.reuse(ids)
+        tokens = generated(model, ids, cache, 40)
+        cache.commit(tokens)
+        descriptors = len(os.listdir("/proc/self/fd"))
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        seen.append((resident, descriptors, os.path.getsize(Path(store.folder) / "data.0"), len(store)))
+    assert len(seen) > 20
+    early, late = seen[5:15], seen[-10:]
+    assert max(one[0] for one in late) < max(one[0] for one in early) + (8 << 20)
+    for at in 1, 2, 3:
+        assert {one[at] for one in late} <= {one[at] for one in early}
 
 
 # -- against a list of tensors -------------------------------------------------------------------------------------------------

@@ -459,8 +459,6 @@ class TieredCache(WatchingCache):
                 f"the cache {self._name!r} takes keys and values from forwards of the model that it was made with, and none "
                 "has begun: give it as past_key_values to that model itself"
             )
-        if torch.compiler.is_compiling():
-            raise MisuseError("a TieredCache cannot be compiled: call the model without torch.compile")
         if key_states.requires_grad or value_states.requires_grad:
             raise MisuseError("a TieredCache keeps no gradients: generate, or call the model under torch.no_grad()")
         if key_states.shape[0] != self._pending[0].shape[0]:
