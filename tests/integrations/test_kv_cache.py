@@ -174,6 +174,29 @@ def test_assisted_decoding_goes_on_from_a_cache(store: TieredStore) -> None:
     assert torch.equal(generated(model, tokens, cache, 10), expected)
 
 
+def test_copies_are_not_written_to_while_something_refers_to_them(store: TieredStore) -> None:
+    """The memory of a copy is used for the next layer's as soon as the last view of it is gone, and not before."""
+    model = wide()
+    cache = TieredCache(model, store, block=16)
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for _ in range(3):
+        cache.begin(model, {"input_ids": prompt(300)})
+        given = [torch.randn(1, 4, 300, 64) for _ in range(6)]
+        for layer in range(3):
+            keys, values = cache.update(given[2 * layer], given[2 * layer + 1], layer)
+            held += [(keys[0, 1:], keys[0, 1:].clone()), (values, values.clone())]
+        cache.end(object())
+        assert all(torch.equal(*one) for one in held)
+    assert torch.equal(held[-1][0][:, :, -300:], given[-1])
+    del keys, values
+    addresses = set()
+    held.clear()
+    for layer in range(3):
+        cache.begin(model, {"input_ids": prompt(1)})
+        addresses |= {one.data_ptr() for one in cache.update(torch.ones(1, 4, 1, 64), torch.ones(1, 4, 1, 64), layer)}
+    assert len(addresses) == 2
+
+
 def test_a_compiled_model(store: TieredStore) -> None:
     """The cache breaks the graph in each layer, and has the tokens of the forward."""
     model, ids = made(), prompt(20)
@@ -799,6 +822,6 @@ class Oracle(RuleBasedStateMachine):
 def test_a_cache_is_a_list_of_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORACLE_STORE", str(tmp_path))
     few = settings(
-        max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+        max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
     )
     run_state_machine_as_test(Oracle, settings=few)  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ import torch
 from transformers.cache_utils import DummyLayer
 
 from tiered import Access, ManifestError, MisuseError, StoreClosed, TieredStore, Touch, Use
-from tiered.integrations.transformers.kv_layer import Extent, PagedLayer
+from tiered.integrations.transformers.kv_layer import Copies, Extent, PagedLayer
 from tiered.integrations.transformers.kv_model import NO_STATE, WatchingCache, unwatch, watch, windows
 from tiered.integrations.transformers.kv_record import VERSION, LayerRecord, Model, Record, read, sampled, tensor_of
 from tiered.zero.paging.pager import pager_of
@@ -142,11 +142,12 @@ class TieredCache(WatchingCache):
         self._model: Callable[[], Any] = weakref.ref(model)
         self._layers: list[PagedLayer] = []
         layers: list[Any] = []
+        copies = Copies()
         for window in windows(model):
             if window == NO_STATE:
                 layers.append(DummyLayer())
                 continue
-            layer = PagedLayer(store, f"{prefix}/{len(layers)}", block, window)
+            layer = PagedLayer(store, f"{prefix}/{len(layers)}", block, window, copies)
             layers.append(layer)
             self._layers.append(layer)
         super().__init__(layers=layers)

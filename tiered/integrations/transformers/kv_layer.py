@@ -10,6 +10,10 @@ serial number. So an exception at any line leaves an extent whose blocks hold wh
 
 from __future__ import annotations
 
+import ctypes
+import math
+import mmap
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -19,9 +23,13 @@ from transformers.cache_utils import CacheLayerMixin
 
 from tiered import MisuseError, TensorSpec, TieredStore
 
-__all__ = ["Block", "Extent", "Geometry", "PagedLayer"]
+__all__ = ["Block", "Copies", "Extent", "Geometry", "PagedLayer"]
 
 Rows = tuple[int, ...]
+SMALL = 256 << 10
+"""Bytes below which a copy is left to torch's allocator."""
+SPARE = 16
+"""A mapping has one in this many bytes more than is asked for, because the next copy will be larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +89,51 @@ class Extent:
         return Extent(self.length, tuple(blocks))
 
 
+class Copies:
+    """Memory for the copies that attention takes, which is used again as soon as nothing refers to a copy.
+
+    Each layer's keys and values are copied anew for each token, so memory from the heap would be faulted in anew as often, and,
+    as copies grow, leave holes in the heap that none fits into. On devices torch's allocator does this.
+    """
+
+    def __init__(self) -> None:
+        self._mappings: list[tuple[mmap.mmap, weakref.ref[_Token]]] = []
+
+    def tensor(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """Return an uninitialised contiguous tensor of ``shape``, with the type and device of ``like``."""
+        nbytes = math.prod(shape) * like.dtype.itemsize
+        if like.device.type != "cpu" or nbytes < SMALL:
+            return like.new_empty(shape)
+        unused = [(mapping, token) for mapping, token in self._mappings if token() is None]
+        used = [(mapping, token) for mapping, token in self._mappings if token() is not None]
+        mapping = next((mapping for mapping, _ in unused if len(mapping) >= nbytes), None)
+        if mapping is None:
+            unused.clear()  # too small for this one, and soon for the others
+            mapping = mmap.mmap(-1, nbytes + nbytes // SPARE)
+        token = _Token()
+        array = (ctypes.c_char * len(mapping)).from_buffer(mapping)
+        array.token = token  # type: ignore[attr-defined]
+        kept = [*used, *(one for one in unused if one[0] is not mapping), (mapping, weakref.ref(token))]
+        self._mappings = kept[-2:]  # keys and values; who holds more of them has more memory
+        flat = torch.frombuffer(array, dtype=like.dtype, count=math.prod(shape))
+        return flat.view(*shape)
+
+
+class _Token:
+    """Lives as long as a copy, or a view of it."""
+
+
 class PagedLayer(CacheLayerMixin):
     """Keys and values of one layer, in blocks named ``PREFIX/SERIAL`` in ``store``.
 
     ``block``: tokens of a block. ``window``: the layer's sliding window or chunk, None where each token attends to all before
-    it. With a window all tokens stay in the store, and only those within it are read.
+    it. With a window all tokens stay in the store, and only those within it are read. ``copies`` is shared by all layers.
     """
 
     is_compileable = False
     is_croppable = True
 
-    def __init__(self, store: TieredStore, prefix: str, block: int, window: int | None) -> None:
+    def __init__(self, store: TieredStore, prefix: str, block: int, window: int | None, copies: Copies) -> None:
         super().__init__()
         self.is_sliding = window is not None
         self.sliding_window = window
@@ -100,7 +142,7 @@ class PagedLayer(CacheLayerMixin):
         self.fixed: Mapping[int, int] = {}
         """How many tokens of each block, by serial number, must stay as they are."""
         self.next_serial = 0
-        self._store, self._prefix, self._block = store, prefix, block
+        self._store, self._prefix, self._block, self._copies = store, prefix, block, copies
 
     def key(self, block: Block) -> str:
         """Return the name of a block's tensor."""
@@ -152,7 +194,7 @@ class PagedLayer(CacheLayerMixin):
         found = []
         for states in (key_states, value_states):
             batch, heads, _, elements = states.shape
-            found.append(states.new_empty((batch, heads, old.length - start + new, elements)))
+            found.append(self._copies.tensor((batch, heads, old.length - start + new, elements), states))
             found[-1][:, :, old.length - start :].copy_(states)
         fill = old.length % size
         appended: list[Block] = []
