@@ -86,7 +86,8 @@ class StoreStatistics:
     callers (threads and coroutines) waited for bytes to arrive, ``stalled_for_room`` the time that they waited for space, that
     is for write-backs or for the end of other leases; the times of several callers add up. ``wakes`` counts how often a call
     woke the engine's thread. ``prefetched`` counts fetches that no caller waited for when they began, one per link;
-    ``prefetched_unused`` those that were evicted before their first use. ``evictions`` counts copies that left a tier to make
+    ``prefetched_unused`` those that were evicted before their first use. ``speculated`` counts fetches for ``speculate``, one
+    per link: ``speculated_used`` of them were used, ``speculated_unused`` evicted before that. ``evictions`` counts copies that left a tier to make
     room. ``tiers`` are from the top; ``links[i]`` joins ``tiers[i]`` and ``tiers[i + 1]``.
     """
 
@@ -102,6 +103,9 @@ class StoreStatistics:
     wakes: int
     prefetched: int
     prefetched_unused: int
+    speculated: int
+    speculated_used: int
+    speculated_unused: int
     evictions: int
     tiers: tuple[TierStatistics, ...]
     links: tuple[LinkStatistics, ...]

@@ -78,6 +78,9 @@ BackendName = Literal["auto", "libaio", "aiofiles", "posix"]
 Then = Literal["again", "end"]
 """What follows the end of an order of touches: the same order again, or nothing that is known."""
 
+Others = Literal["recency", "frequency"]
+"""By what tensors outside an order of touches leave a tier: their last use, or how many rounds use them."""
+
 PIECE_BYTES = 4 << 20
 """Bytes of a piece, the unit of checksums: an extent is checksummed in pieces of this size, the last one may be shorter."""
 CHECKSUM_BYTES = 16
@@ -109,11 +112,17 @@ class Use(_Name):
 
 
 class Urgency(enum.IntEnum):
-    """Order in which transfers are started: smaller first."""
+    """Order in which transfers are started: smaller first. SPECULATIVE: nobody knows whether the bytes will be needed."""
 
     DEMAND = 0
     PREFETCH = 1
-    WRITEBACK = 2
+    SPECULATIVE = 2
+    WRITEBACK = 3
+
+    @property
+    def ahead(self) -> bool:
+        """Whether this is of fetches that nobody waits for."""
+        return self is Urgency.PREFETCH or self is Urgency.SPECULATIVE
 
 
 class Direction(_Name):

@@ -102,7 +102,7 @@ class ReadAhead(Ticket):
         super().__init__(Urgency.PREFETCH)
         self.order = order
         self._scheduler, self._state = scheduler, scheduler.state
-        self._since: tuple[int, float] | None = None  # where the loop computes, and since when
+        self._since: tuple[int, float, float] | None = None  # where the loop computes, since when, and seconds before that
         self._index: dict[str | None, int] = {pool.tier.name: index for index, pool in enumerate(self._state.pools)}
         self._index[None] = 0
         hops = len(self._state.pools) - 1
@@ -127,9 +127,13 @@ class ReadAhead(Ticket):
         """Learn that the loop asked for its next touch at the time ``asked``, and computes with it since ``granted``."""
         plan, self.paused = self.order.plan, False
         if self._since is not None:
-            position, since = self._since
-            plan.took(position, max(0.0, asked - since))
-        self._since = (plan.cursor - 1, granted)
+            position, since, before = self._since
+            before += max(0.0, asked - since)
+            if position == plan.cursor - 1:  # a touch that is not in the order
+                self._since = position, granted, before
+                return
+            plan.took(position, before)
+        self._since = plan.cursor - 1, granted, 0.0
 
     def due(self) -> bool:
         """Whether the engine would find something to bring now, or the end."""

@@ -37,7 +37,7 @@ from tiered.errors import CapacityError, InterruptedStore, LeaseConflict, Misuse
 from tiered.interfaces import EvictionPolicy, Link, Streams, Tier
 from tiered.system import OwnedWakeup, wait_for
 from tiered.telemetry import LinkStatistics, Recorder
-from tiered.types import Direction, Fence, Key, Slot, Then, Transfer
+from tiered.types import Direction, Fence, Key, Slot, Then, Transfer, Urgency
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -312,13 +312,25 @@ class Engine:
             self._stalled(request, self.config.clock() - before, request.short)
             request.short = bool(request.full_tiers)
 
-    def hint(self, keys: Sequence[Key], tier: int) -> None:
-        """Prefetch ``keys``; never waits, and never raises where a tier is full. Replaces older hints that have not begun."""
+    def hint(self, keys: Sequence[Key], tier: int, urgency: Urgency = Urgency.PREFETCH) -> None:
+        """Prefetch ``keys``; never waits, and never raises where a tier is full. Replaces older hints of this urgency that have
+        not begun."""
         self.refuse_nested()
         with self.lock:
             waiting = self.requests.waiting
-            waiting[:] = [request for request in waiting if not isinstance(request, Prefetch)]
-            self._submit(Prefetch(keys, tier))
+            waiting[:] = [other for other in waiting if not isinstance(other, Prefetch) or other.urgency is not urgency]
+            self._submit(Prefetch(keys, tier, urgency))
+
+    def present(self, keys: Iterable[Key], tier: int) -> set[Key]:
+        """Return those of ``keys`` of which ``tier`` has the bytes."""
+        found = set()
+        with self.lock:
+            for key in keys:
+                entry = self.state.directory.find(key)
+                copy = None if entry is None else entry.copies[tier]
+                if copy is not None and copy.valid:
+                    found.add(key)
+        return found
 
     def offload(self, keys: Sequence[Key], tier: int) -> Offload:
         """Move ``keys`` down to ``tier``; return the request, which is done. Hints are given up, and fetches along an order

@@ -343,13 +343,14 @@ class Work(Request):
 
 
 class Prefetch(Request):
-    """Brings ``keys`` to ``tier`` in order, as a hint.
+    """Brings ``keys`` to ``tier`` in order, as a hint; ``urgency`` is PREFETCH, or SPECULATIVE where nobody knows whether they
+    will be used.
 
     Done when each tensor is there, on its way on the last hop, deleted, or cannot come.
     """
 
-    def __init__(self, keys: Iterable[Key], tier: int) -> None:
-        super().__init__(Urgency.PREFETCH, tier)
+    def __init__(self, keys: Iterable[Key], tier: int, urgency: Urgency = Urgency.PREFETCH) -> None:
+        super().__init__(urgency, tier)
         self._waiting = deque(keys)
         self._moving: list[Key] = []
 
@@ -375,6 +376,8 @@ class Prefetch(Request):
         entry = state.directory.find(key)
         if entry is None or entry.writers:
             return _There.ARRIVED
+        if self.urgency is Urgency.SPECULATIVE and state.order is not None:
+            self.expected_at = state.order.plan.expected(key)
         try:
             if scheduler.bring(entry, self.tier, self) or entry.copies[self.tier] is not None:
                 return _There.ARRIVED

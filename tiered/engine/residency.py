@@ -84,7 +84,8 @@ class Copy:
 
     ``aliases`` counts views of the slot's memory that are still reachable outside; a slot is given back only when the copy is
     EMPTY *and* no alias is left. ``reads_from`` counts transfers up that read this slot. ``checksums`` and ``generation``
-    describe the bytes of a bottom copy; ``record`` is its encoded manifest entry, once known. ``fences`` guard the slot (the
+    describe the bytes of a bottom copy; ``speculated``: it was fetched without anybody knowing that it will be used, and was
+    not used yet; ``record`` is its encoded manifest entry, once known. ``fences`` guard the slot (the
     engine's). ``witness`` is the store's (it shares torch's version counter between leases), ``version`` is that counter when
     the write-back began, ``sealed`` the counter when the first of its READ leases began, and ``lent_clean`` whether the copy
     was CLEAN then. ``spoiled``: it was written to under a READ lease, so it does not hold the tensor's bytes any more.
@@ -103,6 +104,7 @@ class Copy:
     generation: int = 0
     record: bytes = b""
     prefetched: bool = False
+    speculated: bool = False
     last_use: int = 0
     failure: TieredError | None = None
     fences: tuple[Fence, ...] = ()

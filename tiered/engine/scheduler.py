@@ -73,6 +73,9 @@ class Scheduler:
         if ticket.urgency is Urgency.PREFETCH:
             copy.prefetched = True
             state.prefetched += 1
+        elif ticket.urgency is Urgency.SPECULATIVE:
+            copy.speculated = True
+            state.speculated += 1
         state.enqueue(entry, tier, Direction.UP, slot, source.slot, ticket.urgency, source)
 
     # -- writing back ------------------------------------------------------------------------------------------------------
@@ -167,7 +170,7 @@ class Scheduler:
         pool = state.pools[tier]
         if tier < state.bottom:
             self._refuse_beyond_capacity(tier, nbytes)
-        if ticket.urgency is Urgency.PREFETCH and not self._may_prefetch(tier, nbytes, ticket):
+        if ticket.urgency.ahead and not self._may_prefetch(tier, nbytes, ticket):
             return None
         slot = pool.allocate(nbytes, 0) or self.take_planned_room(tier, nbytes, ticket)
         slot = slot or pool.allocate(nbytes, MOVED if tier < state.bottom else math.inf)
@@ -192,8 +195,11 @@ class Scheduler:
             raise CapacityError(pool.why_never(nbytes))
 
     def _may_prefetch(self, tier: int, nbytes: int, ticket: Ticket) -> bool:
-        """Whether a prefetch may take room: not while the link is busy, nor where a demand waits for room, or would."""
+        """Whether a prefetch may take room: not while the link is busy, nor where a demand waits for room, or would. A
+        speculative one also waits until nothing else comes up its link, so that a demand never finds many of them there."""
         state = self.state
+        if ticket.urgency is Urgency.SPECULATIVE and tier < state.bottom and state.transfers.inbound[tier].transfers:
+            return False
         if tier < state.bottom and state.transfers.queues[tier].reads:
             return False
         if any(tier in other.full_tiers for other in state.waiting if other.urgency < ticket.urgency):
@@ -237,13 +243,14 @@ class Scheduler:
         if self._nothing_new(tier, nbytes, ticket):
             return None
         acceptable = self._acceptable(tier, ticket)
-        planned = state.order is not None and state.order.plans(tier)
-        chosen = None
+        order, chosen = state.order, None
+        planned = order is not None and order.plans(tier)
+        plans_all = planned and order is not None and not order.plan.counts_others
         if planned:
             chosen = pool.enough(nbytes, [copy for copy in state.dropped_by_plan(tier) if acceptable(copy)])
-        if chosen is None and not (planned and ticket.needed_at is not None):
+        if chosen is None and not (plans_all and ticket.needed_at is not None):
             chosen = pool.victims(nbytes, lambda copy: copy.evictability is not Evictability.FRESH and acceptable(copy))
-        if chosen is None and ticket.urgency is not Urgency.PREFETCH:
+        if chosen is None and not ticket.urgency.ahead:
             chosen = pool.victims(nbytes, acceptable)
             chosen = chosen or pool.victims(nbytes, acceptable, math.inf)
         if chosen is None:
@@ -290,18 +297,22 @@ class Scheduler:
         """Return which copies may leave for ``ticket``.
 
         Not what the request or one before it still wants, and not what cannot be written back; for a hint, nothing that costs a
-        write; for a fetch along a known order, nothing that is needed sooner.
+        write; for a fetch along a known order, nothing that is needed sooner, and for a speculative one, nothing that is
+        expected to be.
         """
         state = self.state
         order, needed_at = state.order, ticket.needed_at
         wanted = state.wanted(tier, ticket, too=True)
-        hint = ticket.urgency is Urgency.PREFETCH and needed_at is None
+        hint = ticket.urgency.ahead and needed_at is None
+        speculative = ticket.urgency is Urgency.SPECULATIVE
 
         def acceptable(copy: Copy) -> bool:
             if copy.key in wanted or copy.stuck:
                 return False
             if needed_at is not None and order is not None:
                 return order.may_take_room_of(copy.key, tier) and order.plan.next_use(copy.key) > needed_at
+            if speculative and order is not None and order.plan.expected(copy.key) <= ticket.expected_at:
+                return False
             return not (hint and copy.dirty)
 
         return acceptable
@@ -338,7 +349,7 @@ class Scheduler:
         state = self.state
         if copy.state is State.DIRTY:
             writer = ticket
-            if ticket.urgency is Urgency.PREFETCH:
+            if ticket.urgency.ahead:
                 writer = Ticket(Urgency.WRITEBACK)
                 state.number(writer)
             self.admit_writeback(state.directory.entry(copy.key), copy.tier, writer)
@@ -352,7 +363,7 @@ class Scheduler:
         """
         state = self.state
         pool = state.pools[tier]
-        if ticket.urgency is Urgency.PREFETCH:
+        if ticket.urgency.ahead:
             return
         for transfer in [t for t in state.transfers.queues[tier] if t.direction is Direction.DOWN]:
             state.transfers.raise_urgency(transfer.key, ticket.urgency)
@@ -369,6 +380,8 @@ class Scheduler:
         state.evictions += 1
         if copy.prefetched:
             state.prefetched_unused += 1
+        if copy.speculated:
+            state.speculated_unused += 1
         state.directory.evict(copy)
 
     # -- transfers end -----------------------------------------------------------------------------------------------------

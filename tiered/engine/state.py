@@ -167,6 +167,7 @@ class Ticket:
         self.pack_attempts: list[frozenset[Slot]] = []  # the neighbours among which the request's own copies were evicted
         self.replaces = False  # whether the request does away with the tensor that it waits for
         self.needed_at: int | None = None  # the position in a known order that the request fetches for
+        self.expected_at = math.inf  # the position at which what it fetches is expected to be needed, where nobody knows
 
     @property
     def unwanted(self) -> bool:
@@ -417,6 +418,10 @@ class FollowedOrder:
         policy = self.planned[tier] if tier < len(self.planned) else None
         return policy is None or policy.drops(key) or self.plan.next_use(key) == NEVER
 
+    def drops(self, key: Key, tier: int) -> bool:
+        """Whether the plan drops ``key`` from ``tier``: it may leave before every other copy."""
+        return self.may_take_room_of(key, tier) and (not self.plan.counts_others or self.plan.next_use(key) < NEVER)
+
     def writes_behind(self, key: Key, tier: int) -> bool:
         """Whether the plan drops ``key`` from ``tier`` before its next use, and that use needs its bytes."""
         if tier >= len(self.rooms) or (policy := self.planned[tier]) is None or not policy.drops(key):
@@ -480,6 +485,7 @@ class EngineState:
         self.fence: Callable[[int, object], Fence | None] | None = None  # of a tier: passes when a stream's work so far has run
         self.arrived: Callable[[Entry], None] | None = None  # called when all of a tensor is at the bottom
         self.evictions = self.prefetched = self.prefetched_unused = 0
+        self.speculated = self.speculated_used = self.speculated_unused = 0
         self.spoiled = 0  # tensors that were written to under a READ lease, and have no right bytes any more
         self.disturbances = 0  # write-backs that failed, WRITE leases that began
         self._sequence = 0
@@ -528,7 +534,7 @@ class EngineState:
         if evictability is Evictability.DIRTY and self.writes_behind(copy):
             self.dropped_dirty[tier, copy.key] = copy
             self.writeback_due = True
-        if evictability is Evictability.CLEAN and copy.state is not State.EMPTY and order.may_take_room_of(copy.key, tier):
+        if evictability is Evictability.CLEAN and copy.state is not State.EMPTY and order.drops(copy.key, tier):
             self._dropped_clean[tier][copy.key] = copy
         else:
             self._dropped_clean[tier].pop(copy.key, None)
@@ -579,6 +585,9 @@ class EngineState:
             if copy is not None and not pool.bottom:
                 copy.last_use = self._uses
                 pool.policy.touched(entry.key)
+                if copy.speculated:
+                    copy.speculated = False
+                    self.speculated_used += 1
         for record in self.records:
             if len(record.touches) < record.most and record.wanted() is not None:
                 record.touches.append(Touch(entry.key, self.pools[tier].tier.name, use, entry.nbytes))

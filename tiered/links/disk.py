@@ -47,7 +47,8 @@ class DiskConfig:
 
     On huge pages a block of 4 MiB is two segments and as fast as a smaller one, at a quarter of the calls of 1 MiB. 8 MiB in
     flight reach a drive's rate (PERFORMANCE), as long as the next blocks are submitted at once; a late demand waits for
-    everything in flight. The window should be larger, so that the next transfers are at hand when blocks complete.
+    everything in flight. So of speculative reads only one block is, and none beside others. The window should be larger, so
+    that the next transfers are at hand when blocks complete.
     """
 
     block: int = PIECE_BYTES
@@ -243,7 +244,7 @@ class DiskLink:
             if reads and writes:
                 yield writes, self._flight // 4
             if reads:
-                yield reads, self._flight
+                yield reads, self._block if urgency == Urgency.SPECULATIVE else self._flight
             if writes:
                 yield writes, self._writeback_limit if urgency == Urgency.WRITEBACK else self._flight
 

@@ -37,7 +37,7 @@ from tiered.store.lease import (
 )
 from tiered.store.opening import Newer, OpenOptions, Parts, access_of, assemble
 from tiered.telemetry import NO_SPAN, Offloaded, Span, StoreStatistics, Timeline
-from tiered.types import Access, BackendName, Key, TensorSpec
+from tiered.types import Access, BackendName, Key, TensorSpec, Urgency
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -284,6 +284,30 @@ class TieredStore:
         self._running().hint(wanted, self._tier_index(tier))
 
     @from_here
+    def speculate(self, keys: Sequence[Key], *, tier: str | None = None) -> None:
+        """Fetch ``keys``, which may be needed or not, to ``tier`` (default: the top one), in this order, while nothing else is
+        fetched.
+
+        A hint like ``prefetch``, beside which it may be given: a newer one replaces fetches that have not begun. One tensor at
+        a time is on its way, and what somebody needs overtakes it. Nothing is evicted for it that is expected to be needed
+        sooner (``follow``). ``statistics()`` counts what was fetched so: of it, what was used, and what was evicted unused.
+        Never waits, and raises as ``prefetch``.
+        """
+        wanted = listed(keys)
+        refuse_keys(wanted)
+        self._running().hint(wanted, self._tier_index(tier), Urgency.SPECULATIVE)
+
+    @from_here
+    def present(self, keys: Iterable[Key], *, tier: str | None = None) -> set[Key]:
+        """Return those of ``keys`` whose bytes are in ``tier`` now (default: the top one); moves nothing, and waits for nothing.
+
+        Others are further down, on their way, or not in the store. Raises MisuseError for a tier that the store does not have.
+        """
+        wanted = listed(keys)
+        refuse_keys(wanted)
+        return self._running().present(wanted, self._tier_index(tier))
+
+    @from_here
     def offload(self, keys: Iterable[Key] | None = None, *, tier: str | None = None) -> Offloaded:
         """Move ``keys`` (None: all tensors) down to ``tier``, and give memory that is free then back to the system.
 
@@ -341,6 +365,7 @@ class TieredStore:
         *,
         then: Literal["again", "end"] = "again",
         prefetch: Literal["on", "off"] = "on",
+        others: Literal["recency", "frequency"] = "recency",
     ) -> int:
         """Follow ``order`` from here on, again and again: evict what it needs last, and read ahead what it needs next.
 
@@ -348,11 +373,15 @@ class TieredStore:
         nothing else. With ``then="end"`` the order comes once: tensors that its rest does not touch leave first, nothing beyond
         it is read ahead, and after its last touch nothing is followed. A new order keeps the plan for the beginning that it
         shares with the old one. An empty order ends following. ``prefetch="off"`` evicts by the order and reads nothing ahead.
+        ``others``: which tensors outside the order leave first, those that were used least recently, or those that the fewest
+        rounds use ("frequency", for tensors of which each round uses some, such as experts of a mixture).
         Returns the number of touches that were planned anew. Raises MisuseError for a tier that the store does not have.
         Results never depend on the order.
         """
         if prefetch not in ("on", "off") or then not in ("again", "end"):
             raise MisuseError("prefetch is 'on' or 'off', then is 'again' or 'end'")
+        if others not in ("recency", "frequency"):
+            raise MisuseError(f"others is 'recency' or 'frequency', not {others!r}")
         engine = self._running()
         touches = [touch_of(touch) for touch in listed(order)]
         keys, uses = [touch.key for touch in touches], [touch.use for touch in touches]
@@ -377,7 +406,7 @@ class TieredStore:
             decisions.append(decide(keys, uses, needed, memory.capacity, then=then, spare=spare))
 
         def policies(plan: Plan) -> list[NextUse]:
-            return [NextUse.along(plan, decision.price, decision.keep) for decision in decisions]
+            return [NextUse.along(plan, decision.price, decision.keep, others) for decision in decisions]
 
         return engine.follow(touches, policies, rooms, then)
 
@@ -527,6 +556,9 @@ class TieredStore:
                 stalled_for_room=engine.stalled_for_room,
                 prefetched=engine.state.prefetched,
                 prefetched_unused=engine.state.prefetched_unused,
+                speculated=engine.state.speculated,
+                speculated_used=engine.state.speculated_used,
+                speculated_unused=engine.state.speculated_unused,
                 wakes=engine.wakes,
                 evictions=engine.state.evictions,
                 tiers=engine.state.tier_statistics(),

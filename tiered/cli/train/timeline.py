@@ -255,6 +255,7 @@ COLOURS = {
 URGENCIES = {
     Urgency.DEMAND: ("on demand", "#cc3311"),
     Urgency.PREFETCH: ("ahead", "#009988"),
+    Urgency.SPECULATIVE: ("perhaps", "#ee7733"),
     Urgency.WRITEBACK: ("in the background", "#888888"),
 }
 THIN = 0.3

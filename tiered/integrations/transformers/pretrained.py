@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from tiered import Access, ManifestError, MisuseError, TieredStore, zero
 from tiered.integrations.kept import CONFIG, files_of, keep, kept_folder, only_model, opening_of
+from tiered.integrations.transformers.experts import around_experts
 from tiered.packing.quantised import QUANTIZE, Loss, Quantize
 from tiered.zero.paging.pager import pager_of
 
@@ -96,7 +97,7 @@ def from_pretrained(
                 raise MisuseError(f"{path}: {REFUSED['quantization_config']}")
             if prepare is not None:
                 model = prepare(model)
-    return zero.page(model, store, name=name, existing=existing, **paging)
+    return around_experts(zero.page(model, store, name=name, existing=existing, **paging))
 
 
 def _refuse_folder(path: Path) -> None:

@@ -21,7 +21,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial, wraps
@@ -86,6 +86,10 @@ __all__ = [
     "placements_of",
     "weak_hook",
 ]
+
+HELD = 4
+"""A part of forward holds one in this many bytes of the memory at most: as many as ``SHARE`` units of the largest size."""
+
 
 class Reference:
     """Saved tensor that was a paged parameter, or a view of one."""
@@ -237,6 +241,7 @@ class Pager:
         self._updates = BackwardUpdates()
         self.step_trace = StepTrace.of(store)
         self.step_trace.prefetch = self._prefetch = config.prefetch
+        self.step_trace.leave_out(unit.key for unit in self.units if unit.plan.of_expert)
         self._trimmer = Trimmer(pool, max((placement.nbytes for placement in self.placements), default=0))
         self._watch()
         self.splitter = (
@@ -415,7 +420,7 @@ class Pager:
 
     def nbytes(self, parameters: Collection[torch.Tensor]) -> int:
         """Return the bytes of the units of ``parameters``."""
-        return sum(unit.plan.nbytes for unit in self._units_of(parameters))
+        return sum(unit.plan.nbytes for unit in self.units_of(parameters))
 
     @property
     def room(self) -> int:
@@ -453,7 +458,7 @@ class Pager:
         bases: set[int] = set()
         self._accesses += 1
         try:
-            for unit in self._units_of(parameters):
+            for unit in self.units_of(parameters):
                 self.take(unit, access)
                 held.append(unit)
                 self._hook_gradients(unit)
@@ -469,20 +474,51 @@ class Pager:
             for unit in reversed(held):
                 self._drop(unit)
 
+    @contextmanager
+    def holding(self, parameters: Collection[torch.Tensor]) -> Iterator[None]:
+        """Hold the units of ``parameters`` for reading, all of which are fetched at the same time. Beyond a quarter of the
+        memory they are left to be held one by one, as they are used; so is what has an update to be applied.
+
+        For a part of forward that uses some of a module's parameters and knows which. Raises what ``hold`` raises.
+        """
+        chosen: list[torch.Tensor] = []
+        keys: list[str] = []
+        left = self._pool // HELD
+        for parameter in parameters:
+            unit = self.units_of([parameter])[0]
+            if unit.key in keys:
+                continue
+            size = max(unit.plan.nbytes, unit.plan.stored_nbytes)
+            if not unit.held and unit.pending is None and size <= left:
+                left -= size
+                chosen.append(parameter)
+                keys.append(unit.key)
+        if not chosen:
+            yield
+            return
+        self._refuse_another_thread()
+        if not self._accesses:
+            self.start_anew()
+        with ExitStack() as stack:
+            with self._leases.registered(self.store.lease(keys), keys):  # each unit's own lease is granted at once then
+                stack.enter_context(self.accessing(chosen, Access.READ))
+            yield
+
     def _refuse_another_thread(self) -> None:
         if self._thread == threading.get_ident() or in_backward():  # which runs in threads of its own for some devices
             return
         if self._frames or self._accesses or self.phase is Phase.BACKWARD:
             raise MisuseError("another thread is computing with this model: use a paged model in one thread at a time")
 
-    def _units_of(self, parameters: Iterable[torch.Tensor]) -> list[Unit]:
+    def units_of(self, parameters: Iterable[torch.Tensor]) -> list[Unit]:
+        """Return the units of ``parameters``, which are this model's and not sliced, without repeats."""
         return list(dict.fromkeys(self._home[parameter][0] for parameter in parameters))  # type: ignore[index]
 
     @contextmanager
     def gathering(self, parameters: Collection[torch.Tensor], access: Access) -> Iterator[None]:
         """Hold the units of ``parameters`` for a block of code. Raises CapacityError where they do not fit."""
         self.start_anew()
-        units = [unit for unit in self._units_of(parameters) if unit not in self._gathered()]
+        units = [unit for unit in self.units_of(parameters) if unit not in self._gathered()]
         needed = sum(unit.plan.nbytes for unit in [*units, *self._gathered()])
         if needed > self._pool - self.limits.unit:
             raise CapacityError(
@@ -494,7 +530,7 @@ class Pager:
         hooks = self._hooks()
         self._accesses += 1
         try:
-            for unit in self._units_of(parameters):
+            for unit in self.units_of(parameters):
                 gathering.units.append(unit)
                 self.take(unit, access)
                 self._hook_gradients(unit)
@@ -538,10 +574,11 @@ class Pager:
 
     def start_anew(self) -> None:
         """Do as ``start``, and reset also where a unit is held, which nobody may do outside of forward and backward."""
-        gathered = self._gathered()
-        if any(unit.in_hand and unit not in gathered for unit in self.units) and not self.computing:
-            self.reset()
-        self.start()
+        if not self.computing:  # asked first: a model with many experts has thousands of units
+            gathered = self._gathered()
+            if self.phase is not Phase.IDLE or any(unit.in_hand and unit not in gathered for unit in self.units):
+                self.reset()
+        self.intent.ready()
 
     def reset(self) -> None:
         """Let go of everything, also what an exception or Ctrl-C left held. The next forward starts from nothing.
