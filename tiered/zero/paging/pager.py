@@ -232,6 +232,7 @@ class Pager:
         self._updates = BackwardUpdates()
         self.step_trace = StepTrace.of(store)
         self.step_trace.prefetch = self._prefetch = config.prefetch
+        self.step_trace.leave_out(unit.key for unit in self.units if unit.plan.of_expert)
         self._trimmer = Trimmer(pool, max((placement.nbytes for placement in self.placements), default=0))
         self._watch()
         self.splitter = (
@@ -459,6 +460,11 @@ class Pager:
             for unit in reversed(held):
                 self._drop(unit)
 
+    def coming(self, parameters: Collection[torch.Tensor]) -> None:
+        """Have the store read the units of ``parameters`` at once that are used next, one after the other."""
+        if self._prefetch == "on":
+            self.store.prefetch([unit.key for unit in self._units_of(parameters) if not unit.held])
+
     def _refuse_another_thread(self) -> None:
         if self._thread == threading.get_ident() or in_backward():  # which runs in threads of its own for some devices
             return
@@ -528,10 +534,11 @@ class Pager:
 
     def start_anew(self) -> None:
         """Do as ``start``, and reset also where a unit is held, which nobody may do outside of forward and backward."""
-        gathered = self._gathered()
-        if any(unit.in_hand and unit not in gathered for unit in self.units) and not self.computing:
-            self.reset()
-        self.start()
+        if not self.computing:  # asked first: a model with many experts has thousands of units
+            gathered = self._gathered()
+            if self.phase is not Phase.IDLE or any(unit.in_hand and unit not in gathered for unit in self.units):
+                self.reset()
+        self.intent.ready()
 
     def reset(self) -> None:
         """Let go of everything, also what an exception or Ctrl-C left held. The next forward starts from nothing.

@@ -318,6 +318,11 @@ class UnitPlan:
         return parts
 
     @property
+    def of_expert(self) -> bool:
+        """Return whether this is an expert of a mixture, which is used by the tokens that are routed to it."""
+        return any(one.sliced is not None and one.sliced.rows is None for one in self.placements)
+
+    @property
     def converted(self) -> bool:
         return any(placement.stored is not placement.dtype for placement in self.placements)
 
