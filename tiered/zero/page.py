@@ -279,8 +279,8 @@ def page(
     below the smallest that works for this model, or a memory cgroup leaves less than this may take beside it (the message says
     how much that is), and what ``param_init_fn`` and the store raise. Then the model is as before, and ``page`` may be tried
     again; only what ``existing="overwrite"`` had to overwrite may be gone (and, with several processes, the values of
-    parameters), what a ``policy`` stores as another type may be rounded, and where reading ``weights`` failed in between,
-    some parameters may have their values from there.
+    parameters), what a ``policy`` stores as another type, or quantises, may be rounded, and where reading ``weights`` failed
+    in between, some parameters may have their values from there.
     """
     options = _Options(
         name=name,
@@ -545,7 +545,8 @@ def _refuse_small_pool(
     time, wherever they happen to lie. Where units divide the batch, a piece of the saved activations has to fit, too; and the
     largest unit twice more, for it may lie in the middle. One of several ranks has what it gathers or sends of a unit beside
     what it receives, and its share."""
-    sizes = [-(-unit.nbytes // 4096) * 4096 for unit in plan.units]
+    beside = store.access is Access.READ  # then what is converted is in memory beside the pool
+    sizes = [-(-(unit.stored_nbytes if beside and unit.converted else unit.nbytes) // 4096) * 4096 for unit in plan.units]
 
     def deepest(module: nn.Module, above: frozenset[int]) -> int:
         here = above | frozenset(plan.held.get(module, ()))
@@ -553,6 +554,7 @@ def _refuse_small_pool(
 
     together = deepest(model, frozenset()) if sizes else 0
     converted = max((unit.stored_nbytes for unit in plan.units if unit.converted), default=0)  # it is there twice meanwhile
+    converted = 0 if beside else converted
     together += (max(sizes, default=0) if shares == 1 else 4 * max(sizes, default=0)) + converted
     if micro_batch > 1:
         together += 2 * max(sizes, default=0)
@@ -650,10 +652,12 @@ class _Adoption:
                 self._materialise(owner[parameter])
             if self.pretrained is not None:
                 self.pretrained.fill(placement, memory)
-            elif parameter in self.staged:
-                self.window.copy_to(placement.stored_view(memory), self.staged[parameter], at)
             else:
-                placement.stored_view(memory).copy_(parameter if sliced is None else parameter[at])
+                with placement.filling(memory) as target:
+                    if parameter in self.staged:
+                        self.window.copy_to(target, self.staged[parameter], at)
+                    else:
+                        target.copy_(parameter if sliced is None else parameter[at])
             self.stored.setdefault(parameter, []).append((key, placement, parameter.device))
             placement.parameter.data = _nothing(placement.shape, placement.dtype, self.store.device)
             if sliced is not None and placement.number == len(sliced.slices) - 1:  # the last to be stored
@@ -708,7 +712,7 @@ class _Adoption:
             value = value if stride is None else torch.empty_strided(shape, stride, dtype=first.dtype, device=device)
             for key, placement, _ in parts:
                 with self.store.lease(key, tier="dram") as memory:
-                    (value if sliced is None else value[sliced.at(placement.number)]).copy_(placement.stored_view(memory))
+                    (value if sliced is None else value[sliced.at(placement.number)]).copy_(placement.values(memory))
                     del memory
             unpage(parameter, value)
             del value

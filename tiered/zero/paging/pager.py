@@ -213,6 +213,11 @@ class Pager:
         self.checkpoint, chunk = CheckpointRecord(store, name), plan.limits.chunk
         self.intent, self._leases = Intent(), Leases.of(store)
         updates, self._update_tier = in_update_tier(store, config.update_tier), config.update_tier
+        if plan.read_only:
+            for parameter in model.parameters():
+                parameter.requires_grad = False
+            for one in (one for sliced in plan.sliced.values() for one in sliced.slices):
+                one.requires_grad = False
         self.units = [Unit(store, updates, name, u, chunk, self.checkpoint, partition, self.intent) for u in plan.units]
         partition.joins(store)
         self.partition, self.gradient_sync = partition, gradient_sync(partition, self.units, pool)
@@ -428,6 +433,11 @@ class Pager:
     def recomputes(self) -> bool:
         """Return whether a part of forward is being computed again within backward."""
         return in_backward() and torch.is_grad_enabled()
+
+    def refuse_training(self) -> None:
+        """Raise MisuseError where the model is quantised."""
+        for unit in self.units:
+            unit.plan.refuse_writing()
 
     @contextmanager
     def accessing(
@@ -760,6 +770,7 @@ class Pager:
         for placement in unit.plan.placements:
             state = unit.gradients.states.get(placement)
             if placement.parameter.requires_grad and (state is None or state.hooks is None):
+                unit.plan.refuse_writing()
                 if state is None:
                     raise MisuseError(
                         f"parameter {placement.name!r} is {placement.dtype}: only real floating point can be trained"

@@ -47,6 +47,7 @@ from tiered.zero.paging.tensors.parameters import (
     _refuse_wrapper,
     _without_us,
     _writes,
+    asks_for_gradient,
     name_of,
 )
 
@@ -356,7 +357,10 @@ def _as_it_is(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, 
         if name in ("grad.__set__", "grad.__delete__"):
             return _set_gradient(first, args[1] if name == "grad.__set__" else None)
         if name in ("requires_grad.__set__", "requires_grad_"):
-            wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+            wanted = asks_for_gradient(name, args, kwargs)
+            owner = _handle(first).owner()
+            if wanted and owner is not None:
+                owner.refuse_training()
             for one in _slices(first):
                 one.requires_grad = wanted
     return _without_us(func, (), args, kwargs)
