@@ -86,6 +86,8 @@ def test_programs_run(page: Path, tmp_path: Path) -> None:
         if not block.why_not and all(find_spec(name) for name in block.libraries):
             printed = run(block, page, tmp_path)
             assert printed or page.name != "README.md", f"{page.name}:{block.line} shows nothing"
+            rows = [line for line in printed.splitlines() if line.startswith("| ")]
+            assert all(row in page.read_text().splitlines() for row in rows), f"{page.name}:{block.line} prints another table"
 
 
 def test_the_readmes_programs_are_short() -> None:

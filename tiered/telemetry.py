@@ -87,8 +87,8 @@ class StoreStatistics:
     is for write-backs or for the end of other leases; the times of several callers add up. ``wakes`` counts how often a call
     woke the engine's thread. ``prefetched`` counts fetches that no caller waited for when they began, one per link;
     ``prefetched_unused`` those that were evicted before their first use. ``speculated`` counts fetches for ``speculate``, one
-    per link: ``speculated_used`` of them were used, ``speculated_unused`` evicted before that. ``evictions`` counts copies that left a tier to make
-    room. ``tiers`` are from the top; ``links[i]`` joins ``tiers[i]`` and ``tiers[i + 1]``.
+    per link; of these ``speculated_used`` were used, and ``speculated_unused`` evicted before that. ``evictions`` counts copies
+    that left a tier to make room. ``tiers`` are from the top; ``links[i]`` joins ``tiers[i]`` and ``tiers[i + 1]``.
     """
 
     backend: str

@@ -125,7 +125,7 @@ WAYS: dict[str, Way] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.soak if way == "reentrant" else ()) for way in WAYS])
 def test_a_compiled_model_trains_as_in_memory(store: TieredStore, way: str) -> None:
     model = small(mode=way if way in ("checkpoint", "reentrant") else "plain")
     _, graphs = compare(store, WAYS[way], model=model, stance="default")
@@ -372,6 +372,7 @@ def test_a_model_that_was_compiled_before_it_is_paged(store: TieredStore) -> Non
         assert torch.equal(called(batch(0)), expected)
 
 
+@pytest.mark.soak
 def test_compiled_autograd(store: TieredStore) -> None:
     def way(model: Any, optimizer: torch.optim.Optimizer) -> Step:
         each_block(model)

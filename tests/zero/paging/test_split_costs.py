@@ -35,7 +35,7 @@ class Reads:
         monkeypatch.setattr(TransferQueues, "add", counting)
 
 
-@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("parts", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_parameters_are_read_twice_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
     """Forward, where the update happens on the way, and backward. Fetching ahead is off: it may read in vain."""
     reads = Reads(monkeypatch)

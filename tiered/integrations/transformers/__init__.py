@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tiered.integrations.transformers.experts import ExpertStatistics, RoutedExperts, routed_experts
     from tiered.integrations.transformers.kv_cache import TieredCache
     from tiered.integrations.transformers.pretrained import (
         from_pretrained,
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CommitCheckpoints",
+    "ExpertStatistics",
+    "RoutedExperts",
     "TieredCache",
     "TieredCallback",
     "TieredTrainer",
@@ -32,10 +35,12 @@ __all__ = [
     "open_tokenizer",
     "quietly",
     "reading_one_at_a_time",
+    "routed_experts",
 ]
 
 _ELSEWHERE = {
     **dict.fromkeys(("CommitCheckpoints", "TieredCallback", "TieredTrainer"), "training"),
+    **dict.fromkeys(("ExpertStatistics", "RoutedExperts", "routed_experts"), "experts"),
     "TieredCache": "kv_cache",
 }
 """The files of names that are not in ``pretrained``."""

@@ -28,7 +28,7 @@ __all__ = ["ExpertStatistics", "RoutedExperts", "around_experts", "routed_expert
 
 Speculate = Literal["on", "off"]
 CHOICES = "top_k_index"
-"""The argument of a module of experts that has the router's choices: tokens × experts of each."""
+"""The argument of a module of experts that has the router's choices: a row for each token."""
 DECAY = 0.8
 """Weight of a router's choices beside its next ones, in the share of tokens that chose an expert lately."""
 LIKELY = 0.5
@@ -159,7 +159,7 @@ def around_experts(model: _Model) -> _Model:
         own = [one for one in module._parameters.values() if one is not None]
         alike = [handle.slices for one in own if (handle := getattr(one, "_tiered", None)) is not None and _of_experts(handle)]
         if alike and CHOICES in signature.parameters:
-            module.forward = _around(module, found, found.add(module, alike), signature)  # type: ignore[method-assign]
+            module.forward = _around(module, found, found.add(module, alike), signature)
     if found.sizes:
         _routed[model] = found
     return model

@@ -477,13 +477,14 @@ class Pager:
     @contextmanager
     def holding(self, parameters: Collection[torch.Tensor]) -> Iterator[None]:
         """Hold the units of ``parameters`` for reading, all of which are fetched at the same time. Beyond a quarter of the
-        memory they are left to be held one by one, as they are used; so is what has an update to be applied.
+        memory they are left to be held one by one, as they are used, and beyond ``room`` where units in use are no memory of
+        the store; so is what has an update to be applied.
 
         For a part of forward that uses some of a module's parameters and knows which. Raises what ``hold`` raises.
         """
         chosen: list[torch.Tensor] = []
         keys: list[str] = []
-        left = self._pool // HELD
+        left = self.room if any(unit.plan.converted for unit in self.units_of(parameters)) else self._pool // HELD
         for parameter in parameters:
             unit = self.units_of([parameter])[0]
             if unit.key in keys:
@@ -503,6 +504,12 @@ class Pager:
             with self._leases.registered(self.store.lease(keys), keys):  # each unit's own lease is granted at once then
                 stack.enter_context(self.accessing(chosen, Access.READ))
             yield
+
+    def coming(self, parameters: Collection[torch.Tensor]) -> None:
+        """Have the store read the units of ``parameters`` at once that are used next, one after the other."""
+        keys = [unit.key for unit in self.units_of(parameters) if not unit.held]
+        if keys and self._prefetch == "on":
+            self.store.prefetch(keys)
 
     def _refuse_another_thread(self) -> None:
         if self._thread == threading.get_ident() or in_backward():  # which runs in threads of its own for some devices

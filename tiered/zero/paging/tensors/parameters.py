@@ -81,6 +81,10 @@ class ParameterOwner(Protocol):
         shows memory of these units."""
         ...
 
+    def coming(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Have the store read the units of ``parameters`` at once that are used next, one after the other."""
+        ...
+
     def version(self, parameter: torch.Tensor) -> int:
         """Return a number that changes when the values of ``parameter`` do."""
         ...

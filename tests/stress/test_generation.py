@@ -1,0 +1,125 @@
+"""Promise 4, of a model that generates: a read of weights that fails, comes short or brings other bytes is an error that names
+the tensor, the file and the place; the next call gives the tokens of the model in memory, in the same process."""
+
+from __future__ import annotations
+
+import errno
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
+
+from tests import programs  # noqa: E402
+from tests.stress.fusefs import FaultyDisk, Rule  # noqa: E402
+from tests.stress.tally import Tally, counts  # noqa: E402
+from tiered import TieredStore, TransferError  # noqa: E402
+from tiered.integrations.transformers import import_model, open_model  # noqa: E402
+from tiered.zero.paging.pager import pager_of  # noqa: E402
+
+PROMISE = "4 (errors are typed, the rest stays readable)"
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+SIZES = {"vocab_size": 500, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.2}
+FAULTS: dict[str, dict[str, Any]] = {
+    "EIO": {"effect": "error", "errno": errno.EIO, "times": -1},
+    "short": {"effect": "short", "moves": 0, "times": -1},
+    "another byte": {"effect": "flip", "times": -1},
+}
+
+
+@pytest.fixture(autouse=True)
+def small() -> Iterator[None]:
+    threads, level = torch.get_num_threads(), transformers.logging.get_verbosity()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    yield
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity(level)
+
+
+def model_of(family: str) -> Any:
+    torch.manual_seed(0)
+    if family == "llama":
+        return LlamaForCausalLM(LlamaConfig(num_hidden_layers=8, intermediate_size=384, **SIZES)).eval()
+    experts = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 384, "head_dim": 64}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(num_hidden_layers=3, **experts, **SIZES)).eval()
+
+
+def tokens(model: Any) -> list[int]:
+    given = {"attention_mask": torch.ones(1, 3, dtype=torch.int64), "pad_token_id": 0, "do_sample": False}
+    found: list[int] = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, **given)[0].tolist()
+    return found
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@counts(3, 60)
+def test_a_read_of_weights_fails(
+    disk: FaultyDisk, tmp_path: Path, family: str, fault: str, count: int, tally: Tally
+) -> None:
+    folder = disk.folder / f"{family}-{fault}-{count}".replace(" ", "-")
+    reference = model_of(family)
+    reference.save_pretrained(tmp_path / "model")
+    with TieredStore.open(folder, dram="48MiB") as store:
+        import_model(tmp_path / "model", store, largest_unit=600_000)
+        store.close()
+    with TieredStore.open(folder, dram="3MiB", access="read") as store:
+        model = open_model(store)
+        expected = tokens(reference)
+        assert tokens(model) == expected
+        units = {unit.key for unit in pager_of(model).units}
+        for number in range(count):
+            disk.add(Rule("read", name=r".*data.*", skip=number * 7 % 23, **FAULTS[fault]))
+            with pytest.raises(TransferError) as caught:
+                tokens(model)
+            (fired,) = disk.clear()
+            tally.count(fault, fired)
+            error = caught.value
+            assert error.key in units
+            assert repr(error.key) in str(error)
+            assert str(folder) in error.path
+            assert re.search(r"\d", str(error))
+            assert tokens(model) == expected, "the next call works"
+
+
+READER = """if True:
+    import sys, torch
+    from tiered import TieredStore
+    from tiered.integrations.transformers import open_model
+    torch.set_num_threads(1)
+    with TieredStore.open(sys.argv[1], dram="3MiB", access="read") as store:
+        model = open_model(store)
+        class Told:
+            def put(self, made): print("token", flush=True)
+            def end(self): pass
+        ids = torch.tensor([[1, 2, 3]])
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=500, do_sample=False, streamer=Told())
+"""
+
+
+def test_a_reader_that_is_killed_leaves_the_store_as_it_was(tmp_path: Path) -> None:
+    """In the middle of a token, beside another reader."""
+    reference = model_of("llama")
+    reference.save_pretrained(tmp_path / "model")
+    with TieredStore.open(tmp_path / "store", dram="48MiB") as store:
+        import_model(tmp_path / "model", store, largest_unit=600_000)
+        store.close()
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*") if path.is_file()}
+    command = [sys.executable, "-c", READER, str(tmp_path / "store")]
+    with programs.Popen(command, stdout=subprocess.PIPE, text=True, imported=programs.LIBRARIES) as child:
+        assert child.stdout is not None
+        for _ in range(4):
+            assert child.stdout.readline() == "token\n"
+        child.kill()
+    with TieredStore.open(tmp_path / "store", dram="3MiB", access="read") as store:
+        assert tokens(open_model(store)) == tokens(reference)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*") if path.is_file()} == files
+    TieredStore.open(tmp_path / "store", dram="3MiB").close()
