@@ -118,7 +118,7 @@ def make(options: argparse.Namespace) -> Any:
         common = torch.randn(width)
         common /= common.norm()
         model.model.embed_tokens.weight.normal_().add_(common * COMMON)
-        for layer in model.model.layers:  # which adds little to a hidden state: a router sees the embedding, of length sqrt(width)
+        for layer in model.model.layers:  # which adds little: a router sees the embedding, made as long as sqrt(width)
             router = layer.mlp.gate.weight
             router.normal_(std=SPREAD * length / width)
             router -= (router @ common)[:, None] * common
@@ -190,6 +190,7 @@ def measured(options: argparse.Namespace, folder: Path, memory: int, expected: d
     with TieredStore.open(folder / "store", dram=memory, access="read") as store:
         model = open_model(store)
         experts = routed_experts(model)
+        experts.likely = options.likely
         always = sum(unit.plan.stored_nbytes for unit in pager_of(model).units if not unit.plan.of_expert)
         each = experts.sizes[0][0]
         choices = experts.recorded = []
@@ -230,8 +231,8 @@ def measured(options: argparse.Namespace, folder: Path, memory: int, expected: d
 
 
 def slope(choices: Choices) -> float:
-    """Return the exponent of the law by which experts were chosen: the slope of log frequency over log rank, all layers together,
-    of the ranks that together have 90 % of the choices."""
+    """Return the exponent of the law by which experts were chosen: the slope of log frequency over log rank, of all layers
+    together, and of the ranks that together have 90 % of the choices."""
     counts: dict[tuple[int, int], int] = {}
     for layer, experts in choices:
         for expert in experts:
@@ -258,11 +259,12 @@ def main() -> int:
     parser.add_argument("--inner", type=count, help="width of an expert (default: 3/8 of --width)")
     parser.add_argument("--experts", type=count, default=64, help="of a layer (default: %(default)s)")
     parser.add_argument("--used", type=count, default=8, help="experts that a token uses in a layer (default: %(default)s)")
-    parser.add_argument("--share", type=float, action="append", help="of the model's bytes in memory (default: 0.25, 0.5, 0.75)")
+    parser.add_argument("--share", type=float, action="append", help="of the bytes in memory (default: 0.25, 0.5, 0.75)")
     parser.add_argument("--tokens", type=count, default=24, help="of a segment (default: %(default)s)")
     parser.add_argument("--warm", type=count, default=60, help="tokens before anything counts (default: %(default)s)")
     parser.add_argument("--between", type=count, default=8, help="other tokens between segments (default: %(default)s)")
     parser.add_argument("--rounds", type=count, default=4, help="segments with and without speculation (default: %(default)s)")
+    parser.add_argument("--likely", type=float, default=0.5, help="speculate on experts of that share (default: %(default)s)")
     parser.add_argument("--threads", type=count, default=2)
     parser.add_argument("--import-dram", type=size, default=2 << 30, help="memory of the import (default: 2 GiB)")
     options = parser.parse_args()
@@ -297,12 +299,12 @@ def main() -> int:
             if head:
                 print(
                     f"\n{weights / 1e9:.2f} GB of weights in fp32, {found['always'] / MB:.0f} MB of them used by each token; "
-                    f"{options.layers} layers of {options.experts} experts of {found['each'] / MB:.2f} MB, {options.used} used a "
-                    f"token; choices fall off by rank with exponent {found['slope']:.2f}\n"
+                    f"{options.layers} layers of {options.experts} experts of {found['each'] / MB:.2f} MB, {options.used} used "
+                    f"a token; choices fall off by rank with exponent {found['slope']:.2f}\n"
                 )
                 print(
-                    "| memory | speculation | ms a token | read MB a token | missed MB | ratio | routed MB | hits | LRU | optimum "
-                    "| demand reads | p99 ms | speculative | used |"
+                    "| memory | speculation | ms a token | read MB a token | missed MB | ratio | routed MB | hits | LRU "
+                    "| optimum | demand reads | p99 ms | speculative | used |"
                 )
                 print("|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
                 head = False
@@ -311,9 +313,9 @@ def main() -> int:
                 read, missed, routed = (value / side.tokens / MB for value in (side.read, side.missed, side.routed))
                 print(
                     f"| {share:.0%} | {kind} | {1e3 * statistics.median(side.seconds):.0f} | {read:.1f} | {missed:.1f} | "
-                    f"{read / missed if missed else 0:.2f} | {routed:.1f} | {side.hits / side.chosen:.3f} | {found['lru']:.3f} | "
-                    f"{found['belady']:.3f} | {len(side.waits)} | {1e3 * percentile(side.waits, 0.99):.1f} | "
-                    f"{side.speculated} | {used} |",
+                    f"{read / missed if missed else 0:.2f} | {routed:.1f} | {side.hits / side.chosen:.3f} | "
+                    f"{found['lru']:.3f} | {found['belady']:.3f} | {len(side.waits)} | "
+                    f"{1e3 * percentile(side.waits, 0.99):.1f} | {side.speculated} | {used} |",
                     flush=True,
                 )
     print(f"\n{'the tokens differ from those in memory' if wrong else 'all tokens are those of the model in memory'}")

@@ -301,6 +301,38 @@ def test_urgent_blocks_go_first_and_equals_in_order_of_arrival() -> None:
     assert order == ["w1"] * 2 + ["d1"] * 3 + ["d2"] * 3 + ["p1"] * 3 + ["w1"] + ["w2"] * 3
 
 
+def test_a_speculative_read_has_one_block_in_flight_and_none_beside_others() -> None:
+    fake = manual(depth=8)
+
+    def start(urgency: Urgency) -> int:
+        upper, lower = fake.pair(3 * MIB)
+        fake.file.extend(bytes(max(0, lower.offset + lower.nbytes - len(fake.file))))
+        transfer = fake.loop.transfer(Direction.UP, upper, lower, 3 * MIB, urgency)
+        assert fake.link.start(transfer)
+        return transfer.tag
+
+    def step() -> list[int]:
+        fake.backend.complete(next(iter(fake.backend.pending)))
+        return [completion.tag for completion in fake.link.poll(0)]
+
+    speculative = start(Urgency.SPECULATIVE)
+    assert len(fake.backend.pending) == 1
+    assert not step()
+    assert len(fake.backend.pending) == 1
+    demand = start(Urgency.DEMAND)
+    assert len(fake.backend.pending) == 4, "the demand finds one block before it"
+    assert not step()
+    assert len(fake.backend.pending) == 3, "and no other begins beside it"
+    assert [tag for _ in range(3) for tag in step()] == [demand]
+    assert len(fake.backend.pending) == 1
+    assert step() == [speculative]
+    other = start(Urgency.SPECULATIVE)
+    assert len(fake.backend.pending) == 1
+    fake.link.promote(other, Urgency.DEMAND)
+    assert len(fake.backend.pending) == 3, "who waits for it has all of the link"
+    assert [tag for _ in range(3) for tag in step()] == [other]
+
+
 def test_promotion_overtakes() -> None:
     fake = manual(depth=1)
     slots = [fake.pair(2 * MIB) for _ in range(3)]

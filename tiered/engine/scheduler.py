@@ -243,12 +243,11 @@ class Scheduler:
         if self._nothing_new(tier, nbytes, ticket):
             return None
         acceptable = self._acceptable(tier, ticket)
-        order, chosen = state.order, None
-        planned = order is not None and order.plans(tier)
-        plans_all = planned and order is not None and not order.plan.counts_others
+        planned = state.order is not None and state.order.plans(tier)
+        chosen = None
         if planned:
             chosen = pool.enough(nbytes, [copy for copy in state.dropped_by_plan(tier) if acceptable(copy)])
-        if chosen is None and not (plans_all and ticket.needed_at is not None):
+        if chosen is None and not (planned and ticket.needed_at is not None):
             chosen = pool.victims(nbytes, lambda copy: copy.evictability is not Evictability.FRESH and acceptable(copy))
         if chosen is None and not ticket.urgency.ahead:
             chosen = pool.victims(nbytes, acceptable)

@@ -418,10 +418,6 @@ class FollowedOrder:
         policy = self.planned[tier] if tier < len(self.planned) else None
         return policy is None or policy.drops(key) or self.plan.next_use(key) == NEVER
 
-    def drops(self, key: Key, tier: int) -> bool:
-        """Whether the plan drops ``key`` from ``tier``: it may leave before every other copy."""
-        return self.may_take_room_of(key, tier) and (not self.plan.counts_others or self.plan.next_use(key) < NEVER)
-
     def writes_behind(self, key: Key, tier: int) -> bool:
         """Whether the plan drops ``key`` from ``tier`` before its next use, and that use needs its bytes."""
         if tier >= len(self.rooms) or (policy := self.planned[tier]) is None or not policy.drops(key):
@@ -534,7 +530,7 @@ class EngineState:
         if evictability is Evictability.DIRTY and self.writes_behind(copy):
             self.dropped_dirty[tier, copy.key] = copy
             self.writeback_due = True
-        if evictability is Evictability.CLEAN and copy.state is not State.EMPTY and order.drops(copy.key, tier):
+        if evictability is Evictability.CLEAN and copy.state is not State.EMPTY and order.may_take_room_of(copy.key, tier):
             self._dropped_clean[tier][copy.key] = copy
         else:
             self._dropped_clean[tier].pop(copy.key, None)

@@ -299,7 +299,7 @@ class TieredStore:
 
     @from_here
     def present(self, keys: Iterable[Key], *, tier: str | None = None) -> set[Key]:
-        """Return those of ``keys`` whose bytes are in ``tier`` (default: the top one) now. Moves nothing, and waits for nothing.
+        """Return those of ``keys`` whose bytes are in ``tier`` (default: the top one) now. Nothing is moved, or waited for.
 
         Others are further down, on their way, or not in the store. Raises MisuseError for a tier that the store does not have.
         """

@@ -33,6 +33,8 @@ DECAY = 0.8
 """Weight of a router's choices beside its next ones, in the share of tokens that chose an expert lately."""
 LIKELY = 0.5
 """Least share of an expert that is fetched before the router has chosen it."""
+FORGOTTEN = 0.001
+"""Share of an expert below which it is counted no longer."""
 _Model = TypeVar("_Model")
 
 
@@ -60,14 +62,15 @@ class ExpertStatistics:
 
 
 class RoutedExperts:
-    """The experts of one model. ``speculate``: whether likely experts of the next layer are fetched before its router chooses.
-    """
+    """The experts of one model. ``speculate``: whether experts of the next layer are fetched before its router chooses, those
+    that at least the share ``likely`` of its last choices had ("off"). ``recorded``: where it is a list, each choice is added
+    to it, as layer and experts."""
 
     def __init__(self, pager: Pager) -> None:
         self._pager = weakref.ref(pager)
         self.speculate: Speculate = "off"
+        self.likely = LIKELY
         self.recorded: list[tuple[int, tuple[int, ...]]] | None = None
-        """Where it is a list, each choice is added to it: layer and experts."""
         self._layers: list[_Layer] = []
         self._hits = self._misses = self._hit_bytes = self._missed_bytes = 0
 
@@ -125,7 +128,7 @@ class RoutedExperts:
             return
         layer.chosen(chosen)
         after = self._layers[(layer.number + 1) % len(self._layers)]
-        if likely := after.likely():
+        if likely := after.likely(self.likely):
             pager.store.speculate([after.keys[index] for index in likely])
 
 
@@ -138,13 +141,13 @@ class _Layer:
 
     def chosen(self, indices: Sequence[int]) -> None:
         """Note the experts of a choice."""
-        self._shares = {index: share * DECAY for index, share in self._shares.items() if share > LIKELY / 100}
+        self._shares = {index: share * DECAY for index, share in self._shares.items() if share > FORGOTTEN}
         for index in indices:
             self._shares[index] = self._shares.get(index, 0.0) + 1 - DECAY
 
-    def likely(self) -> list[int]:
-        """Return the experts that at least LIKELY of the last choices had, the most likely first."""
-        found = [(share, index) for index, share in self._shares.items() if share >= LIKELY]
+    def likely(self, least: float) -> list[int]:
+        """Return the experts that at least so large a share of the last choices had, the largest share first."""
+        found = [(share, index) for index, share in self._shares.items() if share >= least]
         return [index for _, index in sorted(found, reverse=True)]
 
 
