@@ -6,7 +6,7 @@
 The model has random weights in fp32, and routers that prefer some experts: expert r of a layer is chosen as if drawn by Zipf's
 law, 1 / r ** 1.1, anew for each token (a common part of all hidden states, which each router maps to the logarithm of that law,
 and random weights of the spread that a draw without replacement has). It is imported, and opened with each share of its bytes
-as memory. After a warm-up, tokens are made with and without speculation, in turn.
+as memory. After a warm-up, tokens are made with and without speculation, in turn; the first of each prompt is not counted.
 
 - "read" is what the store read a token; "missed" is what of the chosen experts was not in memory when the router chose it,
   which is (1 - hit rate) x the bytes of all chosen experts; "ratio" is read / missed.
@@ -22,12 +22,13 @@ The tokens are compared with those of the model in memory; the program exits wit
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import statistics
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,13 +52,14 @@ Choices = Sequence[tuple[int, tuple[int, ...]]]
 """Layer and experts of each choice, in order."""
 
 
-def lru(choices: Choices, room: int, begin: int) -> float:
-    """Return the hit rate of choices from the ``begin``-th on, in room for so many experts."""
+def lru(choices: Choices, room: int, counted: Sequence[range]) -> float:
+    """Return the hit rate of the choices that are ``counted``, by number, in room for so many experts."""
+    numbers = {number for span in counted for number in span}
     kept: OrderedDict[tuple[int, int], None] = OrderedDict()
     hits = asked = 0
     for number, (layer, experts) in enumerate(choices):
         mine = [(layer, expert) for expert in experts]
-        if number >= begin:
+        if number in numbers:
             hits, asked = hits + sum(one in kept for one in mine), asked + len(mine)
         for one in mine:
             kept[one] = None
@@ -67,8 +69,9 @@ def lru(choices: Choices, room: int, begin: int) -> float:
     return hits / asked if asked else 1.0
 
 
-def belady(choices: Choices, room: int, begin: int) -> float:
-    """Return the highest hit rate that anyone could have, who knows all choices."""
+def belady(choices: Choices, room: int, counted: Sequence[range]) -> float:
+    """Return the same for who knows all choices, and has the fewest misses of them."""
+    numbers = {number for span in counted for number in span}
     following: list[list[float]] = [[] for _ in choices]
     seen: dict[tuple[int, int], int] = {}
     for number in range(len(choices) - 1, -1, -1):
@@ -79,7 +82,7 @@ def belady(choices: Choices, room: int, begin: int) -> float:
     hits = asked = 0
     for number, (layer, experts) in enumerate(choices):
         mine = [(layer, expert) for expert in experts]
-        if number >= begin:
+        if number in numbers:
             hits, asked = hits + sum(one in kept for one in mine), asked + len(mine)
         kept.update(zip(mine, following[number], strict=True))
         for one in sorted(kept, key=lambda one: -kept[one])[: max(0, len(kept) - max(room, len(mine)))]:
@@ -140,7 +143,6 @@ class Side:
     routed: int = 0
     speculated: int = 0
     used: int = 0
-    unused: int = 0
     waits: list[float] = field(default_factory=list)
 
 
@@ -169,13 +171,19 @@ def generate(model: Any, tokens: int, seed: int, streamer: Any = None) -> list[i
 
 
 class Marks:
-    """Takes the times of tokens."""
+    """Takes the times of tokens; ``seen`` is what ``look`` returned at the first one, whose prompt uses nearly all experts."""
 
-    def __init__(self) -> None:
+    def __init__(self, look: Callable[[], Any]) -> None:
+        self._look, self._given = look, 0
+        self.seen: Any = None
         self.times: list[float] = []
 
     def put(self, tokens: Any) -> None:
-        self.times.append(time.perf_counter())
+        self._given += 1
+        if self._given == 2:  # the prompt comes before it
+            self.seen = self._look()
+        if self._given >= 2:
+            self.times.append(time.perf_counter())
 
     def end(self) -> None:
         pass
@@ -195,20 +203,21 @@ def measured(options: argparse.Namespace, folder: Path, memory: int, expected: d
         each = experts.sizes[0][0]
         choices = experts.recorded = []
         wrong = generate(model, options.warm, 0) != expected[0]
-        begin = len(choices)
+        counted: list[range] = []
         sides = {"off": Side(), "on": Side()}
         for number in range(options.rounds):
-            turn = ("off", "on") if number % 2 == 0 else ("on", "off")
-            for kind in turn:
-                side, marks = sides[kind], Marks()
+            for kind in ("off", "on") if number % 2 == 0 else ("on", "off"):
+                side = sides[kind]
                 experts.speculate = kind
-                before, then = experts.statistics(), store.statistics()
+                marks = Marks(lambda: (experts.statistics(), store.statistics(), len(choices), time.monotonic()))
                 with store.timeline() as timeline:
-                    # the same tokens in both, after others in between: what was read for one does not serve the other
+                    # the same tokens in both, with others in between: what was read for the one does not serve the other
                     wrong |= generate(model, options.tokens, 1 + number, marks) != expected[1 + number]
+                before, then, begin, since = marks.seen
                 after, now = experts.statistics(), store.statistics()
-                side.tokens += options.tokens
-                side.seconds += [b - a for a, b in zip(marks.times[1:], marks.times[2:], strict=False)]
+                counted.append(range(begin, len(choices)))
+                side.tokens += options.tokens - 1
+                side.seconds += [b - a for a, b in itertools.pairwise(marks.times)]
                 side.read += now.links[-1].up.bytes - then.links[-1].up.bytes
                 side.hits += after.hits - before.hits
                 side.chosen += after.hits + after.misses - before.hits - before.misses
@@ -216,17 +225,16 @@ def measured(options: argparse.Namespace, folder: Path, memory: int, expected: d
                 side.routed += after.hit_bytes + after.missed_bytes - before.hit_bytes - before.missed_bytes
                 side.speculated += after.speculated - before.speculated
                 side.used += after.speculated_used - before.speculated_used
-                side.unused += after.speculated_unused - before.speculated_unused
                 side.waits += [
                     one.ended - one.queued
                     for one in timeline.transfers
-                    if one.direction is Direction.UP and one.urgency is Urgency.DEMAND
+                    if one.direction is Direction.UP and one.urgency is Urgency.DEMAND and one.queued >= since
                 ]
                 experts.speculate = "off"
                 generate(model, options.between, 1000 + number)
         room = (store.statistics().tiers[0].capacity - always) // each
         found = {"sides": sides, "wrong": wrong, "room": room, "always": always, "each": each}
-        found |= {"lru": lru(choices, room, begin), "belady": belady(choices, room, begin), "slope": slope(choices)}
+        found |= {"lru": lru(choices, room, counted), "belady": belady(choices, room, counted), "slope": slope(choices)}
         return found
 
 

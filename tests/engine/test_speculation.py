@@ -65,7 +65,7 @@ def test_demands_and_prefetches_overtake_it() -> None:
     rig.lease("a")
     assert queued(rig) == [("a", UP, Urgency.DEMAND), ("x", UP, Urgency.SPECULATIVE)]
     rig.lease("x")
-    assert {one[0]: one[2] for one in queued(rig)} == {"a": Urgency.DEMAND, "x": Urgency.DEMAND}, "who needs it makes it a demand"
+    assert {one[0]: one[2] for one in queued(rig)} == {"a": Urgency.DEMAND, "x": Urgency.DEMAND}, "who needs it hurries it"
     rig.wind_down()
     assert rig.state.speculated == rig.state.speculated_used == 1
 
