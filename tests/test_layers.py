@@ -43,7 +43,7 @@ TREE: dict[str, tuple[str, ...]] = {
     "zero.build": ("staging", "construct"),
     "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors"),
     "integrations": ("saves", "kept", "transformers", "axolotl", "accelerate", "lightning"),
-    "integrations.transformers": ("pretrained", "training", "kv_layer", "kv_record", "kv_model", "kv_cache"),
+    "integrations.transformers": ("experts", "pretrained", "training", "kv_layer", "kv_record", "kv_model", "kv_cache"),
     "cli": (
         *("arguments", "stop", "measure", "output", "machine", "info", "stores", "train", "generate", "bench", "completion"),
         *("main",),

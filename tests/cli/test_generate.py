@@ -148,6 +148,11 @@ def test_text_is_that_of_the_model_in_memory(
         assert "one more GiB (--dram 1.0GiB) would bring " in shown.err
     assert 0 <= told["hit_share"] <= 1
     assert (told["expert_bytes"] > 0) == name.startswith("moe")
+    assert (told["experts"] is not None) == name.startswith("moe")
+    assert ("of those that the routers chose were in memory" in shown.err) == name.startswith("moe")
+    if told["experts"] is not None:
+        assert told["experts"]["hits"] + told["experts"]["misses"] >= 4 * 2 * len(told["tokens"])
+        assert 0 < told["experts"]["hit_share"] < 1
     assert (told["window_bytes"] is None) == (name.startswith("moe") or told["weights_bytes"] <= 1 << 20)
 
 

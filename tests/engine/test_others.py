@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.rig import Rig
 from tiered import MisuseError, TieredStore
 from tiered.engine.policy import DECAY, LEAST, NEVER, OTHERS, NextUse, Plan, Touch
 
@@ -119,3 +120,17 @@ def test_the_frequent_ones_stay(tmp_path: Path) -> None:
 def test_another_word_is_refused(tmp_path: Path) -> None:
     with TieredStore.open(tmp_path / "store", dram="2MiB") as store, pytest.raises(MisuseError, match="'recency' or 'freq"):
         store.follow(["a"], others="size")  # type: ignore[arg-type]
+
+
+def test_what_is_computed_between_touches_of_the_order_is_added_up() -> None:
+    """Also where tensors outside the order are touched in between."""
+    rig = Rig(40, 400)
+    rig.engine.follow([Touch("a"), Touch("b")], lambda plan: [NextUse.along(plan, 0.0, None, "frequency")], [8])
+    ahead = rig.engine.read_ahead
+    assert ahead is not None
+    plan = ahead.order.plan
+    for key, asked, granted in (("a", 0, 1), ("x", 3, 4), ("y", 8, 8), ("b", 9, 10), ("z", 12, 13), ("a", 16, 16)):
+        plan.happened(key)
+        ahead.touched(asked, granted)
+    assert [plan.seconds_before(position) for position in range(3)] == [0, 2 + 4 + 1, 7 + 2 + 3]
+    rig.wind_down()

@@ -110,6 +110,7 @@ def _made(
     from tiered.cli.generate.text import text_of
     from tiered.integrations.kept import TOKENIZER, kept_file, only_model
     from tiered.integrations.transformers import open_model
+    from tiered.integrations.transformers.experts import expert_statistics
 
     name = parsed.name or only_model(store)
     model = open_model(store, name=name)
@@ -134,7 +135,7 @@ def _made(
     weights, routed = _sizes(model)
     return Summary(
         name, len(prompt), streamer.tokens, streamer.text, opened, streamer.first, streamer.rest, weights, routed,
-        store.statistics().tiers[0].capacity,
+        store.statistics().tiers[0].capacity, expert_statistics(model),
     )
 
 

@@ -7,13 +7,16 @@ With weights of W bytes, C bytes of memory and reads ahead that take some of it 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from tiered import TieredStore
 from tiered.cli.measure import GIB
 from tiered.cli.output import counted, duration, rate, rate_unit
 from tiered.types import format_size
+
+if TYPE_CHECKING:
+    from tiered.integrations.transformers.experts import ExpertStatistics
 
 __all__ = ["Pace", "Pacer", "Summary", "describe", "live_line"]
 
@@ -75,7 +78,8 @@ def live_line(pace: Pace, tokens: int, wanted: int) -> str:
 @dataclass(frozen=True)
 class Summary:
     """A generation: ``first`` is up to its first token, ``rest`` the tokens after it. ``weights``: bytes of all parameters in
-    the store; ``routed``: those of experts, of which a token uses some. ``memory``: the store's budget."""
+    the store; ``routed``: those of experts, of which a token uses some. ``memory``: the store's budget. ``experts``: what
+    was counted of these, the prompt included."""
 
     model: str
     prompt: int
@@ -87,6 +91,7 @@ class Summary:
     weights: int
     routed: int
     memory: int
+    experts: ExpertStatistics | None = None
 
     @property
     def seconds(self) -> float | None:
@@ -137,6 +142,7 @@ class Summary:
             "read_bytes_per_second": self.rest.read_rate or self.first.read_rate,
             "weights_bytes": self.weights,
             "expert_bytes": self.routed,
+            "experts": None if self.experts is None else {**asdict(self.experts), "hit_share": self.experts.hit_share},
             "memory_bytes": self.memory,
             "window_bytes": self.window,
             "seconds_with_one_more_gib": self.with_more(GIB),
@@ -160,6 +166,11 @@ def describe(summary: Summary) -> str:
             f"          computing {duration(summary.compute)}, waiting for the store "
             f"{duration(rest.stalled / rest.tokens)} a token; {rest.hit_share:.0%} of leases waited for nothing",
         ]
+    if (experts := summary.experts) is not None:
+        lines.append(
+            f"experts   {experts.hit_share:.0%} of those that the routers chose were in memory, {experts.hits:,} of "
+            f"{experts.hits + experts.misses:,}, with the prompt's"
+        )
     if summary.window is not None:
         lines.append(
             f"          weights less memory are {_amount(summary.weights - summary.memory)}; what was read beyond that, "

@@ -24,7 +24,7 @@ from tiered import MisuseError
 from tiered.zero.paging.pager import Pager, pager_of
 from tiered.zero.paging.tensors.compiling import passed, uncompiled
 
-__all__ = ["ExpertStatistics", "RoutedExperts", "around_experts", "routed_experts"]
+__all__ = ["ExpertStatistics", "RoutedExperts", "around_experts", "expert_statistics", "routed_experts"]
 
 Speculate = Literal["on", "off"]
 CHOICES = "top_k_index"
@@ -195,6 +195,12 @@ def routed_experts(model: nn.Module) -> RoutedExperts:
     if found is None:
         raise MisuseError("this model has no experts that are read one by one, or open_model did not return it")
     return found
+
+
+def expert_statistics(model: nn.Module) -> ExpertStatistics | None:
+    """Return the counters of a model's experts; None for a model without experts that are read one by one."""
+    found = _routed.get(model)
+    return None if found is None else found.statistics()
 
 
 _routed: weakref.WeakKeyDictionary[nn.Module, RoutedExperts] = weakref.WeakKeyDictionary()
