@@ -27,7 +27,7 @@ def followed(rig: Rig, order: str, rounds: list[str]) -> None:
 
 
 def speculate(rig: Rig, *keys: str) -> None:
-    rig.engine.hint(keys, 0, Urgency.SPECULATIVE)
+    rig.hint(*keys, urgency=Urgency.SPECULATIVE)
 
 
 def test_one_at_a_time_and_only_where_nothing_else_comes_up() -> None:
