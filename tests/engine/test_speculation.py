@@ -99,6 +99,7 @@ def test_nothing_leaves_for_it_that_is_expected_sooner() -> None:
     speculate(rig, "x", "z")
     rig.settle()
     assert there() == {"a", "b", "v"}, "rounds use v more often, and z never"
+    assert not rig.engine.requests.waiting, "it is not tried again"
     lease = rig.lease("x")
     rig.settle()
     rig.end(lease)
