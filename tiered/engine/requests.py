@@ -365,7 +365,7 @@ class Prefetch(Request):
         while self._waiting:
             there = self._goes_on(scheduler, self._waiting[0])
             if there is _There.NOT_YET and self.urgency is Urgency.SPECULATIVE and self.full_tiers:
-                self._waiting.clear()  # nothing may leave for it; to look again after each change would cost more than it brings
+                self._waiting.clear()  # to look again after each change would cost more than it brings
                 break
             if there is _There.NOT_YET:
                 return False
