@@ -39,7 +39,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("reduction", "micro_batch", "pager"),
     ),
     "zero.paging.tensors": ("compiling", "parameters", "copies", "states", "sliced", "gradients"),
-    "zero.build": ("staging", "construct"),
+    "zero.build": ("staging", "construct", "deferred"),
     "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors"),
     "integrations": ("saves", "kept", "transformers", "axolotl", "accelerate", "lightning"),
     "integrations.transformers": ("pretrained", "training"),

@@ -1,7 +1,8 @@
 """Read pretrained models into a store, and open models that are in one.
 
-- ``from_pretrained`` reads weights into a store, a tensor at a time. ``transformers`` itself reads them, within ``zero.init``:
-  so its conversions (renamed keys, fused experts, a base model's weights in one with a head) are its own.
+- ``from_pretrained`` reads weights into a store. ``transformers`` itself loads them, so its conversions (renamed keys, fused
+  experts, a base model's weights in one with a head) are its own; but the files give it tensors whose values are read when
+  ``zero.page`` fills the units (``zero/build/deferred.py``). What it initialises waits in the store, within ``zero.init``.
 - ``import_model`` does so once and for all: ``open_model`` then opens the model without the folder that it came from.
 
 ``Trainer`` is not imported here: with what it brings, that takes seconds, which a program that generates would wait for.
@@ -12,17 +13,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, modeling_utils
 from transformers.utils import logging
 
 from tiered import Access, ManifestError, MisuseError, TieredStore, zero
 from tiered.integrations.kept import CONFIG, files_of, keep, kept_folder, only_model, opening_of
+from tiered.zero.build.deferred import CODES, Deferred, Files
 from tiered.zero.paging.pager import pager_of
 
 __all__ = ["UNIT", "from_pretrained", "import_model", "open_model", "open_tokenizer", "quietly", "reading_one_at_a_time"]
@@ -58,9 +61,10 @@ def from_pretrained(
     """Return the model in ``folder`` with its parameters in ``store``: ``cls.from_pretrained``, then ``zero.page``.
 
     ``cls``: ``AutoModelForCausalLM`` and the like, or a model's class. ``folder``: a local folder with ``config.json`` and
-    safetensors files, with or without an index. They are read a tensor at a time, and nothing is initialised first but what
-    the files lack (a new head, which ``transformers`` logs). At most an eighth of the store's DRAM budget is in memory beside
-    it, or one parameter with the tensors that it is made of.
+    safetensors files, with or without an index. Values are read once, from the files to their places in the store's units,
+    expert by expert where a parameter has several, and nothing is initialised first but what the files lack (a new head, which
+    ``transformers`` logs). At most an eighth of the store's DRAM budget is in memory beside it; or one parameter with what it
+    is made of, where ``transformers`` converts it by more than casts, transpositions, concatenations and stacks.
 
     ``prepare``: called with the model before it is paged; returns what is paged: ``lambda model: peft.get_peft_model(model,
     config)``. The place to resize embeddings, too.
@@ -71,7 +75,21 @@ def from_pretrained(
     Raises MisuseError (no such folder, no safetensors files, an adapter, a quantised model, an option that cannot be), what
     ``cls.from_pretrained`` raises, and what ``zero.init`` and ``zero.page`` raise.
     """
-    path = Path(folder)
+    with _read(cls, Path(folder), store, dtype, existing, prepare, options) as (model, paging):
+        return zero.page(model, store, name=name, existing=existing, **paging)
+
+
+@contextmanager
+def _read(
+    cls: Any,
+    path: Path,
+    store: TieredStore,
+    dtype: torch.dtype | str,
+    existing: str,
+    prepare: Callable[[Any], Any] | None,
+    options: dict[str, Any],
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Give the model in ``path`` as it is to be paged within the block, and those of ``options`` that are ``zero.page``'s."""
     for option, why in REFUSED.items():
         if options.get(option) is not None:
             raise MisuseError(f"{option}=: {why}")
@@ -87,15 +105,93 @@ def from_pretrained(
         if prepare is not None:
             with torch.device("meta"):
                 model = prepare(model)
-    else:
-        _refuse_pickled(path)
+        yield model, paging
+        return
+    _refuse_pickled(path)
+
+    def load() -> Any:
         with reading_one_at_a_time(), zero.init(store):
             model = cls.from_pretrained(path, config=config, dtype=dtype, local_files_only=True, **options)
             if getattr(model, "hf_quantizer", None) is not None:
                 raise MisuseError(f"{path}: {REFUSED['quantization_config']}")
-            if prepare is not None:
-                model = prepare(model)
-    return zero.page(model, store, name=name, existing=existing, **paging)
+            files.at_once = True
+            return model if prepare is None else prepare(model)
+
+    with Files() as files:
+        drawn = torch.get_rng_state()
+        try:
+            with _deferring(files):
+                model = load()
+        except Exception:
+            if not files.refused:
+                raise
+            model = None
+        if model is None:  # a conversion, or ``prepare``, writes to tensors of the files
+            torch.set_rng_state(drawn)
+            model = load()
+        yield model, paging
+
+
+@contextmanager
+def _deferring(files: Files) -> Iterator[None]:
+    """Have ``transformers``, in this thread, find deferred tensors in safetensors files."""
+    original = modeling_utils.safe_open
+    deferring.set(files)
+
+    def opened(path: Any, *given: Any, **options: Any) -> Any:
+        mine = deferring.get()
+        return original(path, *given, **options) if mine is None else _DeferredFile(mine.open(path))
+
+    modeling_utils.safe_open = opened
+    try:
+        yield
+    finally:
+        deferring.set(None)
+        modeling_utils.safe_open = original
+
+
+deferring: ContextVar[Files | None] = ContextVar("deferring", default=None)
+"""The files of the block that this thread reads a model in. ``transformers`` has one ``safe_open`` for all threads."""
+
+
+class _DeferredFile:
+    """What ``safe_open`` returns, as far as ``transformers`` uses it."""
+
+    def __init__(self, tensors: dict[str, Deferred]) -> None:
+        self._tensors = tensors
+
+    def __enter__(self) -> _DeferredFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def metadata(self) -> dict[str, str]:
+        return {"format": "pt"}
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_slice(self, name: str) -> _DeferredSlice:
+        return _DeferredSlice(self._tensors[name])
+
+    def get_tensor(self, name: str) -> Deferred:
+        return self._tensors[name]
+
+
+class _DeferredSlice:
+    """What ``get_slice`` returns."""
+
+    def __init__(self, tensor: Deferred) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._tensor[index]
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        return CODES[str(self._tensor.dtype).removeprefix("torch.")]
 
 
 def _refuse_folder(path: Path) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -154,6 +155,12 @@ class Placement:
     def stored_view(self, unit: torch.Tensor) -> torch.Tensor:
         """View this parameter in ``unit``, a uint8 tensor as it is in the store."""
         return self.stored_flat(unit, 0, self.numel).as_strided(self.shape, self.stride)
+
+    @contextmanager
+    def filling(self, unit: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Give a tensor of the parameter's shape for a block of code, which writes all of its values there; after the block
+        they are in ``unit`` as it is in the store."""
+        yield self.stored_view(unit)
 
 
 @dataclass(eq=False)
