@@ -11,12 +11,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from libaio_ext import build
 
+extensions = [build.kernels().distutils_extension(tmpdir="build/cffi")] if build.has_compiler() else []
 try:
     link = build.link_arguments()
 except build.CannotBuild as why:
     print(f"tiered: the libaio backend is not built: {why}; posix serves. To get it: {build.INSTALL}", file=sys.stderr)
-    setup()
 else:
-    extension = build.ffibuilder(link).distutils_extension(tmpdir="build/cffi")
-    extension.optional = True  # a compiler that fails after all costs the backend, not the package
-    setup(ext_modules=[extension])
+    extensions.append(build.ffibuilder(link).distutils_extension(tmpdir="build/cffi"))
+for extension in extensions:
+    extension.optional = True  # a compiler that fails after all costs the backend or the kernels, not the package
+setup(ext_modules=extensions)

@@ -1,4 +1,5 @@
-"""Describes the extension ``tiered.io._aio`` (cffi, API mode) to setup.py.
+"""Describes the extensions (cffi, API mode) to setup.py: ``tiered.io._aio``, and ``tiered.packing._unpack``, which needs a
+compiler alone.
 
 ``TIERED_LIBAIO`` says how libaio comes in: ``static``, ``shared``, ``off``, or ``auto`` (default): static where there is
 a libaio.a, else shared, and not at all where its header or the compiler is missing.
@@ -18,6 +19,7 @@ from cffi import FFI
 
 HERE = Path(__file__).resolve().parent
 MODULE = "tiered.io._aio"
+KERNELS = "tiered.packing._unpack"
 MODES = ("auto", "static", "shared", "off")
 
 # Compiled, linked and thrown away before the real build, so that what is missing is one line and not a compiler's page.
@@ -113,5 +115,29 @@ def ffibuilder(link: list[str]) -> FFI:
         depends=["libaio_ext/aio_ring.h", "libaio_ext/aio_ring.cdef.h"],
         extra_compile_args=["-std=gnu11", "-Wall", "-Wextra"],
         extra_link_args=link,
+    )
+    return ffi
+
+
+def has_compiler() -> bool:
+    """Whether there is a C compiler for ``kernels``, and Python's headers."""
+    try:
+        subprocess.run([*compiler(), "--version"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return any(Path(sysconfig.get_path(which), "Python.h").is_file() for which in ("include", "platinclude"))
+
+
+def kernels() -> FFI:
+    """cffi's side of the kernels that unpack quantised parameters. Without them torch computes the same bits."""
+    ffi = FFI()
+    ffi.cdef((HERE / "unpack.cdef.h").read_text())
+    ffi.set_source(
+        KERNELS,
+        '#include "unpack.h"',
+        sources=["libaio_ext/unpack.c"],
+        include_dirs=["libaio_ext"],
+        depends=["libaio_ext/unpack.h", "libaio_ext/unpack.cdef.h"],
+        extra_compile_args=["-std=gnu11", "-Wall", "-Wextra", "-O3", "-ffp-contract=off"],
     )
     return ffi

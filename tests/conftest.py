@@ -20,7 +20,7 @@ SLOW = (
     *("zero/test_wire.py", "stress/test_kill_ranks.py", "stress/test_ranks.py", "zero/checkpoint/test_checkpoint.py"),
     *("integrations/test_accelerate.py", "integrations/test_lightning.py"),
     *("zero/test_rank_trouble.py", "cli/train/test_resume.py", "cli/train/test_train.py", "stress/test_identity.py"),
-    *("integrations/test_transformers.py", "cli/test_generate.py"),
+    *("integrations/test_transformers.py", "integrations/test_kv_cache.py", "cli/test_generate.py"),
 )
 """Files that take ten seconds or more. A process that began one of them last would keep the others waiting."""
 

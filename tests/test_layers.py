@@ -30,6 +30,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("engine",),
     ),
     "store": ("lease", "commit", "at_rest", "opening", "store", "verify", "importing"),
+    "packing": ("quantised",),
     "zero": (
         *("intent", "leases", "collectives", "rank_stores", "paging", "build", "record", "resident_shard", "resident"),
         *("optimizer", "checkpoint", "page"),
@@ -42,7 +43,7 @@ TREE: dict[str, tuple[str, ...]] = {
     "zero.build": ("staging", "construct", "deferred"),
     "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors"),
     "integrations": ("saves", "kept", "transformers", "axolotl", "accelerate", "lightning"),
-    "integrations.transformers": ("pretrained", "training"),
+    "integrations.transformers": ("pretrained", "training", "kv_layer", "kv_record", "kv_model", "kv_cache"),
     "cli": (
         *("arguments", "stop", "measure", "output", "machine", "info", "stores", "train", "generate", "bench", "completion"),
         *("main",),
@@ -64,8 +65,11 @@ USES: dict[str, tuple[str, ...]] = {
     "links": ("", "format"),
     "engine": ("",),
     "store": ("", "format", "io", "tiers", "links", "engine"),
-    "zero": ("tiered", "errors", "types", "system", "store.at_rest", "format.safetensors", "format.safetensors_writer"),
-    "integrations": ("tiered", "store.at_rest", "zero"),
+    "packing": ("",),
+    "zero": (
+        *("tiered", "errors", "types", "system", "store.at_rest", "format.safetensors", "format.safetensors_writer", "packing"),
+    ),
+    "integrations": ("tiered", "store.at_rest", "zero", "packing"),
     "cli": ("tiered", "", "format", "io", "tiers", "links", "engine", "store", "zero", "data", "integrations"),
 }
 
@@ -82,6 +86,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "io.probe": "whether libaio works here, asked without importing it",
     "store.commit": "generations of an open store: commit, rollback, recovery",
     "zero.page": "the public calls on a whole model, beside training it",
+    "zero.paging.units": "which parameters are paged together, and where each lies",
     "zero.paging.gradients": "the gradients of one unit, from autograd to the update",
     "zero.paging.tensors.parameters": "what a parameter answers to torch while its values are in the store",
     "zero.paging.tensors.sliced": "what a sliced parameter and its gradient answer to torch",
@@ -91,7 +96,7 @@ LONG_OR_SHORT: dict[str, str] = {
 LONG, SHORT = 600, 60
 
 # Compiled, without a Python file.
-EXTENSIONS = {"io._aio": "io"}
+EXTENSIONS = {"io._aio": "io", "packing._unpack": "packing"}
 
 # Who must do without torch, so that crash trials start in milliseconds and I/O stays about bytes.
 WITHOUT_TORCH = ("", "format", "io", "engine", "tiers.nvme", "links.disk", "links.stand_in")

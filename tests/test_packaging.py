@@ -20,7 +20,7 @@ from libaio_ext import build
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile")
 FOLDERS = ("tiered", "libaio_ext", "docs", "tests", "bench")
-NOT_SOURCES = shutil.ignore_patterns("__pycache__", "*.so", "*.o", "*.egg-info", "_aio.c")
+NOT_SOURCES = shutil.ignore_patterns("__pycache__", "*.so", "*.o", "*.egg-info", "_aio.c", "_unpack.c")
 SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 
 USE = """
@@ -75,11 +75,12 @@ def wheel(sdist: Path) -> Path:
 
 def extensions() -> list[str]:
     """The compiled modules that a wheel has on this machine."""
+    found = [build.KERNELS] if build.has_compiler() else []
     try:
         build.link_arguments()
     except build.CannotBuild:
-        return []
-    return [build.MODULE]
+        return found
+    return [build.MODULE, *found]
 
 
 def test_the_sdist_has_license_docs_and_contract_suites(sdist: Path) -> None:
@@ -90,7 +91,7 @@ def test_the_sdist_has_license_docs_and_contract_suites(sdist: Path) -> None:
         assert wanted
         assert wanted <= names
     assert names >= set(SOURCES)
-    assert not [name for name in names if name.endswith((".so", ".pyc", "_aio.c"))]
+    assert not [name for name in names if name.endswith((".so", ".pyc", "_aio.c", "_unpack.c"))]
 
 
 def test_the_wheel_has_the_package_alone(wheel: Path) -> None:
@@ -101,9 +102,9 @@ def test_the_wheel_has_the_package_alone(wheel: Path) -> None:
     assert {name.partition("/")[0] for name in names} == {"tiered", metadata.partition("/")[0]}
     assert {"tiered/py.typed", "tiered/data/shakespeare.txt", metadata.replace("METADATA", "licenses/LICENSE")} <= set(names)
     assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "tiered").rglob("*.py")} <= set(names)
-    assert [name for name in names if name.endswith(".so")] == [
+    assert {name for name in names if name.endswith(".so")} == {
         module.replace(".", "/") + sysconfig.get_config_var("EXT_SUFFIX") for module in extensions()
-    ]
+    }
     assert (fields["License-Expression"], fields["Author"]) == ("Apache-2.0", "The tiered developers")
 
 

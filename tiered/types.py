@@ -78,6 +78,9 @@ BackendName = Literal["auto", "libaio", "aiofiles", "posix"]
 Then = Literal["again", "end"]
 """What follows the end of an order of touches: the same order again, or nothing that is known."""
 
+Others = Literal["recency", "frequency"]
+"""By what tensors outside an order of touches leave a tier: their last use, or how many rounds use them."""
+
 PIECE_BYTES = 4 << 20
 """Bytes of a piece, the unit of checksums: an extent is checksummed in pieces of this size, the last one may be shorter."""
 CHECKSUM_BYTES = 16

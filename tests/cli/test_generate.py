@@ -157,6 +157,32 @@ def test_json_alone_on_stdout(imported: dict[str, Imported], capsys: pytest.Capt
     assert json.loads(capsys.readouterr().out)["tokens"] == one.tokens["greedy"]
 
 
+@pytest.mark.parametrize("name", ["llama", "moe", "bytes"])
+def test_a_conversation_is_kept(
+    name: str, imported: dict[str, Imported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two commands say what the model in memory says of all that was said before."""
+    one, folder, report = imported[name], tmp_path / "store", tmp_path / "report.json"
+    shutil.copytree(one.store, folder)
+    given = ["generate", "--dir", str(folder), "--dram", "4MiB", "--tokens", "9", "--json", str(report), "--keep", "chat"]
+    said: list[int] = []
+    for prompt in PROMPT, " and the sky":
+        assert main([*given, "--prompt", prompt]) == 0
+        said += one.tokenizer.encode(prompt).ids if one.tokenizer else list(prompt.encode())
+        told = json.loads(report.read_text())
+        with TieredStore.open(folder, dram="4MiB", access="read") as store:
+            ids = torch.tensor([said])
+            expected = open_model(store).generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False, pad_token_id=0
+            )
+        assert told["tokens"] == expected[0, len(said) :].tolist()
+        assert told["prompt_tokens"] == len(said)
+        said += told["tokens"]
+    capsys.readouterr()
+    assert main([*given, "--prompt", PROMPT, "--name", "model", "--keep", "model"]) == 1
+    assert "something else named 'model'" in capsys.readouterr().err
+
+
 def test_several_processes_read_at_once(imported: dict[str, Imported]) -> None:
     one = imported["moe"]
     with TieredStore.open(one.store, dram=DRAM, access="read") as store:

@@ -82,3 +82,44 @@ def test_no_way_of_asking_changes_the_order(tmp_path: Path, monkeypatch: pytest.
         assert missing > 2 * window
         each = (forwards[-1] - forwards[begun]) / (len(forwards) - begun - 1)
         assert each <= 1.05 * (missing + window)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
+def test_experts_are_no_part_of_the_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, experts: str
+) -> None:
+    """What routers choose changes with each token, and the order does not."""
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 3, "num_experts_per_tok": 2, "initializer_range": 0.2, **SIZES}
+    if family == "mixtral":
+        config = transformers.MixtralConfig(num_local_experts=12, **sizes)
+    else:
+        config = transformers.Qwen3MoeConfig(num_experts=12, moe_intermediate_size=384, head_dim=64, **sizes)
+    reference = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=experts).eval()
+    reference.save_pretrained(tmp_path / "model")
+    with TieredStore.open(tmp_path / "store", dram="48MiB") as store:
+        import_model(tmp_path / "model", store, largest_unit=600_000)
+        store.close()
+    with TieredStore.open(tmp_path / "store", dram="5MiB", access="read") as store:
+        followed: list[set[str]] = []
+        follow: Callable[..., Any] = store.follow
+
+        def counted(order: Any, **options: Any) -> Any:
+            followed.append({touch.key for touch in order})
+            return follow(order, **options)
+
+        monkeypatch.setattr(store, "follow", counted)
+        model = open_model(store, experts_implementation=experts)
+        routed = {unit.key for unit in pager_of(model).units if unit.plan.of_expert}
+        assert len(routed) == 3 * 12
+        for options in ({"do_sample": False}, {"do_sample": True}, {"do_sample": False, "num_beams": 3}):
+            given = {"max_new_tokens": 6, "pad_token_id": 0, "attention_mask": torch.ones(1, 3, dtype=torch.int64), **options}
+            found = []
+            for one in model, reference:
+                torch.manual_seed(5)
+                found.append(one.generate(torch.tensor(SHORT), **given).tolist())
+            assert found[0] == found[1], options
+        assert len(followed) == 1
+        assert followed[0]
+        assert not followed[0] & routed

@@ -17,10 +17,16 @@ from itertools import chain
 from typing import NamedTuple
 
 from tiered.errors import MisuseError
-from tiered.types import Candidate, Key, Then, Use
+from tiered.types import Candidate, Key, Others, Then, Use
 
 __all__ = ["LRU", "NEVER", "NextUse", "Plan", "Record", "Touch", "touch_of"]
 
+DECAY = 0.95
+"""Weight of a round beside the next one, in the share of rounds that touch a tensor outside the order."""
+LEAST = 1e-6
+"""Share of rounds at least."""
+OTHERS = 100_000
+"""Tensors outside the order that are counted, at most."""
 NEVER = math.inf
 """Next use of a tensor that is not in the order, or not in the rest of one that ends."""
 
@@ -43,6 +49,14 @@ class Record(NamedTuple):
     wanted: Callable[[], object]
 
 
+class _Seen(NamedTuple):
+    """A tensor outside the order: the decayed number of rounds that touched it, and when it was touched last, in touches of the
+    order that were made by then."""
+
+    rounds: float
+    at: int
+
+
 class Plan:
     """The position of a loop in the order that it follows, and the next use of each tensor.
 
@@ -50,6 +64,9 @@ class Plan:
     seconds that it computes after each touch are learnt from round to round.
 
     ``end`` is the position from which on nothing is known: infinite in a cycle.
+
+    Where ``counts_others`` is set, it counts how often tensors outside the order are touched, and ``expected`` estimates their
+    next use: each round touches such a tensor with a probability of its own, at one place of the round.
     """
 
     def __init__(self, order: Iterable[Touch], then: Then = "again") -> None:
@@ -61,6 +78,9 @@ class Plan:
         self._took: list[float] = []  # seconds of computing after each touch of the cycle
         self._before: list[float] = [0.0]  # prefix sums of these seconds, and their total
         self._elsewhere: int | None = None  # position that the loop may have jumped to
+        self.counts_others = False
+        self._others: dict[Key, _Seen] = {}
+        self._made = 0  # touches of the order
         self.replace(order, then)
 
     def __len__(self) -> int:
@@ -119,6 +139,33 @@ class Plan:
             known = self._next[key] = self._following(uses, self.cursor) if uses else NEVER
         return known
 
+    def expected(self, key: Key) -> float:
+        """Return ``next_use``; of a tensor outside the order the position at which it is expected next, if it is known.
+
+        A tensor that a round touches with probability p comes after 1 / p rounds on average, however long ago it was touched.
+        To evict by these probabilities is optimal where rounds are independent (Aho, Denning and Ullman 1971, "Principles of
+        optimal page replacement"). p is the decayed share of the rounds that touched it.
+        """
+        found = self.next_use(key)
+        seen = self._others.get(key) if found == NEVER and self.counts_others else None
+        if seen is None or not self._order:
+            return found
+        length = len(self._order)
+        ago, into = divmod(self._made - seen.at, length)
+        share = seen.rounds * DECAY**ago * (1 - DECAY) / (1 - DECAY ** (1 + self._made // length))
+        return self.cursor + length - into + length * (1 / max(LEAST, min(1.0, share)) - 1)
+
+    def _other(self, key: Key) -> None:
+        """Count a touch of a tensor outside the order."""
+        seen = self._others.get(key)
+        rounds = 0.0 if seen is None else seen.rounds
+        ago = 1 if seen is None else (self._made - seen.at + len(self._order) // 2) // max(1, len(self._order))
+        self._others[key] = _Seen(rounds * DECAY**ago + (ago > 0), self._made)
+        if len(self._others) > OTHERS:
+            oldest = sorted(self._others, key=lambda one: self._others[one].at)[: OTHERS // 2]
+            for one in oldest:
+                del self._others[one]
+
     def seconds_until(self, position: int) -> float:
         """Return the seconds that the loop computes from the touch at the cursor to the one at ``position``, as far as
         known."""
@@ -140,12 +187,17 @@ class Plan:
     def happened(self, key: Key) -> None:
         """Advance the cursor by a touch of ``key``."""
         uses = self._uses.get(key)
+        if self.counts_others and not uses:
+            self._other(key)
         if not uses or self.over:
             return
+        before = self.cursor
         if self.at(self.cursor).key == key:
             self.cursor, self._elsewhere = self.cursor + 1, None
+            self._made += 1
         elif self._elsewhere is not None and self.at(self._elsewhere).key == key:
             self.cursor, self._elsewhere = self._elsewhere + 1, None
+            self._made += self.cursor - before
         else:
             after = self._following(uses, self.cursor) + 1
             self._elsewhere = int(after) if after < self.end else None  # at the end no second touch could confirm it
@@ -248,14 +300,16 @@ class NextUse:
         self._order: list[tuple[_Rank, Key]] = []  # the last one leaves first
 
     @classmethod
-    def along(cls, plan: Plan, price: float, kept: Sequence[bool] | None) -> NextUse:
-        """Return a policy for ``plan``; ``kept`` says of each of its touches whether the tensor stays until its next use."""
+    def along(cls, plan: Plan, price: float, kept: Sequence[bool] | None, others: Others = "recency") -> NextUse:
+        """Return a policy for ``plan``; ``kept`` says of each of its touches whether the tensor stays until its next use.
+        ``others``: how tensors outside the order leave, by "recency" of their last use, or by the "frequency" of uses."""
+        plan.counts_others = others == "frequency"
 
         def dropped(key: Key) -> bool:
             touched = plan.last_use(key)
             return kept is not None and touched is not None and touched < len(kept) and not kept[touched]
 
-        return cls(plan.next_use, lambda: plan.cursor, price=price, dropped=None if kept is None else dropped)
+        return cls(plan.expected, lambda: plan.cursor, price=price, dropped=None if kept is None else dropped)
 
     def touched(self, key: Key) -> None:
         self.forgotten(key)

@@ -341,6 +341,7 @@ class TieredStore:
         *,
         then: Literal["again", "end"] = "again",
         prefetch: Literal["on", "off"] = "on",
+        others: Literal["recency", "frequency"] = "recency",
     ) -> int:
         """Follow ``order`` from here on, again and again: evict what it needs last, and read ahead what it needs next.
 
@@ -348,11 +349,15 @@ class TieredStore:
         nothing else. With ``then="end"`` the order comes once: tensors that its rest does not touch leave first, nothing beyond
         it is read ahead, and after its last touch nothing is followed. A new order keeps the plan for the beginning that it
         shares with the old one. An empty order ends following. ``prefetch="off"`` evicts by the order and reads nothing ahead.
+        ``others``: which tensors outside the order leave first, those that were used least recently, or those that the fewest
+        rounds use ("frequency", for tensors of which each round uses some, such as experts of a mixture).
         Returns the number of touches that were planned anew. Raises MisuseError for a tier that the store does not have.
         Results never depend on the order.
         """
         if prefetch not in ("on", "off") or then not in ("again", "end"):
             raise MisuseError("prefetch is 'on' or 'off', then is 'again' or 'end'")
+        if others not in ("recency", "frequency"):
+            raise MisuseError(f"others is 'recency' or 'frequency', not {others!r}")
         engine = self._running()
         touches = [touch_of(touch) for touch in listed(order)]
         keys, uses = [touch.key for touch in touches], [touch.use for touch in touches]
@@ -377,7 +382,7 @@ class TieredStore:
             decisions.append(decide(keys, uses, needed, memory.capacity, then=then, spare=spare))
 
         def policies(plan: Plan) -> list[NextUse]:
-            return [NextUse.along(plan, decision.price, decision.keep) for decision in decisions]
+            return [NextUse.along(plan, decision.price, decision.keep, others) for decision in decisions]
 
         return engine.follow(touches, policies, rooms, then)
 

@@ -170,6 +170,7 @@ class AdamW(Optimizer):
                     self._show(self._resident.write())
                 return
             for _, unit, _ in self._found(group):
+                unit.plan.refuse_writing()
                 kinds = {placement.dtype for placement in unit.gradients.states}
                 if torch.float64 in kinds and len(kinds) > 1:
                     raise MisuseError(f"unit {unit.plan.name!r} mixes float64 with other element types: use one of them")

@@ -283,8 +283,8 @@ def page(
     below the smallest that works for this model, or a memory cgroup leaves less than this may take beside it (the message says
     how much that is), and what ``param_init_fn`` and the store raise. Then the model is as before, and ``page`` may be tried
     again; only what ``existing="overwrite"`` had to overwrite may be gone (and, with several processes, the values of
-    parameters), what a ``policy`` stores as another type may be rounded, and where reading ``weights`` failed in between,
-    some parameters may have their values from there.
+    parameters), what a ``policy`` stores as another type, or quantises, may be rounded, and where reading ``weights`` failed
+    in between, some parameters may have their values from there.
     """
     options = _Options(
         name=name,
@@ -337,7 +337,7 @@ def differing(unit: UnitPlan, memory: torch.Tensor, deferred: Mapping[nn.Paramet
     for placement in unit.placements:
         whole = placement.parameter if placement.sliced is None else placement.sliced.parameter
         if whole in deferred:
-            place = slice(placement.stored_offset, placement.stored_offset + placement.numel * placement.stored.itemsize)
+            place = slice(placement.stored_offset, placement.stored_offset + placement.stored_nbytes)
             if not torch.equal(scratch[place], memory[place]):
                 return placement.name
     return None
@@ -597,7 +597,8 @@ def _refuse_small_pool(
     time, wherever they happen to lie. Where units divide the batch, a piece of the saved activations has to fit, too; and the
     largest unit twice more, for it may lie in the middle. One of several ranks has what it gathers or sends of a unit beside
     what it receives, and its share."""
-    sizes = [-(-unit.nbytes // 4096) * 4096 for unit in plan.units]
+    beside = store.access is Access.READ  # then what is converted is in memory beside the pool
+    sizes = [-(-(unit.stored_nbytes if beside and unit.converted else unit.nbytes) // 4096) * 4096 for unit in plan.units]
 
     def deepest(module: nn.Module, above: frozenset[int]) -> int:
         here = above | frozenset(plan.held.get(module, ()))
@@ -605,6 +606,7 @@ def _refuse_small_pool(
 
     together = deepest(model, frozenset()) if sizes else 0
     converted = max((unit.stored_nbytes for unit in plan.units if unit.converted), default=0)  # it is there twice meanwhile
+    converted = 0 if beside else converted
     together += (max(sizes, default=0) if shares == 1 else 4 * max(sizes, default=0)) + converted
     if micro_batch > 1:
         together += 2 * max(sizes, default=0)
@@ -792,7 +794,7 @@ class _Adoption:
             value = value if stride is None else torch.empty_strided(shape, stride, dtype=first.dtype, device=device)
             for key, placement, _ in parts:
                 with self.store.lease(key, tier="dram") as memory:
-                    (value if sliced is None else value[sliced.at(placement.number)]).copy_(placement.stored_view(memory))
+                    (value if sliced is None else value[sliced.at(placement.number)]).copy_(placement.values(memory))
                     del memory
             unpage(parameter, value)
             del value

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from tiered import ManifestError, MisuseError, TensorSpec
 from tiered.errors import shown
+from tiered.packing.quantised import FORMS, TYPES, packing_of
 from tiered.types import LARGEST
 from tiered.zero.paging.units import Limits, Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import UPDATED_AT_ONCE, States
@@ -217,7 +218,8 @@ class _Share(_Struct):
 
 
 class _Layout(_Struct):
-    """Layout of a model: of each unit the name, and of each parameter name, shape, type, type in the store, strides."""
+    """Layout of a model: of each unit the name, and of each parameter name, shape, type, type in the store (or, of one that is
+    quantised, the name of its form: one of ``quantised.FORMS``), strides."""
 
     limit: _Size
     chunk: Annotated[int, msgspec.Meta(ge=16, le=2**40, multiple_of=16)]
@@ -358,7 +360,10 @@ def _problems(found: _Record) -> Iterator[str]:
 
 
 def _wrong_parameter(name: str, shape: list[int], dtype: str, stored: str, stride: list[int]) -> Iterator[str]:
-    for kind in dtype, stored:
+    if not stored.startswith("torch.") and stored not in FORMS:
+        yield f"{name!r} is of type {stored!r}, which this release does not know"
+        return
+    for kind in dtype, dtype if stored in FORMS else stored:
         if not kind.startswith("torch."):
             yield f"{name!r} is of type {kind!r}"
             return
@@ -368,6 +373,8 @@ def _wrong_parameter(name: str, shape: list[int], dtype: str, stored: str, strid
             return
     if len(stride) != len(shape) or _placement(name, 0, shape, dtype, stored, stride).stride != tuple(stride):
         yield f"{name!r} has the strides {stride}, which a shape of {shape} does not have"
+    elif stored in FORMS and (_type(dtype) not in TYPES or _placement(name, 0, shape, dtype, stored, stride).packing is None):
+        yield f"{name!r} of shape {shape} and type {dtype} is stored as {stored!r}, which is for matrices of floats"
 
 
 def _wrong_unit(unit: _Unit, name: str, types: Mapping[str, torch.dtype]) -> Iterator[str]:
@@ -432,7 +439,10 @@ def _placement(
 ) -> Placement:
     blank = torch.empty(shape, dtype=_type(dtype), device="meta")
     parameter = nn.Parameter(blank, requires_grad=False)  # then the order of a unit stays what it is
-    return Placement(parameter, name, index, tuple(stride), _type(stored))
+    if stored not in FORMS:
+        return Placement(parameter, name, index, tuple(stride), _type(stored))
+    packing = packing_of(stored, blank.shape, tuple(stride))
+    return Placement(parameter, name, index, tuple(stride), blank.dtype, packing=packing)
 
 
 # Beside the store

@@ -25,6 +25,7 @@ DESCRIPTION = """\
 Go on with a prompt: the text is printed as it is made, then what a token took on stderr. The model is one that
 tiered import --model has put into the store; it may be larger than memory, and its folder is not needed. The store is
 opened for reading, which any number of processes may do at once. By default the most likely token is taken each time.
+With --keep the conversation is kept in the store, which one process at a time may do, and the next prompt goes on from it.
 The prompt is given to the model as it is, without a chat template.
 """
 
@@ -33,6 +34,8 @@ examples:
   tiered import Llama-3.2-1B/ --dir llama/ --model      once
   tiered generate --dir llama/ --prompt 'The sea is' --dram 2GiB
   tiered generate --dir llama/ --prompt 'The sea is' --tokens 100 --temperature 0.8 --top-p 0.95 --seed 7
+  tiered generate --dir llama/ --prompt 'The sea is' --keep chat
+  tiered generate --dir llama/ --prompt ', and the sky' --keep chat
 """
 
 AGAIN = 0.5
@@ -48,6 +51,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--tokens", metavar="N", type=count, default=64, help="tokens to make at most (default: %(default)s)")
     parser.add_argument("--dram", metavar="SIZE", type=size, help="host memory of the store (default: half of what is free)")
     parser.add_argument("--name", metavar="NAME", help="the model's name, where the store has several")
+    parser.add_argument("--keep", metavar="CHAT", help="keep the conversation by this name; go on with it where there is one")
     parser.add_argument(
         "--temperature", metavar="T", type=fraction, default=0.0, help="draw tokens at random; lower is likelier (default: 0)"
     )
@@ -88,7 +92,8 @@ def _generated(parsed: argparse.Namespace, stop: StopRequest) -> Summary:
     _refuse_without_transformers()
     stop.check()
     began = time.perf_counter()
-    store = TieredStore.open(parsed.dir, dram=parsed.dram, paths=parsed.paths, access="read")
+    access = "read" if parsed.keep is None else "write"
+    store = TieredStore.open(parsed.dir, dram=parsed.dram, paths=parsed.paths, access=access)
     try:
         with Display(sys.stdout, sys.stderr, shown=parsed.json != "-") as display:
             return _made(parsed, store, display, stop, began)
@@ -113,17 +118,44 @@ def _made(
     text = text_of(contents, _vocabulary(model))
     if contents is None:
         print("tiered: note: the store keeps no tokenizer.json of this model: each byte is a token", file=sys.stderr)
-    prompt = text.encode(parsed.prompt)
+    conversation = None if parsed.keep is None else _Conversation(model, store, parsed.keep)
+    if conversation is None or not conversation.tokens:
+        prompt = text.encode(parsed.prompt)
+    else:
+        prompt = conversation.tokens + text.encode_more(parsed.prompt)
     _refuse_prompt(model, prompt, parsed.tokens)
     opened = time.perf_counter() - began
     streamer = _Streamer(store, text, display, stop, parsed.tokens)
     torch.manual_seed(parsed.seed or 0)
-    _generate(model, torch.tensor([prompt], device=store.device), streamer, parsed)
+    ids = torch.tensor([prompt], device=store.device)
+    made = _generate(model, ids, streamer, parsed, {} if conversation is None else conversation.resumed(ids))
+    if conversation is not None:
+        conversation.commit(made)
     weights, routed = _sizes(model)
     return Summary(
         name, len(prompt), streamer.tokens, streamer.text, opened, streamer.first, streamer.rest, weights, routed,
         store.statistics().tiers[0].capacity,
     )
+
+
+class _Conversation:
+    """A conversation that is kept in the store: its tokens, and what the model has computed of them."""
+
+    def __init__(self, model: Any, store: TieredStore, name: str) -> None:
+        from tiered import MisuseError
+        from tiered.integrations.transformers import TieredCache
+
+        kept = name in TieredCache.kept(store)
+        self._cache = TieredCache.open(model, store, name=name) if kept else TieredCache(model, store, name=name)
+        if len(self._cache.tokens) > 1:
+            raise MisuseError(f"the cache {name!r} has {len(self._cache.tokens)} sequences, and a conversation has one")
+        self.tokens: list[int] = self._cache.tokens.flatten().tolist()
+        self.commit = self._cache.commit
+
+    def resumed(self, ids: torch.Tensor) -> dict[str, Any]:
+        """Return the arguments of ``generate`` that go on from what is computed."""
+        self._cache.reuse(ids)
+        return {"past_key_values": self._cache}
 
 
 def _refuse_without_transformers() -> None:
@@ -156,14 +188,16 @@ def _refuse_prompt(model: Any, prompt: list[int], tokens: int) -> None:
         )
 
 
-def _generate(model: Any, prompt: torch.Tensor, streamer: _Streamer, parsed: argparse.Namespace) -> None:
+def _generate(
+    model: Any, prompt: torch.Tensor, streamer: _Streamer, parsed: argparse.Namespace, more: dict[str, Any]
+) -> torch.Tensor:
     import torch
 
     known = model.generation_config
     ends = known.eos_token_id if isinstance(known.eos_token_id, int) else (known.eos_token_id or [0])[0]
     drawn = {"temperature": parsed.temperature, "top_p": parsed.top_p or 1.0, "top_k": 0} if parsed.temperature else {}
     plain = {} if drawn else {"temperature": 1.0, "top_p": 1.0, "top_k": 50}
-    model.generate(
+    made: torch.Tensor = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=parsed.tokens,
@@ -173,7 +207,9 @@ def _generate(model: Any, prompt: torch.Tensor, streamer: _Streamer, parsed: arg
         streamer=streamer,
         **drawn,
         **plain,
+        **more,
     )
+    return made
 
 
 def _sizes(model: Any) -> tuple[int, int]:

@@ -19,6 +19,9 @@ class Text(Protocol):
     def encode(self, prompt: str) -> list[int]:
         """Return the tokens of a prompt."""
 
+    def encode_more(self, text: str) -> list[int]:
+        """Return the tokens of a text that goes on after other tokens: none that mark its beginning."""
+
     def add(self, token: int) -> str:
         """Return the text that is complete with the next token; empty where a character is not."""
 
@@ -34,6 +37,9 @@ class ByteText:
 
     def encode(self, prompt: str) -> list[int]:
         return list(prompt.encode(errors="replace"))
+
+    def encode_more(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def add(self, token: int) -> str:
         if token < BYTES:
@@ -63,6 +69,10 @@ class TokenizerText:
 
     def encode(self, prompt: str) -> list[int]:
         tokens: list[int] = self._tokenizer.encode(prompt).ids
+        return tokens
+
+    def encode_more(self, text: str) -> list[int]:
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return tokens
 
     def add(self, token: int) -> str:

@@ -34,6 +34,7 @@ examples:
   tiered import llama/ --dir state/ --dram 2GiB --existing overwrite
   tiered import llama/ --dir state/ --model
   tiered import llama/ --dir state/ --model --compute float32      for processors that are slow with bf16
+  tiered import llama/ --dir state/ --model --quantize int8        inexact: a byte for each weight of a matrix
 """
 
 
@@ -63,6 +64,11 @@ def add_parser(commands: Commands) -> None:
         choices=("float32",),
         help="with --model: compute in float32 with bf16 or fp16 weights, which stay so in the store",
     )
+    parser.add_argument(
+        "--quantize",
+        choices=("int8", "int4"),
+        help="with --model: INEXACT; keep matrices in 8 or about 4.5 bits a weight, for reading only; prints the error",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -70,8 +76,8 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     from tiered.cli.output import Progress
     from tiered.cli.stop import Stopped, StopRequest
 
-    if not parsed.model and any(one is not None for one in (parsed.name, parsed.unit, parsed.compute)):
-        parsed.parser.error("--name, --unit and --compute are for models: give --model, too")
+    if not parsed.model and any(one is not None for one in (parsed.name, parsed.unit, parsed.compute, parsed.quantize)):
+        parsed.parser.error("--name, --unit, --compute and --quantize are for models: give --model, too")
     put = _model if parsed.model else _tensors
     if parsed.model:
         _refuse_without_transformers()
@@ -130,6 +136,7 @@ def _model(parsed: argparse.Namespace, store: TieredStore, stop: StopRequest, pr
 
     from tiered import zero
     from tiered.errors import shown
+    from tiered.integrations.kept import opening_of
     from tiered.integrations.transformers import import_model, quietly
     from tiered.integrations.transformers.pretrained import UNIT
     from tiered.types import format_size
@@ -146,11 +153,13 @@ def _model(parsed: argparse.Namespace, store: TieredStore, stop: StopRequest, pr
         existing=parsed.existing,
         largest_unit=parsed.unit or UNIT,
         compute=None if parsed.compute is None else getattr(torch, parsed.compute),
+        quantize=parsed.quantize,
         progress=advanced,
     )
     stored = sum(store.spec(key).nbytes for key in store if key.startswith(f"{parsed.name or 'model'}/param/"))
     numbers = sum(parameter.numel() for parameter in model.parameters())
+    inexact = "" if parsed.quantize is None else f"\n{opening_of(store, parsed.name or 'model')['inexact']}"
     return (
         f"{shown(parsed.dir, 1000)}: {type(model).__name__} of {numbers:,} parameters, {format_size(stored)} in "
-        f"{zero.statistics(model).units} units, in generation {store.generation}"
+        f"{zero.statistics(model).units} units, in generation {store.generation}{inexact}"
     )

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tiered.integrations.transformers.kv_cache import TieredCache
     from tiered.integrations.transformers.pretrained import (
         from_pretrained,
         import_model,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CommitCheckpoints",
+    "TieredCache",
     "TieredCallback",
     "TieredTrainer",
     "from_pretrained",
@@ -32,13 +34,17 @@ __all__ = [
     "reading_one_at_a_time",
 ]
 
-_TRAINING = ("CommitCheckpoints", "TieredCallback", "TieredTrainer")
+_ELSEWHERE = {
+    **dict.fromkeys(("CommitCheckpoints", "TieredCallback", "TieredTrainer"), "training"),
+    "TieredCache": "kv_cache",
+}
+"""The files of names that are not in ``pretrained``."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{'training' if name in _TRAINING else 'pretrained'}"), name)
+    return getattr(import_module(f"{__name__}.{_ELSEWHERE.get(name, 'pretrained')}"), name)
 
 
 def __dir__() -> list[str]:

@@ -25,6 +25,7 @@ from transformers.utils import logging
 
 from tiered import Access, ManifestError, MisuseError, TieredStore, zero
 from tiered.integrations.kept import CONFIG, files_of, keep, kept_folder, only_model, opening_of
+from tiered.packing.quantised import QUANTIZE, Loss, Quantize
 from tiered.zero.build.deferred import CODES, Deferred, Files
 from tiered.zero.paging.pager import pager_of
 
@@ -254,6 +255,7 @@ def import_model(
     name: str = "model",
     existing: str = "refuse",
     compute: torch.dtype | None = None,
+    quantize: Quantize | None = None,
     largest_unit: int = UNIT,
     progress: Told | None = None,
     **options: Any,
@@ -262,6 +264,8 @@ def import_model(
 
     Parameters are stored in the type that the checkpoint has. ``compute=torch.float32`` keeps bf16 and fp16 so on the disk and
     has modules compute in fp32 with the same values (``zero.Policy``), which is faster on processors without bf16.
+    ``quantize="int8"`` or ``"int4"`` is inexact: matrices have 8 or about 4.5 bits an element in the store, and the model is
+    for reading only (``zero.Policy``). ``opening.json`` in the store says so, with the relative error.
     ``largest_unit``: bytes that are read and evicted together, as in ``zero.page``; who opens the model needs memory for three.
     Larger weights of embeddings and linear layers are divided into slices of rows.
     ``existing``: "refuse" a store that has a model of that ``name``, or "overwrite" it. ``progress`` is called with what is
@@ -269,7 +273,8 @@ def import_model(
     ``from_pretrained``.
 
     Raises MisuseError as ``from_pretrained``, and for a model that has some parameters in fp32 beside others in 16 bits where
-    ``compute`` would round them; what ``zero.commit`` raises.
+    ``compute`` would round them; with ``quantize`` where there is nothing to quantise, or NaN or infinity; what ``zero.commit``
+    raises.
     """
     path = Path(folder)
     if existing not in ("refuse", "overwrite"):
@@ -284,12 +289,15 @@ def import_model(
     stored = _dtype_of(path, options.get("config") or AutoConfig.from_pretrained(path, local_files_only=True))
     dtype = stored if compute is None else compute
     options |= {"name": name, "existing": existing, "largest_unit": largest_unit, "slice_weights": True}
+    options["policy"] = zero.Policy(storage=None if dtype is stored else stored, quantize=quantize)
     if dtype is not stored:
-        options |= {"policy": zero.Policy(storage=stored), "prepare": lambda model: _refuse_rounding(model, stored)}
+        options["prepare"] = lambda model: _refuse_rounding(model, stored)
     with nullcontext() if progress is None else _telling(progress):
         model = from_pretrained(cls, path, store, dtype=dtype, **options)
     files[CONFIG] = model.config.to_json_string().encode()  # options may have changed it
     opening = {"class": type(model).__name__, "stored": _named(stored), "compute": _named(dtype)}
+    if quantize is not None:
+        opening |= _inexact(model, quantize)
     keep(store, name, files, opening)
     if progress is not None:
         progress("committing", 0.0)
@@ -316,8 +324,11 @@ def open_model(store: TieredStore, *, name: str | None = None, cls: Any = None, 
     stored, dtype = (getattr(torch, opening.get(key, ""), None) for key in ("stored", "compute"))
     if not isinstance(stored, torch.dtype) or not isinstance(dtype, torch.dtype):
         raise ManifestError(f"what {store} keeps of model {name!r} is damaged: it does not name two types of elements")
-    if stored is not dtype:
-        options["policy"] = zero.Policy(storage=stored, compute=dtype)
+    quantize: Any = opening.get("quantize")
+    if quantize not in (None, *QUANTIZE):
+        raise ManifestError(f"model {name!r} in {store} is quantised as {quantize!r}, which this release does not know")
+    if stored is not dtype or quantize is not None:
+        options["policy"] = zero.Policy(storage=None if stored is dtype else stored, quantize=quantize)
     with kept_folder(store, name) as folder:
         model = from_pretrained(kind, folder, store, name=name, existing="resume", dtype=dtype, **options)
     if store.access is Access.READ and any(unit.pending is not None for unit in pager_of(model).units):
@@ -342,6 +353,22 @@ def open_tokenizer(store: TieredStore, *, name: str | None = None) -> Any:
 def quietly() -> None:
     """Let ``transformers`` log errors only, for a program that tells the rest itself."""
     logging.set_verbosity_error()
+
+
+def _inexact(model: Any, quantize: Quantize) -> dict[str, str]:
+    """Return what ``opening.json`` says of a model that was quantised: how, and the relative errors. Raises MisuseError where
+    nothing was."""
+    placements = [placement for unit in pager_of(model).units for placement in unit.plan.placements]
+    losses = {placement.name: placement.loss for placement in placements if placement.loss is not None}
+    if not losses:
+        raise MisuseError(f"no parameter of this model is large enough to be quantised as {quantize}: leave quantize out")
+    largest = max(losses, key=lambda name: losses[name].relative)
+    together = sum(losses.values(), Loss()).relative
+    told = (
+        f"inexact: {len(losses)} of {len(placements)} parameters and slices are {quantize}; relative error {together:.2%} of "
+        f"all together, {losses[largest].relative:.2%} at most ({largest})"
+    )
+    return {"quantize": quantize, "inexact": told}
 
 
 def _named(dtype: torch.dtype) -> str:

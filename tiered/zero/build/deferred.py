@@ -297,7 +297,7 @@ class Deferred(torch.Tensor):
     def __new__(cls, values: _Values, meta: torch.Tensor | None = None) -> Deferred:
         meta = torch.empty(values.shape, dtype=values.dtype, device="meta") if meta is None else meta
         made: Deferred = torch.Tensor._make_wrapper_subclass(
-            cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device="cpu"
+            cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=torch.device("cpu")
         )
         made.contents, made.meta = values, meta
         return made

@@ -461,7 +461,7 @@ def layout_of(units: Sequence[UnitPlan], limits: Limits, partition: Partition) -
     described = [
         [
             unit.name,
-            [[p.name, list(p.shape), str(p.dtype), str(p.stored), list(p.stride)] for p in unit.placements],
+            [[p.name, list(p.shape), str(p.dtype), p.form, list(p.stride)] for p in unit.placements],
         ]
         for unit in units
     ]

@@ -100,6 +100,11 @@ class Source:
         self.records = [read_record(store, name) for store in stores]
         self.ranks = len(stores)
         self.units, self.limits = plans(self.records[0])
+        if any(unit.packed for unit in self.units):
+            raise MisuseError(
+                f"{name!r} in {stores[0]} is quantised, and cannot be divided anew: import the model into the other store, "
+                "too, or export it, which gives the values that it computes with"
+            )
         of_all = [self.records[0]["layout"][part] for part in ("units", "limit", "chunk")]
         shares = [record["layout"].get("share", {"rank": 0, "ranks": 1, "stage": "Alone"}) for record in self.records]
         for rank, share in enumerate(shares):

@@ -96,11 +96,12 @@ class Pretrained:
 
     def fill(self, placement: Placement, unit: torch.Tensor) -> None:
         """Write a parameter's values to its place in ``unit``, which is as in the store; a piece at a time."""
-        if placement.sliced is None:
-            self._read(self._source(placement.parameter), placement.stored_view(unit), placement.dtype)
-        else:
-            source, begin = self._source(placement.sliced.parameter), placement.sliced.element(placement.number)
-            self._read(source, placement.stored_view(unit), placement.dtype, begin, placement.numel)
+        with placement.filling(unit) as target:
+            if placement.sliced is None:
+                self._read(self._source(placement.parameter), target, placement.dtype)
+            else:
+                source, begin = self._source(placement.sliced.parameter), placement.sliced.element(placement.number)
+                self._read(source, target, placement.dtype, begin, placement.numel)
 
     def fill_buffers(self, model: nn.Module) -> None:
         """Read all buffers that ``state_dict`` has."""
@@ -431,10 +432,15 @@ def _of_checkpoint(
         updated = None if found["pending"] is None else _updated(store, key, unit, chunk, found)
         for _, placement in together:
             start = placement.stored_offset
-            stop = start + placement.numel * placement.stored.itemsize
+            stop = start + placement.stored_nbytes
             goal = _goal(placement.dtype, dtype)
             if updated is not None:
                 yield from _pieces(placement.stored_view(updated).to(placement.dtype), goal)
+            elif placement.packing is not None:
+                packed = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *store.read(key, start, stop)])
+                values = torch.empty_strided(placement.shape, placement.stride, dtype=placement.dtype, device="cpu")
+                placement.packing.unpack(packed, values.as_strided((placement.numel,), (1,)))
+                yield from _pieces(values, goal)
             elif torch.empty_strided(placement.shape, placement.stride, device="meta").is_contiguous():
                 for piece in store.read(key, start, stop):
                     yield from _pieces(piece.view(placement.stored).to(placement.dtype), goal)

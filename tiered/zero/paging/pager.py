@@ -213,6 +213,11 @@ class Pager:
         self.checkpoint, chunk = CheckpointRecord(store, name), plan.limits.chunk
         self.intent, self._leases = Intent(), Leases.of(store)
         updates, self._update_tier = in_update_tier(store, config.update_tier), config.update_tier
+        if plan.read_only:
+            for parameter in model.parameters():
+                parameter.requires_grad = False
+            for one in (one for sliced in plan.sliced.values() for one in sliced.slices):
+                one.requires_grad = False
         self.units = [Unit(store, updates, name, u, chunk, self.checkpoint, partition, self.intent) for u in plan.units]
         partition.joins(store)
         self.partition, self.gradient_sync = partition, gradient_sync(partition, self.units, pool)
@@ -232,6 +237,7 @@ class Pager:
         self._updates = BackwardUpdates()
         self.step_trace = StepTrace.of(store)
         self.step_trace.prefetch = self._prefetch = config.prefetch
+        self.step_trace.leave_out(unit.key for unit in self.units if unit.plan.of_expert)
         self._trimmer = Trimmer(pool, max((placement.nbytes for placement in self.placements), default=0))
         self._watch()
         self.splitter = (
@@ -428,6 +434,11 @@ class Pager:
         """Return whether a part of forward is being computed again within backward."""
         return in_backward() and torch.is_grad_enabled()
 
+    def refuse_training(self) -> None:
+        """Raise MisuseError where the model is quantised."""
+        for unit in self.units:
+            unit.plan.refuse_writing()
+
     @contextmanager
     def accessing(
         self, parameters: Collection[torch.Tensor], access: Access
@@ -458,6 +469,11 @@ class Pager:
             self._accesses = max(0, self._accesses - 1)
             for unit in reversed(held):
                 self._drop(unit)
+
+    def coming(self, parameters: Collection[torch.Tensor]) -> None:
+        """Have the store read the units of ``parameters`` at once that are used next, one after the other."""
+        if self._prefetch == "on":
+            self.store.prefetch([unit.key for unit in self._units_of(parameters) if not unit.held])
 
     def _refuse_another_thread(self) -> None:
         if self._thread == threading.get_ident() or in_backward():  # which runs in threads of its own for some devices
@@ -528,10 +544,11 @@ class Pager:
 
     def start_anew(self) -> None:
         """Do as ``start``, and reset also where a unit is held, which nobody may do outside of forward and backward."""
-        gathered = self._gathered()
-        if any(unit.in_hand and unit not in gathered for unit in self.units) and not self.computing:
-            self.reset()
-        self.start()
+        if not self.computing:  # asked first: a model with many experts has thousands of units
+            gathered = self._gathered()
+            if self.phase is not Phase.IDLE or any(unit.in_hand and unit not in gathered for unit in self.units):
+                self.reset()
+        self.intent.ready()
 
     def reset(self) -> None:
         """Let go of everything, also what an exception or Ctrl-C left held. The next forward starts from nothing.
@@ -753,6 +770,7 @@ class Pager:
         for placement in unit.plan.placements:
             state = unit.gradients.states.get(placement)
             if placement.parameter.requires_grad and (state is None or state.hooks is None):
+                unit.plan.refuse_writing()
                 if state is None:
                     raise MisuseError(
                         f"parameter {placement.name!r} is {placement.dtype}: only real floating point can be trained"

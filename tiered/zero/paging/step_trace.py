@@ -2,17 +2,20 @@
 
 A training step repeats, from one ``optimizer.step()`` to the next, however many passes it has; so does inference, from one
 forward of the whole model to the next. Where control flow differs from round to round the order is wrong now and then, which
-costs time and nothing else. A store follows one order, so there is one trace per store.
+costs time and nothing else. Experts of a mixture are no part of the order of inference: a router chooses others for each token.
+A store follows one order, so there is one trace per store.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Literal
 
 from tiered import TieredStore, Touch
+from tiered.types import Others
 
 __all__ = ["Prefetch", "StepTrace"]
 
@@ -73,6 +76,7 @@ class StepTrace:
         self._loops: dict[Kind, _Loop] = {"training": _Loop(), "inference": _Loop()}
         self._kind: Kind = "training"
         self._followed: list[list[Touch]] | None = None
+        self._routed: set[str] = set()
         self.prefetch: Prefetch = "on"
 
     @staticmethod
@@ -86,6 +90,10 @@ class StepTrace:
     def following(self) -> bool:
         return self._followed is not None
 
+    def leave_out(self, keys: Iterable[str]) -> None:
+        """Leave ``keys`` out of the order of inference: a token uses a few of them, and each token others."""
+        self._routed.update(keys)
+
     def forward_begins(self, kind: Kind) -> None:
         """Note that a whole model's forward begins. It ends a round of inference, but not one of training."""
         if "inference" in (kind, self._kind):
@@ -98,12 +106,15 @@ class StepTrace:
     def _end_round(self, kind: Kind) -> None:
         touches = self._touches[:]
         del self._touches[: len(touches)]
+        if self._kind == "inference" and self._routed:
+            touches = [touch for touch in touches if touch.key not in self._routed]
         if 0 < len(touches) < LONGEST:
             self._loops[self._kind].happened(touches)
         self._kind = kind
         loop = self._loops[kind]
         if loop.expected and self._followed is not loop.expected:
-            self._store.follow(loop.order(), prefetch=self.prefetch)
+            routed: Others = "frequency" if kind == "inference" and self._routed else "recency"
+            self._store.follow(loop.order(), prefetch=self.prefetch, others=routed)
             self._followed = loop.expected
 
 

@@ -10,6 +10,8 @@ first.
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal, Protocol, overload
@@ -366,16 +368,60 @@ class AllGathered:
             self._host.delete(self._gathered)
 
 
+class _Beside:
+    """Memory of torch's beside the budget of a store that is open for reading. The largest piece that was given back is used
+    again: of new memory the operating system clears each page when it is first written to, which takes as long as to unpack
+    what is written there."""
+
+    LEAST = 1 << 20
+    """Bytes: smaller pieces come from torch each time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spare: list[torch.Tensor] = []
+
+    @staticmethod
+    def of(store: TieredStore) -> _Beside:
+        return _beside.setdefault(store, _Beside(store.device))
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return memory, uint8, with at least ``nbytes``."""
+        if nbytes >= self.LEAST and self._spare:
+            spare = self._spare.pop()
+            if spare.numel() >= nbytes:
+                return spare
+        with torch.inference_mode(False):  # else nobody could write to it once inference mode has ended
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def give(self, memory: torch.Tensor) -> None:
+        """Take back what ``take`` returned, unless another tensor shows it still, or it is the smaller one."""
+        if memory.device.type != "cpu" or memory.numel() < self.LEAST or _users(memory) > _users(torch.empty(1, device="cpu")):
+            return
+        if not self._spare or self._spare[-1].numel() < memory.numel():
+            self._spare[:] = [memory]
+
+
+_beside: weakref.WeakKeyDictionary[TieredStore, _Beside] = weakref.WeakKeyDictionary()
+"""By open store: what its models have beside it."""
+
+
+def _users(tensor: torch.Tensor) -> int:
+    """Return how many tensors show this memory, and how many objects of Python are of it."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
+
+
 class Cast:
-    """Parameters that have other types in the store, where ``source`` finds them. They are cast into a tensor in the top tier,
-    which is deleted after use. In a store that is open for reading, which makes no tensors, they are cast into memory of
-    torch's, beside the store's budget: as much as the units that are in use at a time."""
+    """Parameters that have other types in the store, where ``source`` finds them, or are quantised there. They are cast into a
+    tensor in the top tier, which is deleted after use. In a store that is open for reading, which makes no tensors, they are
+    cast into memory of torch's, beside the store's budget: as much as the units that are in use at a time."""
 
     def __init__(self, source: ParameterStorage, store: TieredStore, key: str, plan: UnitPlan) -> None:
         self._source, self._store, self._plan = source, in_top_tier(store), plan
         self._key = f"{key}/converted"
         self._lease = Opened()
-        self._beside = store.device if store.access is Access.READ else None
+        self._beside = _Beside.of(store) if store.access is Access.READ else None
+        self._memory: torch.Tensor | None = None
         self._reading = False  # ``source`` is materialized, or was when an interruption came
 
     def prefetch(self) -> None:
@@ -396,7 +442,7 @@ class Cast:
             converted = self._room()
             stored = self._open_source(Access.READ)
             for placement in self._plan.placements:
-                placement.view(converted).copy_(placement.stored_view(stored))
+                placement.load(stored, placement.view(converted))
             del stored
             self._close_source()
         except BaseException:
@@ -406,11 +452,13 @@ class Cast:
 
     def _room(self) -> torch.Tensor:
         if self._beside is not None:
-            return torch.empty(self._plan.nbytes, dtype=torch.uint8, device=self._beside)
+            self._memory = self._beside.take(self._plan.nbytes)
+            return self._memory[: self._plan.nbytes]
         self._store.create(self._key, TensorSpec("uint8", (self._plan.nbytes,), 1))
         return self._lease.open(self._store.lease(self._key, access=Access.WRITE))
 
     def write_back(self, unit: torch.Tensor) -> None:
+        self._plan.refuse_writing()
         stored = self._open_source(Access.WRITE)
         try:
             for placement in self._plan.placements:
@@ -433,8 +481,15 @@ class Cast:
     def close(self) -> None:
         self._close_source()
         self._lease.close()
+        if self._beside is not None:
+            memory, self._memory = self._memory, None
+            if memory is not None:
+                self._beside.give(memory)
+            return
         if self._key in self._store:
             self._store.delete(self._key)
 
     def shard(self, access: Access) -> AbstractContextManager[torch.Tensor]:
+        if access is Access.WRITE:
+            self._plan.refuse_writing()
         return self._source.shard(access)

@@ -155,6 +155,8 @@ class Unit:
 
     def hold(self, access: Access = Access.READ) -> None:
         """Give the parameters their memory, after applying any pending update. Calls nest."""
+        if access is Access.WRITE:
+            self.plan.refuse_writing()
         if self._holders == 0:
             refuse_tracing()
             refuse_transforms()
@@ -212,6 +214,9 @@ class Unit:
         if not written:
             self.give_up()
             return
+        if self.plan.read_only:
+            self.give_up()
+            self.plan.refuse_writing()
         before = self.intent.spoiled
         self.intent.spoil(
             f"an exception struck while what was written to {self.plan.name!r} was being stored; call zero.rollback"

@@ -9,8 +9,8 @@ of a mixture: each expert's slices are a unit, so that only the experts that tok
 an embedding or a linear layer that is larger than a third of the memory budget: some rows each. A slice is a parameter by
 itself, and a placement of its own.
 
-The type of a parameter in the store may differ from the type that modules compute with (``Policy``). This file decides where
-everything lies, and moves nothing.
+The type of a parameter in the store may differ from the type that modules compute with, or it is quantised there (``Policy``).
+This file decides where everything lies; ``quantised.py`` is what the bytes of a quantised parameter are.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from tiered.errors import MisuseError
+from tiered.packing.quantised import QUANTIZE, Loss, Packing, Quantize, packing_where_fit
 
 __all__ = [
     "ALIGNMENT",
@@ -50,13 +51,23 @@ class Policy:
     ``Policy(storage=torch.bfloat16, compute=torch.float32)`` is for processors without fast bf16: a step moves the bytes of
     bf16 parameters, and modules compute in fp32 with the bf16 values. The model is built in fp32; its parameters are rounded
     (to even) when they are paged and when values are loaded, and gradients are fp32. Masters are as for parameters of type
-    ``storage``. Raises MisuseError for types other than bfloat16 or float16, and float32.
+    ``storage``.
+
+    ``quantize="int8"`` or ``"int4"`` is inexact, and for reading only: matrices are packed into 8 or 4 bits an element (and
+    scales) when they are paged, and unpacked to the type that they compute with whenever they are used
+    (``packing/quantised.py`` describes the forms). Parameters of one dimension, tiny ones and those that are not floats
+    stay exact. No parameter of the model can be trained or written to.
+
+    Raises MisuseError for types other than bfloat16 or float16, and float32; for another ``quantize``.
     """
 
     storage: torch.dtype | None = None
     compute: torch.dtype = torch.float32
+    quantize: Quantize | None = None
 
     def __post_init__(self) -> None:
+        if self.quantize not in (None, *QUANTIZE):
+            raise MisuseError(f"quantize is {' or '.join(map(repr, QUANTIZE))}, not {self.quantize!r}")
         if self.storage not in (None, torch.bfloat16, torch.float16) or self.compute is not torch.float32:
             raise MisuseError(f"parameters can be stored as bfloat16 or float16 and computed as float32, not as {self}")
 
@@ -101,7 +112,8 @@ class Limits:
 class Placement:
     """Place of one parameter: ``offset`` in bytes in the unit, ``element`` in elements of its optimizer state.
 
-    In the store the parameter is of type ``stored`` and at ``stored_offset``, which is elsewhere where that is another type.
+    In the store the parameter is of type ``stored`` and at ``stored_offset``, which is elsewhere where that is another type; or
+    it is packed as ``packing`` says, and its values are read with ``load``, and written once, with ``filling``.
 
     ``stride`` is given as the parameter has it; it is kept where it is dense, and row major otherwise.
     """
@@ -117,6 +129,9 @@ class Placement:
     sliced: Sliced | None = None
     """What this is a slice of, number ``number``; None: it is all of its parameter."""
     number: int = 0
+    packing: Packing | None = None
+    loss: Loss | None = None
+    """What ``filling`` lost of a packed parameter."""
     shape: torch.Size = field(init=False)
     dtype: torch.dtype = field(init=False)
 
@@ -124,6 +139,20 @@ class Placement:
         self.shape, self.dtype = self.parameter.shape, self.parameter.dtype
         if not is_dense(self.shape, self.stride):
             self.stride = _row_major(self.shape)
+
+    def quantised(self, quantize: Quantize | None) -> Placement:
+        """Have the parameter packed in the store, if it is one to pack. Returns this placement."""
+        self.packing = packing_where_fit(quantize, self.shape, self.stride, self.dtype)
+        return self
+
+    @property
+    def stored_nbytes(self) -> int:
+        return self.numel * self.stored.itemsize if self.packing is None else self.packing.nbytes
+
+    @property
+    def form(self) -> str:
+        """Return what a record calls the form in the store: the type, or that of the packing."""
+        return str(self.stored) if self.packing is None else self.packing.form
 
     @property
     def numel(self) -> int:
@@ -149,6 +178,7 @@ class Placement:
 
     def stored_flat(self, unit: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """View elements ``start`` to ``stop`` in ``unit`` as it is in the store."""
+        assert self.packing is None, f"{self.name!r} is packed"
         size = self.stored.itemsize
         return unit[self.stored_offset + start * size : self.stored_offset + stop * size].view(self.stored)
 
@@ -156,11 +186,37 @@ class Placement:
         """View this parameter in ``unit``, a uint8 tensor as it is in the store."""
         return self.stored_flat(unit, 0, self.numel).as_strided(self.shape, self.stride)
 
+    def load(self, unit: torch.Tensor, target: torch.Tensor) -> None:
+        """Write the values of this parameter, from ``unit`` as it is in the store, to ``target``, which has its shape (where it
+        is packed, its strides, too)."""
+        if self.packing is None:
+            target.copy_(self.stored_view(unit))
+        else:
+            self.packing.unpack(self._packed(unit), target.as_strided((self.numel,), (1,)))
+
+    def values(self, unit: torch.Tensor) -> torch.Tensor:
+        """Return the values of this parameter from ``unit`` as it is in the store, of the type in which they are stored; a copy
+        in host memory where it is packed."""
+        if self.packing is None:
+            return self.stored_view(unit)
+        found = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
+        self.load(unit, found)
+        return found
+
     @contextmanager
     def filling(self, unit: torch.Tensor) -> Iterator[torch.Tensor]:
         """Give a tensor of the parameter's shape for a block of code, which writes all of its values there; after the block
-        they are in ``unit`` as it is in the store."""
-        yield self.stored_view(unit)
+        they are in ``unit`` as it is in the store. Where the parameter is packed that is memory of its own, and ``loss`` says
+        what was lost. Raises as ``Packing.pack``."""
+        if self.packing is None:
+            yield self.stored_view(unit)
+            return
+        values = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
+        yield values
+        self.loss = self.packing.pack(values.as_strided((self.numel,), (1,)), self._packed(unit), self.name)
+
+    def _packed(self, unit: torch.Tensor) -> torch.Tensor:
+        return unit[self.stored_offset : self.stored_offset + self.stored_nbytes]
 
 
 @dataclass(eq=False)
@@ -259,12 +315,13 @@ class Sliced:
         """Return how many elements of the whole are before a slice."""
         return number * (self.rows or 1) * self.shape[1:].numel()
 
-    def placements(self, index: int) -> list[Placement]:
+    def placements(self, index: int, quantize: Quantize | None) -> list[Placement]:
         """Return the placement of each slice; ``index``: the parameter's in the model."""
-        return [
+        found = [
             Placement(one, f"{self.name}[{i}]", index, _row_major(one.shape), self.stored, sliced=self, number=i)
             for i, one in enumerate(self.slices)
         ]
+        return [placement.quantised(quantize) for placement in found]
 
 
 @dataclass(eq=False)
@@ -273,6 +330,7 @@ class UnitPlan:
     unit.
 
     ``nbytes``: those of the unit in use, ``stored_nbytes``: in the store; ``converted``: these are not the same bytes.
+    ``read_only``: it belongs to a model that is quantised, and nothing writes to it; placements are as they were given.
 
     With several ``shares`` the unit is one row of elements of one type (``divide`` sees to it), padded so that all shares are
     equal, at multiples of 64 bytes: the same row in the unit, in the store, in gradients and in states.
@@ -284,9 +342,11 @@ class UnitPlan:
     nbytes: int = 0
     stored_nbytes: int = 0
     elements: int = 0  # of each kind of optimizer state; of one share
+    read_only: bool = False
 
     def __post_init__(self) -> None:
-        self.placements.sort(key=lambda placement: not placement.parameter.requires_grad)
+        if not self.read_only:
+            self.placements.sort(key=lambda placement: not placement.parameter.requires_grad)
         if self.shares > 1:
             self._lay_out_shares()
             return
@@ -294,7 +354,7 @@ class UnitPlan:
         for placement in self.placements:
             placement.offset, placement.stored_offset, placement.element = offset, stored, element
             offset += _round_up(placement.nbytes, ALIGNMENT)
-            stored += _round_up(placement.numel * placement.stored.itemsize, ALIGNMENT)
+            stored += _round_up(placement.stored_nbytes, ALIGNMENT)
             element += _round_up(placement.numel, ALIGNMENT // 4)
         self.nbytes, self.stored_nbytes = max(ALIGNMENT, offset), max(ALIGNMENT, stored)
         self.elements = max(ALIGNMENT // 4, element)
@@ -325,8 +385,25 @@ class UnitPlan:
         return parts
 
     @property
+    def of_expert(self) -> bool:
+        """Return whether this is an expert of a mixture, which is used by the tokens that are routed to it."""
+        return any(one.sliced is not None and one.sliced.rows is None for one in self.placements)
+
+    @property
     def converted(self) -> bool:
-        return any(placement.stored is not placement.dtype for placement in self.placements)
+        return any(placement.stored is not placement.dtype or placement.packing for placement in self.placements)
+
+    @property
+    def packed(self) -> bool:
+        return any(placement.packing is not None for placement in self.placements)
+
+    def refuse_writing(self) -> None:
+        """Raise MisuseError where the unit belongs to a model that is quantised."""
+        if self.read_only:
+            raise MisuseError(
+                f"the parameters of {self.name!r} are those of a quantised model, which is for reading only: to train it or to "
+                "write to it, import it without quantize"
+            )
 
 
 @dataclass(eq=False)
@@ -338,6 +415,10 @@ class ModelPlan:
     held: dict[nn.Module, list[int]]
     limits: Limits
     sliced: dict[nn.Parameter, Sliced] = field(default_factory=dict)
+
+    @property
+    def read_only(self) -> bool:
+        return any(unit.read_only for unit in self.units)
 
     @property
     def largest(self) -> int:
@@ -362,6 +443,9 @@ def divide(
     plan, limit = ModelPlan([], {}, limits), limits.unit
     home: dict[nn.Parameter, int] = {}
     slicing = Slicing() if slicing is None else slicing
+    quantize = policy.quantize
+    if quantize is not None and shares > 1:
+        raise MisuseError("a quantised model is of one process: leave out quantize, or open it in each process by itself")
     experts = {} if shares > 1 else _experts(model, strides, slicing)
     large = {} if shares > 1 else _too_large(model, strides, limits, slicing)
     outside = {parameter for alike in experts.values() for _, parameter in alike} | large.keys()
@@ -375,7 +459,11 @@ def divide(
             for _, parameter in alike:
                 home[parameter] = len(plan.units)
             placements = [Placement(p, n, order[p], strides.get(p, p.stride()), policy.stored(p.dtype)) for n, p in alike]
-            plan.units.append(UnitPlan(f"{name}#{number}" if number else name, placements, shares))
+            placements = [placement.quantised(quantize) for placement in placements]
+            plan.units.append(made(f"{name}#{number}" if number else name, placements))
+
+    def made(name: str, placements: list[Placement]) -> UnitPlan:
+        return UnitPlan(name, placements, shares, read_only=quantize is not None)
 
     def fresh(named: Iterator[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in named if parameter not in home and parameter not in outside]
@@ -400,11 +488,11 @@ def divide(
     for prefix, alike in experts.items():
         found = [Sliced(parameter, name, policy.stored(parameter.dtype)) for name, parameter in alike]
         plan.sliced |= {one.parameter: one for one in found}
-        for placements in zip(*(one.placements(order[one.parameter]) for one in found), strict=True):
-            plan.units.append(UnitPlan(f"{prefix}[{placements[0].number}]".lstrip("."), list(placements)))
+        for placements in zip(*(one.placements(order[one.parameter], quantize) for one in found), strict=True):
+            plan.units.append(made(f"{prefix}[{placements[0].number}]".lstrip("."), list(placements)))
     for parameter, (name, rows) in large.items():
         one = plan.sliced[parameter] = Sliced(parameter, name, policy.stored(parameter.dtype), rows)
-        plan.units += [UnitPlan(placement.name, [placement]) for placement in one.placements(order[parameter])]
+        plan.units += [made(placement.name, [placement]) for placement in one.placements(order[parameter], quantize)]
     _hold(model, home, limit, plan)
     return plan
 

@@ -38,7 +38,17 @@ from tiered.types import Access
 from tiered.zero.paging.saved_tensors import in_backward
 from tiered.zero.paging.tensors.compiling import break_graph, traced
 
-__all__ = ["SHARE", "PagedParameter", "PagedView", "ParameterOwner", "name_of", "paged_class", "unpage", "written_by"]
+__all__ = [
+    "SHARE",
+    "PagedParameter",
+    "PagedView",
+    "ParameterOwner",
+    "asks_for_gradient",
+    "name_of",
+    "paged_class",
+    "unpage",
+    "written_by",
+]
 
 _without_us: Callable[..., Any] = torch._C._disabled_torch_function_impl
 """Calls a function of torch with no ``__torch_function__`` in force. It is of C: no exception leaves that state behind."""
@@ -71,12 +81,20 @@ class ParameterOwner(Protocol):
         shows memory of these units."""
         ...
 
+    def coming(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Have the store read the units of ``parameters`` at once that are used next, one after the other."""
+        ...
+
     def version(self, parameter: torch.Tensor) -> int:
         """Return a number that changes when the values of ``parameter`` do."""
         ...
 
     def recomputes(self) -> bool:
         """Return whether a part of forward is being computed again within backward."""
+        ...
+
+    def refuse_training(self) -> None:
+        """Raise MisuseError where the parameters are for reading only."""
         ...
 
 
@@ -382,6 +400,13 @@ def _refuse_lost(view: PagedView) -> None:
         )
 
 
+def asks_for_gradient(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether this call of a function of ``AS_IT_IS`` makes a parameter one that can be trained."""
+    if name not in ("requires_grad.__set__", "requires_grad_"):
+        return False
+    return bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+
+
 def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name = name_of(func)
     caller = sys._getframe(1).f_back  # of the function, of which C has no frame
@@ -399,6 +424,8 @@ def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: 
         if not isinstance(first, PagedView):
             if name == "_has_compatible_shallow_copy_type":
                 _refuse_removal(args[0], args[1])
+            if asks_for_gradient(name, args, kwargs):
+                _owner(args[0]).refuse_training()
             found = _without_us(func, types, args, kwargs)
             return _named_storage(first, found) if name == "untyped_storage" and isinstance(first, PagedParameter) else found
         if name not in VIEW_REFUSED:

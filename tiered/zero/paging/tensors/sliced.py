@@ -29,7 +29,7 @@ from torch import nn
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from tiered import MisuseError
+from tiered import Access, MisuseError
 from tiered.zero.paging.tensors.compiling import break_graph
 from tiered.zero.paging.tensors.parameters import (
     AS_IT_IS,
@@ -41,11 +41,13 @@ from tiered.zero.paging.tensors.parameters import (
     Function,
     PagedParameter,
     PagedView,
+    ParameterOwner,
     _leaves,
     _map,
     _refuse_wrapper,
     _without_us,
     _writes,
+    asks_for_gradient,
     name_of,
 )
 
@@ -61,6 +63,10 @@ class Handle(Protocol):
     slices: list[nn.Parameter]
     rows: int | None
     """How many rows each slice has, but for the last; None: one, without that dimension."""
+
+    def owner(self) -> ParameterOwner | None:
+        """Return the pager, or None where the model is gone."""
+        ...
 
 
 HOOKS = {
@@ -351,7 +357,10 @@ def _as_it_is(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, 
         if name in ("grad.__set__", "grad.__delete__"):
             return _set_gradient(first, args[1] if name == "grad.__set__" else None)
         if name in ("requires_grad.__set__", "requires_grad_"):
-            wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+            wanted = asks_for_gradient(name, args, kwargs)
+            owner = _handle(first).owner()
+            if wanted and owner is not None:
+                owner.refuse_training()
             for one in _slices(first):
                 one.requires_grad = wanted
     return _without_us(func, (), args, kwargs)
@@ -443,8 +452,9 @@ def _grouped(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None
     limits = [0, *ends.tolist()]
     sizes = [stop - start for start, stop in itertools.pairwise(limits)]
     left = rows.shape[0] - limits[-1]
+    used = [index for index, size in enumerate(sizes) if size]
     groups = torch.split(rows, [*sizes, left])
-    made = [torch.mm(group, _matrix(matrices, index)) for index, group in enumerate(groups[:-1]) if sizes[index]]
+    made = _products(groups, matrices, used)
     if left or not made:
         made.append(rows.new_zeros(left, _geometry(matrices).shape[2]))
     return torch.cat(made)
@@ -496,6 +506,31 @@ def _embedding(
             here = None if padding is None or not begin <= padding < begin + handle.rows else padding - begin
             made.append(torch.nn.functional.embedding(flat[mine] - begin, one, here, None, 2.0, scale_grad_by_freq))
     return torch.cat(made)[order.argsort()].view(*index.shape, weight.shape[1])
+
+
+def _products(
+    groups: Sequence[torch.Tensor], matrices: SlicedParameter | SlicedView, used: Sequence[int]
+) -> list[torch.Tensor]:
+    """Multiply the groups ``used`` with their matrices. These slices are read at the same time, and not each one when it is
+    used; where no graph is recorded, as many of them as may be are held at a time."""
+
+    def product(index: int) -> torch.Tensor:
+        return torch.mm(groups[index], _matrix(matrices, index))
+
+    parameter = _of(matrices)[0]
+    slices = [_slices(parameter)[index] for index in used]
+    owner = _handle(parameter).owner()
+    if owner is None or len(used) < 2:
+        return [product(index) for index in used]
+    owner.coming(slices)
+    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return [product(index) for index in used]
+    count = max(1, owner.room // max(owner.nbytes([one]) for one in slices))
+    made: list[torch.Tensor] = []
+    for begin in range(0, len(used), count):
+        with owner.accessing(slices[begin : begin + count], Access.READ):
+            made += [product(index) for index in used[begin : begin + count]]
+    return made
 
 
 def _matrix(value: SlicedParameter | SlicedView, index: int) -> torch.Tensor:

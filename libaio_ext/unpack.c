@@ -1,0 +1,127 @@
+/* See unpack.cdef.h. Plain loops that the compiler vectorises, once for each width of registers that processors have: the loader
+   chooses (GNU ifunc). Multiplications are never fused with additions, so each build gives the same bits. */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "unpack.h"
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__GLIBC__)
+#define CLONED __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define CLONED /* aarch64: the baseline has vectors already */
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+enum { GROUP = 32 };
+
+INLINE uint16_t to_bfloat16(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+INLINE float from_bfloat16(uint16_t value)
+{
+    uint32_t bits = (uint32_t)value << 16;
+    float found;
+    memcpy(&found, &bits, sizeof found);
+    return found;
+}
+
+/* Write `count` float32 values to `out` at element `at`. */
+INLINE void store(const float *restrict values, size_t count, void *restrict out, size_t at, int type)
+{
+    if (type == UNPACK_FLOAT32)
+        memcpy((float *)out + at, values, count * sizeof *values);
+    else
+        for (size_t i = 0; i < count; i++)
+            ((uint16_t *)out)[at + i] = to_bfloat16(values[i]);
+}
+
+INLINE void int8_rows(
+    const int8_t *restrict codes, const float *restrict scales, size_t rows, size_t columns, void *restrict out, int type)
+{
+    enum { BLOCK = 256 };
+    float values[BLOCK];
+    for (size_t row = 0; row < rows; row++) {
+        const int8_t *mine = codes + row * columns;
+        const float scale = scales[row];
+        size_t column = 0;
+        for (; column + BLOCK <= columns; column += BLOCK) {
+            if (type == UNPACK_FLOAT32) {
+                float *target = (float *)out + row * columns + column;
+                for (size_t i = 0; i < BLOCK; i++)
+                    target[i] = (float)mine[column + i] * scale;
+            } else {
+                for (size_t i = 0; i < BLOCK; i++)
+                    values[i] = (float)mine[column + i] * scale;
+                store(values, BLOCK, out, row * columns + column, type);
+            }
+        }
+        const size_t left = columns - column;
+        for (size_t i = 0; i < left; i++)
+            values[i] = (float)mine[column + i] * scale;
+        store(values, left, out, row * columns + column, type);
+    }
+}
+
+INLINE void int4_rows(
+    const uint8_t *restrict codes, const uint16_t *restrict scales, size_t rows, size_t columns, void *restrict out, int type)
+{
+    enum { MOST = 16 }; /* groups whose codes are spread to bytes at a time */
+    const size_t groups = (columns + GROUP - 1) / GROUP;
+    int8_t spread[MOST * GROUP];
+    float values[GROUP];
+    for (size_t row = 0; row < rows; row++)
+        for (size_t begin = 0; begin < groups; begin += MOST) {
+            const size_t count = groups - begin < MOST ? groups - begin : MOST;
+            const uint8_t *mine = codes + (row * groups + begin) * (GROUP / 2);
+            for (size_t group = 0; group < count; group++)
+                for (size_t i = 0; i < GROUP / 2; i++)
+                    spread[group * GROUP + i] = (int8_t)((mine[group * (GROUP / 2) + i] & 15) - 8);
+            for (size_t group = 0; group < count; group++)
+                for (size_t i = 0; i < GROUP / 2; i++)
+                    spread[group * GROUP + GROUP / 2 + i] = (int8_t)((mine[group * (GROUP / 2) + i] >> 4) - 8);
+            for (size_t group = 0; group < count; group++) {
+                const float scale = from_bfloat16(scales[row * groups + begin + group]);
+                const size_t column = (begin + group) * GROUP, left = columns - column;
+                for (size_t i = 0; i < GROUP; i++)
+                    values[i] = (float)spread[group * GROUP + i] * scale;
+                if (left >= GROUP)
+                    store(values, GROUP, out, row * columns + column, type);
+                else
+                    store(values, left, out, row * columns + column, type);
+            }
+        }
+}
+
+#define VARIANT(form, type_name, type, codes_type, scales_type)                                                       \
+    CLONED static void form##_##type_name(                                                                            \
+        const codes_type *codes, const scales_type *scales, size_t rows, size_t columns, void *out)                   \
+    {                                                                                                                 \
+        form##_rows(codes, scales, rows, columns, out, type);                                                         \
+    }
+
+#define KERNEL(form, codes_type, scales_type)                                                                         \
+    VARIANT(form, float32, UNPACK_FLOAT32, codes_type, scales_type)                                                   \
+    VARIANT(form, bfloat16, UNPACK_BFLOAT16, codes_type, scales_type)                                                 \
+    int unpack_##form(uint64_t codes, uint64_t scales, uint64_t rows, uint64_t columns, uint64_t out, int type)       \
+    {                                                                                                                 \
+        const codes_type *from = (const codes_type *)(uintptr_t)codes;                                                \
+        const scales_type *by = (const scales_type *)(uintptr_t)scales;                                               \
+        void *to = (void *)(uintptr_t)out;                                                                            \
+        if (type == UNPACK_FLOAT32)                                                                                   \
+            form##_float32(from, by, rows, columns, to);                                                              \
+        else if (type == UNPACK_BFLOAT16)                                                                             \
+            form##_bfloat16(from, by, rows, columns, to);                                                             \
+        else                                                                                                          \
+            return -1;                                                                                                \
+        return 0;                                                                                                     \
+    }
+
+KERNEL(int8, int8_t, float)
+KERNEL(int4, uint8_t, uint16_t)

@@ -1,0 +1,15 @@
+/* Values of parameters that are packed at rest (tiered/packing/quantised.py). Read twice, as aio_ring.cdef.h is. Addresses
+   are of memory that the caller has leased; nothing is kept. */
+
+enum {
+    UNPACK_FLOAT32 = 0,
+    UNPACK_BFLOAT16 = 1
+};
+
+/* Write codes[r][c] * scales[r] to out[r][c], computed in float32 and rounded once to `type`, ties to even. `codes`: int8, row
+   major; `scales`: float32. 0, or -1 for another type. */
+int unpack_int8(uint64_t codes, uint64_t scales, uint64_t rows, uint64_t columns, uint64_t out, int type);
+
+/* The same of 4 bits: a row is ceil(columns / 32) groups of 16 bytes, of which byte j has element j in its low and element
+   j + 16 in its high half, each with 8 added. `scales`: bfloat16, one for each group. */
+int unpack_int4(uint64_t codes, uint64_t scales, uint64_t rows, uint64_t columns, uint64_t out, int type);

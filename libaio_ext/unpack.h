@@ -1,0 +1,8 @@
+#ifndef TIERED_UNPACK_H
+#define TIERED_UNPACK_H
+
+#include <stdint.h>
+
+#include "unpack.cdef.h"
+
+#endif

@@ -1,0 +1,236 @@
+"""Quantised imports: tokens of the same dequantised weights in memory, fewer bytes at rest and a token, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import (  # noqa: E402
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from tiered import ManifestError, MisuseError, TieredStore, zero  # noqa: E402
+from tiered.cli.main import main  # noqa: E402
+from tiered.integrations.kept import opening_of  # noqa: E402
+from tiered.integrations.transformers import import_model, open_model  # noqa: E402
+from tiered.zero.paging.pager import pager_of  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+LLAMA = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 32}
+IDS = torch.arange(10).view(2, 5)
+
+
+def llama() -> Any:
+    return LlamaForCausalLM(LlamaConfig(**LLAMA))
+
+
+def tied() -> Any:
+    return LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=True))
+
+
+def experts() -> Any:
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**LLAMA, **MOE))
+
+
+def gpt2() -> Any:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=2, n_positions=32, initializer_range=0.2))
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    threads, level = torch.get_num_threads(), transformers.logging.get_verbosity()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    yield
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity(level)
+
+
+def saved(make: Callable[[], Any], folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    torch.manual_seed(0)
+    make().to(dtype).save_pretrained(folder)
+    return folder
+
+
+def tokens(model: Any, **options: Any) -> list[list[int]]:
+    given = {"attention_mask": torch.ones_like(IDS), "do_sample": False, "pad_token_id": 0, "max_new_tokens": 8}
+    found: list[list[int]] = model.generate(IDS, **given | options).tolist()
+    return found
+
+
+def in_memory(folder: Path, model: Any, dtype: torch.dtype) -> Any:
+    """Return the model of ``folder`` in memory, with the values that ``model`` shows."""
+    reference = type(model).from_pretrained(folder, dtype=dtype)
+    reference.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    return reference
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("make", [llama, tied, experts, gpt2])
+def test_tokens_are_those_of_the_dequantised_weights(tmp_path: Path, make: Callable[[], Any], quantize: Any) -> None:
+    folder = saved(make, tmp_path / "model")
+    with TieredStore.open(tmp_path / "store", dram="2MiB") as store:
+        model = import_model(folder, store, quantize=quantize)
+        sliced = pager_of(model).sliced
+        assert bool(sliced) is (make is experts)
+        reference = in_memory(folder, model, torch.float32)
+        given = type(model).from_pretrained(folder).state_dict()
+        for name, value in reference.state_dict().items():
+            assert torch.equal(value, given[name]) is (value.dim() == 1 or value.numel() < 1024), name
+        expected = tokens(reference)
+        assert tokens(model) == expected
+        store.close()
+    with TieredStore.open(tmp_path / "store", dram="2MiB", access="read") as store:
+        model = open_model(store)
+        assert tokens(model) == expected
+        assert tokens(model, num_beams=2) == tokens(reference, num_beams=2)
+        with torch.inference_mode():
+            assert tokens(model) == expected
+        sampling = {"do_sample": True, "temperature": 2.0}
+        torch.manual_seed(1)
+        drawn = tokens(reference, **sampling)
+        torch.manual_seed(1)
+        assert tokens(model, **sampling) == drawn
+        stored = sum(store.spec(key).nbytes for key in store if "/param/" in key)
+        full = 4 * sum(parameter.numel() for parameter in model.parameters())
+        assert full / stored > {"int8": 3.6, "int4": 6.1}[quantize]
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("compute", [None, torch.float32])
+def test_a_narrow_checkpoint(tmp_path: Path, quantize: Any, compute: torch.dtype | None) -> None:
+    folder = saved(llama, tmp_path / "model", torch.bfloat16)
+    dtype = compute or torch.bfloat16
+    with TieredStore.open(tmp_path / "store", dram="2MiB") as store:
+        import_model(folder, store, quantize=quantize, compute=compute)
+        store.close()
+    with TieredStore.open(tmp_path / "store", dram="2MiB", access="read") as store:
+        model = open_model(store)
+        assert model.dtype is dtype
+        assert tokens(model) == tokens(in_memory(folder, model, dtype))
+        stored = sum(store.spec(key).nbytes for key in store if "/param/" in key)
+        assert 2 * sum(parameter.numel() for parameter in model.parameters()) / stored > {"int8": 1.85, "int4": 3.2}[quantize]
+
+
+def test_bytes_of_a_token(tmp_path: Path) -> None:
+    """With a quarter of the fp32 weights as memory all but the embedding is read for each token, or none of int4's."""
+    deep = {**LLAMA, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 12}
+    folder = saved(lambda: LlamaForCausalLM(LlamaConfig(**deep)), tmp_path / "model")
+    read = {}
+    for quantize in (None, "int8", "int4"):
+        with TieredStore.open(tmp_path / str(quantize), dram="8MiB") as store:
+            import_model(folder, store, quantize=quantize, largest_unit=1 << 18)  # type: ignore[arg-type]
+            store.close()
+        with TieredStore.open(tmp_path / str(quantize), dram="2MiB", access="read") as store:
+            model = open_model(store)
+            tokens(model, max_new_tokens=3)
+            before = sum(link.up.bytes for link in store.statistics().links)
+            tokens(model, max_new_tokens=5)
+            read[quantize] = sum(link.up.bytes for link in store.statistics().links) - before
+            store.close()
+    assert read["int8"] < 0.4 * read[None]
+    assert read["int4"] < 0.5 * read["int8"]
+
+
+def test_the_store_says_that_it_is_inexact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved(llama, tmp_path / "model")
+    command = ["import", str(folder), "--dir", str(tmp_path / "store"), "--dram", "4MiB", "--model", "--quantize", "int4"]
+    assert main(command) == 0
+    told = capsys.readouterr().out
+    assert "inexact: 16 of 21 parameters and slices are int4; relative error 8." in told
+    assert "% at most (model.layers." in told
+    with TieredStore.open(tmp_path / "store", dram="2MiB", access="read") as store:
+        opening = opening_of(store, "model")
+        assert opening["quantize"] == "int4"
+        assert opening["inexact"] in told
+        store.close()
+    assert main(["verify", str(tmp_path / "store")]) == 0
+    assert main(["ls", str(tmp_path / "store")]) == 0
+    assert f"{sum(p.numel() for p in llama().parameters()):,}" in capsys.readouterr().out
+    assert main(["export", str(tmp_path / "store"), "--out", str(tmp_path / "out")]) == 0
+    with TieredStore.open(tmp_path / "store", dram="2MiB", access="read") as store:
+        values = open_model(store).state_dict()
+        exported = load_file(tmp_path / "out" / "model.safetensors")
+        assert all(torch.equal(exported[name], value) for name, value in values.items())
+
+
+def test_help_names_it_inexact(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", "--help"]) == 0
+    assert "INEXACT" in capsys.readouterr().out
+    assert main(["import", "x.safetensors", "--dir", "store", "--quantize", "int8"]) == 2
+    assert "--quantize are for models: give --model" in capsys.readouterr().err
+
+
+def test_it_is_for_reading_only(tmp_path: Path) -> None:
+    folder = saved(experts, tmp_path / "model")
+    with TieredStore.open(tmp_path / "store", dram="2MiB") as store:
+        model = import_model(folder, store, quantize="int8")
+        expected = tokens(model)
+        sliced = next(iter(pager_of(model).sliced.values())).parameter
+        calls = [
+            lambda: zero.AdamW(model.parameters()),
+            lambda: model.requires_grad_(True),
+            lambda: sliced.requires_grad_(True),
+            lambda: sliced.data.zero_(),
+            lambda: sliced[1].data.zero_(),
+            lambda: model.load_state_dict(model.state_dict()),
+            lambda: model.lm_head.weight.data.add_(1),
+        ]
+        for call in calls:
+            with pytest.raises(MisuseError, match="for reading only"):
+                call()
+        assert tokens(model) == expected
+
+
+def test_weights_that_cannot_be_quantised(tmp_path: Path) -> None:
+    folder = saved(llama, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 4] = math.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with TieredStore.open(tmp_path / "store", dram="2MiB") as store:
+        with pytest.raises(MisuseError, match=r"parameter 'model\.layers\.1\.mlp\.up_proj\.weight' has infinity or NaN"):
+            import_model(folder, store, quantize="int8")
+        assert store.generation == 0
+    small = {**LLAMA, "vocab_size": 10, "hidden_size": 16, "intermediate_size": 16}
+    saved(lambda: LlamaForCausalLM(LlamaConfig(**small)), tmp_path / "small")
+    with TieredStore.open(tmp_path / "small-store", dram="2MiB") as store:
+        with pytest.raises(MisuseError, match="no parameter of this model is large enough to be quantised as int8"):
+            import_model(tmp_path / "small", store, quantize="int8")
+        assert store.generation == 0
+
+
+def test_an_unknown_form_is_refused_by_name(tmp_path: Path) -> None:
+    folder = saved(llama, tmp_path / "model")
+    with TieredStore.open(tmp_path / "store", dram="2MiB") as store:
+        with pytest.raises(MisuseError, match="quantize is 'int8' or 'int4', not 'int3'"):
+            import_model(folder, store, quantize="int3")  # type: ignore[arg-type]
+        import_model(folder, store, quantize="int8")
+        opening = opening_of(store, "model") | {"quantize": "int3"}
+        store.put("model/files/opening.json", torch.frombuffer(bytearray(json.dumps(opening).encode()), dtype=torch.uint8))
+        with pytest.raises(ManifestError, match=r"model 'model' in .* is quantised as 'int3', which this release"):
+            open_model(store)

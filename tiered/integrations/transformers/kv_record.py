@@ -1,0 +1,151 @@
+"""What a kept cache says of itself: its tokens, its blocks, and the model that it was computed by. JSON in one tensor.
+
+A record is checked when it is read: by itself, and beside the tensors of its store. Nothing in it can run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import msgspec
+import torch
+
+from tiered import ManifestError, MisuseError, TieredStore
+from tiered.integrations.transformers.kv_layer import Block, Extent, Geometry, PagedLayer
+
+__all__ = ["LayerRecord", "Model", "Record", "read", "tensor_of"]
+
+VERSION = 1
+MOST = 1 << 30
+"""Bytes of a record: of some ten million tokens."""
+SAMPLE = 4096
+"""Elements of a weight that stand for all weights."""
+IRRELEVANT = {"transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "return_dict", "problem_type"}
+"""Fields of a configuration that keys and values do not depend on; so do not those that begin with "_", or end with
+"_token_id"."""
+
+
+class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which model keys and values are of: its class, digests of its configuration and of a sample of its weights."""
+
+    kind: str
+    config: str
+    weights: str
+
+    @classmethod
+    def of(cls, model: Any) -> Model:
+        """Describe ``model``. Reads one weight, and so one unit where the model is paged."""
+        fields = {
+            name: value
+            for name, value in model.config.to_dict().items()
+            if name not in IRRELEVANT and not name.startswith("_") and not name.endswith("_token_id")
+        }
+        text = json.dumps(fields, sort_keys=True, default=str)
+        return cls(type(model).__name__, hashlib.sha256(text.encode()).hexdigest(), sampled(model))
+
+    def refuse_other(self, other: Model, what: str) -> None:
+        """Raise MisuseError where ``other`` is another model. ``what`` names what was made with this one."""
+        for field, differs in (("kind", "class"), ("config", "configuration"), ("weights", "weights")):
+            if getattr(self, field) != getattr(other, field):
+                raise MisuseError(
+                    f"{what} was made with a {self.kind} of another {differs} than that of this {other.kind}: open it with "
+                    "that model, or make another cache with another name=, or with existing='overwrite'"
+                )
+
+
+def sampled(model: Any) -> str:
+    """Return a digest of the first elements of the smallest weight matrix, the last one of several: training changes it."""
+    smallest = None
+    for parameter in model.parameters():
+        if parameter.dim() >= 2 and (smallest is None or parameter.numel() <= smallest.numel()):
+            smallest = parameter
+    if smallest is None:
+        raise MisuseError(f"a {type(model).__name__} has no weight matrices, and so no keys and values to keep")
+    with torch.no_grad():
+        values = smallest.detach().reshape(-1)[:SAMPLE].to("cpu", torch.float64)
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
+
+
+class LayerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One layer: its window, its geometry (None where it has no tokens), and its blocks."""
+
+    window: int | None
+    geometry: tuple[int, int, int, int, str] | None
+    blocks: list[tuple[int, int, list[int] | None]]
+
+    @classmethod
+    def of(cls, layer: PagedLayer, extent: Extent) -> LayerRecord:
+        found = layer.geometry
+        geometry = None if found is None else (*found[:4], str(found.dtype).removeprefix("torch."))
+        blocks = [(block.serial, block.stored, None if block.rows is None else list(block.rows)) for block in extent.blocks]
+        return cls(layer.sliding_window, geometry, blocks)
+
+    def restore(self, layer: PagedLayer, length: int, batch: int, store: TieredStore) -> Extent:
+        """Return the extent, and tell ``layer`` what it is like. Raises ValueError where they do not agree with ``store``."""
+        if self.window != layer.sliding_window:
+            raise ValueError(f"a layer has the window {self.window}, and the model {layer.sliding_window}")
+        if self.geometry is not None:
+            dtype = getattr(torch, self.geometry[4], None)
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or min(self.geometry[:4]) < 1:
+                raise ValueError(f"a layer has {self.geometry}")
+            layer.geometry = Geometry(*self.geometry[:4], dtype)
+            layer.is_initialized = True
+        blocks = tuple(Block(serial, stored, None if rows is None else tuple(rows)) for serial, stored, rows in self.blocks)
+        if blocks and layer.geometry is None:
+            raise ValueError("a layer has blocks of unknown geometry")
+        for block in blocks:
+            count = block.stored if block.rows is None else len(block.rows)
+            if block.serial < 0 or count != batch or any(not 0 <= row < block.stored for row in block.rows or ()):
+                raise ValueError(f"block {block} is not one of {batch} sequences")
+            if layer.key(block) not in store or store.spec(layer.key(block)) != layer.spec(block):
+                raise ValueError(f"tensor {layer.key(block)!r} is missing, or of another shape than {layer.spec(block)}")
+        return Extent(length, blocks)
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A kept cache: its model, the tokens of a block, and of each sequence the ids, the mask (None: all ones), and ids that
+    come after them and are not computed."""
+
+    version: int
+    model: Model
+    block: int
+    ids: list[list[int]]
+    mask: list[list[int]] | None
+    rest: list[list[int]]
+    layers: list[LayerRecord]
+
+    def check(self) -> None:
+        """Raise ValueError for what does not agree with itself."""
+        lengths = {len(row) for rows in (self.ids, self.mask or ()) for row in rows}
+        blocks = -(-max(lengths, default=0) // max(self.block, 1))
+        if (
+            self.block < 1
+            or len(lengths) > 1
+            or (self.mask is not None and len(self.mask) != len(self.ids))
+            or (self.rest and self.ids and len(self.rest) != len(self.ids))
+            or len({len(row) for row in self.rest}) > 1
+            or any(len(layer.blocks) != blocks for layer in self.layers)
+        ):
+            raise ValueError("numbers of tokens do not agree")
+
+
+def tensor_of(record: Record) -> torch.Tensor:
+    """Encode a record as a tensor of bytes."""
+    return torch.frombuffer(bytearray(msgspec.json.encode(record)), dtype=torch.uint8)
+
+
+def read(store: TieredStore, key: str) -> Record:
+    """Read and check the record ``key``. Raises ManifestError for what ``tensor_of`` cannot have made."""
+    spec = store.spec(key)
+    if spec.dtype != "uint8" or len(spec.shape) != 1 or spec.nbytes > MOST:
+        raise ManifestError(f"{key!r} in {store} is {spec.dtype} of shape {list(spec.shape)}, and no record of a cache")
+    try:
+        record = msgspec.json.decode(store.get(key).numpy().tobytes(), type=Record)
+        if record.version != VERSION:
+            raise ValueError(f"version {record.version} is not {VERSION}")
+        record.check()
+    except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors
+        raise ManifestError(f"{key!r} in {store} is damaged, or of another version: {error!s:.200}") from error
+    return record

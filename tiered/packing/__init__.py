@@ -1,0 +1,1 @@
+"""Values of tensors in fewer bytes than their element type has."""

@@ -1,0 +1,281 @@
+"""Pack the values of a parameter into fewer bytes, for reading only, and unpack them: how quantised parameters are at rest.
+
+A matrix of floats is kept as whole numbers ("codes") and scales. A value is ``code * scale``, computed in float32 and rounded
+once to the parameter's type, ties to even. Codes come first, and scales at the next multiple of 64 bytes.
+
+- ``int8``: codes from -127 to 127, one float32 scale for each row: that of its largest absolute value (vector-wise absmax
+  quantisation: Dettmers et al., 2022, LLM.int8(), https://arxiv.org/abs/2208.07339, section 2.1).
+- ``int4``: codes from -8 to 7, two in a byte, one bfloat16 scale for each group of 32 along the row (group-wise quantisation:
+  Sheng et al., 2023, FlexGen, https://arxiv.org/abs/2303.06865, section 4, there with a minimum for each group). The scale is
+  the one of ``DIVISORS`` with the smallest squared error (the choice of a clipping range by its error: Banner et al., 2019,
+  https://arxiv.org/abs/1810.05723). With a minimum beside the scale the error is 7 % smaller and the bytes are 11 % more.
+
+A *row* is what lies together in memory: the innermost dimension, or as many of the inner ones as have 32 elements together
+(of a convolution: all but the outermost). The scales of ``int8`` are so those of output features for ``torch.nn.Linear``, and
+of input features for a matrix that is stored the other way round (GPT-2's Conv1D).
+
+Unpacking is done by a C kernel (``libaio_ext/unpack.c``) in the caller's thread, or where that was not built by torch, with the
+same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from tiered.errors import MisuseError
+
+try:
+    from tiered.packing._unpack import lib
+except ImportError:  # there was no compiler
+    lib = None  # type: ignore[assignment]
+
+__all__ = ["FORMS", "QUANTIZE", "TYPES", "Loss", "Packing", "Quantize", "has_kernels", "packing_of", "packing_where_fit"]
+
+Quantize = Literal["int8", "int4"]
+QUANTIZE: tuple[Quantize, ...] = ("int8", "int4")
+
+LEAST_ELEMENTS, LEAST_COLUMNS = 1024, 32
+"""A parameter with fewer elements, or no row of so many, stays as it is."""
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Element types that are packed."""
+GROUP = 32
+DIVISORS = (-8.0, -7.0, -9.0)
+"""A group's scale is its element with the largest absolute value, with its sign, divided by one of these."""
+AT_ONCE = 1 << 16
+"""Elements that are packed or unpacked at a time by torch: so few that they stay in the processor's cache."""
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Loss:
+    """How far packed values are from those that were given: sums of squares of the differences, and of the given values."""
+
+    error: float = 0.0
+    given: float = 0.0
+
+    def __add__(self, other: Loss) -> Loss:
+        return Loss(self.error + other.error, self.given + other.given)
+
+    @property
+    def relative(self) -> float:
+        """Return the relative error: the norm of the differences by the norm of the values; 0 where all values are 0."""
+        return math.sqrt(self.error / self.given) if self.given else 0.0
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a parameter of ``rows`` times ``columns`` elements is packed. ``form`` is the name that a record has of it."""
+
+    rows: int
+    columns: int
+    form: ClassVar[str]
+    kernel: ClassVar[str]
+
+    @property
+    def codes_nbytes(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def scales_nbytes(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Return how many bytes the packed parameter has."""
+        return self._scales_at + self.scales_nbytes
+
+    @property
+    def _scales_at(self) -> int:
+        return -(-self.codes_nbytes // ALIGNMENT) * ALIGNMENT
+
+    def parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """View codes and scales in ``packed``, uint8 of shape (nbytes,), each with ``rows`` as its first dimension."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def pack(self, values: torch.Tensor, packed: torch.Tensor, name: str) -> Loss:
+        """Write ``values``, shape (rows * columns,) of a type of ``TYPES`` in host memory, to ``packed``, uint8 of shape
+        (nbytes,). Returns what is lost.
+
+        Raises MisuseError, which names the parameter ``name``, for infinity and NaN, and for values that would be infinite when
+        they are unpacked.
+        """
+        codes, scales = self.parts(packed)
+        packed[self.codes_nbytes : self._scales_at].zero_()
+        total = Loss()
+        for begin, end in self._blocks():
+            given = values[begin * self.columns : end * self.columns].view(-1, self.columns)
+            exact = given.to(torch.float32)
+            if not bool(exact.isfinite().all()):
+                raise MisuseError(f"parameter {name!r} has infinity or NaN, which cannot be quantised: leave quantize out")
+            self._pack(exact, codes[begin:end], scales[begin:end])
+            found = torch.empty(exact.numel(), dtype=values.dtype, device="cpu")
+            self._unpack(codes[begin:end], scales[begin:end], found)
+            if not bool(found.isfinite().all()):
+                raise MisuseError(
+                    f"parameter {name!r} has values so large that they are infinite when they are quantised: leave quantize out"
+                )
+            wide = exact.double()
+            total += Loss(float((found.view_as(given).double() - wide).square_().sum()), float(wide.square_().sum()))
+        return total
+
+    @torch.no_grad()
+    def unpack(self, packed: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the values of ``packed``, uint8 of shape (nbytes,), to ``out``, shape (rows * columns,) without gaps."""
+        codes, scales = self.parts(packed)
+        here = lib is not None and out.device.type == "cpu" == packed.device.type
+        if here and out.dtype in (torch.float32, torch.bfloat16):
+            self._unpack_in_c(codes, scales, out)
+            return
+        for begin, end in self._blocks():
+            some = out[begin * self.columns : end * self.columns]
+            if here and out.dtype is torch.float16:  # which is rounded by torch
+                exact = torch.empty(some.shape, dtype=torch.float32, device="cpu")
+                self._unpack_in_c(codes[begin:end], scales[begin:end], exact)
+                some.copy_(exact)
+            else:
+                self._unpack(codes[begin:end], scales[begin:end], some)
+
+    def _blocks(self) -> Iterator[tuple[int, int]]:
+        """Yield which rows are packed at a time."""
+        step = max(1, AT_ONCE // self.columns)
+        for begin in range(0, self.rows, step):
+            yield begin, min(begin + step, self.rows)
+
+    def _pack(self, exact: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """Pack some rows, float32 of shape (n, columns)."""
+        raise NotImplementedError
+
+    def _unpack(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        """Unpack some rows into ``out``, shape (n * columns,), by torch's functions."""
+        raise NotImplementedError
+
+    def _unpack_in_c(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        """Unpack some rows by the C kernel into ``out``, of float32 or bfloat16."""
+        kind = lib.UNPACK_FLOAT32 if out.dtype is torch.float32 else lib.UNPACK_BFLOAT16
+        kernel = getattr(lib, self.kernel)
+        done = kernel(codes.data_ptr(), scales.data_ptr(), codes.shape[0], self.columns, out.data_ptr(), kind)
+        assert done == 0, out.dtype
+
+
+@dataclass(frozen=True)
+class _Int8(Packing):
+    form = "int8 by row, float32 scales"
+    kernel = "unpack_int8"
+
+    @property
+    def codes_nbytes(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def scales_nbytes(self) -> int:
+        return 4 * self.rows
+
+    def parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = packed[: self.codes_nbytes].view(torch.int8).view(self.rows, self.columns)
+        return codes, packed[self._scales_at : self.nbytes].view(torch.float32)
+
+    def _pack(self, exact: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        scale = exact.abs().amax(1) / 127
+        scales.copy_(scale)
+        codes.copy_(_rounded(exact, scale[:, None], -127, 127))
+
+    def _unpack(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        out.view(codes.shape).copy_(codes.to(torch.float32).mul_(scales[:, None]))
+
+
+@dataclass(frozen=True)
+class _Int4(Packing):
+    form = "int4 by 32, bfloat16 scales"
+    kernel = "unpack_int4"
+
+    @property
+    def groups(self) -> int:
+        return -(-self.columns // GROUP)
+
+    @property
+    def codes_nbytes(self) -> int:
+        return self.rows * self.groups * GROUP // 2
+
+    @property
+    def scales_nbytes(self) -> int:
+        return 2 * self.rows * self.groups
+
+    def parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = packed[: self.codes_nbytes].view(self.rows, self.groups, GROUP // 2)
+        return codes, packed[self._scales_at : self.nbytes].view(torch.bfloat16).view(self.rows, self.groups)
+
+    def _pack(self, exact: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        missing = self.groups * GROUP - self.columns
+        groups = torch.nn.functional.pad(exact, (0, missing)).view(-1, self.groups, GROUP)
+        outermost = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+        share = groups / torch.where(outermost == 0, 1, outermost)  # from -1 to 1: its squares neither overflow nor vanish
+        best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # error, scale, codes
+        for divisor in DIVISORS:
+            scale = (outermost / divisor).to(torch.bfloat16)
+            step = torch.where(outermost == 0, 0, scale.to(torch.float32) / outermost)
+            found = _rounded(share, step, -8, 7)
+            error = (found * step).sub_(share).square_().sum(2, keepdim=True)
+            if best is not None:
+                worse = error >= best[0]
+                error, scale = torch.where(worse, best[0], error), torch.where(worse, best[1], scale)
+                found = torch.where(worse, best[2], found)
+            best = error, scale, found
+        assert best is not None
+        scales.copy_(best[1][..., 0])
+        number = (best[2] + 8).to(torch.uint8)
+        codes.copy_(number[..., : GROUP // 2] | number[..., GROUP // 2 :] << 4)
+
+    def _unpack(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        number = torch.cat((codes & 15, codes >> 4), 2).to(torch.float32).sub_(8).mul_(scales.to(torch.float32)[..., None])
+        out.view(-1, self.columns).copy_(number.view(codes.shape[0], -1)[:, : self.columns])
+
+
+FORMS: dict[str, type[Packing]] = {one.form: one for one in (_Int8, _Int4)}
+"""By the name that a record has: it never changes its meaning."""
+_OF_OPTION: dict[str, type[Packing]] = {"int8": _Int8, "int4": _Int4}
+
+
+def packing_of(form: str, shape: torch.Size, stride: tuple[int, ...]) -> Packing | None:
+    """Return how a parameter without gaps between its elements is packed in ``form``, one of ``FORMS``; None where it has no
+    row of ``LEAST_COLUMNS``."""
+    columns = _columns(shape, stride)
+    return None if columns is None else FORMS[form](shape.numel() // columns, columns)
+
+
+def packing_where_fit(
+    quantize: Quantize | None, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
+) -> Packing | None:
+    """Return how a parameter is packed in a model that is quantised; None for one that stays as it is: of one dimension, of
+    another type than ``TYPES``, or tiny."""
+    if quantize is None or dtype not in TYPES or shape.numel() < LEAST_ELEMENTS:
+        return None
+    return packing_of(_OF_OPTION[quantize].form, shape, stride)
+
+
+def has_kernels() -> bool:
+    """Return whether the C kernels were built."""
+    return lib is not None
+
+
+def _columns(shape: torch.Size, stride: tuple[int, ...]) -> int | None:
+    """Return the elements of a row: those of as few of the dimensions that are innermost in memory as have ``LEAST_COLUMNS``
+    together, without the outermost one."""
+    sizes = [size for _, size in sorted(zip(stride, shape, strict=True), key=lambda one: one[0]) if size > 1]
+    columns = 1
+    for size in sizes[:-1]:
+        columns *= size
+        if columns >= LEAST_COLUMNS:
+            return columns
+    return None
+
+
+def _rounded(values: torch.Tensor, scale: torch.Tensor, least: int, most: int) -> torch.Tensor:
+    """Return the codes of ``values``, as float32."""
+    divisor = torch.where(scale == 0, math.inf, scale)  # of subnormal values that are too small for any scale: 0
+    return (values / divisor).round_().clamp_(least, most)
