@@ -42,7 +42,7 @@ TREE: dict[str, tuple[str, ...]] = {
     "zero.paging.tensors": ("compiling", "parameters", "copies", "states", "sliced", "gradients"),
     "zero.build": ("staging", "construct", "deferred"),
     "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors"),
-    "integrations": ("saves", "kept", "transformers", "axolotl", "accelerate", "lightning"),
+    "integrations": ("saves", "kept", "importing", "transformers", "axolotl", "accelerate", "lightning"),
     "integrations.transformers": ("pretrained", "training", "kv_layer", "kv_record", "kv_model", "kv_cache"),
     "cli": (
         *("arguments", "stop", "measure", "output", "machine", "info", "stores", "train", "generate", "bench", "completion"),
@@ -69,7 +69,7 @@ USES: dict[str, tuple[str, ...]] = {
     "zero": (
         *("tiered", "errors", "types", "system", "store.at_rest", "format.safetensors", "format.safetensors_writer", "packing"),
     ),
-    "integrations": ("tiered", "store.at_rest", "zero", "packing"),
+    "integrations": ("tiered", "types", "store.at_rest", "zero", "packing"),
     "cli": ("tiered", "", "format", "io", "tiers", "links", "engine", "store", "zero", "data", "integrations"),
 }
 
