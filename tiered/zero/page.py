@@ -664,6 +664,17 @@ def _replace_meta(model: nn.Module, store: TieredStore) -> dict[nn.Parameter, nn
     return {made: meta for meta, made in fresh.items()}
 
 
+def _zero_rest(memory: torch.Tensor, unit: UnitPlan) -> None:
+    """Write zeros where no parameter's values come: the same model has the same bytes in every store."""
+    end = 0
+    for placement in sorted(unit.placements, key=lambda one: one.stored_offset):
+        memory[end : placement.stored_offset].zero_()
+        end = placement.stored_offset
+        if placement.packing is None:
+            end += placement.stored_nbytes
+    memory[end:].zero_()
+
+
 def _write_deferred(placement: Placement, unit: torch.Tensor, deferred: Mapping[nn.Parameter, Deferred]) -> None:
     """Write the values of a parameter, or of a slice of one, to its place in ``unit``, if they are deferred."""
     sliced = placement.sliced
@@ -706,7 +717,7 @@ class _Adoption:
                 continue
             self.created.append(key)
             with self.partition.filling(self.store, key, unit) as memory:
-                memory.zero_()
+                _zero_rest(memory, unit)
                 self._fill(key, memory, unit, owner)
                 del memory
             if self.filling is not None:

@@ -98,14 +98,14 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
             store = TieredStore.open(parsed.dir, dram=parsed.dram, paths=parsed.paths)
             try:
                 told = put(parsed, store, stop, progress)
-            except BaseException:
-                left = _left(parsed, store) if parsed.model else ""
-                raise
             finally:
                 nothing = store.generation == 0
                 store.close()
-                if parsed.model and new and nothing:
-                    shutil.rmtree(parsed.dir, ignore_errors=True)
+                if parsed.model and not told:
+                    if new and nothing:
+                        shutil.rmtree(parsed.dir, ignore_errors=True)
+                    elif not nothing:
+                        left = _left(parsed)
     except Stopped as stopped:
         print(f"tiered: stopped; {left or 'nothing was committed'}", file=sys.stderr)
         return stopped.exit_code
@@ -117,19 +117,19 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     return 0
 
 
-def _left(parsed: argparse.Namespace, store: TieredStore) -> str:
+def _left(parsed: argparse.Namespace) -> str:
     """Return what to tell of an import that was stopped, where the same command goes on with it."""
+    from tiered import TieredStore
     from tiered.errors import shown
     from tiered.integrations.importing import begun
     from tiered.types import format_size
 
-    record = begun(store, parsed.name or "model")
-    if record is None or not record.done:
+    with TieredStore.open(parsed.dir, dram="1MiB", paths=parsed.paths, access="read") as store:
+        record = begun(store, parsed.name or "model")
+    if record is None:
         return ""
-    return (
-        f"{format_size(record.nbytes)} of {format_size(record.total)} are in {shown(parsed.dir, 1000)}: the same command goes on "
-        "from there"
-    )
+    sizes = f"{format_size(record.nbytes)} of {format_size(record.total)}"
+    return f"{sizes} are in {shown(parsed.dir, 1000)}: the same command goes on from there"
 
 
 def _tensors(parsed: argparse.Namespace, store: TieredStore, stop: StopRequest, progress: Progress) -> str:
