@@ -213,8 +213,10 @@ def compared(folder: Path, options: argparse.Namespace, weights: int) -> bool:
         first = 1.2 * max(weights / reading, whole["seconds"]) + 1
         peak = max((one["highest"] - one["imports"]) / (one["limit"] - one["imports"]) for one in (imported, opened))
         rows.append(
-            (reading / 1e9, writing / 1e9, imported["seconds"], imported["seconds"] / bound, peak)
-            + (opened["opened"], opened["seconds"], opened["seconds"] / first)
+            (
+                *(reading / 1e9, writing / 1e9, imported["seconds"], imported["seconds"] / bound, peak),
+                *(opened["opened"], opened["seconds"], opened["seconds"] / first),
+            )
         )
         print(f"| {number + 1} | {' | '.join(f'{value:.2f}' for value in rows[-1])} |", flush=True)
     if rows:
@@ -223,8 +225,8 @@ def compared(folder: Path, options: argparse.Namespace, weights: int) -> bool:
         sizes = {name: format_size(imported[name] - imported["imports"]) for name in ("limit", "highest", "peak")}
         print(
             f"W = {weights:,} bytes; {imported['written']:,} were written to the store. The programs' own imports are "
-            f"{format_size(imported['imports'])}, the limit {sizes['limit']} more. The import took {sizes['highest']} of that, or "
-            f"{sizes['peak']} with the page cache. The prompt in memory: {whole['seconds']:.2f} s."
+            f"{format_size(imported['imports'])}, the limit {sizes['limit']} more. The import took {sizes['highest']} of that, "
+            f"or {sizes['peak']} with the page cache. The prompt in memory: {whole['seconds']:.2f} s."
         )
     return right
 

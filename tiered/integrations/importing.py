@@ -10,9 +10,9 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from torch import nn
@@ -24,6 +24,9 @@ from tiered.types import format_size
 from tiered.zero.build.deferred import Deferred
 from tiered.zero.page import differing
 from tiered.zero.paging.units import ModelPlan, UnitPlan
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 __all__ = ["Import", "Record", "Source", "Told", "begun", "files_in"]
 
