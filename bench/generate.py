@@ -253,14 +253,25 @@ def drive_rate(file: Path) -> float:
 
 
 def make(folder: Path, options: argparse.Namespace) -> int:
-    """Write the weights, a tensor at a time, and import them. Returns the bytes of weights."""
+    """Write the weights, and import them. Returns the bytes of weights."""
+    from tiered import TieredStore
+    from tiered.integrations.transformers import import_model
+
+    weights = write_weights(folder / "weights", options)
+    with TieredStore.open(folder / "store", dram=max(weights // 2, 256 * MIB)) as store:
+        import_model(folder / "weights", store)
+        store.close()
+    return weights
+
+
+def write_weights(folder: Path, options: argparse.Namespace) -> int:
+    """Write a model with random weights, a tensor at a time. Returns the bytes of weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tiered import TensorSpec, TieredStore
+    from tiered import TensorSpec
     from tiered.format.safetensors import entry_of
     from tiered.format.safetensors_writer import Shards
-    from tiered.integrations.transformers import import_model
 
     width = options.width
     config = LlamaConfig(
@@ -286,11 +297,8 @@ def make(folder: Path, options: argparse.Namespace) -> int:
         return made.view(-1).view(torch.uint8).numpy().data
 
     weights = sum(p.nbytes for p in model.parameters())
-    Shards(folder / "weights", entries, "500MB", "refuse").write(values(entry) for entry in entries)
-    config.save_pretrained(folder / "weights")
-    with TieredStore.open(folder / "store", dram=max(weights // 2, 256 * MIB)) as store:
-        import_model(folder / "weights", store)
-        store.close()
+    Shards(folder, entries, "500MB", "refuse").write(values(entry) for entry in entries)
+    config.save_pretrained(folder)
     return weights
 
 

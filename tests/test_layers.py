@@ -40,9 +40,9 @@ TREE: dict[str, tuple[str, ...]] = {
         *("reduction", "micro_batch", "pager"),
     ),
     "zero.paging.tensors": ("compiling", "parameters", "copies", "states", "sliced", "gradients"),
-    "zero.build": ("staging", "construct"),
+    "zero.build": ("staging", "construct", "deferred"),
     "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors"),
-    "integrations": ("saves", "kept", "transformers", "axolotl", "accelerate", "lightning"),
+    "integrations": ("saves", "kept", "importing", "transformers", "axolotl", "accelerate", "lightning"),
     "integrations.transformers": ("experts", "pretrained", "training", "kv_layer", "kv_record", "kv_model", "kv_cache"),
     "cli": (
         *("arguments", "stop", "measure", "output", "machine", "info", "stores", "train", "generate", "bench", "completion"),
@@ -69,7 +69,7 @@ USES: dict[str, tuple[str, ...]] = {
     "zero": (
         *("tiered", "errors", "types", "system", "store.at_rest", "format.safetensors", "format.safetensors_writer", "packing"),
     ),
-    "integrations": ("tiered", "store.at_rest", "zero", "packing"),
+    "integrations": ("tiered", "types", "store.at_rest", "zero", "packing"),
     "cli": ("tiered", "", "format", "io", "tiers", "links", "engine", "store", "zero", "data", "integrations"),
 }
 
@@ -84,6 +84,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "engine.engine": "the engine's thread and lock, and what callers do under them",
     "engine.state": "what the engine's lock guards, kept consistent; no decisions",
     "io.probe": "whether libaio works here, asked without importing it",
+    "store.store": "the public calls of a store, which threads and coroutines share",
     "store.commit": "generations of an open store: commit, rollback, recovery",
     "store.store": "`TieredStore`: the calls of a store, each of which hands on to what does it",
     "zero.page": "the public calls on a whole model, beside training it",

@@ -183,7 +183,7 @@ def test_help_names_it_inexact(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import", "--help"]) == 0
     assert "INEXACT" in capsys.readouterr().out
     assert main(["import", "x.safetensors", "--dir", "store", "--quantize", "int8"]) == 2
-    assert "--quantize are for models: give --model" in capsys.readouterr().err
+    assert "--quantize and --verify are for models: give --model" in capsys.readouterr().err
 
 
 def test_it_is_for_reading_only(tmp_path: Path) -> None:

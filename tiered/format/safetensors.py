@@ -208,6 +208,7 @@ class WeightFiles:
         if file != self._open_path or self._fd < 0:
             self.close()
             self._fd, self._open_path = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), file
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # within a tensor it is; the kernel reads further ahead
         return self._fd
 
     def read(self, name: str, start: int, into: memoryview) -> None:
@@ -224,7 +225,11 @@ class WeightFiles:
             count = os.preadv(fd, [piece], at)
             if not count:
                 raise SafetensorsError(f"{_told(self._files[name])} became shorter while it was read")
-            os.posix_fadvise(fd, at, count, os.POSIX_FADV_DONTNEED)
+            # In whole pieces of the file: the kernel reads ahead in large folios, and to drop a part of one costs more than to
+            # read it.
+            begin, end = at // READ_BYTES * READ_BYTES, (at + count) // READ_BYTES * READ_BYTES
+            if begin < end:
+                os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
             done += count
 
     def __enter__(self) -> WeightFiles:

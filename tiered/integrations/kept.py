@@ -19,6 +19,7 @@ from tiered import ManifestError, MisuseError, TieredStore
 __all__ = [
     "CONFIG",
     "TOKENIZER",
+    "UNFINISHED",
     "files_of",
     "keep",
     "kept_file",
@@ -26,6 +27,8 @@ __all__ = [
     "kept_models",
     "only_model",
     "opening_of",
+    "put_file",
+    "refuse_unfinished",
 ]
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
@@ -37,6 +40,8 @@ FILES = (
 LARGEST = 64 << 20
 """Bytes of the largest file that is kept."""
 OPENING = "opening.json"
+UNFINISHED = "import.json"
+"""The record of an import that is not finished."""
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -55,11 +60,12 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def keep(store: TieredStore, name: str, files: Mapping[str, bytes], opening: Mapping[str, str]) -> None:
     """Put ``files`` and ``opening`` into ``store`` for the model ``name``. Nothing is committed."""
     for file, contents in files.items():
-        _put(store, name, file, contents)
-    _put(store, name, OPENING, json.dumps(dict(opening)).encode())
+        put_file(store, name, file, contents)
+    put_file(store, name, OPENING, json.dumps(dict(opening)).encode())
 
 
-def _put(store: TieredStore, name: str, file: str, contents: bytes) -> None:
+def put_file(store: TieredStore, name: str, file: str, contents: bytes) -> None:
+    """Put a file into ``store``, unless it is empty."""
     if contents:
         store.put(f"{name}/files/{file}", torch.frombuffer(bytearray(contents), dtype=torch.uint8))
 
@@ -74,12 +80,25 @@ def only_model(store: TieredStore) -> str:
     """Return the name of the only model that can be opened without a folder. Raises MisuseError for none, and for several."""
     found = kept_models(store)
     if not found:
+        end = f"/files/{UNFINISHED}"
+        for key in store:
+            if key.endswith(end):
+                refuse_unfinished(store, key.removesuffix(end))
         raise MisuseError(
             f"{store} has no model that can be opened by itself: tiered import FOLDER --dir STORE --model makes one"
         )
     if len(found) > 1:
         raise MisuseError(f"{store} has {len(found)} models, {', '.join(map(repr, found))}: choose one with name=")
     return found[0]
+
+
+def refuse_unfinished(store: TieredStore, name: str) -> None:
+    """Raise MisuseError where the import of a model was stopped, and not finished since."""
+    if f"{name}/files/{UNFINISHED}" in store:
+        raise MisuseError(
+            f"the import of model {name!r} into {store} is not finished: run the same tiered import, or import_model, again, "
+            "which goes on where it was stopped"
+        )
 
 
 def kept_file(store: TieredStore, name: str, file: str) -> bytes | None:
@@ -95,6 +114,7 @@ def kept_file(store: TieredStore, name: str, file: str) -> bytes | None:
 
 def opening_of(store: TieredStore, name: str) -> dict[str, str]:
     """Return what ``keep`` was given. Raises MisuseError where nothing is kept of a model of that name."""
+    refuse_unfinished(store, name)
     contents = kept_file(store, name, OPENING)
     if contents is None or kept_file(store, name, CONFIG) is None:
         raise MisuseError(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import nn
 from tiered import Access, CapacityError, MisuseError, TieredError, TieredStore
 from tiered.system import Trimmer, refuse_little_room, returned_at_once
 from tiered.zero.build.construct import unguard
+from tiered.zero.build.deferred import Deferred
 from tiered.zero.build.staging import ALL, PREFIX, Staged, Window, current, find
 from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint.reshard import Source, opened, reshard
@@ -35,7 +36,10 @@ from tiered.zero.paging.tensors.parameters import unpage
 from tiered.zero.paging.units import Limits, ModelPlan, Placement, Policy, Slicing, UnitPlan, divide
 from tiered.zero.rank_stores import newest_set, number_of
 
-__all__ = ["Moved", "PagingStatistics", "gathered", "no_sync", "offload", "onload", "page", "statistics"]
+__all__ = [
+    *("Filling", "Moved", "PagingStatistics", "differing", "gathered", "no_sync", "offload", "onload", "page", "page_filling"),
+    "statistics",
+]
 
 @dataclass(frozen=True, slots=True)
 class PagingStatistics:
@@ -303,25 +307,62 @@ def page(
     return _page(model, store, options)
 
 
+class Filling(Protocol):
+    """What follows how the units of a model are filled, one after the other, and may have the first of them already."""
+
+    def begin(self, plan: ModelPlan, deferred: Mapping[nn.Parameter, Deferred], held: Sequence[str]) -> int:
+        """Return how many of the first units are in the store already. ``deferred``: parameters whose values are read as units
+        are filled, ``held``: the keys of the model's name that the store has. What is not to stay of them is deleted."""
+        ...
+
+    def filled(self, unit: UnitPlan) -> None:
+        """Note that a unit is in the store. What it raises ends the filling; units that are filled stay in the store."""
+        ...
+
+
+def page_filling(model: nn.Module, store: TieredStore, filling: Filling, **options: Any) -> nn.Module:
+    """Do as ``page`` with these ``options``, and have ``filling`` follow it. Where it raises, units that are filled stay in the
+    store, whatever ``existing`` says, and the model is not as before."""
+    given = _Options(filling=filling, **options)
+    given.refuse_contradictions()
+    return _page(model, store, given)
+
+
+def differing(unit: UnitPlan, memory: torch.Tensor, deferred: Mapping[nn.Parameter, Deferred]) -> str | None:
+    """Return the name of a parameter of ``unit`` whose values in ``memory``, which is as in the store, are not those that it
+    was filled with; None where there is none. They are computed again. Parameters that are not ``deferred`` are left out."""
+    scratch = torch.zeros_like(memory)
+    for placement in unit.placements:
+        _write_deferred(placement, scratch, deferred)
+    for placement in unit.placements:
+        whole = placement.parameter if placement.sliced is None else placement.sliced.parameter
+        if whole in deferred:
+            place = slice(placement.stored_offset, placement.stored_offset + placement.stored_nbytes)
+            if not torch.equal(scratch[place], memory[place]):
+                return placement.name
+    return None
+
+
 @dataclass(frozen=True)
 class _Options:
-    """The arguments of ``page``."""
+    """The arguments of ``page``, and what follows the filling."""
 
-    name: str
-    existing: str
-    prefetch: Prefetch
-    micro_batch: int
-    param_init_fn: Init | None
-    policy: Policy
-    weights: str | os.PathLike[str] | None
-    source: str | os.PathLike[str] | None
-    stage: Stage | None
-    group: dist.ProcessGroup | None
-    timeout: float | None
-    update_tier: UpdateTier
-    experts: Experts
-    largest_unit: int | None
-    slice_weights: bool
+    name: str = "model"
+    existing: str = "refuse"
+    prefetch: Prefetch = "on"
+    micro_batch: int = 1
+    param_init_fn: Init | None = None
+    policy: Policy = AS_IT_IS
+    weights: str | os.PathLike[str] | None = None
+    source: str | os.PathLike[str] | None = None
+    stage: Stage | None = None
+    group: dist.ProcessGroup | None = None
+    timeout: float | None = None
+    update_tier: UpdateTier = "dram"
+    experts: Experts = "sliced"
+    largest_unit: int | None = None
+    slice_weights: bool = False
+    filling: Filling | None = None
 
     def refuse_contradictions(self) -> None:
         """Raise MisuseError for values that there are not, or that do not go together."""
@@ -352,7 +393,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     in_update_tier(store, options.update_tier)
     window = Window.of(store)
     held = [key for key in store if key.startswith(f"{options.name}/")]
-    if held and options.existing == "refuse":
+    if held and options.existing == "refuse" and options.filling is None:
         raise MisuseError(
             f"the store already holds a model named {options.name!r} ({len(held)} tensors): give another name=, "
             "existing='overwrite', or existing='resume' to go on with it"
@@ -413,14 +454,23 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
         stack.enter_context(returned_at_once())
         pretrained = None if options.weights is None else stack.enter_context(_opened(model, options.weights))
         meta = _replace_meta(model, store)
-        adoption = _Adoption(model, store, window, partition, staged, meta, options.param_init_fn, pretrained)
+        deferred = {fresh: old for fresh, old in meta.items() if isinstance(old, Deferred)}
+        strides |= {fresh: old.stride() for fresh, old in deferred.items()}
+        adoption = _Adoption(
+            *(model, store, window, partition, staged, meta, deferred, options.param_init_fn, pretrained),
+            filling=options.filling,
+        )
         try:
             if pretrained is not None:
                 pretrained.renamed(meta)
             plan = divide(model, limits, strides, options.policy, partition.shares, slicing)
-            for key in held:
-                store.delete(key)
-            adoption.move(plan, options.name, Trimmer(pool))
+            done = 0
+            if options.filling is not None:
+                done = options.filling.begin(plan, deferred, held)
+            else:
+                for key in held:
+                    store.delete(key)
+            adoption.move(plan, options.name, Trimmer(pool), done)
             if pretrained is not None:
                 pretrained.fill_buffers(model)
             partition.same_buffers(model)
@@ -508,9 +558,11 @@ def _buffers_for(model: nn.Module, store: TieredStore) -> Buffers:
     found: Buffers = []
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device not in (store.device, torch.device("meta")):
+            if buffer is None or buffer.is_meta:
+                continue
+            if buffer.device != store.device or isinstance(buffer, Deferred):
                 if buffer not in moved:
-                    moved[buffer] = buffer.to(store.device)
+                    moved[buffer] = (buffer.whole() if isinstance(buffer, Deferred) else buffer).to(store.device)
                 found.append((module, name, moved[buffer]))
     return found
 
@@ -592,21 +644,44 @@ def _largest_meta(model: nn.Module) -> int:
 
 
 def _replace_meta(model: nn.Module, store: TieredStore) -> dict[nn.Parameter, nn.Parameter]:
-    """Replace meta parameters, which cannot be given memory, by parameters without memory; tied ones stay tied.
+    """Replace parameters on the meta device and deferred ones, which cannot be given memory, by parameters without memory; tied
+    ones stay tied.
 
-    Returns the meta parameter of each new one.
+    Returns the replaced parameter of each new one.
     """
     fresh: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is None or not parameter.is_meta:
+            if parameter is None or not (parameter.is_meta or isinstance(parameter, Deferred)):
                 continue
             if parameter not in fresh:
                 empty = _nothing(parameter.shape, parameter.dtype, store.device)
                 fresh[parameter] = nn.Parameter(empty, parameter.requires_grad)
-                fresh[parameter].__dict__.update(parameter.__dict__)
+                own = {"contents", "meta", "_is_param"} if isinstance(parameter, Deferred) else set()
+                kept = {key: value for key, value in parameter.__dict__.items() if key not in own}
+                fresh[parameter].__dict__.update(kept)
             module._parameters[name] = fresh[parameter]
     return {made: meta for meta, made in fresh.items()}
+
+
+def _zero_rest(memory: torch.Tensor, unit: UnitPlan) -> None:
+    """Write zeros where no parameter's values come: the same model has the same bytes in every store."""
+    end = 0
+    for placement in sorted(unit.placements, key=lambda one: one.stored_offset):
+        memory[end : placement.stored_offset].zero_()
+        end = placement.stored_offset
+        if placement.packing is None:
+            end += placement.stored_nbytes
+    memory[end:].zero_()
+
+
+def _write_deferred(placement: Placement, unit: torch.Tensor, deferred: Mapping[nn.Parameter, Deferred]) -> None:
+    """Write the values of a parameter, or of a slice of one, to its place in ``unit``, if they are deferred."""
+    sliced = placement.sliced
+    parameter = placement.parameter if sliced is None else sliced.parameter
+    if parameter in deferred:
+        with placement.filling(unit) as target:
+            deferred[parameter].write_to(target, None if sliced is None else sliced.at(placement.number))
 
 
 @dataclass
@@ -619,50 +694,68 @@ class _Adoption:
     partition: Partition
     staged: dict[nn.Parameter, Staged]
     meta: dict[nn.Parameter, nn.Parameter]
+    deferred: Mapping[nn.Parameter, Deferred]
     init: Init | None
     pretrained: Pretrained | None = None
+    filling: Filling | None = None
     without_memory: set[nn.Parameter] = field(default_factory=set)
     stored: dict[nn.Parameter, list[tuple[str, Placement, torch.device]]] = field(default_factory=dict)
     created: list[str] = field(default_factory=list)
 
-    def move(self, plan: ModelPlan, name: str, trimmer: Trimmer) -> None:
+    def move(self, plan: ModelPlan, name: str, trimmer: Trimmer, done: int) -> None:
+        """Fill the units, but the first ``done``, which are in the store."""
         owner: dict[nn.Parameter, nn.Module] = {}
         for module in self.model.modules():
             for parameter in module._parameters.values():
                 if parameter is not None:
                     owner.setdefault(parameter, module)
-        self.without_memory = set(self.meta)
-        for unit in plan.units:
+        self.without_memory = set(self.meta) - self.deferred.keys()
+        for number, unit in enumerate(plan.units):
             key = f"{name}/param/{unit.name}"
+            if number < done:
+                self._fill(key, None, unit, owner)
+                continue
+            self.created.append(key)
             with self.partition.filling(self.store, key, unit) as memory:
-                self.created.append(key)
+                _zero_rest(memory, unit)
                 self._fill(key, memory, unit, owner)
                 del memory
+            if self.filling is not None:
+                self.created.clear()
+                self.filling.filled(unit)
             trimmer.passed(unit.nbytes)
         trimmer.trim()
 
     @torch.no_grad()
-    def _fill(self, key: str, memory: torch.Tensor, unit: UnitPlan, owner: dict[nn.Parameter, nn.Module]) -> None:
-        memory.zero_()
+    def _fill(
+        self, key: str, memory: torch.Tensor | None, unit: UnitPlan, owner: dict[nn.Parameter, nn.Module]
+    ) -> None:
+        """Write the values of a unit to ``memory`` (None: they are in the store), and release them."""
         for placement in unit.placements:
             sliced = placement.sliced
             parameter = placement.parameter if sliced is None else sliced.parameter
-            at = ALL if sliced is None else sliced.at(placement.number)
-            if parameter in self.without_memory and self.pretrained is None:
-                self._materialise(owner[parameter])
-            if self.pretrained is not None:
-                self.pretrained.fill(placement, memory)
-            else:
-                with placement.filling(memory) as target:
-                    if parameter in self.staged:
-                        self.window.copy_to(target, self.staged[parameter], at)
-                    else:
-                        target.copy_(parameter if sliced is None else parameter[at])
+            if memory is not None:
+                if parameter in self.without_memory and self.pretrained is None:
+                    self._materialise(owner[parameter])
+                self._write(placement, parameter, memory)
             self.stored.setdefault(parameter, []).append((key, placement, parameter.device))
             placement.parameter.data = _nothing(placement.shape, placement.dtype, self.store.device)
             if sliced is not None and placement.number == len(sliced.slices) - 1:  # the last to be stored
                 parameter.data = _nothing(sliced.shape, sliced.dtype, self.store.device)
             self.window.sweep()  # the waiting value, which nothing shows any more
+
+    def _write(self, placement: Placement, parameter: nn.Parameter, memory: torch.Tensor) -> None:
+        if self.pretrained is not None:
+            self.pretrained.fill(placement, memory)
+        elif parameter in self.deferred:
+            _write_deferred(placement, memory, self.deferred)
+        else:
+            at = ALL if placement.sliced is None else placement.sliced.at(placement.number)
+            with placement.filling(memory) as target:
+                if parameter in self.staged:
+                    self.window.copy_to(target, self.staged[parameter], at)
+                else:
+                    target.copy_(parameter if placement.sliced is None else parameter[at])
 
     def _materialise(self, module: nn.Module) -> None:
         """Give the parameters and buffers that are directly on ``module`` memory and their initial values.
@@ -700,7 +793,7 @@ class _Adoption:
             for name, parameter in module._parameters.items():
                 if parameter in self.meta:
                     module._parameters[name] = self.meta[parameter]
-        for parameter, parts in self.stored.items():
+        for parameter, parts in self.stored.items() if self.filling is None else ():
             if parameter in self.meta or self.partition.shares > 1:  # of which this store has a share only
                 continue
             _, first, device = parts[0]
@@ -721,4 +814,5 @@ class _Adoption:
                 self.window.track(parameter, found.name, found.context)
         self.window.flush()
         for key in self.created:
-            self.store.delete(key)
+            if key in self.store:
+                self.store.delete(key)

@@ -21,11 +21,14 @@ __all__ = ["add_parser"]
 DESCRIPTION = """\
 Put the tensors of a safetensors file, or of a folder with several such files and their index, into a store under
 their names, and commit. The store is made where absent. The command needs --dram of memory, however large the files
-are; the largest single tensor must fit. A command that is stopped has committed nothing.
+are; the largest single tensor must fit. A command that is stopped has committed nothing, but for a model.
 
 With --model, SOURCE is the folder of a Hugging Face model, which the store has afterwards as one to use: tiered
 generate goes on with a prompt, tiered.integrations.transformers.open_model(store) returns it in Python. The store
-keeps its configuration and tokenizer, too, so that the folder is not needed any more.
+keeps its configuration and tokenizer, too, so that the folder is not needed any more. Weights are read once and
+written once, a unit at a time, and what is there is committed every few seconds: when the command is stopped, or
+dies, the same command goes on where it was. Until then nothing else uses the model. --verify reads everything again,
+from the disk and from SOURCE, and compares.
 """
 
 EXAMPLES = """\
@@ -69,20 +72,25 @@ def add_parser(commands: Commands) -> None:
         choices=("int8", "int4"),
         help="with --model: INEXACT; keep matrices in 8 or about 4.5 bits a weight, for reading only; prints the error",
     )
+    parser.add_argument(
+        "--verify", action="store_true", help="with --model: read the store and SOURCE again, and compare (as long again)"
+    )
     parser.set_defaults(run=_run)
 
 
 def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     from tiered.cli.output import Progress
     from tiered.cli.stop import Stopped, StopRequest
+    from tiered.errors import TieredError
 
-    if not parsed.model and any(one is not None for one in (parsed.name, parsed.unit, parsed.compute, parsed.quantize)):
-        parsed.parser.error("--name, --unit, --compute and --quantize are for models: give --model, too")
+    of_models = parsed.name, parsed.unit, parsed.compute, parsed.quantize, parsed.verify or None
+    if not parsed.model and any(one is not None for one in of_models):
+        parsed.parser.error("--name, --unit, --compute, --quantize and --verify are for models: give --model, too")
     put = _model if parsed.model else _tensors
     if parsed.model:
         _refuse_without_transformers()
     new = not os.path.lexists(parsed.dir) and not parsed.paths
-    told = ""
+    told = left = ""
     try:
         with StopRequest() as stop, Progress(sys.stderr) as progress:
             from tiered import TieredStore
@@ -91,14 +99,37 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
             try:
                 told = put(parsed, store, stop, progress)
             finally:
+                nothing = store.generation == 0
                 store.close()
-                if parsed.model and new and not told:
-                    shutil.rmtree(parsed.dir, ignore_errors=True)  # it has no commit
+                if parsed.model and not told:
+                    if new and nothing:
+                        shutil.rmtree(parsed.dir, ignore_errors=True)
+                    elif not nothing:
+                        left = _left(parsed)
     except Stopped as stopped:
-        print("tiered: stopped; nothing was committed", file=sys.stderr)
+        print(f"tiered: stopped; {left or 'nothing was committed'}", file=sys.stderr)
         return stopped.exit_code
+    except TieredError:
+        if left:
+            print(f"tiered: {left}", file=sys.stderr)
+        raise
     print(told)
     return 0
+
+
+def _left(parsed: argparse.Namespace) -> str:
+    """Return what to tell of an import that was stopped, where the same command goes on with it."""
+    from tiered import TieredStore
+    from tiered.errors import shown
+    from tiered.integrations.importing import begun
+    from tiered.types import format_size
+
+    with TieredStore.open(parsed.dir, dram="1MiB", paths=parsed.paths, access="read") as store:
+        record = begun(store, parsed.name or "model")
+    if record is None:
+        return ""
+    sizes = f"{format_size(record.nbytes)} of {format_size(record.total)}"
+    return f"{sizes} are in {shown(parsed.dir, 1000)}: the same command goes on from there"
 
 
 def _tensors(parsed: argparse.Namespace, store: TieredStore, stop: StopRequest, progress: Progress) -> str:
@@ -154,6 +185,7 @@ def _model(parsed: argparse.Namespace, store: TieredStore, stop: StopRequest, pr
         largest_unit=parsed.unit or UNIT,
         compute=None if parsed.compute is None else getattr(torch, parsed.compute),
         quantize=parsed.quantize,
+        verify=parsed.verify,
         progress=advanced,
     )
     stored = sum(store.spec(key).nbytes for key in store if key.startswith(f"{parsed.name or 'model'}/param/"))

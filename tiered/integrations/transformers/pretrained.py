@@ -1,7 +1,8 @@
 """Read pretrained models into a store, and open models that are in one.
 
-- ``from_pretrained`` reads weights into a store, a tensor at a time. ``transformers`` itself reads them, within ``zero.init``:
-  so its conversions (renamed keys, fused experts, a base model's weights in one with a head) are its own.
+- ``from_pretrained`` reads weights into a store. ``transformers`` itself loads them, so its conversions (renamed keys, fused
+  experts, a base model's weights in one with a head) are its own; but the files give it tensors whose values are read when
+  ``zero.page`` fills the units (``zero/build/deferred.py``). What it initialises waits in the store, within ``zero.init``.
 - ``import_model`` does so once and for all: ``open_model`` then opens the model without the folder that it came from.
 
 ``Trainer`` is not imported here: with what it brings, that takes seconds, which a program that generates would wait for.
@@ -12,19 +13,24 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, modeling_utils
 from transformers.utils import logging
 
 from tiered import Access, ManifestError, MisuseError, TieredStore, zero
-from tiered.integrations.kept import CONFIG, files_of, keep, kept_folder, only_model, opening_of
+from tiered.integrations.importing import Import, Record, Source, Told, begun, files_in
+from tiered.integrations.kept import CONFIG, UNFINISHED, files_of, keep, kept_folder, only_model, opening_of
 from tiered.integrations.transformers.experts import around_experts
 from tiered.packing.quantised import QUANTIZE, Loss, Quantize
+from tiered.zero.build.deferred import CODES, Deferred, Files
+from tiered.zero.page import page_filling
 from tiered.zero.paging.pager import pager_of
 
 __all__ = ["UNIT", "from_pretrained", "import_model", "open_model", "open_tokenizer", "quietly", "reading_one_at_a_time"]
@@ -60,9 +66,10 @@ def from_pretrained(
     """Return the model in ``folder`` with its parameters in ``store``: ``cls.from_pretrained``, then ``zero.page``.
 
     ``cls``: ``AutoModelForCausalLM`` and the like, or a model's class. ``folder``: a local folder with ``config.json`` and
-    safetensors files, with or without an index. They are read a tensor at a time, and nothing is initialised first but what
-    the files lack (a new head, which ``transformers`` logs). At most an eighth of the store's DRAM budget is in memory beside
-    it, or one parameter with the tensors that it is made of.
+    safetensors files, with or without an index. Values are read once, from the files to their places in the store's units,
+    expert by expert where a parameter has several, and nothing is initialised first but what the files lack (a new head, which
+    ``transformers`` logs). At most an eighth of the store's DRAM budget is in memory beside it; or one parameter with what it
+    is made of, where ``transformers`` converts it by more than casts, transpositions, concatenations and stacks.
 
     ``prepare``: called with the model before it is paged; returns what is paged: ``lambda model: peft.get_peft_model(model,
     config)``. The place to resize embeddings, too.
@@ -73,7 +80,21 @@ def from_pretrained(
     Raises MisuseError (no such folder, no safetensors files, an adapter, a quantised model, an option that cannot be), what
     ``cls.from_pretrained`` raises, and what ``zero.init`` and ``zero.page`` raise.
     """
-    path = Path(folder)
+    with _read(cls, Path(folder), store, dtype, existing, prepare, options) as (model, paging):
+        return around_experts(zero.page(model, store, name=name, existing=existing, **paging))
+
+
+@contextmanager
+def _read(
+    cls: Any,
+    path: Path,
+    store: TieredStore,
+    dtype: torch.dtype | str,
+    existing: str,
+    prepare: Callable[[Any], Any] | None,
+    options: dict[str, Any],
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Give the model in ``path`` as it is to be paged within the block, and those of ``options`` that are ``zero.page``'s."""
     for option, why in REFUSED.items():
         if options.get(option) is not None:
             raise MisuseError(f"{option}=: {why}")
@@ -89,15 +110,93 @@ def from_pretrained(
         if prepare is not None:
             with torch.device("meta"):
                 model = prepare(model)
-    else:
-        _refuse_pickled(path)
+        yield model, paging
+        return
+    _refuse_pickled(path)
+
+    def load() -> Any:
         with reading_one_at_a_time(), zero.init(store):
             model = cls.from_pretrained(path, config=config, dtype=dtype, local_files_only=True, **options)
             if getattr(model, "hf_quantizer", None) is not None:
                 raise MisuseError(f"{path}: {REFUSED['quantization_config']}")
-            if prepare is not None:
-                model = prepare(model)
-    return around_experts(zero.page(model, store, name=name, existing=existing, **paging))
+            files.at_once = True
+            return model if prepare is None else prepare(model)
+
+    with Files() as files:
+        drawn = torch.get_rng_state()
+        try:
+            with _deferring(files):
+                model = load()
+        except Exception:
+            if not files.refused:
+                raise
+            model = None
+        if model is None:  # a conversion, or ``prepare``, writes to tensors of the files
+            torch.set_rng_state(drawn)
+            model = load()
+        yield model, paging
+
+
+@contextmanager
+def _deferring(files: Files) -> Iterator[None]:
+    """Have ``transformers``, in this thread, find deferred tensors in safetensors files."""
+    original = modeling_utils.safe_open
+    deferring.set(files)
+
+    def opened(path: Any, *given: Any, **options: Any) -> Any:
+        mine = deferring.get()
+        return original(path, *given, **options) if mine is None else _DeferredFile(mine.open(path))
+
+    modeling_utils.safe_open = opened
+    try:
+        yield
+    finally:
+        deferring.set(None)
+        modeling_utils.safe_open = original
+
+
+deferring: ContextVar[Files | None] = ContextVar("deferring", default=None)
+"""The files of the block that this thread reads a model in. ``transformers`` has one ``safe_open`` for all threads."""
+
+
+class _DeferredFile:
+    """What ``safe_open`` returns, as far as ``transformers`` uses it."""
+
+    def __init__(self, tensors: dict[str, Deferred]) -> None:
+        self._tensors = tensors
+
+    def __enter__(self) -> _DeferredFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def metadata(self) -> dict[str, str]:
+        return {"format": "pt"}
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_slice(self, name: str) -> _DeferredSlice:
+        return _DeferredSlice(self._tensors[name])
+
+    def get_tensor(self, name: str) -> Deferred:
+        return self._tensors[name]
+
+
+class _DeferredSlice:
+    """What ``get_slice`` returns."""
+
+    def __init__(self, tensor: Deferred) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._tensor[index]
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        return CODES[str(self._tensor.dtype).removeprefix("torch.")]
 
 
 def _refuse_folder(path: Path) -> None:
@@ -147,7 +246,6 @@ def reading_one_at_a_time() -> Iterator[None]:
 
 # -- models that need no folder ------------------------------------------------------------------------------------------------
 
-Told = Callable[[str, float], None]
 UNIT = 32 << 20
 """Bytes of the largest unit of an imported model: enough for a drive's full rate, and small beside the memory of a reader."""
 
@@ -162,6 +260,7 @@ def import_model(
     compute: torch.dtype | None = None,
     quantize: Quantize | None = None,
     largest_unit: int = UNIT,
+    verify: bool = False,
     progress: Told | None = None,
     **options: Any,
 ) -> Any:
@@ -173,41 +272,88 @@ def import_model(
     for reading only (``zero.Policy``). ``opening.json`` in the store says so, with the relative error.
     ``largest_unit``: bytes that are read and evicted together, as in ``zero.page``; who opens the model needs memory for three.
     Larger weights of embeddings and linear layers are divided into slices of rows.
-    ``existing``: "refuse" a store that has a model of that ``name``, or "overwrite" it. ``progress`` is called with what is
-    done now and the share of that which is done; it may raise, to stop: then nothing is committed. ``options``: as in
-    ``from_pretrained``.
+    ``existing``: "refuse" a store that has a model of that ``name``, or "overwrite" it, which stays until the new one is
+    committed. ``progress`` is called with what is done now and the share of that which is done; it may raise, to stop.
+    ``verify``: read everything from the disk again, and from the files, and compare, before the model is committed.
+    ``options``: as in ``from_pretrained``.
 
-    Raises MisuseError as ``from_pretrained``, and for a model that has some parameters in fp32 beside others in 16 bits where
-    ``compute`` would round them; with ``quantize`` where there is nothing to quantise, or NaN or infinity; what ``zero.commit``
-    raises.
+    All changes in the store are committed every few seconds. An import that ends early (an exception, SIGKILL, power loss) goes
+    on where it was when it is called again with the same folder and options; until then ``open_model`` refuses the model. With
+    other files or options MisuseError names the first that differs, unless ``existing`` is "overwrite", which begins anew.
+    An import over a model that is finished, or in one of several processes, begins anew in any case.
+
+    Raises MisuseError as ``from_pretrained``, for files that change meanwhile, and for a model that has some parameters in fp32
+    beside others in 16 bits where ``compute`` would round them; with ``quantize`` where there is nothing to quantise, or NaN or
+    infinity; SafetensorsError for files that are damaged or cut short; TieredError where ``verify`` finds other values; what
+    ``zero.commit`` raises.
     """
     path = Path(folder)
     if existing not in ("refuse", "overwrite"):
         raise MisuseError(f"existing is 'refuse' or 'overwrite', not {existing!r}")
     if compute not in (None, torch.float32):
         raise MisuseError(f"compute is torch.float32, or None for the checkpoint's own type, not {compute!r}")
-    if existing == "refuse" and any(key.startswith(f"{name}/") for key in store):
-        raise MisuseError(f"{store} already has a model named {name!r}: give another name=, or existing='overwrite'")
     _refuse_folder(path)
     _refuse_pickled(path)
     files = files_of(path)
     stored = _dtype_of(path, options.get("config") or AutoConfig.from_pretrained(path, local_files_only=True))
     dtype = stored if compute is None else compute
-    options |= {"name": name, "existing": existing, "largest_unit": largest_unit, "slice_weights": True}
-    options["policy"] = zero.Policy(storage=None if dtype is stored else stored, quantize=quantize)
-    if dtype is not stored:
-        options["prepare"] = lambda model: _refuse_rounding(model, stored)
-    with nullcontext() if progress is None else _telling(progress):
-        model = from_pretrained(cls, path, store, dtype=dtype, **options)
-    files[CONFIG] = model.config.to_json_string().encode()  # options may have changed it
-    opening = {"class": type(model).__name__, "stored": _named(stored), "compute": _named(dtype)}
-    if quantize is not None:
-        opening |= _inexact(model, quantize)
-    keep(store, name, files, opening)
-    if progress is not None:
-        progress("committing", 0.0)
-    zero.commit(model)
+    policy = zero.Policy(storage=None if dtype is stored else stored, quantize=quantize)
+    source = _source(path, cls, dtype, policy, largest_unit, options)
+    held = any(key.startswith(f"{name}/") for key in store)
+    goes_on = _goes_on(store, name, source, existing)
+    if held and goes_on is None and existing == "refuse":
+        raise MisuseError(f"{store} already has a model named {name!r}: give another name=, or existing='overwrite'")
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    finished = held and f"{name}/files/{UNFINISHED}" not in store
+    filling = Import(store, name, source, goes_on=goes_on, commits=not finished and not several, told=progress)
+    if goes_on is not None:
+        largest_unit = min(largest_unit, goes_on.unit)
+    prepare = None if dtype is stored else lambda model: _refuse_rounding(model, stored)
+    try:
+        with (
+            nullcontext() if progress is None else _telling(progress),
+            _read(cls, path, store, dtype, existing, prepare, options) as (model, paging),
+        ):
+            paging |= {"name": name, "policy": policy, "largest_unit": largest_unit, "slice_weights": True}
+            around_experts(page_filling(model, store, filling, **paging))
+            if verify:
+                filling.verify()
+        files[CONFIG] = model.config.to_json_string().encode()  # options may have changed it
+        opening = {"class": type(model).__name__, "stored": _named(stored), "compute": _named(dtype)}
+        if quantize is not None:
+            opening |= _inexact(model, quantize)
+        if progress is not None:
+            progress("committing", 0.0)
+        filling.complete(path)
+        keep(store, name, files, opening)
+        zero.commit(model)
+    except BaseException as error:
+        filling.stop(error)
+        raise
     return model
+
+
+def _goes_on(store: TieredStore, name: str, source: Source, existing: str) -> Record | None:
+    """Return the record of an import that was stopped, if this one goes on with it. Raises MisuseError where it cannot, and
+    ``existing`` does not say to begin anew."""
+    try:
+        record = begun(store, name)
+        if record is not None:
+            source.refuse_other(record.source, f"the import of model {name!r} into {store}")
+    except (MisuseError, ManifestError):
+        if existing == "refuse":
+            raise
+        return None
+    return record
+
+
+def _source(
+    path: Path, cls: Any, dtype: torch.dtype, policy: zero.Policy, largest_unit: int, options: dict[str, Any]
+) -> Source:
+    """Return what the values and the units of a model that is imported depend on."""
+    given = {key: value.to_json_string() if key == "config" else repr(value) for key, value in options.items()}
+    given |= {"cls": cls.__name__, "dtype": _named(dtype), "policy": repr(policy), "largest_unit": str(largest_unit)}
+    return Source(files_in(path), given | {"transformers": transformers.__version__})
 
 
 def open_model(store: TieredStore, *, name: str | None = None, cls: Any = None, **options: Any) -> Any:
@@ -308,21 +454,19 @@ def _refuse_rounding(model: Any, stored: torch.dtype) -> Any:
 
 @contextmanager
 def _telling(progress: Told) -> Iterator[None]:
-    """Call ``progress`` as ``transformers`` reads weights, in place of showing its own bar."""
+    """Call ``progress`` as ``transformers`` goes through the weights, in place of showing its own bar."""
 
     class Bar:
-        def __init__(self, items: Any = (), total: int | None = None) -> None:
-            self.items, self.total, self.done = items, total or (len(items) if hasattr(items, "__len__") else 1), 0
+        def __init__(self, items: Any = ()) -> None:
+            self.items = items
 
         def __iter__(self) -> Iterator[Any]:
             for item in self.items:
                 yield item
                 self.update()
-            progress("dividing the model into units", 0.0)
 
         def update(self, count: int = 1) -> None:
-            self.done += count
-            progress(f"read {self.done:,} of {self.total:,} parameters", self.done / self.total)
+            progress("reading the headers", 0.0)
 
         def __getattr__(self, name: str) -> Any:
             return lambda *given, **options: None
@@ -333,7 +477,7 @@ def _telling(progress: Told) -> Iterator[None]:
         def __exit__(self, *exception: object) -> None:
             pass
 
-    before = logging.set_tqdm_hook(lambda make, given, options: Bar(given[0] if given else (), options.get("total")))
+    before = logging.set_tqdm_hook(lambda make, given, options: Bar(given[0] if given else ()))
     try:
         yield
     finally:

@@ -1,0 +1,254 @@
+"""Import a model into a store, and open it, beside what the drive needs to read and to write as many bytes.
+
+    .venv/bin/python -m bench.import_model --dir /mnt/nvme                     a Llama of 1 GB; needs root (a memory cgroup)
+    .venv/bin/python -m bench.import_model --dir /mnt/nvme --layers 16 --width 2048 --dram 1GiB --rounds 5
+
+A Llama with random weights (fp32, W bytes) is written as safetensors files once. Each round then measures, the files dropped
+from the page cache before each step:
+
+- the read rate: eight threads read the files with O_DIRECT; and the write rate: eight threads write a file of W bytes with
+  O_DIRECT, and fdatasync. The bound of an import is W/read rate + W/write rate.
+- the import, in a process of its own in a memory cgroup with a limit of its imports (measured, printed) + 1.1 x ``--dram`` +
+  128 MiB. Its seconds are those of opening the store and ``import_model``, committed.
+- opening the store and the first token of a prompt of 25 tokens, in another process in such a cgroup. The bound is max(W/read
+  rate, compute) + 1 s, where compute is the prompt in memory, in a third process.
+
+Prints Markdown, medians last; exits 1 where a process was killed, or a token is not that of the model in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import select
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.generate import MIB, PIECE, PROMPT, READERS, SAID, drop, write_weights
+from bench.memory import kills, limit_of, memory_cgroup, read_peak, usage
+from tiered.cli.arguments import count, size
+from tiered.cli.measure import environment
+from tiered.cli.output import told_environment
+from tiered.types import format_size
+
+__all__ = ["main"]
+
+
+# -- the children -------------------------------------------------------------------------------------------------------------
+
+
+def child(what: str, folder: Path, dram: int) -> None:
+    """The first line on standard output ends the imports, and waits for one on standard input."""
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    from tiered import TieredStore
+    from tiered.integrations.transformers import import_model, open_model
+
+    assert LlamaForCausalLM is not None
+    torch.set_num_threads(2)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    print(json.dumps({"phase": "imports"}), flush=True)
+    sys.stdin.readline()
+    began = time.perf_counter()
+    if what == "import":
+        store = TieredStore.open(folder / "store", dram=dram)
+        import_model(folder / "weights", store, progress=lambda what, share: None)
+        took = time.perf_counter() - began
+        print(json.dumps({"seconds": took, "written": store.statistics().links[-1].down.bytes}), flush=True)
+        store.close()
+        return
+    prompt = torch.tensor([list(PROMPT.encode())])
+    given: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 1, "do_sample": False}
+    if what == "open":
+        store = TieredStore.open(folder / "store", dram=dram, access="read")
+        model = open_model(store)
+        opened = time.perf_counter() - began
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder / "weights", dtype=torch.float32)
+        model.generate(prompt, pad_token_id=0, **given)
+        began, opened = time.perf_counter(), 0.0
+    token = model.generate(prompt, pad_token_id=0, **given)[0, -1].item()
+    print(json.dumps({"seconds": time.perf_counter() - began, "opened": opened, "token": token}), flush=True)
+    if what == "open":
+        store.close()
+
+
+# -- the parent ---------------------------------------------------------------------------------------------------------------
+
+
+def under(what: str, folder: Path, dram: int, limited: bool) -> dict[str, Any]:
+    """Run a child, ``limited`` by a cgroup from the end of its imports on. Returns what it printed, and its memory."""
+    drop(folder)
+    with memory_cgroup(1 << 40) as group:
+        if group is None:
+            sys.exit("no memory cgroup can be made here: run it as root")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bench.import_model", "--child", what, str(folder), str(dram)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid())) and None,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        )
+        assert process.stdout is not None
+        select.select([process.stdout], [], [])
+        process.stdout.readline()
+        imports = usage(group)
+        limit = (imports + dram + dram // 10 + SAID) // 4096 * 4096
+        if limited:
+            limit_of(group).write_text(str(limit))
+        highest, stop = [imports], threading.Event()
+
+        def watch() -> None:
+            while not stop.wait(0.002):
+                highest[0] = max(highest[0], usage(group))
+
+        watching = threading.Thread(target=watch)
+        watching.start()
+        printed, errors = process.communicate("\n")
+        stop.set()
+        watching.join()
+        lines = [line for line in printed.splitlines() if line.startswith("{")]
+        killed = kills(group)
+        if process.returncode and not killed:
+            raise SystemExit(f"{what} ended with {process.returncode}:\n{errors[-2000:]}")
+        found = json.loads(lines[-1]) if lines else {}
+        peaks = {"imports": imports, "limit": limit, "highest": highest[0], "peak": read_peak(group) or 0}
+        return found | peaks | {"killed": killed}
+
+
+def in_threads(work: Callable[[int, mmap.mmap], None], pieces: int) -> float:
+    """Call ``work`` with the number of each piece and a buffer, in eight threads. Returns the seconds that it took."""
+    numbers, lock = iter(range(pieces)), threading.Lock()
+
+    def worker() -> None:
+        buffer = mmap.mmap(-1, PIECE)
+        while True:
+            with lock:
+                number = next(numbers, None)
+            if number is None:
+                return
+            work(number, buffer)
+
+    threads = [threading.Thread(target=worker) for _ in range(READERS)]
+    began = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - began
+
+
+def read_rate(files: list[Path]) -> float:
+    """Return the bytes per second at which eight threads read ``files`` with O_DIRECT."""
+    read, seconds = 0, 0.0
+    for file in files:
+        pieces = file.stat().st_size // PIECE
+        descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
+        seconds += in_threads(partial(_read_piece, descriptor), pieces)
+        os.close(descriptor)
+        read += pieces * PIECE
+    return read / seconds
+
+
+def write_rate(file: Path, nbytes: int) -> float:
+    """Return the bytes per second at which eight threads write a new file with O_DIRECT, fdatasync included."""
+    pieces = nbytes // PIECE
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
+    os.posix_fallocate(descriptor, 0, pieces * PIECE)
+    seconds = in_threads(partial(_write_piece, descriptor), pieces)
+    began = time.perf_counter()
+    os.fdatasync(descriptor)
+    seconds += time.perf_counter() - began
+    os.close(descriptor)
+    file.unlink()
+    return pieces * PIECE / seconds
+
+
+def _read_piece(descriptor: int, number: int, buffer: mmap.mmap) -> None:
+    os.preadv(descriptor, [buffer], number * PIECE)
+
+
+def _write_piece(descriptor: int, number: int, buffer: mmap.mmap) -> None:
+    os.pwritev(descriptor, [buffer], number * PIECE)
+
+
+COLUMNS = (
+    *("read GB/s", "write GB/s", "import s", "by the bound", "peak by the limit", "opening s", "first token s"),
+    "by its bound",
+)
+
+
+def compared(folder: Path, options: argparse.Namespace, weights: int) -> bool:
+    files, right = sorted((folder / "weights").glob("*.safetensors")), True
+    print(f"| round | {' | '.join(COLUMNS)} |\n|---|{'---:|' * len(COLUMNS)}")
+    rows = []
+    for number in range(options.rounds):
+        shutil.rmtree(folder / "store", ignore_errors=True)
+        drop(folder)
+        reading, writing = read_rate(files), write_rate(folder / "written", weights)
+        imported = under("import", folder, options.dram, limited=True)
+        opened = under("open", folder, options.dram, limited=True)
+        whole = under("memory", folder, options.dram, limited=False)
+        if imported["killed"] or opened["killed"] or opened["token"] != whole["token"]:
+            print(f"round {number + 1}: killed {imported['killed']}, {opened['killed']}, or another token than in memory")
+            right = False
+            continue
+        bound = weights / reading + weights / writing
+        first = 1.2 * max(weights / reading, whole["seconds"]) + 1
+        peak = max((one["highest"] - one["imports"]) / (one["limit"] - one["imports"]) for one in (imported, opened))
+        rows.append(
+            (
+                *(reading / 1e9, writing / 1e9, imported["seconds"], imported["seconds"] / bound, peak),
+                *(opened["opened"], opened["seconds"], opened["seconds"] / first),
+            )
+        )
+        print(f"| {number + 1} | {' | '.join(f'{value:.2f}' for value in rows[-1])} |", flush=True)
+    if rows:
+        medians = [statistics.median(column) for column in zip(*rows, strict=True)]
+        print(f"| median | {' | '.join(f'{value:.2f}' for value in medians)} |\n")
+        sizes = {name: format_size(imported[name] - imported["imports"]) for name in ("limit", "highest", "peak")}
+        print(
+            f"W = {weights:,} bytes; {imported['written']:,} were written to the store. The programs' own imports are "
+            f"{format_size(imported['imports'])}, the limit {sizes['limit']} more. The import took {sizes['highest']} of that, "
+            f"or {sizes['peak']} with the page cache. The prompt in memory: {whole['seconds']:.2f} s."
+        )
+    return right
+
+
+def main(given: list[str] | None = None) -> int:
+    if given is None and sys.argv[1:2] == ["--child"]:
+        child(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", type=Path, default=Path(), help="a folder on the drive to measure (default: here)")
+    parser.add_argument("--layers", type=count, default=18)
+    parser.add_argument("--width", type=count, default=1024)
+    parser.add_argument("--dram", type=size, default=512 * MIB, help="memory of the store (default: 512MiB)")
+    parser.add_argument("--rounds", type=count, default=3)
+    options = parser.parse_args(given)
+    with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench-import-") as made:
+        folder = Path(made)
+        weights = write_weights(folder / "weights", options)
+        model = f"{options.layers} layers of width {options.width}: {weights / 1e9:.2f} GB in fp32"
+        print(f"{told_environment(environment())}\n\n{model}; {format_size(options.dram)} of memory\n")
+        return 0 if compared(folder, options, weights) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,476 @@
+"""Tensors whose values are read when they are written to the store.
+
+``Files.open`` gives the tensors of a safetensors file as ``Deferred`` tensors, which have shape and type but no memory. What
+torch functions make of them alone is ``Deferred``, too: the call is recorded instead of run. ``write_to`` then computes the
+values, or a part of them along the first dimension, at the place where they are wanted. Copies, casts, concatenations,
+stacks and views along dimensions read what the part needs, from the files straight to that place; anything else is computed
+whole, by the same calls on the tensors in memory, and the last such result is kept, because slices of one parameter follow each
+other. So code that converts weights as it reads them (``transformers``) fills units without a copy of the weights anywhere.
+
+A function that needs values (``torch.equal``, ``item()``), draws random numbers, or takes tensors in memory as well, runs at
+once and returns what it always does. One that writes to a ``Deferred`` tensor raises MisuseError; ``Files.refused`` names it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+from tiered import MisuseError
+from tiered.format.safetensors import CODES, WeightFiles
+
+__all__ = ["CODES", "Deferred", "Files"]
+
+READ_AT_ONCE = 4 << 20
+"""Bytes that are read, or cast, at a time where values do not go straight to their place."""
+COMPARED_AT_ONCE = 1 << 20
+"""Elements of two tensors that are compared at a time."""
+
+Region = tuple[tuple[int, int], ...]
+"""The first and the last index but one along each dimension."""
+
+
+def _all(shape: Sequence[int]) -> Region:
+    return tuple((0, size) for size in shape)
+
+
+def _sizes(region: Region) -> list[int]:
+    return [stop - start for start, stop in region]
+
+
+class _Values:
+    """Values that can be computed: ``shape`` and ``dtype`` of them, and how."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = tuple(shape), dtype
+
+    def write(self, target: torch.Tensor, region: Region) -> None:
+        """Write the values in ``region`` to ``target``, which has its shape, as ``target.copy_`` of them would."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Values:
+        return self  # it never changes
+
+
+class Files:
+    """Safetensors files, one of which is open at a time. A context manager: afterwards nothing is read any more."""
+
+    def __init__(self) -> None:
+        self._open: WeightFiles | None = None
+        self._closed = False
+        self.refused = ""
+        """The function that could not be recorded, where there was one."""
+        self.at_once = False
+        """Whether functions that compute are called at once, not recorded."""
+        self.last: tuple[_Computed, list[torch.Tensor]] | None = None
+        """The result of the last function that had to be computed whole."""
+
+    def open(self, path: str | os.PathLike[str]) -> dict[str, Deferred]:
+        """Return the tensors of a file by name. Raises OSError, and SafetensorsError for a file that is damaged or cut short.
+        """
+        files = WeightFiles(path)
+        files.close()
+        return {
+            name: Deferred(_InFile(self, files, name, entry.spec.shape, getattr(torch, entry.spec.dtype)))
+            for name, entry in files.entries.items()
+        }
+
+    def read(self, files: WeightFiles, name: str, start: int, into: memoryview) -> None:
+        """Read bytes of a tensor. Raises MisuseError after the end, SafetensorsError, OSError."""
+        if self._closed:
+            raise MisuseError(f"{name!r} of {files.path} is read after its files were closed: page the model before")
+        if self._open is not None and self._open is not files:
+            self._open.close()
+        self._open = files
+        files.read(name, start, into)
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._closed = True
+        self.last = None
+        if self._open is not None:
+            self._open.close()
+
+
+class _InFile(_Values):
+    """A tensor of a file, row major."""
+
+    def __init__(self, opened: Files, files: WeightFiles, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        super().__init__(shape, dtype)
+        self._opened, self._files, self.name = opened, files, name
+
+    def write(self, target: torch.Tensor, region: Region) -> None:
+        if target.numel():
+            self._write(target, 0, self.shape, region)
+
+    def _write(self, target: torch.Tensor, begin: int, shape: Sequence[int], region: Region) -> None:
+        """Write ``region`` of the tensor of ``shape`` that begins at element ``begin``."""
+        if not shape:
+            self._read(target.view(1), begin)
+            return
+        (start, stop), inside = region[0], region[1:]
+        row = math.prod(shape[1:])
+        if inside == _all(shape[1:]) and self._fits(target):
+            self._read(target, begin + start * row)
+        elif row * self.dtype.itemsize <= READ_AT_ONCE:
+            step = READ_AT_ONCE // max(1, row * self.dtype.itemsize)
+            for first in range(start, stop, step):
+                last = min(stop, first + step)
+                rows = torch.empty((last - first, *shape[1:]), dtype=self.dtype, device="cpu")
+                self._read(rows, begin + first * row)
+                target[first - start : last - start].copy_(_part(rows, ((0, last - first), *inside)))
+        else:
+            for index in range(start, stop):
+                self._write(target[index - start], begin + index * row, shape[1:], inside)
+
+    def _fits(self, target: torch.Tensor) -> bool:
+        return target.dtype is self.dtype and target.is_contiguous() and target.device.type == "cpu"
+
+    def _read(self, target: torch.Tensor, begin: int) -> None:
+        if self._fits(target):
+            memory = target.as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
+            self._opened.read(self._files, self.name, begin * self.dtype.itemsize, memory)
+        else:
+            value = torch.empty(target.shape, dtype=self.dtype, device="cpu")
+            self._read(value, begin)
+            target.copy_(value)
+
+
+class _Cast(_Values):
+    def __init__(self, source: _Values, dtype: torch.dtype) -> None:
+        super().__init__(source.shape, dtype)
+        self._source = source
+
+    def write(self, target: torch.Tensor, region: Region) -> None:
+        if target.dtype is self.dtype or _keeps(self._source.dtype, self.dtype):
+            self._source.write(target, region)
+            return
+        row = math.prod(_sizes(region)[1:]) * max(self.dtype.itemsize, self._source.dtype.itemsize)
+        step = max(1, READ_AT_ONCE // max(1, row))
+        for first, last, inside in _pieces(region, step):
+            between = torch.empty(_sizes(inside), dtype=self.dtype, device="cpu")
+            self._source.write(between, inside)
+            (target[first:last] if region else target).copy_(between)
+
+
+class _Joined(_Values):
+    """``torch.cat`` along ``dim``."""
+
+    def __init__(self, parts: Sequence[_Values], dim: int, shape: Sequence[int], dtype: torch.dtype) -> None:
+        super().__init__(shape, dtype)
+        self._parts, self._dim = parts, dim
+
+    def write(self, target: torch.Tensor, region: Region) -> None:
+        dim, (start, stop), begin = self._dim, region[self._dim], 0
+        for part in self._parts:
+            size = part.shape[dim]
+            first, last = max(start, begin), min(stop, begin + size)
+            if first < last:
+                inside = (*region[:dim], (first - begin, last - begin), *region[dim + 1 :])
+                part.write(target.narrow(dim, first - start, last - first), inside)
+            begin += size
+
+
+class _Stacked(_Values):
+    """``torch.stack`` along ``dim``."""
+
+    def __init__(self, parts: Sequence[_Values], dim: int, shape: Sequence[int], dtype: torch.dtype) -> None:
+        super().__init__(shape, dtype)
+        self._parts, self._dim = parts, dim
+
+    def write(self, target: torch.Tensor, region: Region) -> None:
+        start, stop = region[self._dim]
+        inside = region[: self._dim] + region[self._dim + 1 :]
+        for index in range(start, stop):
+            self._parts[index].write(target.select(self._dim, index - start), inside)
+
+
+class _Narrowed(_Values):
+    """Indices from ``start`` on along ``dim``, of which ``shape`` says how many."""
+
+    def __init__(self, source: _Values, dim: int, start: int, shape: Sequence[int]) -> None:
+        super().__init__(shape, source.dtype)
+        self._source, self._dim, self._start = source, dim, start
+
+    def write(self, target: torch.Tensor, region: Region) -> None:
+        dim, (start, stop) = self._dim, region[self._dim]
+        self._source.write(target, (*region[:dim], (start + self._start, stop + self._start), *region[dim + 1 :]))
+
+
+class _Selected(_Values):
+    """One index along ``dim``."""
+
+    def __init__(self, source: _Values, dim: int, index: int) -> None:
+        super().__init__(source.shape[:dim] + source.shape[dim + 1 :], source.dtype)
+        self._source, self._dim, self._index = source, dim, index
+
+    def write(self, target: torch.Tensor, region: Region) -> None:
+        dim = self._dim
+        self._source.write(target.unsqueeze(dim), (*region[:dim], (self._index, self._index + 1), *region[dim:]))
+
+
+class _Permuted(_Values):
+    """Dimension ``i`` is dimension ``dims[i]`` of the source."""
+
+    def __init__(self, source: _Values, dims: Sequence[int]) -> None:
+        super().__init__([source.shape[dim] for dim in dims], source.dtype)
+        self._source, self._back = source, [dims.index(dim) for dim in range(len(dims))]
+
+    def write(self, target: torch.Tensor, region: Region) -> None:
+        self._source.write(target.permute(self._back), tuple(region[dim] for dim in self._back))
+
+
+class _Computed(_Values):
+    """Output number ``index`` of a function of torch, which is called with the values in memory. ``opened``: where its result
+    is kept."""
+
+    def __init__(
+        self, opened: Files, call: Callable[..., Any], args: Any, kwargs: Any, index: int, meta: torch.Tensor
+    ) -> None:
+        super().__init__(meta.shape, meta.dtype)
+        self._opened, self._call, self._args, self._kwargs, self._index = opened, call, args, kwargs, index
+        self.first: _Computed = self
+        """The first output of the same call."""
+
+    def write(self, target: torch.Tensor, region: Region) -> None:
+        target.copy_(_part(self._result()[self._index], region))
+
+    def _result(self) -> list[torch.Tensor]:
+        last = self._opened.last
+        if last is None or last[0] is not self.first:
+            self._opened.last = None  # its memory first
+            with torch.no_grad():
+                found = self._call(*_in_memory(self._args), **_in_memory(self._kwargs))
+            last = self._opened.last = self.first, list(found) if isinstance(found, list | tuple) else [found]
+        return last[1]
+
+
+def _part(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    return tensor[tuple(slice(start, stop) for start, stop in region)]
+
+
+def _pieces(region: Region, step: int) -> Iterator[tuple[int, int, Region]]:
+    """Divide ``region`` along the first dimension: where in it each piece is, and its region."""
+    if not region:
+        yield 0, 1, region
+        return
+    (start, stop), inside = region[0], region[1:]
+    for first in range(start, stop, step):
+        last = min(stop, first + step)
+        yield first - start, last - start, ((first, last), *inside)
+
+
+_MANTISSA = {torch.float16: (5, 10), torch.bfloat16: (8, 7), torch.float32: (8, 23), torch.float64: (11, 52)}
+"""Bits of exponent and mantissa."""
+
+
+def _keeps(source: torch.dtype, dtype: torch.dtype) -> bool:
+    """Return whether each value of ``source`` is one of ``dtype``."""
+    if source is dtype:
+        return True
+    if source not in _MANTISSA or dtype not in _MANTISSA:
+        return False
+    return all(mine <= theirs for mine, theirs in zip(_MANTISSA[source], _MANTISSA[dtype], strict=True))
+
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+# -- what torch sees -----------------------------------------------------------------------------------------------------------
+
+
+class Deferred(torch.Tensor):
+    """A tensor on the CPU, as far as shape, strides and type tell, whose values are computed by ``write_to``."""
+
+    contents: _Values
+    meta: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, values: _Values, meta: torch.Tensor | None = None) -> Deferred:
+        meta = torch.empty(values.shape, dtype=values.dtype, device="meta") if meta is None else meta
+        made: Deferred = torch.Tensor._make_wrapper_subclass(
+            cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=torch.device("cpu")
+        )
+        made.contents, made.meta = values, meta
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Refuse to assign ``data``, of which ``__torch_dispatch__`` is not told."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if func == _SET_DATA:
+                raise _refused(args[0], "assigning data")
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Deferred(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise MisuseError("a tensor whose values are still in a file cannot be saved: page the model first")
+
+    @torch.no_grad()
+    def write_to(self, target: torch.Tensor, at: int | slice | None = None) -> None:
+        """Write the values, or what they are ``at`` an index along the first dimension, to ``target``, which has that shape."""
+        region = _all(self.contents.shape)
+        if isinstance(at, slice):
+            start, stop, _ = at.indices(self.contents.shape[0])
+            region = ((start, stop), *region[1:])
+        elif at is not None:
+            region, target = ((at, at + 1), *region[1:]), target.unsqueeze(0)
+        self.contents.write(target, region)
+
+    def whole(self) -> torch.Tensor:
+        """Return the values, in memory, with the strides that this tensor shows: sums and products depend on them."""
+        found = torch.empty_strided(self.meta.shape, self.meta.stride(), dtype=self.meta.dtype, device="cpu")
+        self.write_to(found)
+        return found
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
+        mine = [one for one in tensors if isinstance(one, Deferred)]
+        written = _written(func, args, kwargs)
+        for one in written:
+            if isinstance(one, Deferred):
+                raise _refused(one, str(func))
+        if func is torch.ops.aten.copy_.default and len(mine) == 1 and args[0].shape == args[1].shape:
+            args[1].write_to(args[0])
+            return args[0]
+        if func is torch.ops.aten.equal.default:
+            return _equal(*args)
+        name = func.overloadpacket.__name__
+        if name.startswith("new_") or name.endswith("_like"):  # it takes no values
+            given = {"device": "cpu", **kwargs}
+            return func(*tree_map(_meta_of, args), **({**given, "device": "cpu"} if given["device"] is None else given))
+        if len(mine) == len(tensors) and not written and torch.Tag.nondeterministic_seeded not in func.tags:
+            with suppress(NotImplementedError, RuntimeError):  # torch knows no result without values
+                return _recorded(func, args, kwargs, mine)
+        return func(*_in_memory(args), **_in_memory(kwargs))
+
+
+def _refused(tensor: Deferred, what: str) -> MisuseError:
+    _files_of([tensor]).refused = what
+    return MisuseError(f"{what} writes to a tensor whose values are still in a file: page the model first")
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that ``func`` writes to."""
+    given = zip(func._schema.arguments, args, strict=False)
+    named = [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+    both = [*given, *named]
+    return [value for argument, value in both if argument.alias_info is not None and argument.alias_info.is_write]
+
+
+def _meta_of(value: Any) -> Any:
+    return value.meta if isinstance(value, Deferred) else value
+
+
+def _in_memory(given: Any) -> Any:
+    return tree_map(lambda value: value.whole() if isinstance(value, Deferred) else value, given)
+
+
+def _files_of(tensors: Sequence[Deferred]) -> Files:
+    found = [tensors[0].contents]
+    while not isinstance(found[0], _InFile | _Computed):
+        one: Any = found[0]
+        found = [getattr(one, "_source", None) or one._parts[0]]
+    return found[0]._opened
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not one.dim():
+        return torch.equal(_in_memory(one), _in_memory(other))
+    step = max(1, COMPARED_AT_ONCE // max(1, math.prod(one.shape[1:])))
+    for first, last, _ in _pieces(_all(one.shape), step):
+        halves = []
+        for tensor in one, other:
+            part = torch.empty((last - first, *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")
+            if isinstance(tensor, Deferred):
+                tensor.write_to(part, slice(first, last))
+            else:
+                part.copy_(tensor[first:last])
+            halves.append(part)
+        if not torch.equal(*halves):
+            return False
+    return True
+
+
+def _recorded(func: Any, args: Any, kwargs: dict[str, Any], mine: list[Deferred]) -> Any:
+    """Return what ``func`` returns, recorded. Raises where torch cannot tell its shape without values."""
+    on_meta = {name: torch.device("meta") if name == "device" else value for name, value in kwargs.items()}
+    found = func(*tree_map(_meta_of, args), **tree_map(_meta_of, on_meta))
+    outputs = list(found) if isinstance(found, list | tuple) else [found]
+    if not all(isinstance(one, torch.Tensor) for one in outputs):
+        raise NotImplementedError(str(func))
+    values = _moved(func, args, kwargs, outputs)
+    if values is None:
+        opened = _files_of(mine)
+        if opened.at_once:
+            raise NotImplementedError(str(func))
+        computed = [_Computed(opened, func, args, kwargs, index, one) for index, one in enumerate(outputs)]
+        for one in computed:
+            one.first = computed[0]
+        values = [*computed]
+    made = [Deferred(value, meta) for value, meta in zip(values, outputs, strict=True)]
+    return made if isinstance(found, list) else tuple(made) if isinstance(found, tuple) else made[0]
+
+
+_SAME = {"alias", "detach", "clone", "contiguous", "lift_fresh", "_to_copy", "view_as"}
+
+
+def _moved(func: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: list[torch.Tensor]) -> list[_Values] | None:
+    """Return the values that ``func`` only moves; None for any other function."""
+    name, out = func.overloadpacket.__name__, outputs[0]
+    if name in ("cat", "stack"):
+        parts = [one.contents for one in args[0]]
+        dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(1, out.dim())
+        if any(part.dtype is not out.dtype for part in parts) or any(len(part.shape) != len(parts[0].shape) for part in parts):
+            return None
+        return [(_Joined if name == "cat" else _Stacked)(parts, dim, out.shape, out.dtype)]
+    first = args[0]
+    if not isinstance(first, Deferred) or any(isinstance(one, torch.Tensor) for one in args[1:]):
+        return None
+    source, rank = first.contents, first.dim()
+    if name in _SAME:
+        return [source if out.dtype is source.dtype else _Cast(source, out.dtype)]
+    if name in ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze") and out.shape == first.shape:
+        return [source]
+    if name in ("t", "transpose", "permute"):
+        if name == "permute":
+            dims = [dim % rank for dim in args[1]]
+        else:
+            dims = list(range(rank))
+            one, other = (0, 1) if name == "t" else (args[1] % rank, args[2] % rank)
+            if rank > 1:
+                dims[one], dims[other] = dims[other], dims[one]
+        return [_Permuted(source, dims)]
+    if name == "select":
+        dim = args[1] % rank
+        return [_Selected(source, dim, args[2] % first.shape[dim])]
+    if name == "slice":
+        dim = (args[1] if len(args) > 1 else 0) % rank
+        step = args[4] if len(args) > 4 else 1
+        start = slice(args[2] if len(args) > 2 else None, None).indices(first.shape[dim])[0]
+        return [_Narrowed(source, dim, start, out.shape)] if step == 1 and not kwargs else None
+    if name in ("split", "split_with_sizes", "unbind") and not kwargs:
+        dim = (args[1] if name == "unbind" and len(args) > 1 else args[2] if len(args) > 2 else 0) % rank
+        if name == "unbind":
+            return [_Selected(source, dim, index) for index in range(len(outputs))]
+        starts = [sum(one.shape[dim] for one in outputs[:index]) for index in range(len(outputs))]
+        return [_Narrowed(source, dim, start, one.shape) for start, one in zip(starts, outputs, strict=True)]
+    return None
