@@ -86,7 +86,6 @@ LONG_OR_SHORT: dict[str, str] = {
     "io.probe": "whether libaio works here, asked without importing it",
     "store.store": "the public calls of a store, which threads and coroutines share",
     "store.commit": "generations of an open store: commit, rollback, recovery",
-    "store.store": "`TieredStore`: the calls of a store, each of which hands on to what does it",
     "zero.page": "the public calls on a whole model, beside training it",
     "zero.paging.units": "which parameters are paged together, and where each lies",
     "zero.paging.gradients": "the gradients of one unit, from autograd to the update",
