@@ -174,6 +174,23 @@ def test_speculation_changes_no_token(qwen: Imported, dram: str) -> None:
         assert counted.speculated >= counted.speculated_used + counted.speculated_unused
 
 
+@pytest.mark.parametrize("speculate", ["off", "on"])
+def test_in_a_tier_above_host_memory(qwen: Imported, speculate: Any) -> None:
+    """HBM that host memory stands for: hits are those of the tier where experts compute."""
+    expected = generated(qwen.reference)
+    with TieredStore.open(qwen.store, dram="12MiB", hbm="6MiB", device="cpu", access="read") as store:
+        model = open_model(store)
+        experts = routed_experts(model)
+        experts.speculate, experts.likely = speculate, 0.01
+        with store.timeline() as timeline:
+            assert generated(model) == expected
+        routed = {unit.key for unit in pager_of(model).units if unit.plan.of_expert}
+        counted = experts.statistics()
+        if speculate == "off":
+            assert sum(one.key in routed and one.src == "hbm" for one in timeline.transfers) >= counted.misses > 0
+        assert store.offload().stayed == ()
+
+
 def test_another_type_to_compute_in(tmp_path: Path) -> None:
     reference = made("qwen3_moe").to(torch.bfloat16)
     reference.save_pretrained(tmp_path / "model")
