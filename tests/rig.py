@@ -236,8 +236,8 @@ class Rig:
         self.look()
         return request
 
-    def hint(self, *keys: str, tier: int = 0) -> None:
-        self.engine.hint(keys, tier)
+    def hint(self, *keys: str, tier: int = 0, urgency: Urgency = Urgency.PREFETCH) -> None:
+        self.engine.hint(keys, tier, urgency)
 
     def follow(self, order: Sequence[Touch]) -> None:
         """As the store does it."""

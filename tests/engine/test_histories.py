@@ -15,7 +15,7 @@ from tiered.engine.policy import Touch
 from tiered.engine.requests import Lease, Request
 from tiered.engine.snapshot import Flush
 from tiered.errors import CapacityError, CommitError, KeyNotFound, LeaseConflict, ReadError, TransferError
-from tiered.types import Access, Use
+from tiered.types import Access, Urgency, Use
 
 KEYS = ("a", "b", "c", "d", "e")
 LARGEST = 4
@@ -84,9 +84,13 @@ class Histories(RuleBasedStateMachine):
     def delete(self, key: str) -> None:
         self.seen.append(self.rig.delete(key))
 
-    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=4, unique=True), tier=st.integers(0, 2))
-    def hint(self, keys: list[str], tier: int) -> None:
-        self.rig.hint(*keys, tier=tier % self.rig.memories)
+    @rule(
+        keys=st.lists(st.sampled_from(KEYS), max_size=4, unique=True),
+        tier=st.integers(0, 2),
+        urgency=st.sampled_from([Urgency.PREFETCH, Urgency.SPECULATIVE]),
+    )
+    def hint(self, keys: list[str], tier: int, urgency: Urgency) -> None:
+        self.rig.hint(*keys, tier=tier % self.rig.memories, urgency=urgency)
 
     @rule(order=st.lists(TOUCHES, max_size=12))
     def follow(self, order: list[Touch]) -> None:
@@ -212,7 +216,11 @@ def history(seed: int, steps: int) -> Rig:
                 lambda which=which: machine.drop(which),
                 lambda which=which: machine.drop(which),
                 lambda: machine.delete(source.choice(KEYS)) if source.random() < 0.2 else None,
-                lambda: machine.hint(source.sample(KEYS, source.randrange(4)), source.randrange(3)),
+                lambda: machine.hint(
+                    source.sample(KEYS, source.randrange(4)),
+                    source.randrange(3),
+                    source.choice([Urgency.PREFETCH, Urgency.SPECULATIVE]),
+                ),
                 lambda: machine.follow(touches(source)) if source.random() < 0.15 else None,
                 lambda: machine.follow_another(source.randrange(12), touches(source)[:3]) if source.random() < 0.3 else None,
                 lambda which=which: machine.obey(which),

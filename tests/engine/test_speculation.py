@@ -27,7 +27,7 @@ def followed(rig: Rig, order: str, rounds: list[str]) -> None:
 
 
 def speculate(rig: Rig, *keys: str) -> None:
-    rig.engine.hint(keys, 0, Urgency.SPECULATIVE)
+    rig.hint(*keys, urgency=Urgency.SPECULATIVE)
 
 
 def test_one_at_a_time_and_only_where_nothing_else_comes_up() -> None:
@@ -99,6 +99,7 @@ def test_nothing_leaves_for_it_that_is_expected_sooner() -> None:
     speculate(rig, "x", "z")
     rig.settle()
     assert there() == {"a", "b", "v"}, "rounds use v more often, and z never"
+    assert not rig.engine.requests.waiting, "it is not tried again"
     lease = rig.lease("x")
     rig.settle()
     rig.end(lease)

@@ -57,6 +57,11 @@ WRONG: dict[str, tuple[Use, str]] = {
     "lease tier": (lambda s: s.lease("w", tier=0), "this store has dram"),  # type: ignore[call-overload]
     "prefetch int": (lambda s: s.prefetch(3), "in a list"),  # type: ignore[arg-type]
     "prefetch of ints": (lambda s: s.prefetch([1]), "a key is a str"),  # type: ignore[list-item]
+    "speculate int": (lambda s: s.speculate(3), "in a list"),  # type: ignore[arg-type]
+    "speculate of ints": (lambda s: s.speculate([1]), "a key is a str"),  # type: ignore[list-item]
+    "speculate tier": (lambda s: s.speculate(["w"], tier="nvme"), "no leases in tier 'nvme'"),
+    "present int": (lambda s: s.present(3), "in a list"),  # type: ignore[arg-type]
+    "present tier": (lambda s: s.present(["w"], tier="nvme"), "no leases in tier 'nvme'"),
     "prefetch tier": (lambda s: s.prefetch(["w"], tier="nvme"), "no leases in tier 'nvme'"),
     "follow int": (lambda s: s.follow(3), "in a list"),  # type: ignore[arg-type]
     "follow pairs": (lambda s: s.follow([("w", "dram")]), "neither a touch nor a key"),  # type: ignore[list-item]

@@ -39,6 +39,8 @@ def test_use_after_close(store: TieredStore) -> None:
         lambda: store.lease("a").__enter__(),
         lambda: store.delete("a"),
         lambda: store.prefetch(["a"]),
+        lambda: store.speculate(["a"]),
+        lambda: store.present(["a"]),
         lambda: "a" in store,
         lambda: list(store),
         lambda: len(store),

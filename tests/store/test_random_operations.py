@@ -113,6 +113,11 @@ class AgainstADict(RuleBasedStateMachine):
     def prefetch(self, chosen: list[str]) -> None:
         self.store.prefetch(chosen)
 
+    @rule(chosen=st.lists(keys, max_size=5))
+    def speculate(self, chosen: list[str]) -> None:
+        self.store.speculate(chosen)
+        assert self.store.present(chosen) <= set(chosen)
+
     @rule(meta=st.none() | st.dictionaries(st.text(max_size=3), st.integers(-5, 5), max_size=2))
     def commit(self, meta: dict[str, int] | None) -> None:
         assert self.store.commit(meta) == self.generation + 1

@@ -103,7 +103,8 @@ class Struck:
         return self._do(lambda: self.store.delete(key), {other: v for other, v in self.now.items() if other != key})
 
     def prefetch(self, key: str) -> Contents:
-        return self._do(lambda: self.store.prefetch(sorted(self.now)[:3]), self.now)
+        hint = self.source.choice([self.store.prefetch, self.store.speculate])
+        return self._do(lambda: hint(sorted(self.now)[:3]), self.now)
 
     def follow(self, key: str) -> Contents:
         order = self.source.sample(sorted(self.now), len(self.now)) if self.source.random() < 0.7 else []

@@ -193,7 +193,7 @@ class Worker:
 
     def prefetch(self) -> None:
         keys = [str(self.key()) for _ in range(self.source.randrange(1, 6))]
-        self.store.prefetch(keys, tier=self.source.choice(TIERS))
+        self.source.choice([self.store.prefetch, self.store.speculate])(keys, tier=self.source.choice(TIERS))
         self.counts["prefetch"] += 1
 
     def follow_trace(self) -> None:

@@ -344,7 +344,7 @@ class Work(Request):
 
 class Prefetch(Request):
     """Brings ``keys`` to ``tier`` in order, as a hint; ``urgency`` is PREFETCH, or SPECULATIVE where nobody knows whether they
-    will be used.
+    will be used: then it ends at the first for which there is no room.
 
     Done when each tensor is there, on its way on the last hop, deleted, or cannot come.
     """
@@ -364,6 +364,9 @@ class Prefetch(Request):
         self._moving = [key for key in self._moving if self._goes_on(scheduler, key) is not _There.ARRIVED]
         while self._waiting:
             there = self._goes_on(scheduler, self._waiting[0])
+            if there is _There.NOT_YET and self.urgency is Urgency.SPECULATIVE and self.full_tiers:
+                self._waiting.clear()  # to look again after each change would cost more than it brings
+                break
             if there is _There.NOT_YET:
                 return False
             key = self._waiting.popleft()

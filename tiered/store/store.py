@@ -290,8 +290,9 @@ class TieredStore:
 
         A hint like ``prefetch``, beside which it may be given: a newer one replaces fetches that have not begun. One tensor at
         a time is on its way, and what somebody needs overtakes it. Nothing is evicted for it that is expected to be needed
-        sooner (``follow``). ``statistics()`` counts what was fetched so: of it, what was used, and what was evicted unused.
-        Never waits, and raises as ``prefetch``.
+        sooner (``follow``), and the rest of ``keys`` is left out at the first one for which there is no room.
+        ``statistics()`` counts what was fetched so: of it, what was used, and what was evicted unused. Never waits, and raises
+        as ``prefetch``.
         """
         wanted = listed(keys)
         refuse_keys(wanted)
