@@ -538,7 +538,8 @@ def test_another_thread_is_refused_while_a_model_computes(store: TieredStore) ->
 
 
 def test_an_array_of_a_parameter_is_read_only(store: TieredStore) -> None:
-    array = zero.page(build(), store).extra.detach().numpy()
+    model = zero.page(build(), store)
+    array = model.extra.detach().numpy()
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 1
 

@@ -25,8 +25,8 @@ DESCRIPTION = """\
 Go on with a prompt: the text is printed as it is made, then what a token took on stderr. The model is one that
 tiered import --model has put into the store; it may be larger than memory, and its folder is not needed. The store is
 opened for reading, which any number of processes may do at once. By default the most likely token is taken each time.
-With --keep the conversation is kept in the store, which one process at a time may do, and the next prompt goes on from it.
-The prompt is given to the model as it is, without a chat template.
+With --keep the conversation is kept in the store, which one process at a time may do, and the next prompt goes on
+from it. The prompt is given to the model as it is, without a chat template.
 """
 
 EXAMPLES = """\
