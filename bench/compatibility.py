@@ -61,6 +61,7 @@ GROUPS = {
     "gradients": "Gradients between backward and step",
     "optimizers": "Arguments of the optimizer, schedulers, other optimizers",
     "hugging_face": "Trainer, accelerate, generate, save_pretrained",
+    "generation": "generate() with a model that was imported, in a store that is open for reading",
     "peft": "PEFT",
     "trl": "TRL",
     "tracing": "torch.compile, torch.export, torch.func",
@@ -69,7 +70,7 @@ GROUPS = {
 """Each is a module of ``bench.compatible``."""
 
 VERDICTS = (IDENTICAL, CLEAR, LIMIT, WRONG, INVALID, MISSING)
-DEVICE_GROUPS = ("reads", "writes", "gradients", "optimizers")
+DEVICE_GROUPS = ("reads", "writes", "gradients", "optimizers", "generation")
 """Those that are run where parameters compute elsewhere."""
 ELSEWHERE = {
     "hbm": ("HBM", "The same rows, in a store with `hbm=` for which host memory stands (`--tier hbm`)."),

@@ -28,6 +28,11 @@ TIERS = ("dram", "hbm", "fake device")
 BUDGET = 1 << 20
 """Bytes of DRAM that a paged model has, unless it needs more."""
 
+IMPORTING = 16 << 20
+"""Bytes of DRAM that an import has."""
+LARGEST_UNIT = 200_000
+"""Bytes of parameters that are read together in a model that generates."""
+
 DEADLINE = 10.0
 """Seconds after which a store says that there is no room: before a row's time is over."""
 
@@ -93,20 +98,47 @@ class Side:
 
     def page(self, model: Any, **options: Any) -> Any:
         """Page ``model`` with the smallest budget that it allows where this is the paged side. Returns ``model``."""
+        self._plant(model)
+        if not self.paged:
+            return model.to(self.device) if self.device.type != "cpu" else model
+        return self._in_smallest(BUDGET, lambda budget: zero.page(model, self._opened(budget), **options))
+
+    def answering(self, model: Any, **options: Any) -> Any:
+        """Return the model of ``transformers`` that a checkpoint of ``model`` gives: on the paged side it is imported into a
+        store, and opened for reading with the smallest budget that it allows. ``options``: as in ``from_pretrained``."""
+        self._plant(model)
+        folder, kind = self.folder / "checkpoint", type(model)
+        model.to("cpu").save_pretrained(folder)
+        del model
+        if not self.paged:
+            loaded = kind.from_pretrained(folder, **options).eval().to(self.device)
+            for tensor in loaded.parameters():  # from a file it is aligned to 8 bytes, which changes last bits of a product
+                tensor.data = tensor.data.clone()
+            return loaded
+        from tiered.integrations.transformers import import_model, open_model
+
+        with TieredStore.open(self.folder / "imported", dram=IMPORTING) as store, torch.device("cpu"):
+            import_model(folder, store, cls=kind, largest_unit=LARGEST_UNIT)
+            store.close()
+        reading = {"folder": "imported", "access": "read", "durability": "commit"}
+        return self._in_smallest(BUDGET, lambda budget: open_model(self._opened(budget, **reading), **options))
+
+    def _plant(self, model: nn.Module) -> None:
         if self.planted:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(1.01)
-        if not self.paged:
-            return model.to(self.device) if self.device.type != "cpu" else model
+
+    def _in_smallest(self, budget: int, make: Callable[[int], Any]) -> Any:
+        """Return what ``make`` makes of ``budget`` bytes, or of as many as its CapacityError asks for."""
         try:
-            return zero.page(model, self._opened(BUDGET), **options)
+            return make(budget)
         except CapacityError as error:
             needed = re.search(r"the smallest that works is ([\d,]+) bytes", str(error))
             if needed is None:
                 raise
         self._stores.pop().close()
-        return zero.page(model, self._opened(int(needed[1].replace(",", ""))), **options)
+        return make(int(needed[1].replace(",", "")))
 
     def adamw(self, params: Any, **options: Any) -> Any:
         """Make the optimizer of this side: ``zero.AdamW``, or torch's with ``fused=True``."""
@@ -169,9 +201,10 @@ class Side:
         for store in self._stores:
             store.close()
 
-    def _opened(self, budget: int) -> TieredStore:
+    def _opened(self, budget: int, folder: str = "", **options: Any) -> TieredStore:
         store = TieredStore.open(
-            self.folder / f"store{len(self._stores)}-{budget}", durability="none", deadline=DEADLINE, **self._memory(budget)
+            self.folder / (folder or f"store{len(self._stores)}-{budget}"),
+            **{"durability": "none", "deadline": DEADLINE, **options, **self._memory(budget)},
         )
         self._stores.append(store)
         return store

@@ -32,7 +32,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_dynamo_compiling
 
-from tiered import CapacityError, MisuseError, Span, TieredError, TieredStore
+from tiered import CapacityError, MisuseError, Span, TieredError, TieredStore, Touch
 from tiered.system import Trimmer
 from tiered.types import Access
 from tiered.zero.intent import Intent
@@ -312,7 +312,7 @@ class Pager:
             if self._reduce_scatter is not None:
                 self._reduce_scatter.pass_begins()
             if module is self.model:
-                self.step_trace.forward_begins("training" if torch.is_grad_enabled() else "inference")
+                self.step_trace.forward_begins("training" if torch.is_grad_enabled() else "inference", self._units_in_order)
         frame = Frame(module)
         self._frames.append(frame)
         frame.hooks = self._hooks()
@@ -855,6 +855,12 @@ class Pager:
             if self._reduce_scatter is not None:
                 self._reduce_scatter.moved_on()
             backward.graded = unit
+
+    def _units_in_order(self) -> list[Touch]:
+        """Return the units in the order of their modules: none where parts are gathered from other ranks."""
+        if self._reduce_scatter is not None:
+            return []
+        return [Touch(unit.key, nbytes=unit.plan.stored_nbytes) for unit in self.units]
 
     def _look_ahead(self, unit: Unit) -> None:
         """Ask the store for all that this unit will need, while no order is known yet."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Literal
 
@@ -76,6 +76,7 @@ class StepTrace:
         self._loops: dict[Kind, _Loop] = {"training": _Loop(), "inference": _Loop()}
         self._kind: Kind = "training"
         self._followed: list[list[Touch]] | None = None
+        self._of: Kind | None = None  # of what is followed
         self._routed: set[str] = set()
         self.prefetch: Prefetch = "on"
 
@@ -88,16 +89,23 @@ class StepTrace:
 
     @property
     def following(self) -> bool:
-        return self._followed is not None
+        """Return whether the store follows an order of the present kind."""
+        return self._followed is not None and self._of == self._kind
 
     def leave_out(self, keys: Iterable[str]) -> None:
         """Leave ``keys`` out of the order of inference: a token uses a few of them, and each token others."""
         self._routed.update(keys)
 
-    def forward_begins(self, kind: Kind) -> None:
-        """Note that a whole model's forward begins. It ends a round of inference, but not one of training."""
+    def forward_begins(self, kind: Kind, guess: Callable[[], list[Touch]]) -> None:
+        """Note that a whole model's forward begins. It ends a round of inference, but not one of training. ``guess`` makes the
+        order to follow where no round of inference was seen: most models run their modules in the order of their making."""
         if "inference" in (kind, self._kind):
             self._end_round(kind)
+        if kind == "inference" and self._followed is None and not self._loops[kind].expected:
+            guessed = [touch for touch in guess() if touch.key not in self._routed]
+            if guessed:
+                self._follow(guessed)
+                self._followed, self._of = [guessed], kind
 
     def step_ended(self) -> None:
         """Note that an optimizer step ended, and with it a round of training."""
@@ -112,10 +120,13 @@ class StepTrace:
             self._loops[self._kind].happened(touches)
         self._kind = kind
         loop = self._loops[kind]
-        if loop.expected and self._followed is not loop.expected:
-            routed: Others = "frequency" if kind == "inference" and self._routed else "recency"
-            self._store.follow(loop.order(), prefetch=self.prefetch, others=routed)
-            self._followed = loop.expected
+        if loop.expected and self._followed is not loop.expected and self._followed != loop.expected:
+            self._follow(loop.order())
+            self._followed, self._of = loop.expected, kind
+
+    def _follow(self, order: list[Touch]) -> None:
+        others: Others = "frequency" if self._kind == "inference" and self._routed else "recency"
+        self._store.follow(order, prefetch=self.prefetch, others=others)
 
 
 _traces: weakref.WeakValueDictionary[int, StepTrace] = weakref.WeakValueDictionary()
