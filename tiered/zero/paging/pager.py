@@ -242,6 +242,8 @@ class Pager:
         self.step_trace = StepTrace.of(store)
         self.step_trace.prefetch = self._prefetch = config.prefetch
         self.step_trace.leave_out(unit.key for unit in self.units if unit.plan.of_expert)
+        for tied, keys in self._sliced_embeddings():
+            (self.step_trace.looked_up if tied else self.step_trace.leave_out)(keys)
         self._trimmer = Trimmer(pool, max((placement.nbytes for placement in self.placements), default=0))
         self._watch()
         self.splitter = (
@@ -272,6 +274,14 @@ class Pager:
             if self._is_hooked(module):
                 held = self._held.get(module, ())
                 ForwardHooks(held, self._before_forward, self._after_forward).register(module)
+
+    def _sliced_embeddings(self) -> Iterator[tuple[bool, list[str]]]:
+        """Yield whether a layer of another kind uses the weights of a sliced embedding, and the keys of the slices."""
+        for parameter, sliced in self.sliced.items():
+            users = [m for m in self.model.modules() if any(one is parameter for one in m._parameters.values())]
+            embeddings = sum(isinstance(module, nn.Embedding) for module in users)
+            if embeddings:
+                yield embeddings < len(users), [self._home[one][0].key for one in sliced.slices]
 
     def _is_hooked(self, module: nn.Module) -> bool:
         return module in self._held or (module is self.model and is_called(module))

@@ -2,7 +2,8 @@
 
 A training step repeats, from one ``optimizer.step()`` to the next, however many passes it has; so does inference, from one
 forward of the whole model to the next. Where control flow differs from round to round the order is wrong now and then, which
-costs time and nothing else. Experts of a mixture are no part of the order of inference: a router chooses others for each token.
+costs time and nothing else. Experts of a mixture are no part of the order of inference, because a router chooses others for
+each token; nor are slices of an embedding, of which each token uses one.
 A store follows one order, so there is one trace per store.
 """
 
@@ -77,7 +78,8 @@ class StepTrace:
         self._kind: Kind = "training"
         self._followed: list[list[Touch]] | None = None
         self._of: Kind | None = None  # of what is followed
-        self._routed: set[str] = set()
+        self._left_out: set[str] = set()
+        self._looked_up: set[str] = set()
         self.prefetch: Prefetch = "on"
 
     @staticmethod
@@ -94,7 +96,12 @@ class StepTrace:
 
     def leave_out(self, keys: Iterable[str]) -> None:
         """Leave ``keys`` out of the order of inference: a token uses a few of them, and each token others."""
-        self._routed.update(keys)
+        self._left_out.update(keys)
+
+    def looked_up(self, keys: Iterable[str]) -> None:
+        """Leave all touches of ``keys`` but the last of a round out of the order of inference. They are slices of an embedding,
+        of which a token uses one; the last use is that of the output layer, with the same weights, which uses all of them."""
+        self._looked_up.update(keys)
 
     def forward_begins(self, kind: Kind, guess: Callable[[], list[Touch]]) -> None:
         """Note that a whole model's forward begins. It ends a round of inference, but not one of training. ``guess`` makes the
@@ -102,7 +109,9 @@ class StepTrace:
         if "inference" in (kind, self._kind):
             self._end_round(kind)
         if kind == "inference" and self._followed is None and not self._loops[kind].expected:
-            guessed = [touch for touch in guess() if touch.key not in self._routed]
+            units = guess()
+            last = [touch for touch in units if touch.key in self._looked_up]
+            guessed = [touch for touch in units if touch.key not in self._left_out | self._looked_up] + last
             if guessed:
                 self._follow(guessed)
                 self._followed, self._of = [guessed], kind
@@ -114,8 +123,8 @@ class StepTrace:
     def _end_round(self, kind: Kind) -> None:
         touches = self._touches[:]
         del self._touches[: len(touches)]
-        if self._kind == "inference" and self._routed:
-            touches = [touch for touch in touches if touch.key not in self._routed]
+        if self._kind == "inference":
+            touches = self._in_order(touches)
         if 0 < len(touches) < LONGEST:
             self._loops[self._kind].happened(touches)
         self._kind = kind
@@ -124,8 +133,15 @@ class StepTrace:
             self._follow(loop.order())
             self._followed, self._of = loop.expected, kind
 
+    def _in_order(self, touches: list[Touch]) -> list[Touch]:
+        """Return the touches of inference that do not depend on what is computed with."""
+        if not self._left_out and not self._looked_up:
+            return touches
+        last = {touch.key: place for place, touch in enumerate(touches) if touch.key in self._looked_up}
+        return [t for place, t in enumerate(touches) if t.key not in self._left_out and last.get(t.key, place) == place]
+
     def _follow(self, order: list[Touch]) -> None:
-        others: Others = "frequency" if self._kind == "inference" and self._routed else "recency"
+        others: Others = "frequency" if self._kind == "inference" and self._left_out else "recency"
         self._store.follow(order, prefetch=self.prefetch, others=others)
 
 
