@@ -17,7 +17,8 @@ counts within the limit, and the files are dropped from the page cache before ea
 
 The bound of a token is max(compute, (W - C + window) / read rate): W bytes of weights, C of memory, and the window, in which
 one unit computes while others arrive (the largest unit, and what the plan leaves to read-ahead). The read rate is that of the
-drive in the same round: eight threads read a file with O_DIRECT, without a store. Prints Markdown; exits 1 where tokens differ.
+drive in the same round: eight threads read the store's own data with O_DIRECT, without the store. That of the first token is
+1.2 x max(W / read rate, compute of the prompt) + 1 s. Prints Markdown; exits 1 where tokens differ.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import mmap
 import os
 import select
 import shutil
@@ -33,13 +33,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.drive import read_rate
 from bench.memory import kills, limit_of, memory_cgroup, read_peak, usage
 from tiered.cli.measure import environment
 from tiered.types import format_size, parse_size
@@ -49,7 +49,6 @@ SAID = 128 * MIB
 PROMPT = "The quick brown fox jumps"
 WAYS = ("tiered", "accelerate", "accelerate, all on disk", "mapped")
 MEMORY = "in memory"
-PIECE, READERS = 4 * MIB, 8
 
 
 # -- the child, in the cgroup -------------------------------------------------------------------------------------------------
@@ -225,33 +224,6 @@ def drop(folder: Path) -> None:
                 os.close(descriptor)
 
 
-def drive_rate(file: Path) -> float:
-    """Return the bytes per second at which eight threads read ``file`` with O_DIRECT."""
-    end = file.stat().st_size // PIECE * PIECE
-    places = iter(range(0, end, PIECE))
-    lock = threading.Lock()
-    descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
-
-    def reader() -> None:
-        buffer = mmap.mmap(-1, PIECE)
-        while True:
-            with lock:
-                place = next(places, None)
-            if place is None:
-                return
-            if os.preadv(descriptor, [buffer], place) != PIECE:
-                raise OSError(f"{file} was read short at {place}")
-
-    threads = [threading.Thread(target=reader) for _ in range(READERS)]
-    began = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    os.close(descriptor)
-    return end / (time.perf_counter() - began)
-
-
 def make(folder: Path, options: argparse.Namespace) -> int:
     """Write the weights, and import them. Returns the bytes of weights."""
     from tiered import TieredStore
@@ -310,18 +282,18 @@ def beside(options: argparse.Namespace) -> int:
 
 
 def compared(folder: Path, options: argparse.Namespace, weights: int, say: Callable[[str], None]) -> bool:
-    file = max((folder / "weights").glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    file = max((folder / "store").rglob("data.*"), key=lambda path: path.stat().st_size)
     extra, right = beside(options), True
     imports, less = 0, dict.fromkeys(WAYS, 0)
     titles = ["C / W", "way", "seconds a token", "bytes a token", "seconds by the bound", "bytes by W - C + window"]
-    titles += ["seconds by tiered's", "first token", "opening", "peak of limit"]
+    titles += ["seconds by tiered's", "first token", "first token by its bound", "opening", "peak of limit"]
     print(f"| {' | '.join(titles)} |\n|---|---|{'---:|' * (len(titles) - 2)}")
     for part in options.shares:
         share = int(weights * part)
         found: dict[str, list[Ended]] = {way: [] for way in (*WAYS, MEMORY)}
         rates = []
         for number in range(options.rounds):
-            rates.append(drive_rate(file))
+            rates.append(read_rate([file]))
             for way in (MEMORY, *WAYS[number % len(WAYS) :], *WAYS[: number % len(WAYS)]):
                 say(f"{part:g} of the weights in memory, round {number + 1} of {options.rounds}: {way}")
                 limit = None if way == MEMORY else share + share // 10 + SAID + extra
@@ -338,11 +310,11 @@ def compared(folder: Path, options: argparse.Namespace, weights: int, say: Calla
         window = next((ended.answer["window"] for ended in found["tiered"] if ended.right), 0)
         moved = max(0, weights - share) + window if share < weights else 0
         bounds = [max(c, moved / rate) for c, rate in zip(compute, rates, strict=True)]
-        print(f"| {part:g} | {MEMORY}, no limit | {spread(compute)} | | | | | | | |")
+        print(f"| {part:g} | {MEMORY}, no limit | {spread(compute)} |{' |' * (len(titles) - 3)}")
         for way in WAYS:
             ends = found[way]
             if not all(ended.right for ended in ends):
-                cells = [f"killed by the limit in {sum(not e.right for e in ends)} of {len(ends)} rounds", *[""] * 6]
+                cells = [f"killed by the limit in {sum(not e.right for e in ends)} of {len(ends)} rounds", *[""] * 7]
                 print(f"| {part:g} | {way} | {' | '.join(cells)} | {format_size(ends[0].limit)} |")
                 right = right and way != "tiered"
                 continue
@@ -355,7 +327,11 @@ def compared(folder: Path, options: argparse.Namespace, weights: int, say: Calla
             cells += [spread([a / b for a, b in zip(seconds, bounds, strict=True)])]
             cells += [f"{statistics.median(ended.read for ended in ends) / moved:.3f}"]
             cells += [spread([a / b for a, b in zip(seconds, ours, strict=True)]) if ours else ""]
-            cells += [f"{spread([ended.answer['first'] for ended in ends])}", f"{spread([e.answer['opened'] for e in ends])}"]
+            first = [ended.answer["first"] + ended.answer["opened"] for ended in ends]
+            prompt = min(ended.answer["first"] for ended in found[MEMORY])
+            allowed = [1.2 * max(weights / rate, prompt) + 1 for rate in rates]
+            cells += [spread(first), spread([a / b for a, b in zip(first, allowed, strict=True)])]
+            cells += [spread([ended.answer["opened"] for ended in ends])]
             cells += [f"{max(e.peak for e in ends) / ends[0].limit:.2f} of {format_size(ends[0].limit)}"]
             print(f"| {part:g} | {way} | " + " | ".join(cells) + " |", flush=True)
         drive = f"read rate {spread([rate / 1e9 for rate in rates])} GB/s; window {format_size(window)}"

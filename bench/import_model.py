@@ -6,8 +6,8 @@
 A Llama with random weights (fp32, W bytes) is written as safetensors files once. Each round then measures, the files dropped
 from the page cache before each step:
 
-- the read rate: eight threads read the files with O_DIRECT; and the write rate: eight threads write a file of W bytes with
-  O_DIRECT, and fdatasync. The bound of an import is W/read rate + W/write rate.
+- the read rate of the drive on these files, and its write rate on a file of W bytes, without a store (``bench.drive``). The
+  bound of an import is W/read rate + W/write rate.
 - the import, in a process of its own in a memory cgroup with a limit of its imports (measured, printed) + 1.1 x ``--dram`` +
   128 MiB. Its seconds are those of opening the store and ``import_model``, committed.
 - opening the store and the first token of a prompt of 25 tokens, in another process in such a cgroup. The bound is max(W/read
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import select
 import shutil
@@ -31,12 +30,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.generate import MIB, PIECE, PROMPT, READERS, SAID, drop, write_weights
+from bench.drive import read_rate, write_rate
+from bench.generate import MIB, PROMPT, SAID, drop, write_weights
 from bench.memory import kills, limit_of, memory_cgroup, read_peak, usage
 from tiered.cli.arguments import count, size
 from tiered.cli.measure import environment
@@ -131,62 +129,6 @@ def under(what: str, folder: Path, dram: int, limited: bool) -> dict[str, Any]:
         found = json.loads(lines[-1]) if lines else {}
         peaks = {"imports": imports, "limit": limit, "highest": highest[0], "peak": read_peak(group) or 0}
         return found | peaks | {"killed": killed}
-
-
-def in_threads(work: Callable[[int, mmap.mmap], None], pieces: int) -> float:
-    """Call ``work`` with the number of each piece and a buffer, in eight threads. Returns the seconds that it took."""
-    numbers, lock = iter(range(pieces)), threading.Lock()
-
-    def worker() -> None:
-        buffer = mmap.mmap(-1, PIECE)
-        while True:
-            with lock:
-                number = next(numbers, None)
-            if number is None:
-                return
-            work(number, buffer)
-
-    threads = [threading.Thread(target=worker) for _ in range(READERS)]
-    began = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return time.perf_counter() - began
-
-
-def read_rate(files: list[Path]) -> float:
-    """Return the bytes per second at which eight threads read ``files`` with O_DIRECT."""
-    read, seconds = 0, 0.0
-    for file in files:
-        pieces = file.stat().st_size // PIECE
-        descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
-        seconds += in_threads(partial(_read_piece, descriptor), pieces)
-        os.close(descriptor)
-        read += pieces * PIECE
-    return read / seconds
-
-
-def write_rate(file: Path, nbytes: int) -> float:
-    """Return the bytes per second at which eight threads write a new file with O_DIRECT, fdatasync included."""
-    pieces = nbytes // PIECE
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
-    os.posix_fallocate(descriptor, 0, pieces * PIECE)
-    seconds = in_threads(partial(_write_piece, descriptor), pieces)
-    began = time.perf_counter()
-    os.fdatasync(descriptor)
-    seconds += time.perf_counter() - began
-    os.close(descriptor)
-    file.unlink()
-    return pieces * PIECE / seconds
-
-
-def _read_piece(descriptor: int, number: int, buffer: mmap.mmap) -> None:
-    os.preadv(descriptor, [buffer], number * PIECE)
-
-
-def _write_piece(descriptor: int, number: int, buffer: mmap.mmap) -> None:
-    os.pwritev(descriptor, [buffer], number * PIECE)
 
 
 COLUMNS = (

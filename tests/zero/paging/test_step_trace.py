@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -127,3 +130,44 @@ def test_models_in_one_store_share_an_order_and_the_store_is_let_go(tmp_path: Pa
     del store, first, second, optimizers, model, optimizer
     gc.collect()
     assert gone() is None
+
+
+class _Watching(nn.Module):
+    """Call ``seen`` before layer ``at``."""
+
+    def __init__(self, seen: Callable[[], object], at: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(40))
+        self.seen, self.at = seen, at
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if number == self.at:
+                self.seen()
+            if not 8 <= number < 20:
+                x = torch.tanh(layer(x))
+        return x
+
+
+def test_the_first_forward_reads_ahead_in_the_order_of_the_modules(tmp_path: Path) -> None:
+    """Before an order was recorded, and where some modules do not run."""
+    model = _Watching(int, 0)
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        zero.page(model, store)
+        zero.commit(model)
+        expected = model(torch.ones(2, 128)).detach()
+        store.close()
+    with TieredStore.open(tmp_path / "store", dram="1MiB", access="read") as store:
+
+        def ahead() -> None:
+            deadline = time.monotonic() + 60
+            while store.statistics().prefetched < 4:
+                assert time.monotonic() < deadline, "nothing is read ahead"
+                os.sched_yield()
+
+        with torch.device("meta"):
+            model = _Watching(ahead, 1)
+        zero.page(model, store, existing="resume")
+        with torch.no_grad():
+            assert torch.equal(model(torch.ones(2, 128)), expected)
+            assert torch.equal(model(torch.ones(2, 128)), expected)
