@@ -20,7 +20,8 @@ TREE: dict[str, tuple[str, ...]] = {
     "": ("errors", "types", "interfaces", "telemetry", "system", "allocator"),
     "data": (),
     "format": (
-        *("folder", "locked_file", "data_file", "drives", "manifest", "generations", "safetensors", "safetensors_writer"),
+        *("folder", "locked_file", "data_file", "drives", "manifest", "generations", "direct_reader"),
+        *("safetensors", "safetensors_writer"),
     ),
     "io": ("posix", "aiofiles", "libaio", "probe"),
     "tiers": ("dram", "hbm", "nvme"),
@@ -104,6 +105,7 @@ WITHOUT_TORCH = ("", "format", "io", "engine", "tiers.nvme", "links.disk", "link
 
 THREADS = ("threading", "_thread", "concurrent", "multiprocessing")
 MAY_THREAD = {
+    "format.direct_reader": "threads that read files into buffers of their own, and touch nothing else",
     "engine.engine": "the one engine thread and the one lock",
     "engine.workers": "commits and rollbacks in threads of their own",
     "cli.bench.io": "a caller that writes while another one's reads are timed; stores have callers in many threads",

@@ -7,6 +7,7 @@ sizes are limited before memory is taken, and every byte after the header belong
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -22,6 +23,7 @@ from typing import Annotated
 import msgspec
 
 from tiered.errors import MisuseError, SafetensorsError, shortened, shown
+from tiered.format.direct_reader import DirectReader
 from tiered.types import LARGEST, TensorSpec
 
 __all__ = ["CODES", "INDEX", "SINGLE", "Entry", "WeightFiles", "encode_header", "entry_of", "first_of", "read_header"]
@@ -32,6 +34,8 @@ SINGLE = "model.safetensors"
 MAX_HEADER = 100_000_000
 """Bytes; the limit of the ``safetensors`` package."""
 READ_BYTES = 4 << 20
+DIRECT_BYTES = 1 << 20
+"""Bytes from which on a read goes past the page cache."""
 
 CODES = {
     "float64": "F64",
@@ -185,6 +189,7 @@ class WeightFiles:
         self.entries: dict[str, Entry] = {}
         self._files: dict[str, str] = {}
         self._fd, self._open_path = -1, ""
+        self._direct: DirectReader | None = None
         try:
             for file, names in _files_of(Path(os.path.expanduser(path))):
                 self._add(str(file), names)
@@ -219,6 +224,8 @@ class WeightFiles:
         entry = self.entries[name]
         assert start + len(into) <= entry.spec.nbytes
         fd, done = self._open(self._files[name]), 0
+        if len(into) >= DIRECT_BYTES:
+            done = self._read_direct(fd, entry.offset + start, into)
         while done < len(into):
             piece = into[done : done + READ_BYTES]
             at = entry.offset + start + done
@@ -232,6 +239,19 @@ class WeightFiles:
                 os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
             done += count
 
+    def _read_direct(self, fd: int, at: int, into: memoryview) -> int:
+        """Read past the page cache, where that is possible. Returns how many of the first bytes were read."""
+        if self._direct is None:
+            self._direct = DirectReader(self._open_path, fd)
+        if not self._direct.direct:
+            return 0
+        try:
+            return self._direct.read(at, into)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return 0  # a filesystem that has direct I/O with other alignments
+
     def __enter__(self) -> WeightFiles:
         return self
 
@@ -240,6 +260,9 @@ class WeightFiles:
 
     def close(self) -> None:
         """Close the open file. Idempotent."""
+        direct, self._direct = self._direct, None
+        if direct is not None:
+            direct.close()
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
