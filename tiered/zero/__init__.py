@@ -3,13 +3,13 @@
 from tiered.zero.build.construct import Construction, ConstructionStatistics, init
 from tiered.zero.checkpoint.checkpoint import commit, commit_async, resume, rollback
 from tiered.zero.checkpoint.safetensors import export
-from tiered.zero.optimizer import AdamW, GradScaler
+from tiered.zero.optimizers.optimizer import AdamW, GradScaler
 from tiered.zero.page import Moved, PagingStatistics, gathered, no_sync, offload, onload, page, statistics
 from tiered.zero.paging.sharding import Stage, Stage1, Stage2, Stage3
 from tiered.zero.paging.tensors.compiling import keep_out
 from tiered.zero.paging.units import Policy
-from tiered.zero.paging.update import AdamWRule, UpdateRule
 from tiered.zero.rank_stores import open_store
+from tiered.zero.rules import AdamWRule, UpdateRule
 
 __all__ = [
     "AdamW",

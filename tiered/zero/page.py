@@ -26,7 +26,7 @@ from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint.reshard import Source, opened, reshard
 from tiered.zero.checkpoint.safetensors import Pretrained
 from tiered.zero.collectives import Ranks
-from tiered.zero.optimizer import AdamW, refuse_others
+from tiered.zero.optimizers.optimizer import AdamW, refuse_others
 from tiered.zero.paging.micro_batch import SAVED_SHARE, refuse_batch_dependent, split_modules
 from tiered.zero.paging.pager import Pager, PagerConfig, owner_of, pager_of, placements_of
 from tiered.zero.paging.sharding import Partition, Sharded, Stage, Stage3, Unsharded

@@ -494,18 +494,20 @@ def refuse_other_states(store: Specified, states: States, parts: Sequence[Placem
     """Raise ManifestError where a chunk of states neither ends where the next one begins, nor where a parameter ends, or is not
     of every kind."""
     ends = {part.element + part.numel for part in parts}
-    for index, keys in states.chunks(parts):
-        if keys[0] not in store:
-            continue
-        size = store.spec(keys[0]).numel
-        begin = index * states.chunk_elements
-        if size != states.chunk_elements and not (size < states.chunk_elements and begin + size in ends):
-            raise ManifestError(
-                f"{keys[0]!r} in {store} has {size} elements, and a chunk of these states has {states.chunk_elements}: the "
-                "checkpoint is damaged, or the tensor is another model's"
-            )
-        for key, dtype in zip(keys, states.types, strict=True):
-            _expect(store, key, str(dtype).removeprefix("torch."), size)
+    for alike in [list(parts)] if states.uniform else [[part] for part in parts]:
+        for index, keys in states.chunks(alike):
+            if not keys or keys[0] not in store:
+                continue
+            size = store.spec(keys[0]).numel
+            begin = index * states.chunk_elements
+            if size != states.chunk_elements and not (size < states.chunk_elements and begin + size in ends):
+                raise ManifestError(
+                    f"{keys[0]!r} in {store} has {size} elements, and a chunk of these states has {states.chunk_elements}: the "
+                    "checkpoint is damaged, or the tensor is another model's"
+                )
+            for key in keys:  # of parameters with other rules in this chunk, one may have been enlarged, and the other not yet
+                most = None if states.uniform else states.chunk_elements
+                _expect(store, key, str(states.type_of(key)).removeprefix("torch."), size, most)
 
 
 def _expect(store: Specified, key: str, dtype: str, least: int, most: int | None = None) -> None:

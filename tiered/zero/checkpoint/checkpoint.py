@@ -12,14 +12,15 @@ from torch import nn
 from tiered import ManifestError, MisuseError, TensorSpec, TieredStore
 from tiered.zero.checkpoint import loaders
 from tiered.zero.checkpoint.loaders import Loader, Stateful, random_states
-from tiered.zero.optimizer import AdamW
+from tiered.zero.optimizers.optimizer import AdamW
 from tiered.zero.paging.pager import Pager, name_of, owner_of, pager_of, pagers_of
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.storage import CheckpointRecord
 from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import Limits, ModelPlan, Placement, UnitPlan
-from tiered.zero.paging.update import AdamWRule, Missed, Pending, Update, UpdateRule
+from tiered.zero.paging.update import Missed, Pending, Update
 from tiered.zero.record import MOST, VERSION, checked, dumps, loads, refuse_other_tensors
+from tiered.zero.rules import AdamWRule, UpdateRule
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from tiered import ManifestError, MisuseError, TieredError
-from tiered.zero.optimizer import AdamW
+from tiered.zero.optimizers.optimizer import AdamW
 from tiered.zero.paging.units import Placement
 
 __all__ = [

@@ -30,7 +30,8 @@ from tiered.zero.paging.storage import Cast, CheckpointRecord, ParameterStorage,
 from tiered.zero.paging.tensors.compiling import traced
 from tiered.zero.paging.tensors.parameters import paged_class
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
-from tiered.zero.paging.update import Pending, States, Update, UpdateRule
+from tiered.zero.paging.update import Pending, States, Update
+from tiered.zero.rules import UpdateRule
 
 __all__ = ["BackwardUpdates", "DevicePlaceholder", "Placeholder", "Stepper", "Unit"]
 

@@ -20,12 +20,13 @@ import torch.distributed as dist
 
 from tiered import ManifestError, MisuseError, TieredStore
 from tiered.zero.collectives import Ranks, Under
+from tiered.zero.optimizers.resident_shard import LocalShard
 from tiered.zero.paging.storage import TensorStore, host, in_dram
 from tiered.zero.paging.units import Limits, Placement
-from tiered.zero.paging.update import Pending, States, Update, UpdateRule
+from tiered.zero.paging.update import Pending, States, Update
 from tiered.zero.rank_stores import shared_json
 from tiered.zero.record import MOST, MOST_STEPS, refuse_other_states
-from tiered.zero.resident_shard import LocalShard
+from tiered.zero.rules import UpdateRule
 
 __all__ = ["Resident"]
 

@@ -21,6 +21,7 @@ from tiered.errors import MisuseError
 from tiered.system import compiler, refuse_little_room
 from tiered.zero.collectives import Ranks
 from tiered.zero.intent import decide
+from tiered.zero.optimizers.resident import Resident
 from tiered.zero.paging.pager import Pager, name_of, owner_of, placement_of, placements_of
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.sharding import Stage, Stage1
@@ -29,8 +30,8 @@ from tiered.zero.paging.tensors.gradients import SpentGradient, whole_norms
 from tiered.zero.paging.tensors.states import StateView
 from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import Placement, Sliced
-from tiered.zero.paging.update import AdamWRule, Update, UpdateRule
-from tiered.zero.resident import Resident
+from tiered.zero.paging.update import Update
+from tiered.zero.rules import AdamWRule, UpdateRule
 
 __all__ = ["AdamW", "GradScaler", "refuse_others"]
 
