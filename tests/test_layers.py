@@ -41,7 +41,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("reduction", "micro_batch", "pager"),
     ),
     "zero.paging.tensors": ("compiling", "parameters", "copies", "states", "sliced", "gradients"),
-    "zero.optimizers": ("resident_shard", "resident", "optimizer"),
+    "zero.optimizers": ("resident_shard", "resident", "optimizer", "named"),
     "zero.build": ("staging", "construct", "deferred"),
     "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors"),
     "integrations": ("saves", "kept", "importing", "transformers", "axolotl", "accelerate", "lightning"),
@@ -94,7 +94,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "zero.paging.tensors.parameters": "what a parameter answers to torch while its values are in the store",
     "zero.paging.tensors.sliced": "what a sliced parameter and its gradient answer to torch",
     "zero.paging.pager": "a paged model's hooks, frames and backward pass",
-    "zero.optimizers.optimizer": "the steps of AdamW on paged parameters",
+    "zero.optimizers.optimizer": "the steps of an optimizer on paged parameters",
 }
 LONG, SHORT = 600, 60
 

@@ -400,6 +400,13 @@ class Unit:
         self.updates += 1
         self.forget_gradients()
 
+    def keep_states(self, placement: Placement, states: Mapping[str, torch.dtype]) -> None:
+        """Have a parameter keep ``states``: types by name. A pending update that was made for others is applied first. Raises
+        what that raises, and what ``States.use`` raises."""
+        if dict(self.states.states_of(placement)) != dict(states):
+            self.apply_update()
+            self.states.use(placement.name, states)
+
     def state_copies(self, placement: Placement) -> dict[str, torch.Tensor]:
         """Return ``States.copies``, after applying the pending update."""
         self.apply_update()

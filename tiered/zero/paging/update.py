@@ -201,8 +201,16 @@ class States:
             self.use(name, states)
 
     def use(self, name: str, states: Mapping[str, torch.dtype]) -> None:
-        """Have the parameter of this name keep ``states``: types by name. Raises MisuseError where another parameter keeps a
-        state of that name and another type."""
+        """Have the parameter of this name keep ``states``: types by name. Raises what ``refuse`` raises."""
+        self.refuse(name, states)
+        if dict(states) == self._usual:
+            self.used.pop(name, None)
+        else:
+            self.used[name] = dict(states)
+
+    def refuse(self, name: str, states: Mapping[str, torch.dtype]) -> None:
+        """Raise MisuseError where the parameter of this name cannot keep ``states``, because another one keeps a state of that
+        name and another type."""
         present = {kind: dtype for other, kept in self.used.items() if other != name for kind, dtype in kept.items()}
         for kind, dtype in states.items():
             if kind in ("lo", "master") or not kind.isidentifier():
@@ -213,10 +221,6 @@ class States:
                     f"an update rule keeps {kind!r} of parameters in {self.key!r} as {dtype}, and another one as {other}: give "
                     "the state another name"
                 )
-        if dict(states) == self._usual:
-            self.used.pop(name, None)
-        else:
-            self.used[name] = dict(states)
 
     def states_of(self, placement: Placement) -> Mapping[str, torch.dtype]:
         """Return the states that a parameter keeps, without its master: types by name, in the order of their keys."""
