@@ -51,6 +51,10 @@ class _Named(Optimizer):
     _torch: ClassVar[type[torch.optim.Optimizer]]
     _rule_type: ClassVar[type[UpdateRule]]
 
+    def __init_subclass__(cls, torchs: type[torch.optim.Optimizer], rule: type[UpdateRule], **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._torch, cls._rule_type = torchs, rule
+
     def __init__(self, params: ParamsT, settings: dict[str, Any], where: Where) -> None:
         if settings.get("fused", False) is None:
             settings["fused"] = True
@@ -77,15 +81,13 @@ class _Named(Optimizer):
                 )
 
 
-class SGD(_Named):
+class SGD(_Named, torchs=torch.optim.SGD, rule=SGDRule):
     """``torch.optim.SGD``, bit for bit: with ``fused=True``, which is the default, that of ``fused=True``; with ``fused=False``
     that of ``foreach=False``, torch's default on a CPU.
 
     A state for each element where ``momentum`` is not 0, else none. Whether it is 0 stays as it was. ``where`` as in ``AdamW``.
     Raises MisuseError for arguments out of range, and for ``foreach=True`` and ``differentiable=True``.
     """
-
-    _torch, _rule_type = torch.optim.SGD, SGDRule
 
     def __init__(
         self,
@@ -108,15 +110,13 @@ class SGD(_Named):
         super().__init__(params, settings, where)
 
 
-class Adam(_Named):
+class Adam(_Named, torchs=torch.optim.Adam, rule=AdamRule):
     """``torch.optim.Adam``, bit for bit, with ``amsgrad``, too: with ``fused=True``, which is the default, that of
     ``fused=True``; with ``fused=False`` that of ``foreach=False``, torch's default on a CPU.
 
     Two states for each element, three with ``amsgrad``, which stays as it was. ``where`` as in ``AdamW``. Raises MisuseError
     for arguments out of range, and for ``foreach=True``, ``capturable=True`` and ``differentiable=True``.
     """
-
-    _torch, _rule_type = torch.optim.Adam, AdamRule
 
     def __init__(
         self,
@@ -142,15 +142,13 @@ class Adam(_Named):
         super().__init__(params, settings, where)
 
 
-class Adagrad(_Named):
+class Adagrad(_Named, torchs=torch.optim.Adagrad, rule=AdagradRule):
     """``torch.optim.Adagrad``, bit for bit: with ``fused=True``, which is the default, that of ``fused=True``; with
     ``fused=False`` that of ``foreach=False``, torch's default on a CPU.
 
     One state for each element. ``where`` as in ``AdamW``. Raises MisuseError for arguments out of range, and for
     ``foreach=True`` and ``differentiable=True``.
     """
-
-    _torch, _rule_type = torch.optim.Adagrad, AdagradRule
 
     def __init__(
         self,
@@ -173,15 +171,13 @@ class Adagrad(_Named):
         super().__init__(params, settings | {"differentiable": differentiable}, where)
 
 
-class RMSprop(_Named):
+class RMSprop(_Named, torchs=torch.optim.RMSprop, rule=RMSpropRule):
     """``torch.optim.RMSprop(foreach=False)``, torch's default on a CPU, bit for bit.
 
     One state for each element, one more where ``momentum`` is not 0, and one more where ``centered``; both stay as they were.
     ``where`` as in ``AdamW``. Raises MisuseError for arguments out of range, and for ``foreach=True``, ``capturable=True`` and
     ``differentiable=True``.
     """
-
-    _torch, _rule_type = torch.optim.RMSprop, RMSpropRule
 
     def __init__(
         self,
@@ -203,15 +199,13 @@ class RMSprop(_Named):
         super().__init__(params, settings | {"differentiable": differentiable}, where)
 
 
-class NAdam(_Named):
+class NAdam(_Named, torchs=torch.optim.NAdam, rule=NAdamRule):
     """``torch.optim.NAdam(foreach=False)``, torch's default on a CPU, bit for bit.
 
     Two states for each element. ``mu_product`` is computed from the number of the step: ``betas`` and ``momentum_decay`` stay
     as they were, and ``step`` and ``load_state_dict`` raise MisuseError where they did not. ``where`` as in ``AdamW``. Raises
     MisuseError for arguments out of range, and for ``foreach=True``, ``capturable=True`` and ``differentiable=True``.
     """
-
-    _torch, _rule_type = torch.optim.NAdam, NAdamRule
 
     def __init__(
         self,
@@ -235,14 +229,12 @@ class NAdam(_Named):
         super().__init__(params, settings | {"capturable": capturable, "differentiable": differentiable}, where)
 
 
-class RAdam(_Named):
+class RAdam(_Named, torchs=torch.optim.RAdam, rule=RAdamRule):
     """``torch.optim.RAdam(foreach=False)``, torch's default on a CPU, bit for bit.
 
     Two states for each element. ``where`` as in ``AdamW``. Raises MisuseError for arguments out of range, and for
     ``foreach=True``, ``capturable=True`` and ``differentiable=True``.
     """
-
-    _torch, _rule_type = torch.optim.RAdam, RAdamRule
 
     def __init__(
         self,
@@ -264,14 +256,12 @@ class RAdam(_Named):
         super().__init__(params, settings | {"differentiable": differentiable}, where)
 
 
-class Adamax(_Named):
+class Adamax(_Named, torchs=torch.optim.Adamax, rule=AdamaxRule):
     """``torch.optim.Adamax(foreach=False)``, torch's default on a CPU, bit for bit.
 
     Two states for each element. ``where`` as in ``AdamW``. Raises MisuseError for arguments out of range, and for
     ``foreach=True``, ``capturable=True`` and ``differentiable=True``.
     """
-
-    _torch, _rule_type = torch.optim.Adamax, AdamaxRule
 
     def __init__(
         self,
