@@ -41,7 +41,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("reduction", "micro_batch", "pager"),
     ),
     "zero.paging.tensors": ("compiling", "parameters", "copies", "states", "sliced", "gradients"),
-    "zero.optimizers": ("resident_shard", "resident", "optimizer", "named"),
+    "zero.optimizers": ("resident_shard", "resident", "optimizer", "named", "elementwise"),
     "zero.build": ("staging", "construct", "deferred"),
     "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors"),
     "integrations": ("saves", "kept", "importing", "transformers", "axolotl", "accelerate", "lightning"),

@@ -407,3 +407,29 @@ def test_a_commit_of_another_rule(tmp_path: Path) -> None:
         with pytest.raises(MisuseError, match="was updated by 'AdamRule' when it was committed, and is by SGDRule"):
             zero.resume(model, zero.SGD(model.parameters(), momentum=0.9))
         store.close()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adadelta, torch.optim.Rprop, torch.optim.Adamax, torch.optim.Adagrad])
+def test_any_elementwise_class(kind: Any, tmp_path: Path) -> None:
+    reference, model = built(), built()
+    theirs = kind(groups(reference, False), lr=0.01)
+    with opened(tmp_path / "store", CUT) as store:
+        zero.page(model, store, name="m")
+        ours = zero.Elementwise(kind, groups(model, False), lr=0.01)
+        for number in range(STEPS):
+            continued(reference, theirs, range(number, number + 1))
+            continued(model, ours, range(number, number + 1))
+        ours.flush()
+        zero.commit(model, ours)
+        continued(model, ours, range(1))
+        zero.rollback(model, ours)
+        assert equal(model.state_dict(), reference.state_dict())
+        same_states(ours.state_dict(), theirs.state_dict())
+        store.close()
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon", "SparseAdam", "ASGD", "NAdam"])
+def test_a_class_that_is_not_elementwise(name: str, store: TieredStore) -> None:
+    model = zero.page(built(), store)
+    with pytest.raises(MisuseError, match=name):
+        zero.Elementwise(getattr(torch.optim, name), model.parameters(), lr=0.01)

@@ -3,6 +3,7 @@
 from tiered.zero.build.construct import Construction, ConstructionStatistics, init
 from tiered.zero.checkpoint.checkpoint import commit, commit_async, resume, rollback
 from tiered.zero.checkpoint.safetensors import export
+from tiered.zero.optimizers.elementwise import Elementwise
 from tiered.zero.optimizers.named import SGD, Adagrad, Adam, Adamax, Lion, NAdam, RAdam, RMSprop
 from tiered.zero.optimizers.optimizer import AdamW, GradScaler, Optimizer
 from tiered.zero.page import Moved, PagingStatistics, gathered, no_sync, offload, onload, page, statistics
@@ -35,6 +36,7 @@ __all__ = [
     "AdamaxRule",
     "Construction",
     "ConstructionStatistics",
+    "Elementwise",
     "GradScaler",
     "Lion",
     "LionRule",

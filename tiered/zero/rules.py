@@ -20,7 +20,7 @@ from tiered import MisuseError, TensorSpec
 
 __all__ = [
     *("AdagradRule", "AdamRule", "AdamWRule", "AdamaxRule", "LionRule", "NAdamRule", "RAdamRule", "RMSpropRule", "RULES"),
-    *("SGDRule", "UpdateRule", "constants_of", "kept_by", "made_from", "settings_of", "stores_step", "torch_name"),
+    *("SGDRule", "UpdateRule", "constants_of", "kept_by", "made_from", "name_of", "settings_of", "stores_step", "torch_name"),
 ]
 
 State = Mapping[str, torch.Tensor]
@@ -413,6 +413,9 @@ def settings_of(rule: UpdateRule) -> dict[str, Any]:
         )
     if isinstance(rule, type) or not hasattr(rule, "__dataclass_fields__"):
         raise MisuseError(f"rule={rule!r:.100} is no rule: give a frozen dataclass with the methods of UpdateRule")
+    if hasattr(rule, "settings"):
+        found: dict[str, Any] = rule.settings()
+        return found
     return {field.name: getattr(rule, field.name) for field in fields(rule) if field.init}  # type: ignore[arg-type]
 
 
@@ -421,6 +424,9 @@ def made_from(rule: UpdateRule, group: Mapping[str, Any]) -> UpdateRule:
     values = {name: _number(group[name]) for name in settings_of(rule)}
     if "lr" in values:
         values["lr"] = float(values["lr"])
+    if hasattr(rule, "with_settings"):
+        other: UpdateRule = rule.with_settings(values)
+        return other
     made: UpdateRule = replace(rule, **values)  # type: ignore[type-var]
     return made
 
@@ -456,6 +462,12 @@ def torch_name(rule: UpdateRule, state: str) -> str:
 def stores_step(rule: UpdateRule) -> bool:
     """Return whether ``state_dict()`` has the number of steps, as torch's class has."""
     return bool(getattr(rule, "counts_steps", True))
+
+
+def name_of(rule: UpdateRule) -> str:
+    """Return the name by which a commit knows a rule."""
+    found: str = getattr(rule, "name", type(rule).__name__)
+    return found
 
 
 def constants_of(rule: UpdateRule) -> tuple[Any, ...]:

@@ -43,6 +43,7 @@ from tiered.zero.rules import (
     stores_step,
     torch_name,
 )
+from tiered.zero.rules import name_of as rule_name
 
 __all__ = ["AdamW", "GradScaler", "Optimizer", "refuse_others"]
 
@@ -549,7 +550,7 @@ class Optimizer(TorchOptimizer):
 
     def rule_name(self, index: int) -> str:
         """Return the name of the rule of a param group."""
-        return type(self._rules[index]).__name__
+        return rule_name(self._rules[index])
 
     def settings(self, index: int) -> Iterable[str]:
         """Return the names of a param group's hyper-parameters."""

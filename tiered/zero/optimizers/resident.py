@@ -27,7 +27,7 @@ from tiered.zero.paging.units import Limits, Placement
 from tiered.zero.paging.update import Pending, States, Update
 from tiered.zero.rank_stores import shared_json
 from tiered.zero.record import MOST, MOST_STEPS, refuse_other_states
-from tiered.zero.rules import AdamWRule, UpdateRule, kept_by
+from tiered.zero.rules import AdamWRule, UpdateRule, kept_by, name_of
 
 __all__ = ["Resident"]
 
@@ -264,7 +264,7 @@ class Resident:
         }
         if not isinstance(rule, AdamWRule):
             kept = {name: str(dtype) for name, dtype in kept_by(rule, torch.float32).items()}
-            layout["rule"] = {"name": type(rule).__name__, "states": kept}
+            layout["rule"] = {"name": name_of(rule), "states": kept}
         if self._resume and key in self.store:
             committed = _read(self.store, key)
             layout["limit"] = limit = committed["limit"]
