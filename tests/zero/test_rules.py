@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.zero.harness import clipping, equal, train
+from tests.zero.ranks import on_ranks
 from tiered import MisuseError, TensorSpec, TieredStore, zero
 
 STEPS = 10
@@ -433,3 +434,75 @@ def test_a_class_that_is_not_elementwise(name: str, store: TieredStore) -> None:
     model = zero.page(built(), store)
     with pytest.raises(MisuseError, match=name):
         zero.Elementwise(getattr(torch.optim, name), model.parameters(), lr=0.01)
+
+
+class Experts(nn.Module):
+    """Each step uses other experts, whose slices make up for the steps that they missed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(16, 128, 64) / 8)
+        self.down = nn.Parameter(torch.randn(16, 64, 128) / 8)
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros_like(x)
+        for expert in chosen.unique():
+            tokens = torch.where(chosen == expert)[0]
+            hidden = nn.functional.gelu(nn.functional.linear(x[tokens], self.up[expert]))
+            made = made.index_add(0, tokens, nn.functional.linear(hidden, self.down[expert]))
+        return made
+
+    def loss(self, number: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(number)
+        x, chosen = torch.randn(6, 64, generator=generator), torch.randint(0, 16, (6,), generator=generator)
+        return self(x, chosen).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["sgd_momentum", "adagrad", "rmsprop_centered", "nadam", "adamax", "lion"])
+def test_experts_that_miss_steps(kind: str, tmp_path: Path) -> None:
+    found = CASES[kind]
+    torch.manual_seed(0)
+    reference = Experts()
+    model = copy.deepcopy(reference)
+    theirs = found.theirs(reference.parameters(), **{**found.arguments, **found.extra})
+    with opened(tmp_path / "store", CUT) as store:
+        zero.page(model, store, name="m")
+        assert sum("/param/" in key for key in store) == 16, "each expert is a unit"
+        ours = found.ours(model.parameters(), **found.arguments)
+        continued(reference, theirs, range(STEPS))
+        continued(model, ours, range(6))
+        zero.commit(model, ours)
+        continued(model, ours, range(2))
+        zero.rollback(model, ours)
+        continued(model, ours, range(6, STEPS))
+        assert equal(model.state_dict(), reference.state_dict())
+        same_states(ours.state_dict(), theirs.state_dict())
+        store.close()
+
+
+def on_a_rank(rank: int, folder: Path, kinds: list[str]) -> list[tuple[Any, Any]]:
+    """Train with each stage and rule on one loss, so that the mean of the gradients is that of one process."""
+    torch.set_num_threads(1)
+    made = []
+    for stage in (zero.Stage1(), zero.Stage2(), zero.Stage3()):
+        for kind in kinds:
+            name = f"{type(stage).__name__}-{kind}"
+            with zero.open_store(folder / name, dram="2MiB") as store:
+                model = zero.page(built(), store, stage=stage)
+                ours = CASES[kind].ours(model.parameters(), **CASES[kind].arguments)
+                continued(model, ours, range(4))
+                made.append((model.state_dict(), {i: dict(s) for i, s in ours.state_dict()["state"].items()}))
+                store.close()
+    return made
+
+
+def test_ranks_are_what_one_process_is(tmp_path: Path) -> None:
+    kinds = ["sgd_momentum", "rmsprop_centered"]
+    results = on_ranks(2, on_a_rank, tmp_path, kinds)
+    for kind, found in zip(kinds * 3, zip(*results, strict=True), strict=True):
+        reference = built()
+        theirs = CASES[kind].theirs(reference.parameters(), **{**CASES[kind].arguments, **CASES[kind].extra})
+        continued(reference, theirs, range(4))
+        for values, states in found:
+            assert equal({name: value.clone() for name, value in values.items()}, reference.state_dict())
+            same_states({"state": states}, theirs.state_dict())
