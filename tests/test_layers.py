@@ -24,7 +24,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("safetensors", "safetensors_writer"),
     ),
     "io": ("posix", "aiofiles", "libaio", "probe"),
-    "tiers": ("dram", "hbm", "nvme"),
+    "tiers": ("first_touch", "dram", "hbm", "nvme"),
     "links": ("disk", "cuda", "stand_in"),
     "engine": (
         *("residency", "policy", "retention", "pool", "state", "workers", "scheduler", "background", "requests", "snapshot"),
@@ -105,6 +105,7 @@ WITHOUT_TORCH = ("", "format", "io", "engine", "tiers.nvme", "links.disk", "link
 
 THREADS = ("threading", "_thread", "concurrent", "multiprocessing")
 MAY_THREAD = {
+    "tiers.first_touch": "threads that touch pages before the engine's thread would have to",
     "format.direct_reader": "threads that read files into buffers of their own, and touch nothing else",
     "engine.engine": "the one engine thread and the one lock",
     "engine.workers": "commits and rollbacks in threads of their own",
