@@ -307,9 +307,9 @@ def test_a_store_in_a_cycle_may_be_collected_by_its_own_engine(tmp_path: Path) -
 # -- what a tensor costs -----------------------------------------------------------------------------------------------------
 
 
-def test_two_thousand_tensors(tmp_path: Path) -> None:
+def test_ten_thousand_tensors(tmp_path: Path) -> None:
     """At most 2 KiB of Python's memory each, after a put, a lease and a commit."""
-    count = 2_000
+    count = 10_000
     value = torch.ones(16)
     with TieredStore.open(tmp_path / "state", dram="64MiB") as store:
         store.put("warm", value)
