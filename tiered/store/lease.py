@@ -7,6 +7,7 @@ interrupt.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
@@ -43,6 +44,12 @@ __all__ = [
 # dense contents.
 _TYPES = {name: found for name, found in vars(torch).items() if isinstance(found, torch.dtype) and not name.startswith("q")}
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _TYPES.values()}  # one string object for all tensors of a type
+
+
+ONE_THREAD = 8 << 20
+"""Bytes up to which the caller's thread copies alone. torch would wake its OpenMP threads, and wait for all of them: where another
+program computes, for as long as its turn takes."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
@@ -124,7 +131,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy on the CPU, byte for byte: torch cannot clone every element type."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")  # the default device may be another
-    flat(copy).copy_(flat(tensor))
+    copy_bytes(flat(copy), tensor)
     return copy
 
 
@@ -145,7 +152,10 @@ async def copied_in_thread(tensor: torch.Tensor) -> torch.Tensor:
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy ``source`` in row-major order into ``target``, uint8 of shape (nbytes,); the devices may differ."""
     if source.is_contiguous():
-        target.copy_(flat(source))
+        if 0 < target.nbytes <= ONE_THREAD and target.is_cpu and source.is_cpu and type(source) in _PLAIN:
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+        else:
+            target.copy_(flat(source))
         return
     try:
         target.view(source.dtype).view(source.shape).copy_(source)  # directly into the pool, without a second copy
