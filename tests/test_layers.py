@@ -30,7 +30,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("residency", "policy", "retention", "pool", "state", "workers", "scheduler", "background", "requests", "snapshot"),
         *("engine",),
     ),
-    "store": ("lease", "commit", "at_rest", "opening", "store", "verify", "importing"),
+    "store": ("lease", "mapping", "commit", "at_rest", "opening", "store", "verify", "importing"),
     "packing": ("quantised",),
     "zero": (
         *("intent", "leases", "collectives", "rank_stores", "paging", "build", "record", "resident_shard", "resident"),
