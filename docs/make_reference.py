@@ -20,6 +20,7 @@ PAGE = ROOT / "docs" / "reference.md"
 # Title, module, names (None: its __all__), prefix of the names in the page.
 SECTIONS: list[tuple[str, str, list[str] | None, str]] = [
     ("The store", "tiered.store.store", ["TieredStore"], ""),
+    ("The store as a mapping", "tiered.store.mapping", ["TensorMapping"], ""),
     ("Leases", "tiered.store.lease", ["LeaseOfMany", "LeaseOfOne"], ""),
     ("Values", "tiered.types", ["Access", "TensorSpec", "Use"], ""),
     ("An order to follow", "tiered.engine.policy", ["Touch"], ""),
@@ -56,7 +57,7 @@ MADE_BY_CALLERS = (
     *("RMSprop", "NAdam", "RAdam", "Adamax", "Lion"),
 )
 """Classes that are not only handed out: the page shows what they are called with."""
-SPECIAL = ("__contains__", "__iter__", "__len__")
+SPECIAL = ("__contains__", "__delitem__", "__getitem__", "__iter__", "__len__", "__setitem__")
 """Methods that are shown beside the public ones."""
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

@@ -24,13 +24,13 @@ TREE: dict[str, tuple[str, ...]] = {
         *("safetensors", "safetensors_writer"),
     ),
     "io": ("posix", "aiofiles", "libaio", "probe"),
-    "tiers": ("dram", "hbm", "nvme"),
+    "tiers": ("first_touch", "dram", "hbm", "nvme"),
     "links": ("disk", "cuda", "stand_in"),
     "engine": (
         *("residency", "policy", "retention", "pool", "state", "workers", "scheduler", "background", "requests", "snapshot"),
         *("engine",),
     ),
-    "store": ("lease", "commit", "at_rest", "opening", "store", "verify", "importing"),
+    "store": ("lease", "mapping", "commit", "at_rest", "opening", "store", "verify", "importing"),
     "packing": ("quantised",),
     "zero": (
         *("intent", "leases", "collectives", "rank_stores", "rules", "paging", "build", "record", "optimizers", "checkpoint"),
@@ -106,6 +106,7 @@ WITHOUT_TORCH = ("", "format", "io", "engine", "tiers.nvme", "links.disk", "link
 
 THREADS = ("threading", "_thread", "concurrent", "multiprocessing")
 MAY_THREAD = {
+    "tiers.first_touch": "threads that touch pages before the engine's thread would have to",
     "format.direct_reader": "threads that read files into buffers of their own, and touch nothing else",
     "engine.engine": "the one engine thread and the one lock",
     "engine.workers": "commits and rollbacks in threads of their own",

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Protocol, TypeVar
 
 from tiered.errors import TieredError
-from tiered.types import Access, Direction, Key, Transfer, Urgency
+from tiered.types import Access, Direction, Key, Transfer, Urgency, format_size
 
 __all__ = [
     "NO_SPAN",
@@ -118,6 +118,23 @@ class StoreStatistics:
     def stalled(self) -> float:
         """Seconds that callers waited, for bytes or for room."""
         return self.stalled_for_reads + self.stalled_for_room
+
+    def __str__(self) -> str:
+        """Return some lines for people, whose wording may change."""
+        direct = "" if self.backend == "none" else f", {'' if self.direct else 'not '}past the page cache"
+        lines = [f"{self.tensors:,} tensors, generation {self.generation}; I/O backend: {self.backend}{direct}"]
+        for tier in self.tiers:
+            held = f", {tier.held:,} of them held by references that outlived a lease" if tier.held else ""
+            used = f"{format_size(tier.used)} of {format_size(tier.capacity)} in use, at most {format_size(tier.peak)}"
+            lines.append(f"{tier.name}: {used}; {tier.copies:,} copies{held}")
+        for link in self.links:
+            for src, dst, flow in (link.dst, link.src, link.up), (link.src, link.dst, link.down):
+                rate = f", {flow.bytes / flow.busy_seconds / 1e9:.2f} GB/s" if flow.busy_seconds > 0 and flow.bytes else ""
+                failed = f"; {flow.failed:,} failed" if flow.failed else ""
+                lines.append(f"{src} to {dst}: {format_size(flow.bytes)} in {flow.transfers:,} transfers{rate}{failed}")
+        waits = f"{self.stalled_for_reads:.3g} s for reads, {self.stalled_for_room:.3g} s for room"
+        lines.append(f"{self.leases:,} leases, {self.hits:,} granted at once; callers waited {waits}")
+        return "\n".join(lines)
 
 
 Event = TypeVar("Event")

@@ -137,16 +137,36 @@ class Operation(_Name):
     WRITE = "write"
 
 
+_BITS = re.compile(r"[0-9]+")
+
+
+def _bytes_of(dtype: str) -> int:
+    """Return the bytes of an element, which torch's names tell by their first number: "float8_e4m3fn" has 8 bits."""
+    found = _BITS.search(dtype)
+    if found is None and dtype != "bool":
+        raise MisuseError(f"how many bytes has an element of {dtype!r}? Name torch's types as 'float32', or give itemsize=")
+    return 1 if found is None else max(1, int(found[0]) // 8)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and element type of a tensor.
+    """Shape and element type of a tensor: ``TensorSpec("float32", (2, 3))``.
 
-    ``dtype`` is torch's name without the prefix (``"float32"``); ``itemsize`` is in bytes.
+    ``dtype`` is torch's type, kept as its name without the prefix (``"float32"``). ``itemsize`` is in bytes; the type tells it.
+    Raises MisuseError for a name that does not.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    itemsize: int
+    itemsize: int = 0
+
+    def __post_init__(self) -> None:
+        if self.itemsize:
+            return
+        dtype: object = self.dtype
+        name = str(dtype).removeprefix("torch.")
+        object.__setattr__(self, "dtype", name)
+        object.__setattr__(self, "itemsize", getattr(dtype, "itemsize", 0) or _bytes_of(name))
 
     @property
     def numel(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,9 +18,25 @@ import torch
 from bench import compatibility
 from bench.compatible.judge import CLEAR, IDENTICAL, INVALID, LIMIT, WRONG, Outcome, difference, judge
 from bench.compatible.side import ROWS, TIERS, Row, Side, frozen
+from tests import programs
 from tiered import MisuseError
 
 Function = Callable[[Side], object]
+
+
+PLACED = """if True:  # a device that has once been given a name keeps it until its process ends
+    import sys
+    from pathlib import Path
+    from bench import compatibility
+    from bench.compatible.side import Side
+
+    with compatibility.fake_device():
+        side = Side(True, Path(sys.argv[2]), tier=sys.argv[1])
+        model, _ = side.toy()
+        print(model.head.weight.device.type == "cpu", *(one.name for one in side.store.statistics().tiers))
+        side.close()
+"""
+"""Prints whether a parameter is on the CPU, and the store's tiers."""
 
 
 def judged(function: Function, folder: Path, *, timeout: float = 30.0, check: bool = False) -> Outcome:
@@ -153,18 +168,12 @@ def test_a_row_runs_on_each_tier(tmp_path: Path, tier: str) -> None:
     """By the command, because rows are forked, which a process that has computed something may not be."""
     file, root = tmp_path / "outcomes.json", Path(compatibility.__file__).parents[1]
     asked = ["--group", "writes", "--row", "init.ones_", "--tier", tier, "--json", str(file), "--dir", str(tmp_path)]
-    subprocess.run([sys.executable, "-m", "bench.compatibility", *asked], cwd=root, check=True, capture_output=True)
+    programs.run([sys.executable, "-m", "bench.compatibility", *asked], cwd=root, check=True, capture_output=True)
     (found,) = json.loads(file.read_text())["rows"]
     assert (found["verdict"], found["tier"]) == (IDENTICAL, tier)
-    with compatibility.fake_device():
-        side = Side(True, tmp_path / "side", tier=tier)
-        try:
-            model, _ = side.toy()
-            assert (model.head.weight.device.type == "cpu") == (tier != "fake device")
-            assert [one.name for one in side.store.statistics().tiers] == ["hbm"] * (tier != "dram") + ["dram", "nvme"]
-        finally:
-            torch.set_default_device(None)
-            side.close()
+    words = [sys.executable, "-c", PLACED, tier, str(tmp_path / "side")]
+    seen = programs.run(words, check=True, capture_output=True, text=True)
+    assert seen.stdout.split() == [str(tier != "fake device"), *["hbm"] * (tier != "dram"), "dram", "nvme"]
 
 
 def test_outcomes_are_kept_in_the_file_and_shown_in_the_page(tmp_path: Path) -> None:

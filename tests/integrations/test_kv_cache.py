@@ -199,7 +199,7 @@ def test_copies_are_not_written_to_while_something_refers_to_them(store: TieredS
 
 def test_a_compiled_model(store: TieredStore) -> None:
     """The cache breaks the graph in each layer, and has the tokens of the forward."""
-    model, ids = made(), prompt(20)
+    model, ids = made(num_hidden_layers=2), prompt(20)
     compiled = torch.compile(model, backend="eager")
     cache, reference = TieredCache(model, store, block=8), in_memory(model)
     with torch.no_grad():

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -38,7 +39,21 @@ WRONG: dict[str, tuple[Use, str]] = {
     "put surrogate": (lambda s: s.put("w\ud800", READY), r"'w\\ud800' is not Unicode text"),
     "put list": (lambda s: s.put("w", [1.0]), "'w': a store holds tensors, not list"),  # type: ignore[arg-type]
     "create surrogate": (lambda s: s.create("\udfff", TensorSpec("float32", (1,), 4)), "not Unicode"),
-    "create of a shape": (lambda s: s.create("w", (3, 4)), "a TensorSpec, not by"),  # type: ignore[arg-type]
+    "create of a text": (lambda s: s.create("w", "float32"), "a TensorSpec, or a shape"),
+    "create of a shape of texts": (lambda s: s.create("w", ("a", 4)), "a tuple of sizes"),  # type: ignore[arg-type]
+    "create of a negative shape": (lambda s: s.create("w", (-1,)), "a tuple of sizes"),
+    "create twice a type": (lambda s: s.create("w", TensorSpec("int8", (1,)), dtype=torch.int8), "an element type already"),
+    "create with a type that is none": (lambda s: s.create("w", (1,), dtype="float33"), "'float33' is not an element type"),
+    "create with a number as type": (lambda s: s.create("w", (1,), dtype=4), "a TensorSpec, or a shape"),  # type: ignore[arg-type]
+    "spec of a type without a size": (lambda s: s.create("w", TensorSpec("float", (1,))), "how many bytes"),
+    "get of a list": (lambda s: s["a", "b"], "get_many"),  # type: ignore[index]
+    "get with a default of no key": (lambda s: s.get(3, None), "a key is a str"),  # type: ignore[call-overload]
+    "set a list": (lambda s: s.__setitem__("w", [1.0]), "torch.as_tensor"),  # type: ignore[arg-type]
+    "set an array of objects": (lambda s: s.__setitem__("w", numpy.array([{}])), "which torch does not hold"),
+    "update of texts": (lambda s: s.update(["ab", "cd"]), "pairs of a key and a tensor"),  # type: ignore[list-item]
+    "keys of a pattern that is none": (lambda s: s.keys(3), "a pattern is a text"),  # type: ignore[arg-type]
+    "a value in values": (lambda s: torch.ones(1) in s.values(), "would read all"),
+    "a pair in items": (lambda s: ("a", torch.ones(1)) in s.items(), "compare store"),
     "create negative": (lambda s: s.create("w", TensorSpec("float32", (-1,), 4)), "a tuple of sizes"),
     "create list shape": (lambda s: s.create("w", TensorSpec("float32", [1], 4)), "a tuple of sizes"),  # type: ignore[arg-type]
     "create dtype": (lambda s: s.create("w", TensorSpec("float33", (1,), 4)), "'float33' is not an element type"),
@@ -52,7 +67,7 @@ WRONG: dict[str, tuple[Use, str]] = {
     "lease int": (lambda s: s.lease(3), "a key or of a list of keys"),  # type: ignore[call-overload]
     "lease set": (lambda s: s.lease({"w"}), "a key or of a list of keys"),  # type: ignore[call-overload]
     "lease of ints": (lambda s: s.lease([1, 2]), "a key is a str"),  # type: ignore[list-item]
-    "lease twice": (lambda s: s.lease(["w", "w"]), "twice"),
+    "lease twice": (lambda s: s.lease(["w", "w"], access="write"), "twice"),
     "lease access": (lambda s: s.lease("w", access=["read"]), "'read' or 'write'"),  # type: ignore[call-overload]
     "lease tier": (lambda s: s.lease("w", tier=0), "this store has dram"),  # type: ignore[call-overload]
     "prefetch int": (lambda s: s.prefetch(3), "in a list"),  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ def test_a_key_gives_a_tensor_and_a_list_a_tuple(store: TieredStore) -> None:
 def test_bad_leases(store: TieredStore) -> None:
     store.put("a", torch.tensor(1))
     with pytest.raises(MisuseError, match="twice"):
-        store.lease(["a", "b", "a"])
+        store.lease(["a", "b", "a"], access="write")
     with pytest.raises(MisuseError, match="'exclusive'"):
         store.lease("a", access="exclusive")
     with pytest.raises(MisuseError, match="nvme"):

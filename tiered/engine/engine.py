@@ -321,6 +321,12 @@ class Engine:
             waiting[:] = [other for other in waiting if not isinstance(other, Prefetch) or other.urgency is not urgency]
             self._submit(Prefetch(keys, tier, urgency))
 
+    def ahead(self, keys: Sequence[Key], tier: int) -> None:
+        """Prefetch ``keys`` beside the hints that there are."""
+        self.refuse_nested()
+        with self.lock:
+            self._submit(Prefetch(keys, tier))
+
     def present(self, keys: Iterable[Key], tier: int) -> set[Key]:
         """Return those of ``keys`` of which ``tier`` has the bytes."""
         found = set()

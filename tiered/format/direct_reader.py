@@ -26,11 +26,10 @@ ALIGNMENT = 4096
 
 
 class DirectReader:
-    """Reads of one file, used by one thread at a time. ``opened``: one of the file, for buffered reads. What the page cache
-    has is taken from there."""
+    """Reads of the file that is ``opened`` and has that ``path``. Used by one thread at a time."""
 
     def __init__(self, path: str, opened: int) -> None:
-        self._opened, self._fd = opened, os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self._threads: ThreadPoolExecutor | None = None
         self._buffers: list[memoryview] = []
         self.direct = os.fstat(self._fd).st_ino == os.fstat(opened).st_ino and make_direct(self._fd)
@@ -47,18 +46,14 @@ class DirectReader:
         try:
             begin = at
             for end in ends:
-                if not self._from_cache(begin, into[begin - at : end - at]):
-                    if not free:
-                        buffer, count = _copied(*pending.popleft(), into, at)
-                        free.append(buffer)
-                        done += count
-                    start = begin // ALIGNMENT * ALIGNMENT
-                    buffer = free.pop()
-                    length = -(-(end - start) // ALIGNMENT) * ALIGNMENT
-                    job = self._threads.submit(_read, self._fd, buffer[:length], start)
-                    pending.append((job, buffer, start, begin, end))
-                else:
-                    done += end - begin
+                if not free:
+                    buffer, count = _copied(*pending.popleft(), into, at)
+                    free.append(buffer)
+                    done += count
+                start, buffer = begin // ALIGNMENT * ALIGNMENT, free.pop()
+                length = -(-(end - start) // ALIGNMENT) * ALIGNMENT
+                job = self._threads.submit(_read, self._fd, buffer[:length], start)
+                pending.append((job, buffer, start, begin, end))
                 begin = end
             while pending:
                 done += _copied(*pending.popleft(), into, at)[1]
@@ -66,15 +61,6 @@ class DirectReader:
             self._forget()  # threads may still read into these buffers
             raise
         return done
-
-    def _from_cache(self, at: int, into: memoryview) -> bool:
-        """Read from the page cache. Returns False where it lacks a byte of it."""
-        try:
-            return os.preadv(self._opened, [into], at, os.RWF_NOWAIT) == len(into)
-        except (BlockingIOError, AttributeError):
-            return False
-        except OSError:  # a filesystem that does not know the flag
-            return False
 
     def _forget(self) -> None:
         threads, self._threads, self._buffers = self._threads, None, []

@@ -7,6 +7,7 @@ interrupt.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
@@ -37,12 +38,19 @@ __all__ = [
     "refuse_spec",
     "refuse_unstorable",
     "spec_of",
+    "specified",
 ]
 
 # Not getattr(torch, name): a name from a file may be that of a module, which getattr would import. Quantized types have no
 # dense contents.
 _TYPES = {name: found for name, found in vars(torch).items() if isinstance(found, torch.dtype) and not name.startswith("q")}
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _TYPES.values()}  # one string object for all tensors of a type
+
+
+ONE_THREAD = 8 << 20
+"""Bytes up to which the caller's thread copies alone. torch would wake its OpenMP threads, and wait for all of them: where
+another program computes, for as long as its turn takes."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
@@ -57,6 +65,19 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
     if dtype is None or dtype.itemsize != spec.itemsize:
         raise ManifestError(f"this torch ({torch.__version__}) has no element type {spec.dtype!r} of {spec.itemsize} bytes")
     return dtype
+
+
+def specified(key: Key, spec: TensorSpec | Sequence[int] | int, dtype: torch.dtype | str | None) -> TensorSpec:
+    """Return the spec of a tensor that is given by a spec, or by its shape and type (None: torch's default type)."""
+    if isinstance(spec, TensorSpec):
+        if dtype is not None:
+            raise MisuseError(f"{key!r}: a TensorSpec has an element type already: leave dtype= out")
+        return spec
+    shape = (spec,) if type(spec) is int else tuple(spec) if isinstance(spec, list | tuple) else None
+    kind: Any = torch.get_default_dtype() if dtype is None else dtype
+    if shape is None or not isinstance(kind, torch.dtype | str):
+        raise MisuseError(f"{key!r}: a tensor to create is described by a TensorSpec, or a shape and dtype=, not by {spec!r}")
+    return TensorSpec(str(kind).removeprefix("torch."), shape, kind.itemsize if isinstance(kind, torch.dtype) else 0)
 
 
 def refuse_name(key: object) -> None:
@@ -121,31 +142,35 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # dimensions of one element may have any stride
 
 
-def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the CPU, byte for byte: torch cannot clone every element type."""
+def copied(tensor: torch.Tensor, *, queued: bool) -> torch.Tensor:
+    """Return a copy on the CPU, byte for byte: torch cannot clone every element type. ``queued`` as in ``copy_bytes``."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")  # the default device may be another
-    flat(copy).copy_(flat(tensor))
+    copy_bytes(flat(copy), tensor, queued=queued)
     return copy
 
 
-async def copied_in_thread(tensor: torch.Tensor) -> torch.Tensor:
+async def copied_in_thread(tensor: torch.Tensor, *, queued: bool) -> torch.Tensor:
     """Copy as ``copied`` while the event loop goes on, on the caller's compute stream, because the tensor may be in use
     there."""
     if tensor.device.type != "cuda":
-        return await asyncio.to_thread(copied, tensor)
+        return await asyncio.to_thread(copied, tensor, queued=queued)
     stream = torch.cuda.current_stream(tensor.device)
 
     def copied_there() -> torch.Tensor:
         with torch.cuda.stream(stream):
-            return copied(tensor)
+            return copied(tensor, queued=queued)
 
     return await asyncio.to_thread(copied_there)
 
 
-def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy ``source`` in row-major order into ``target``, uint8 of shape (nbytes,); the devices may differ."""
+def copy_bytes(target: torch.Tensor, source: torch.Tensor, *, queued: bool) -> None:
+    """Copy ``source`` in row-major order into ``target``, uint8 of shape (nbytes,); the devices may differ. ``queued``: one of
+    them is memory for which torch may have work queued, which a copy has to follow."""
     if source.is_contiguous():
-        target.copy_(flat(source))
+        if not queued and 0 < target.nbytes <= ONE_THREAD and target.is_cpu and source.is_cpu and type(source) in _PLAIN:
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+        else:
+            target.copy_(flat(source))
         return
     try:
         target.view(source.dtype).view(source.shape).copy_(source)  # directly into the pool, without a second copy
@@ -160,7 +185,7 @@ class _Held:
         self, running: Callable[[], Engine], memory: Memory, keys: Sequence[Key], access: Access, tier: int
     ) -> None:
         self._running, self._memory = running, memory
-        self._keys, self._access, self._tier = keys, access, tier
+        self._keys, self._access, self.tier = keys, access, tier
         self.token: Token | None = None
         """Token of the lease: setting it to None ends the lease, whatever exception strikes then."""
         self._engine: Engine | None = None
@@ -202,14 +227,14 @@ class _Held:
     def _ask(self, engine: Engine) -> Lease:
         self.token = Token()
         holder = engine.state.claims.watch(self.token)
-        request = self._request = Lease(self._keys, self._tier, self._access, holder)
+        request = self._request = Lease(self._keys, self.tier, self._access, holder)
         return request
 
     def _granted(self, engine: Engine, request: Lease) -> list[torch.Tensor]:
         copies, views = request.copies, request.views
         tensors: list[torch.Tensor] = []
         try:
-            stream = request.stream = engine.enter(copies, self._tier)
+            stream = request.stream = engine.enter(copies, self.tier)
             for copy, spec, view in zip(copies, request.specs, views, strict=True):
                 if stream is not None:
                     engine.state.claims.used_on(view, stream)
@@ -290,21 +315,39 @@ class LeaseOfOne(_Held):
 
 
 class LeaseOfMany(_Held):
-    """A lease of several tensors: ``with store.lease([key, ...]) as (tensor, ...):``, or ``async with`` in a coroutine."""
+    """A lease of several tensors: ``with store.lease([key, ...]) as (tensor, ...):``, or ``async with`` in a coroutine.
+
+    ``asked``: the keys as the caller has them, of which one may be there more than once, and is one tensor then.
+    """
+
+    def __init__(
+        self, running: Callable[[], Engine], memory: Memory, asked: Sequence[Key], access: Access, tier: int
+    ) -> None:
+        keys = list(dict.fromkeys(asked))
+        super().__init__(running, memory, keys, access, tier)
+        self._places = None if len(keys) == len(asked) else _places(keys, asked)
+
+    def _given(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return tuple(tensors) if self._places is None else tuple(tensors[place] for place in self._places)
 
     def __enter__(self) -> tuple[torch.Tensor, ...]:
         try:
-            return tuple(self._enter())
+            return self._given(self._enter())
         except TieredError as error:
             drop_frames(error)
             raise error
 
     async def __aenter__(self) -> tuple[torch.Tensor, ...]:
         try:
-            return tuple(await self._arrive())
+            return self._given(await self._arrive())
         except TieredError as error:
             drop_frames(error)
             raise error
+
+
+def _places(keys: Sequence[Key], asked: Sequence[Key]) -> list[int]:
+    at = {key: place for place, key in enumerate(keys)}
+    return [at[key] for key in asked]
 
 
 def end_struck() -> bool:

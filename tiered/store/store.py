@@ -16,9 +16,10 @@ import torch
 from tiered.engine.engine import Engine
 from tiered.engine.policy import LRU, NextUse, Plan, Record, Touch, touch_of
 from tiered.engine.requests import Delete, Install, Room, Work
+from tiered.engine.residency import Entry
 from tiered.engine.retention import affordable, decide, room_for
 from tiered.engine.state import Token
-from tiered.errors import ForkedStore, MisuseError, StoreClosed, from_here
+from tiered.errors import ForkedStore, KeyNotFound, MisuseError, StoreClosed, from_here
 from tiered.interfaces import EvictionPolicy, IOBackend, Returnable
 from tiered.store.commit import Commits, Generations
 from tiered.store.lease import (
@@ -34,21 +35,27 @@ from tiered.store.lease import (
     refuse_spec,
     refuse_unstorable,
     spec_of,
+    specified,
 )
+from tiered.store.mapping import MISSING, Default, TensorMapping
 from tiered.store.opening import Newer, OpenOptions, Parts, access_of, assemble
 from tiered.telemetry import NO_SPAN, Offloaded, Span, StoreStatistics, Timeline
-from tiered.types import Access, BackendName, Key, TensorSpec, Urgency
+from tiered.types import Access, BackendName, Key, TensorSpec, Urgency, format_size
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
 __all__ = ["TieredStore"]
 
+TOGETHER = 32 << 20
+"""Bytes of tensors that are leased together to be copied."""
+RUN = 1024
+"""Of these tensors, at most."""
 AT_ONCE = 4 << 20
 """Bytes up to which a coroutine copies a tensor itself; a larger one is copied in a thread, so that the event loop goes on."""
 
 
-class TieredStore:
+class TieredStore(TensorMapping):
     """Tensors by name, in HBM and DRAM up to the budgets, and in extents of one large file for the rest.
 
     Open a store with ``TieredStore.open``. All methods may be called from any thread of the process that opened it. Leaving a
@@ -130,6 +137,12 @@ class TieredStore:
     def __str__(self) -> str:
         return self._name
 
+    def __repr__(self) -> str:
+        if self._closed or os.getpid() != self._pid:
+            return f"<TieredStore: {self._name}, {'closed' if self._closed else 'of another process'}>"
+        tiers = [f"{tier.name} {format_size(tier.capacity)}" for tier in self._parts.tiers[: self._parts.dram + 1]]
+        return f"<TieredStore: {self._name}, {len(self)} tensors, generation {self.generation}, {', '.join(tiers)}>"
+
     def __enter__(self) -> TieredStore:
         self._running()
         return self
@@ -169,17 +182,25 @@ class TieredStore:
         refuse_unstorable(key, tensor)
         source = tensor.detach().resolve_conj().resolve_neg()
         tier = self._parts.dram if source.device.type == "cpu" else 0
-        self._put(key, spec_of(source), tier, lambda target: copy_bytes(target, source))
+        self._put(key, spec_of(source), tier, lambda target: copy_bytes(target, source, queued=self._queued(tier)))
 
     @from_here
-    def create(self, key: Key, spec: TensorSpec, *, tier: str | None = None) -> None:
+    def create(
+        self,
+        key: Key,
+        spec: TensorSpec | Sequence[int],
+        *,
+        dtype: torch.dtype | str | None = None,
+        tier: str | None = None,
+    ) -> None:
         """Create a tensor with undefined contents, to be filled under a WRITE lease; in ``tier`` (default: the top one), or in
         DRAM where that tier cannot hold it.
 
-        ``spec`` is its shape and element type. Replaces, waits and raises as ``put``; MisuseError for a tier that the store
-        does not have.
+        ``spec`` is its shape and element type, or its shape alone; then ``dtype`` is the type (default: torch's). Replaces,
+        waits and raises as ``put``; MisuseError for a tier that the store does not have.
         """
         refuse_name(key)
+        spec = specified(key, spec, dtype)
         refuse_spec(key, spec)
         self._put(key, spec, self._tier_index(tier), None)
 
@@ -203,15 +224,25 @@ class TieredStore:
             self._running()  # raises StoreClosed if another thread closed the store meanwhile
             raise
 
+    @overload
+    def get(self, key: Key) -> torch.Tensor: ...
+    @overload
+    def get(self, key: Key, default: Default) -> torch.Tensor | Default: ...
     @from_here
-    def get(self, key: Key) -> torch.Tensor:
-        """Return a contiguous copy of ``key``, of its dtype and shape, on the CPU, outside the budget. Waits as ``lease`` does.
+    def get(self, key: Key, default: Any = MISSING) -> Any:
+        """Return a contiguous copy of ``key``, of its dtype and shape, on the CPU, outside the budget; or ``default``, where
+        one is given and there is no such tensor. Waits as ``lease`` does.
 
-        Raises KeyNotFound, LeaseConflict under an open WRITE lease, TransferError, CapacityError after the deadline.
+        Raises KeyNotFound without a default, LeaseConflict under an open WRITE lease, TransferError, CapacityError after the
+        deadline.
         """
         lease = self._lease_to_copy(key)
         try:
-            return copied(lease.__enter__())
+            return copied(lease.__enter__(), queued=self._queued(lease.tier))
+        except KeyNotFound:
+            if default is MISSING:
+                raise
+            return default
         finally:
             lease.token = None  # not __exit__: Ctrl-C may strike a call before its first line
             self._engine.released()
@@ -219,18 +250,99 @@ class TieredStore:
     async def fetch(self, key: Key) -> torch.Tensor:
         """Return the same as ``get``, for a coroutine: waits without blocking a thread, and may be cancelled at any time.
         Raises as ``get``."""
-        async with self._lease_to_copy(key) as tensor:
-            return copied(tensor) if tensor.nbytes <= AT_ONCE else await copied_in_thread(tensor)
+        lease = self._lease_to_copy(key)
+        queued = self._queued(lease.tier)
+        async with lease as tensor:
+            small = tensor.nbytes <= AT_ONCE
+            return copied(tensor, queued=queued) if small else await copied_in_thread(tensor, queued=queued)
+
+    @from_here
+    def get_many(self, keys: Iterable[Key]) -> list[torch.Tensor]:
+        """Return copies as ``get`` does, in the order of ``keys``, which may have a key more than once.
+
+        Tensors are leased together, 32 MiB or an eighth of the DRAM budget at a time, and the next ones are fetched meanwhile.
+        Raises as ``get``.
+        """
+        return list(self.in_order(keys))
+
+    async def fetch_many(self, keys: Iterable[Key]) -> list[torch.Tensor]:
+        """Return the same as ``get_many``, for a coroutine: waits without blocking a thread, and may be cancelled at any time.
+        Raises as ``get``."""
+        found: list[torch.Tensor] = []
+        for group, tier in self._ahead(keys):
+            queued = self._queued(tier)
+            async with LeaseOfMany(self._running, self._parts.memories[tier], group, Access.READ, tier) as tensors:
+                small = sum(tensor.nbytes for tensor in tensors) <= AT_ONCE
+                for tensor in tensors:
+                    copy = copied(tensor, queued=queued) if small else await copied_in_thread(tensor, queued=queued)
+                    found.append(copy)
+                    del tensor
+                del tensors
+        return found
+
+    def in_order(self, keys: Iterable[Key]) -> Iterator[torch.Tensor]:
+        """Return an iterator over copies of ``keys``, in their order, that reads as ``get_many`` does, as it is asked. No lease
+        is open between two of them. Raises as ``get``, when it comes to the key."""
+        for group, tier in self._ahead(keys):
+            lease = LeaseOfMany(self._running, self._parts.memories[tier], group, Access.READ, tier)
+            try:
+                copies = [copied(tensor, queued=self._queued(tier)) for tensor in lease.__enter__()]
+            finally:
+                lease.token = None
+                self._engine.released()
+            copies.reverse()
+            while copies:
+                yield copies.pop()
+
+    def _ahead(self, keys: Iterable[Key]) -> Iterator[tuple[list[Key], int]]:
+        """Divide ``keys`` into runs that are leased together, each in one tier; while one is used, fetch the next one."""
+        wanted = listed(keys)
+        refuse_keys(wanted)
+        engine, at, dram = self._running(), 0, self._parts.dram
+        most = min(TOGETHER, self._parts.tiers[dram].capacity // 8)
+        run = self._run(wanted, at, most)
+        while run[0]:
+            at += len(run[0])
+            following = self._run(wanted, at, most)
+            if following[0]:
+                engine.ahead(following[0], following[1])
+            yield run
+            run = following
+
+    def _run(self, keys: Sequence[Key], at: int, most: int) -> tuple[list[Key], int]:
+        """Return the keys from ``at`` on that have ``most`` bytes together, at least one, and whose copies are cheapest from
+        the same tier; and that tier. A key that is not there ends them, or is alone."""
+        engine, found, nbytes, where = self._running(), list[Key](), 0, self._parts.dram
+        with engine.lock:
+            for key in keys[at : at + RUN]:
+                entry = engine.state.directory.find(key)
+                tier = self._nearest(entry)
+                nbytes += 0 if entry is None else entry.nbytes
+                if found and (entry is None or tier != where or nbytes > most):
+                    break
+                found.append(key)
+                where = tier
+                if entry is None:
+                    break
+        return found, where
+
+    def _queued(self, tier: int) -> bool:
+        """Return whether work of torch may be queued for the memory of this tier."""
+        return self._parts.memories[tier].streams is not None
+
+    def _nearest(self, entry: Entry | None) -> int:
+        """Return the tier from which a copy is cheapest: the device's when the tensor is there, else DRAM."""
+        tier = self._parts.dram
+        for index, copy in enumerate(entry.copies[:tier] if entry is not None else ()):
+            tier = index if copy is not None and copy.valid else tier
+        return tier
 
     def _lease_to_copy(self, key: Key) -> LeaseOfOne:
-        """Return a lease in the tier from which the copy is cheapest: on the device when the tensor is there, else in DRAM."""
+        """Return a lease in the tier from which the copy is cheapest."""
         engine = self._running()
         refuse_keys([key])
-        tier = self._parts.dram
         with engine.lock:
-            entry = engine.state.directory.find(key)
-            for index, copy in enumerate(entry.copies[:tier] if entry is not None else ()):
-                tier = index if copy is not None and copy.valid else tier
+            tier = self._nearest(engine.state.directory.find(key))
         return LeaseOfOne(self._running, self._parts.memories[tier], [key], Access.READ, tier)
 
     @overload
@@ -242,9 +354,9 @@ class TieredStore:
     ) -> LeaseOfOne | LeaseOfMany:
         """Return a context manager that gives the tensor itself, in ``tier`` (default: the top one), without a copy.
 
-        READ leases may be shared, a WRITE lease excludes every other. A list of keys is granted all at once and gives a tuple.
-        The tensor's memory is not reused until the last reference to it is gone, even after the lease; but only what is written
-        before the end of a WRITE lease is stored.
+        READ leases may be shared, a WRITE lease excludes every other. A list of keys is granted all at once and gives a tuple;
+        for reading it may have a key more than once. The tensor's memory is not reused until the last reference to it is gone,
+        even after the lease; but only what is written before the end of a WRITE lease is stored.
 
         Entering raises KeyNotFound, LeaseConflict, TransferError, and CapacityError after the deadline. Leaving a READ lease
         whose tensor was written to raises MisuseError.
@@ -260,8 +372,8 @@ class TieredStore:
             raise MisuseError(f"a lease is of a key or of a list of keys, not of {key!r}")
         keys = list(key)
         refuse_keys(keys)
-        if len(set(keys)) != len(keys):
-            raise MisuseError(f"the same tensor twice in one lease: {keys}")
+        if wanted is Access.WRITE and len(set(keys)) != len(keys):
+            raise MisuseError(f"the same tensor twice in one WRITE lease: {keys}")
         return LeaseOfMany(self._running, memory, keys, wanted, index)
 
     def _tier_index(self, tier: str | None) -> int:

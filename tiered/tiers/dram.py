@@ -17,6 +17,7 @@ import torch
 from tiered.allocator import FreeSpace
 from tiered.errors import CapacityError
 from tiered.interfaces import Streams
+from tiered.tiers.first_touch import FirstTouch
 from tiered.types import Slot
 
 __all__ = ["DramConfig", "DramTier"]
@@ -40,7 +41,7 @@ class DramTier:
 
     The page size decides the disk's bandwidth: a 1 MiB block in 4 KiB pages is 256 segments for the drive, in huge pages it is
     one. The pool never uses more memory than its capacity, rounded down to the alignment; pages are taken from the system at
-    first touch.
+    first touch, or a little before (``FirstTouch``).
 
     The mapping lives as long as ``arena`` or any object made from it: tensors that alias a slot may outlive the tier. The
     mapping is absent from forked children, which must not use it.
@@ -63,6 +64,7 @@ class DramTier:
         """Bytes; the capacity is a multiple of the alignment."""
         self._arena: ctypes.Array[ctypes.c_char] | None = _map(space.capacity)
         _arenas[self.address] = self._arena
+        self._first_touch = FirstTouch(self._arena)
 
     @property
     def used(self) -> int:
@@ -88,7 +90,11 @@ class DramTier:
 
     def allocate(self, nbytes: int) -> Slot | None:
         found = self._space.allocate(nbytes)
-        return Slot(*found) if found else None
+        if not found:
+            return None
+        slot = Slot(*found)
+        self._first_touch.reached(slot.offset + slot.nbytes)
+        return slot
 
     def free(self, slot: Slot) -> None:
         self._space.free(slot.offset, slot.nbytes)
@@ -123,6 +129,7 @@ class DramTier:
 
     def close(self) -> None:
         """Release the arena. Idempotent; aliases stay valid."""
+        self._first_touch.close()
         self._arena = None
 
 
