@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer as TorchOptimizer
@@ -15,9 +15,6 @@ from tiered import MisuseError, TensorSpec
 from tiered.zero.optimizers.named import Where
 from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.rules import UpdateRule
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Elementwise", "ElementwiseRule"]
 
