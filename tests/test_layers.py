@@ -51,7 +51,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("main",),
     ),
     "cli.stores": ("ls", "verify", "export", "import_"),
-    "cli.train": ("options", "model", "timeline", "ranks", "loop", "resume", "report", "run", "check", "command"),
+    "cli.train": ("options", "model", "optimizers", "timeline", "ranks", "loop", "resume", "report", "run", "check", "command"),
     "cli.generate": ("text", "live", "summary", "command"),
     "cli.bench": ("fio", "series", "plot", "io", "sweep", "sustained", "store", "step", "trainer", "train", "command"),
 }

@@ -67,6 +67,9 @@ HALF_LOADED = (
     "call it again, or zero.rollback"
 )
 
+NAMED = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Lion")
+"""Optimizers of ``tiered.zero`` that have the name of one in memory."""
+
 
 class Optimizer(TorchOptimizer):
     """Optimizer with any update rule, for a model that went through ``tiered.zero.page``, or with states in a store.
@@ -854,9 +857,10 @@ def _refuse_paged(optimizer: TorchOptimizer, args: object, kwargs: object) -> No
     if isinstance(optimizer, Optimizer) or not any(hasattr(parameter, "_tiered") for parameter in parameters):
         return
     name = type(optimizer).__name__
+    ours = f"tiered.zero.{name}" if name in NAMED else "tiered.zero.AdamW, or another optimizer of tiered.zero,"
     raise MisuseError(
-        f"{name} cannot update parameters that are paged, whose values are in the store: make tiered.zero.AdamW for them, or "
-        f"keep what {name} updates out of the model that is paged"
+        f"{name} cannot update parameters that are paged, whose values are in the store: make {ours} for them, or keep what "
+        f"{name} updates out of the model that is paged"
     )
 
 
