@@ -126,7 +126,8 @@ def add_parser(commands: Commands) -> None:
         "--optimizer",
         choices=OPTIMIZERS,
         help="what updates the parameters, bit for bit as torch's class of that name (torch has no lion); sgd has a "
-        f"momentum of 0.9. sgd, adagrad, rmsprop and lion keep one state and not two, and need another --lr {_default('optimizer')}",
+        "momentum of 0.9. sgd, adagrad, rmsprop and lion keep one state and not two, and need another --lr "
+        f"{_default('optimizer')}",
     )
     training.add_argument(
         "--update",
