@@ -52,7 +52,10 @@ unless something else is said. What the words mean is in [glossary.md](glossary.
 
 WIDTH = 110
 """Signatures that are longer are broken."""
-MADE_BY_CALLERS = ("AdamW", "GradScaler")
+MADE_BY_CALLERS = (
+    *("AdamW", "GradScaler", "Optimizer", "Elementwise", "SGD", "Adam", "Adagrad"),
+    *("RMSprop", "NAdam", "RAdam", "Adamax", "Lion"),
+)
 """Classes that are not only handed out: the page shows what they are called with."""
 SPECIAL = ("__contains__", "__delitem__", "__getitem__", "__iter__", "__len__", "__setitem__")
 """Methods that are shown beside the public ones."""

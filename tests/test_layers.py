@@ -33,14 +33,15 @@ TREE: dict[str, tuple[str, ...]] = {
     "store": ("lease", "mapping", "commit", "at_rest", "opening", "store", "verify", "importing"),
     "packing": ("quantised",),
     "zero": (
-        *("intent", "leases", "collectives", "rank_stores", "paging", "build", "record", "resident_shard", "resident"),
-        *("optimizer", "checkpoint", "page"),
+        *("intent", "leases", "collectives", "rank_stores", "rules", "paging", "build", "record", "optimizers", "checkpoint"),
+        *("page",),
     ),
     "zero.paging": (
         *("units", "step_trace", "storage", "saved_tensors", "update", "tensors", "gradients", "sharding", "unit"),
         *("reduction", "micro_batch", "pager"),
     ),
     "zero.paging.tensors": ("compiling", "parameters", "copies", "states", "sliced", "gradients"),
+    "zero.optimizers": ("resident_shard", "resident", "optimizer", "named", "elementwise"),
     "zero.build": ("staging", "construct", "deferred"),
     "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors"),
     "integrations": ("saves", "kept", "importing", "transformers", "axolotl", "accelerate", "lightning"),
@@ -50,7 +51,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("main",),
     ),
     "cli.stores": ("ls", "verify", "export", "import_"),
-    "cli.train": ("options", "model", "timeline", "ranks", "loop", "resume", "report", "run", "check", "command"),
+    "cli.train": ("options", "model", "optimizers", "timeline", "ranks", "loop", "resume", "report", "run", "check", "command"),
     "cli.generate": ("text", "live", "summary", "command"),
     "cli.bench": ("fio", "series", "plot", "io", "sweep", "sustained", "store", "step", "trainer", "train", "command"),
 }
@@ -93,7 +94,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "zero.paging.tensors.parameters": "what a parameter answers to torch while its values are in the store",
     "zero.paging.tensors.sliced": "what a sliced parameter and its gradient answer to torch",
     "zero.paging.pager": "a paged model's hooks, frames and backward pass",
-    "zero.optimizer": "the steps of AdamW on paged parameters",
+    "zero.optimizers.optimizer": "the steps of an optimizer on paged parameters",
 }
 LONG, SHORT = 600, 60
 
@@ -340,7 +341,7 @@ def test_the_check_finds_what_is_wrong(module: str, source: str, complaint: str)
         ("engine.engine", "import threading\nfrom tiered.engine.requests import Request"),
         ("store.store", "import torch\nfrom tiered.engine import engine\nfrom tiered.tiers.dram import DramTier"),
         ("zero.paging.pager", "from tiered import TieredStore\nfrom tiered.errors import TieredError\nfrom . import unit"),
-        ("zero.checkpoint.checkpoint", "from tiered.zero.paging import units\nfrom tiered.zero.optimizer import AdamW"),
+        ("zero.checkpoint.checkpoint", "from tiered.zero.paging import units\nfrom tiered.zero.optimizers import optimizer"),
         ("cli.main", "from tiered import TieredStore, zero\nfrom tiered.store.opening import StoreConfig"),
     ],
 )

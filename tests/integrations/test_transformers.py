@@ -39,6 +39,7 @@ from transformers import (  # noqa: E402
 
 from tiered import MisuseError, TieredStore, zero  # noqa: E402
 from tiered.integrations.transformers import TieredCallback, TieredTrainer, from_pretrained  # noqa: E402
+from tiered.integrations.transformers.training import OPTIMIZERS  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 KINDS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
@@ -323,6 +324,16 @@ def test_embeddings_are_resized_before_paging(store: TieredStore, pretrained: Pa
 
     torch.manual_seed(1)
     assert same(from_pretrained(AutoModelForCausalLM, pretrained / "llama", store, prepare=resized), expected)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_other_optimizers_of_trainer(name: str, tmp_path: Path, store: TieredStore) -> None:
+    reference = trainer(Trainer, llama(), tmp_path / "a", optim=name)
+    reference.train()
+    found = trainer(TieredTrainer, paged(llama(), store), tmp_path / "b", optim=name)
+    found.train()
+    assert type(getattr(found.optimizer, "optimizer", found.optimizer)).__module__.startswith("tiered")
+    assert same(found.model, reference.model)
 
 
 # Checkpoints that are commits

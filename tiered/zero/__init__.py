@@ -1,25 +1,56 @@
-"""ZeRO-Infinity on a ``TieredStore``: parameters and Adam states paged around each layer's forward and backward."""
+"""ZeRO-Infinity on a ``TieredStore``: parameters and optimizer states paged around each layer's forward and backward."""
 
 from tiered.zero.build.construct import Construction, ConstructionStatistics, init
 from tiered.zero.checkpoint.checkpoint import commit, commit_async, resume, rollback
 from tiered.zero.checkpoint.safetensors import export
-from tiered.zero.optimizer import AdamW, GradScaler
+from tiered.zero.optimizers.elementwise import Elementwise
+from tiered.zero.optimizers.named import SGD, Adagrad, Adam, Adamax, Lion, NAdam, RAdam, RMSprop
+from tiered.zero.optimizers.optimizer import AdamW, GradScaler, Optimizer
 from tiered.zero.page import Moved, PagingStatistics, gathered, no_sync, offload, onload, page, statistics
 from tiered.zero.paging.sharding import Stage, Stage1, Stage2, Stage3
 from tiered.zero.paging.tensors.compiling import keep_out
 from tiered.zero.paging.units import Policy
-from tiered.zero.paging.update import AdamWRule, UpdateRule
 from tiered.zero.rank_stores import open_store
+from tiered.zero.rules import (
+    AdagradRule,
+    AdamaxRule,
+    AdamRule,
+    AdamWRule,
+    LionRule,
+    NAdamRule,
+    RAdamRule,
+    RMSpropRule,
+    SGDRule,
+    UpdateRule,
+)
 
 __all__ = [
+    "SGD",
+    "Adagrad",
+    "AdagradRule",
+    "Adam",
+    "AdamRule",
     "AdamW",
     "AdamWRule",
+    "Adamax",
+    "AdamaxRule",
     "Construction",
     "ConstructionStatistics",
+    "Elementwise",
     "GradScaler",
+    "Lion",
+    "LionRule",
     "Moved",
+    "NAdam",
+    "NAdamRule",
+    "Optimizer",
     "PagingStatistics",
     "Policy",
+    "RAdam",
+    "RAdamRule",
+    "RMSprop",
+    "RMSpropRule",
+    "SGDRule",
     "Stage",
     "Stage1",
     "Stage2",

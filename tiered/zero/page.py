@@ -26,7 +26,7 @@ from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint.reshard import Source, opened, reshard
 from tiered.zero.checkpoint.safetensors import Pretrained
 from tiered.zero.collectives import Ranks
-from tiered.zero.optimizer import AdamW, refuse_others
+from tiered.zero.optimizers.optimizer import Optimizer, refuse_others
 from tiered.zero.paging.micro_batch import SAVED_SHARE, refuse_batch_dependent, split_modules
 from tiered.zero.paging.pager import Pager, PagerConfig, owner_of, pager_of, placements_of
 from tiered.zero.paging.sharding import Partition, Sharded, Stage, Stage3, Unsharded
@@ -128,7 +128,7 @@ class Moved:
     stayed: tuple[str, ...] = ()
 
 
-def offload(model: nn.Module, optimizer: AdamW | None = None, *, components: Sequence[str] = COMPONENTS) -> Moved:
+def offload(model: nn.Module, optimizer: Optimizer | None = None, *, components: Sequence[str] = COMPONENTS) -> Moved:
     """Move a paged model's ``components`` out of memory, to the lowest tier, while something else runs: an inference engine
     between two phases of reinforcement learning, for example. The process then uses less of its memory budget.
 
@@ -146,7 +146,7 @@ def offload(model: nn.Module, optimizer: AdamW | None = None, *, components: Seq
     return Moved(moved, found.seconds, found.given_back, found.stayed)
 
 
-def onload(model: nn.Module, optimizer: AdamW | None = None, *, components: Sequence[str] = COMPONENTS) -> Moved:
+def onload(model: nn.Module, optimizer: Optimizer | None = None, *, components: Sequence[str] = COMPONENTS) -> Moved:
     """Bring a paged model's ``components`` into memory, parameters first, as far as they fit. Raises as ``offload``."""
     pager, keys = _components(model, optimizer, components)
     store, began = pager.store, time.monotonic()
@@ -175,11 +175,11 @@ TOGETHER = 32
 
 
 def _components(
-    model: nn.Module, optimizer: AdamW | None, components: Sequence[str]
+    model: nn.Module, optimizer: Optimizer | None, components: Sequence[str]
 ) -> tuple[Pager, dict[str, list[str]]]:
     """Return the pager of ``model`` and the keys of each component."""
     pager = pager_of(model)
-    if optimizer is not None and not isinstance(optimizer, AdamW):
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise MisuseError(f"the second argument is the model's zero.AdamW, not {optimizer!r:.100}: give components=")
     if optimizer is not None and (optimizer.resident or set(optimizer.pagers()) != {pager}):
         raise MisuseError("this optimizer updates parameters of another model: give the one of this model, or leave it out")

@@ -30,8 +30,12 @@ from tiered.packing.quantised import FORMS, TYPES, packing_of
 from tiered.types import LARGEST
 from tiered.zero.paging.units import Limits, Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import UPDATED_AT_ONCE, States
+from tiered.zero.rules import RULES, settings_of
 
-__all__ = ["VERSION", "checked", "dumps", "loads", "plans", "refuse_other_states", "refuse_other_tensors", "type_named"]
+__all__ = [
+    *("VERSION", "checked", "dumps", "loads", "plans", "refuse_other_states", "refuse_other_tensors", "states_shown"),
+    *("states_used", "type_named"),
+]
 
 INLINE = 16 << 10
 """Bytes: larger tensors become tensors of the store."""
@@ -240,7 +244,8 @@ class _Gradient(_Struct):
     finite: bool
 
 
-_Rule = tuple[float, tuple[float, float], float, float, bool]
+_Rule = tuple[float, tuple[float, float], float, float, bool] | dict[str, Any]
+"""AdamW's hyper-parameters; of another rule its name, and its hyper-parameters by name."""
 
 
 class _Update(_Struct):
@@ -263,6 +268,8 @@ class _Unit(_Struct):
     gradients: dict[str, _Gradient]
     stale_masters: list[str]
     pending: _Pending | None
+    states: dict[str, dict[str, str]] | msgspec.UnsetType = msgspec.UNSET
+    """By name of each parameter that has other states than ``m`` and ``v``, the types of its states by their names."""
 
 
 class _Optimizer(_Struct):
@@ -384,6 +391,15 @@ def _wrong_unit(unit: _Unit, name: str, types: Mapping[str, torch.dtype]) -> Ite
         yield f"unit {name!r} {'lacks' if other in graded else 'has'} a gradient of {other!r}"
     yield from _twice("stale master", unit.stale_masters)
     yield from _unknown("a master is stale of", unit.stale_masters, types)
+    used = {} if isinstance(unit.states, msgspec.UnsetType) else unit.states
+    yield from _unknown("there are states of", used, types)
+    kept: dict[str, str] = {}
+    for parameter, states in used.items():
+        for state, kind in states.items():
+            wrong = state in ("lo", "master") or not state.isidentifier() or kept.setdefault(state, kind) != kind
+            if wrong or (state in ("m", "v") and type_named(kind) not in (torch.float32, torch.float64)):
+                yield f"{parameter!r} has a state {state!r:.100} of {kind!r:.100}"
+            type_named(kind)
     for parameter, gradient in unit.gradients.items():
         numbers = [*gradient.scales, *gradient.wide_scales, *([] if gradient.expected is None else [gradient.expected])]
         whole = all(map(_is_number, [*numbers, *gradient.norms.values()])) and not any(n.dim() for n in gradient.norms.values())
@@ -393,13 +409,35 @@ def _wrong_unit(unit: _Unit, name: str, types: Mapping[str, torch.dtype]) -> Ite
         yield from _unknown("an update is pending of", unit.pending.updates, graded)
         for parameter, update in unit.pending.updates.items():
             missed = () if isinstance(update.missed, msgspec.UnsetType) else update.missed
-            for lr, betas, eps, decay, _ in (update.rule, *(rule for rule, _ in missed)):
+            for rule in (update.rule, *(rule for rule, _ in missed)):
+                if isinstance(rule, dict):
+                    if not _is_rule(rule):
+                        yield f"the pending update of {parameter!r} is by {rule!r:.200}, which this release does not have"
+                    continue
+                lr, betas, eps, decay, _ = rule
                 if not all(map(math.isfinite, (lr, *betas, eps, decay))):
                     yield f"the pending update of {parameter!r} computes with {(lr, betas, eps, decay)}"
             if update.step + sum(count for _, count in missed) > MOST_STEPS:
                 yield f"{parameter!r} has missed more steps than {MOST_STEPS}"
             if not all(map(_is_number, [*update.scales, *update.wide_scales])):
                 yield f"a factor of the pending update of {parameter!r} is no number"
+
+
+def _is_rule(rule: Mapping[str, Any]) -> bool:
+    """Return whether ``rule`` is what a checkpoint has of a rule that is not AdamW's: its name, and its fields."""
+    values = rule.get("values")
+    if rule.keys() != {"name", "values"} or not isinstance(values, dict) or rule["name"] not in RULES:
+        return False
+    usual = settings_of(RULES[rule["name"]]())
+    return values.keys() == usual.keys() and all(_fits(values[name], value) for name, value in usual.items())
+
+
+def _fits(value: Any, usual: Any) -> bool:
+    if isinstance(usual, bool):
+        return value is None or isinstance(value, bool)
+    if isinstance(usual, tuple):
+        return isinstance(value, tuple) and len(value) == len(usual) and all(map(_fits, value, usual))
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _is_number(tensor: torch.Tensor) -> bool:
@@ -419,6 +457,18 @@ def _unknown(what: str, names: Collection[str], known: Collection[str]) -> Itera
 
 def _type(shown: str) -> torch.dtype:
     return type_named(shown.removeprefix("torch."))
+
+
+def states_shown(states: States) -> dict[str, dict[str, str]]:
+    """Return what a record has of the states that are not ``m`` and ``v``."""
+    return {
+        name: {state: str(dtype).removeprefix("torch.") for state, dtype in kept.items()} for name, kept in states.used.items()
+    }
+
+
+def states_used(unit: Mapping[str, Any]) -> dict[str, dict[str, torch.dtype]]:
+    """Return what ``states_shown`` returned, of a unit in a record."""
+    return {name: {state: type_named(kind) for state, kind in kept.items()} for name, kept in unit.get("states", {}).items()}
 
 
 def plans(record: Mapping[str, Any]) -> tuple[list[UnitPlan], Limits]:
@@ -478,7 +528,8 @@ def refuse_other_tensors(
                 )
         kinds = {placement.stored for placement in unit.placements}
         chunk = even_chunks(unit.elements, limits.chunk)
-        states = States(store, key, list(parts.values()), chunk, kinds)  # type: ignore[arg-type]  # which are not used
+        used = states_used(found)
+        states = States(store, key, list(parts.values()), chunk, kinds, used)  # type: ignore[arg-type]  # which are not used
         refuse_other_states(store, states, list(parts.values()))
         if found["pending"] is not None:
             chunks = states.chunks(parts[p] for p in pending["updates"])
@@ -494,18 +545,20 @@ def refuse_other_states(store: Specified, states: States, parts: Sequence[Placem
     """Raise ManifestError where a chunk of states neither ends where the next one begins, nor where a parameter ends, or is not
     of every kind."""
     ends = {part.element + part.numel for part in parts}
-    for index, keys in states.chunks(parts):
-        if keys[0] not in store:
-            continue
-        size = store.spec(keys[0]).numel
-        begin = index * states.chunk_elements
-        if size != states.chunk_elements and not (size < states.chunk_elements and begin + size in ends):
-            raise ManifestError(
-                f"{keys[0]!r} in {store} has {size} elements, and a chunk of these states has {states.chunk_elements}: the "
-                "checkpoint is damaged, or the tensor is another model's"
-            )
-        for key, dtype in zip(keys, states.types, strict=True):
-            _expect(store, key, str(dtype).removeprefix("torch."), size)
+    for alike in [list(parts)] if states.uniform else [[part] for part in parts]:
+        for index, keys in states.chunks(alike):
+            if not keys or keys[0] not in store:
+                continue
+            size = store.spec(keys[0]).numel
+            begin = index * states.chunk_elements
+            if size != states.chunk_elements and not (size < states.chunk_elements and begin + size in ends):
+                raise ManifestError(
+                    f"{keys[0]!r} in {store} has {size} elements, and a chunk of these states has {states.chunk_elements}: the "
+                    "checkpoint is damaged, or the tensor is another model's"
+                )
+            for key in keys:  # of parameters with other rules in this chunk, one may have been enlarged, and the other not yet
+                most = None if states.uniform else states.chunk_elements
+                _expect(store, key, str(states.type_of(key)).removeprefix("torch."), size, most)
 
 
 def _expect(store: Specified, key: str, dtype: str, least: int, most: int | None = None) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from tiered import TieredError, TieredStore, zero
 from tiered.cli.measure import Meter, peak_memory, scratch_store
 from tiered.cli.train.model import GPT, STATE_BYTES, Shape, Text, build, in_parts, initialiser, open_text
-from tiered.cli.train.run import decayed
+from tiered.cli.train.optimizers import decayed
 from tiered.store.opening import SMALLEST_DRAM
 from tiered.types import BackendName
 

@@ -18,10 +18,10 @@ from tiered.cli.output import counted, refuse_unwritable, write_report
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.cli.train.loop import Result, Schedule, TrainingLoop
 from tiered.cli.train.model import GPT, Text, build, in_parts, open_text
+from tiered.cli.train.optimizers import kind_of
 from tiered.cli.train.options import Options
 from tiered.cli.train.run import (
     describe_model,
-    groups,
     opened,
     page,
     refuse_endless,
@@ -71,6 +71,7 @@ def check(options: Options) -> int:
     """Train in a store and in memory, and print the comparison; returns 0 where all numbers are identical, else 1."""
     stream = sys.stderr if options.json == "-" else sys.stdout
     refuse_unwritable(options.json)
+    kind = kind_of(options)
     with ExitStack() as stack:
         text = open_text(options.text, options.context, stack)
         folder = options.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="tiered-check-", dir="."))
@@ -78,7 +79,7 @@ def check(options: Options) -> int:
         parameters = shape_of(options).parameters
         refuse_endless(options)
         refuse_existing(store, options)
-        refuse_full_disk(store, parameters)
+        refuse_full_disk(store, kind, parameters)
         model = build(shape_of(options))
         print(
             f"{describe_model(options, parameters)}\n"
@@ -91,7 +92,7 @@ def check(options: Options) -> int:
             with StopRequest() as stop:
                 page(model, store, options, options.existing, lambda done: None, stop)
                 start = model.state_dict()
-                optimizer = zero.AdamW(groups(model, options), lr=options.lr, betas=(0.9, 0.95), update=options.update)
+                optimizer = kind.in_store(model, options)
                 loop = TrainingLoop(model, optimizer, optimizer.clip_grad_norm_, text, options, Schedule(options))
                 stored = _outcome(loop.steps(), model, optimizer, stop)
                 evictions = store.statistics().evictions
@@ -129,7 +130,7 @@ def _in_memory(
     model.load_state_dict(start)
     in_parts(model, split, options.micro_batch)
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(groups(model, options), lr=options.lr, betas=(0.9, 0.95), fused=True)
+    optimizer = kind_of(options).in_memory(model, options)
 
     def clip(norm: float) -> torch.Tensor:
         return torch.nn.utils.clip_grad_norm_(parameters, norm)

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from tiered.cli.arguments import add_backend, command, count, fraction, launched, positive, seconds, seed, size, size_or_none
-from tiered.cli.train.options import DEFAULT_FOLDER, MODEL_HELP, UPDATES, Options, default_of
+from tiered.cli.train.options import DEFAULT_FOLDER, MODEL_HELP, OPTIMIZERS, UPDATES, Options, default_of
 from tiered.types import format_size
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 DESCRIPTION = """\
-Train a byte-level GPT on a text file. Parameters, gradients and Adam states are kept in a store on disk. Only as
+Train a byte-level GPT on a text file. Parameters, gradients and optimizer states are kept in a store on disk. Only as
 much of them as the memory limit (--dram) allows is in memory at any time. Without options: 113 million parameters
 on ten plays of Shakespeare, about 3 minutes on 2 cores.
 """
@@ -54,6 +54,7 @@ examples:
   tiered train --resume --dir my-store --steps 100     train more steps than planned at first
   torchrun --nproc-per-node 2 --max-restarts 3 -m tiered train --resume --dir many --commit-every 10
   tiered train --hbm 8GiB --dram 32GiB                 compute on a GPU
+  tiered train --optimizer lion --lr 3e-5              one state for each parameter, and not two
   tiered train --check                                 compare with training in memory, bit by bit
   tiered train --timeline run.json --plot run.png      record what happens when in three steps
 
@@ -121,6 +122,13 @@ def add_parser(commands: Commands) -> None:
     for name in "batch", "accumulate", "micro_batch":
         option = "--" + name.replace("_", "-")
         training.add_argument(option, metavar="N", type=count, help=f"{MODEL_HELP[name]} {_default(name)}")
+    training.add_argument(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        help="what updates the parameters, bit for bit as torch's class of that name (torch has no lion); sgd has a "
+        "momentum of 0.9. sgd, adagrad, rmsprop and lion keep one state and not two, and need another --lr "
+        f"{_default('optimizer')}",
+    )
     training.add_argument(
         "--update",
         choices=UPDATES,
@@ -232,6 +240,8 @@ def _options(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given:
     if parsed.update == "in_backward":
         values |= {"accumulate": 1, "clip": 0.0}
     options = Options(**values)
+    if parsed.check and options.optimizer == "lion":
+        parser.error("--check compares with an optimizer of torch's, and torch has no lion: give another --optimizer")
     if options.width % options.heads:
         parser.error(f"--width {options.width} is not a multiple of --heads {options.heads}")
     return options

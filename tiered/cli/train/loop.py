@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from tiered.cli.train.model import Text
-    from tiered.zero import AdamW
+    from tiered.zero import Optimizer
 
 __all__ = ["Checkpointer", "Result", "Schedule", "TrainingLoop"]
 
@@ -156,7 +156,7 @@ class Checkpointer:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: AdamW,
+        optimizer: Optimizer,
         loop: TrainingLoop,
         options: Options,
         text: Text,

@@ -7,13 +7,25 @@ from typing import Any, Literal
 
 from tiered.types import BackendName
 
-__all__ = ["DEFAULT_FOLDER", "MODEL_HELP", "NAME", "UPDATES", "Options", "Role", "StoreOptions", "default_of", "names_of"]
+__all__ = [
+    "DEFAULT_FOLDER",
+    "MODEL_HELP",
+    "NAME",
+    "OPTIMIZERS",
+    "UPDATES",
+    "Options",
+    "Role",
+    "StoreOptions",
+    "default_of",
+    "names_of",
+]
 
 DEFAULT_FOLDER = "tiered-store"
 NAME = "model"
 """The model's name in the store."""
 
 UPDATES = ("on_fetch", "in_backward")
+OPTIMIZERS = ("adamw", "adam", "nadam", "radam", "adamax", "sgd", "adagrad", "rmsprop", "lion")
 MODEL_HELP = {
     "layers": "transformer blocks",
     "width": "width of the model, a multiple of --heads",
@@ -67,6 +79,7 @@ class Options(StoreOptions):
     batch: int = field(metadata=_option("model", 4, with_check=2))
     accumulate: int = field(metadata=_option("model", 1, with_check=2))
     micro_batch: int = field(metadata=_option("model", 1))
+    optimizer: str = field(metadata=_option("model", "adamw"))
     update: Literal["on_fetch", "in_backward"] = field(metadata=_option("model", "on_fetch"))
     recompute: bool = field(metadata=_option("changeable", False))
     steps: int | None = field(metadata=_option("changeable", 50, with_check=20))

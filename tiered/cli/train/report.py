@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from tiered import TieredStore, Timeline
 from tiered.cli.measure import Rates, Usage
 from tiered.cli.output import counted, rate_unit, refuse_unplottable, refuse_unwritable
-from tiered.cli.train.model import GRADIENT_BYTES, STATE_BYTES
 from tiered.cli.train.timeline import describe_timeline, plot_timeline, write_timeline
 from tiered.telemetry import StoreStatistics
 from tiered.types import format_size
@@ -30,7 +29,8 @@ class Summary:
     ``seen``, the store's statistics, then the ``rates`` of the disk.
 
     In a resumed training, only ``earlier_losses`` are of the steps before. With several ``ranks`` the losses are means,
-    ``tokens`` are those of all ranks, and everything else is rank 0's.
+    ``tokens`` are those of all ranks, and everything else is rank 0's. ``kept`` and ``in_memory``: bytes of a parameter in the
+    store, and in training in memory.
     """
 
     steps: int
@@ -49,6 +49,9 @@ class Summary:
     prefetch: str
     ranks: int = 1
     stage: int = 3
+    optimizer: str = "adamw"
+    kept: int = 12
+    in_memory: int = 16
 
     @property
     def last_loss(self) -> float:
@@ -82,7 +85,7 @@ class Summary:
             "tokens_per_second": self.tokens / moved.seconds,
             "loss": {"first": losses[0], "last": self.last_loss, "all": losses},
             "parameters": self.parameters,
-            "state_bytes": STATE_BYTES * self.parameters,
+            "state_bytes": self.kept * self.parameters,
             "pool": {"budget_bytes": dram.capacity, "peak_bytes": dram.peak},
             "hbm": {"budget_bytes": top.capacity, "peak_bytes": top.peak} if (top := self.seen.tiers[0]) is not dram else None,
             "per_step": {
@@ -108,7 +111,7 @@ class Summary:
             },
             "peak_rss_bytes": self.peak_rss,
             "baseline_rss_bytes": self.baseline_rss,
-            "in_memory_bytes": (STATE_BYTES + GRADIENT_BYTES) * self.parameters,
+            "in_memory_bytes": self.in_memory * self.parameters,
             "backend": self.seen.backend,
             "direct": self.seen.direct,
             "prefetch": self.prefetch,
@@ -146,7 +149,7 @@ def describe(summary: Summary, other_way: str | None, again: str) -> str:
             f"memory    {format_size(summary.peak_rss)} at the peak: {format_size(summary.baseline_rss)} Python and torch, "
             f"{format_size(dram.peak)} the store's pool,",
             f"          {format_size(rest)} activations and everything else; in memory, parameters, gradients and",
-            f"          Adam states alone would take {format_size((STATE_BYTES + GRADIENT_BYTES) * summary.parameters)}",
+            f"          states of {summary.optimizer} alone would take {format_size(summary.in_memory * summary.parameters)}",
             f"disk      {flow('read', moved.disk_read)}",
             f"          {flow('wrote', moved.disk_written)}; {how}",
             "time      per step",
@@ -173,7 +176,7 @@ def _exported(summary: Summary) -> str:
 
 
 def _state(summary: Summary) -> list[str]:
-    state, dram = STATE_BYTES * summary.parameters, summary.seen.tier("dram")
+    state, dram = summary.kept * summary.parameters, summary.seen.tier("dram")
     if summary.fitted:
         return [
             f"state     {format_size(state)}; everything fitted in the budget of {format_size(dram.capacity)} "

@@ -37,7 +37,7 @@ __all__ = [
     "refuse_others",
 ]
 
-ADDED = ("device", "update_tier", "stage")
+ADDED = ("device", "update_tier", "stage", "optimizer")
 """Options that records of earlier releases lack; such a training has their defaults."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -135,14 +135,14 @@ def _losses(kind: type, value: object) -> object:
 
 def _merged(kept: Mapping[str, Any], wishes: Mapping[str, Any]) -> Options:
     """Merge the options of the command line into the recorded ones, each as its role says."""
-    for name in names_of("model"):
-        if wishes[name] is not None and wishes[name] != kept[name]:
+    merged = {name: kept.get(name, default_of(name)) if name in ADDED else kept[name] for name in names_of("model")}
+    for name, value in merged.items():
+        if wishes[name] is not None and wishes[name] != value:
             option = "--" + name.replace("_", "-")
             raise MisuseError(
-                f"{option} {wishes[name]} would make this a different training; this one has {option} {kept[name]}: leave it "
+                f"{option} {wishes[name]} would make this a different training; this one has {option} {value}: leave it "
                 "out, or start a training in another --dir"
             )
-    merged = {name: kept[name] for name in names_of("model")}
     merged |= {name: default_of(name) if wishes[name] is None else wishes[name] for name in names_of("session")}
     merged |= {name: _chosen(name, kept, wishes) for name in names_of("changeable")}
     ends = kept if wishes["steps"] is None and wishes["minutes"] is None else wishes

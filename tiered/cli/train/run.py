@@ -22,7 +22,8 @@ from tiered.cli.output import Progress, Silent, counted, refuse_unwritable, writ
 from tiered.cli.stop import StopNoted, Stopped, StopRequest
 from tiered.cli.train import resume as resuming
 from tiered.cli.train.loop import Checkpointer, Schedule, TrainingLoop
-from tiered.cli.train.model import GPT, GRADIENT_BYTES, STATE_BYTES, Shape, Text, build, initialiser, open_text
+from tiered.cli.train.model import GPT, Shape, Text, build, initialiser, open_text
+from tiered.cli.train.optimizers import OptimizerKind, kind_of
 from tiered.cli.train.options import DEFAULT_FOLDER, NAME, Options, StoreOptions
 from tiered.cli.train.ranks import Peers, joined
 from tiered.cli.train.report import Recording, Summary, describe
@@ -31,9 +32,7 @@ from tiered.store.at_rest import StoreAtRest
 from tiered.types import format_size
 
 __all__ = [
-    "decayed",
     "describe_model",
-    "groups",
     "opened",
     "page",
     "refuse_endless",
@@ -53,20 +52,6 @@ RESERVE = 1.05
 def shape_of(options: Options) -> Shape:
     """Return the shape of the model that the options describe."""
     return Shape(options.layers, options.width, options.heads, options.context, options.recompute)
-
-
-def groups(model: nn.Module, options: Options) -> list[dict[str, Any]]:
-    """Make parameter groups with the weight decay of the options."""
-    return decayed(model, options.weight_decay)
-
-
-def decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Make parameter groups in which only matrices decay."""
-    parameters = list(model.parameters())
-    return [
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-    ]
 
 
 def page(
@@ -132,11 +117,13 @@ def refuse_endless(options: Options) -> None:
         )
 
 
-def refuse_full_disk(store: TieredStore, parameters: int, states: int = 1, held: int = 0, share: float = 1.0) -> None:
+def refuse_full_disk(
+    store: TieredStore, kind: OptimizerKind, parameters: int, states: int = 1, held: int = 0, share: float = 1.0
+) -> None:
     """Raise CapacityError where the store's drive has no room for ``states`` versions of the model, one per kept commit.
 
     ``held`` bytes of them are on the drive already. ``share``: the part of the model that the ranks of this node keep."""
-    needed = max(0, RESERVE * (STATE_BYTES + GRADIENT_BYTES) * parameters * states * share - held)
+    needed = max(0, RESERVE * kind.bytes_in_memory * parameters * states * share - held)
     disk = store.statistics().tiers[-1]
     free = disk.capacity - disk.used
     if free < needed:
@@ -275,14 +262,15 @@ class _Session:
 def _run(session: _Session) -> int:
     options, store, peers, earlier = session.options, session.store, session.peers, session.earlier
     ranks = peers.launched.ranks
-    kept = resuming.keep(options.commit_every, ranks)
+    kind, kept = kind_of(options), resuming.keep(options.commit_every, ranks)
     share = peers.disk_share(options.stage)
     with peers.together():
         if earlier is not None:
             held = store.statistics().tiers[-1].used * peers.launched.here
-            refuse_full_disk(store, session.parameters, kept + 1, held, share)
+            refuse_full_disk(store, kind, session.parameters, kept + 1, held, share)
         else:
-            refuse_full_disk(store, session.parameters, 1 if options.commit_every is None else kept + 1, share=share)
+            states = 1 if options.commit_every is None else kept + 1
+            refuse_full_disk(store, kind, session.parameters, states, share=share)
     model = build(shape_of(options))
     print(_heading(session), file=session.stream, flush=True)
     again = resuming.go_on_command(options.folder or DEFAULT_FOLDER, peers.launched)
@@ -309,10 +297,10 @@ def _run(session: _Session) -> int:
 def _heading(session: _Session) -> str:
     options, earlier, ranks = session.options, session.earlier, session.peers.launched.ranks
     device = f"{format_size(options.hbm)} on {options.device} and " if options.hbm else ""
+    state = format_size(kind_of(options).bytes_kept * session.parameters)
     lines = [
         f"model     {describe_model(options, session.parameters)}",
-        f"budget    {device}{format_size(options.dram)} of memory for {format_size(STATE_BYTES * session.parameters)} of "
-        "parameters and Adam states",
+        f"budget    {device}{format_size(options.dram)} of memory for {state} of parameters and states of {options.optimizer}",
         f"text      {session.text.path} ({format_size(session.text.nbytes)})",
         f"store     {session.store.folder}",
     ]
@@ -359,7 +347,7 @@ def _train(session: _Session, model: GPT, stop: StopRequest) -> Summary:
             if stop.signum:  # the other ranks were asked to stop as well, and have left
                 raise Stopped(stop.signum) from None
             raise
-        optimizer = zero.AdamW(groups(model, options), lr=options.lr, betas=(0.9, 0.95), update=options.update)
+        optimizer = kind_of(options).in_store(model, options)
         peers.start()
         schedule = Schedule(options, earlier.seconds if earlier is not None else 0.0, peers.clock)
         loop = TrainingLoop(model, optimizer, optimizer.clip_grad_norm_, session.text, options, schedule, peers)
@@ -412,6 +400,9 @@ def _train(session: _Session, model: GPT, stop: StopRequest) -> Summary:
         prefetch=options.prefetch,
         ranks=peers.launched.ranks,
         stage=options.stage,
+        optimizer=options.optimizer,
+        kept=kind_of(options).bytes_kept,
+        in_memory=kind_of(options).bytes_in_memory,
     )
 
 

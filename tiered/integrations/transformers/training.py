@@ -33,6 +33,8 @@ __all__ = ["CommitCheckpoints", "TieredCallback", "TieredTrainer"]
 # -- commits -------------------------------------------------------------------------------------------------------------------
 
 OURS, STATE = "tiered.json", "trainer_state.json"
+OPTIMIZERS = ("sgd", "adagrad", "rmsprop")
+"""Of Trainer's ``optim``: classes of torch's of which ``tiered.zero`` has one of the same name."""
 """Files of a checkpoint's folder: which generation it is, and Trainer's state."""
 
 
@@ -156,11 +158,19 @@ class CommitCheckpoints:
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[type, dict[str, Any]]:
-        """Return ``zero.AdamW`` for a trainer that was given no optimizer; groups and arguments are Trainer's."""
-        if getattr(args.optim, "value", args.optim) not in ("adamw_torch", "adamw_torch_fused"):
-            raise MisuseError(f"optim={args.optim}: zero.AdamW updates paged parameters: give optim='adamw_torch_fused'")
-        betas = args.adam_beta1, args.adam_beta2
-        return zero.AdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+        """Return the optimizer of ``tiered.zero`` for a trainer that was given none; groups and arguments are Trainer's."""
+        name = getattr(args.optim, "value", args.optim)
+        if name in ("adamw_torch", "adamw_torch_fused"):
+            betas = args.adam_beta1, args.adam_beta2
+            return zero.AdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+        if name in OPTIMIZERS:
+            kind, given = Trainer.get_optimizer_cls_and_kwargs(args, model)
+            kernel = {"fused": False} if name in ("sgd", "adagrad") else {}  # of torch's classes, as Trainer makes them
+            return getattr(zero, kind.__name__), {**given, **kernel}
+        raise MisuseError(
+            f"optim={name}: what updates paged parameters is an optimizer of tiered.zero: give optim='adamw_torch_fused' (or "
+            f"{', '.join(map(repr, OPTIMIZERS))}), or make one and give it to Trainer (optimizers=)"
+        )
 
     # -- saving ------------------------------------------------------------------------------------------------------------
 

@@ -12,14 +12,15 @@ from torch import nn
 from tiered import ManifestError, MisuseError, TensorSpec, TieredStore
 from tiered.zero.checkpoint import loaders
 from tiered.zero.checkpoint.loaders import Loader, Stateful, random_states
-from tiered.zero.optimizer import AdamW
+from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.paging.pager import Pager, name_of, owner_of, pager_of, pagers_of
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.storage import CheckpointRecord
 from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import Limits, ModelPlan, Placement, UnitPlan
-from tiered.zero.paging.update import AdamWRule, Missed, Pending, Update, UpdateRule
-from tiered.zero.record import MOST, VERSION, checked, dumps, loads, refuse_other_tensors
+from tiered.zero.paging.update import Missed, Pending, Update
+from tiered.zero.record import MOST, VERSION, checked, dumps, loads, refuse_other_tensors, states_shown, states_used
+from tiered.zero.rules import RULES, AdamWRule, UpdateRule, settings_of
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -38,7 +39,7 @@ class Readable(Protocol):
 
 def commit(
     model: nn.Module,
-    optimizer: AdamW | None = None,
+    optimizer: Optimizer | None = None,
     *,
     scheduler: Stateful | None = None,
     scaler: Stateful | None = None,
@@ -68,7 +69,7 @@ def commit(
 
 def commit_async(
     model: nn.Module,
-    optimizer: AdamW | None = None,
+    optimizer: Optimizer | None = None,
     *,
     scheduler: Stateful | None = None,
     scaler: Stateful | None = None,
@@ -86,7 +87,7 @@ def commit_async(
 
 def resume(
     model: nn.Module,
-    optimizer: AdamW | None = None,
+    optimizer: Optimizer | None = None,
     *,
     scheduler: Stateful | None = None,
     scaler: Stateful | None = None,
@@ -104,7 +105,7 @@ def resume(
 
 def rollback(
     model: nn.Module,
-    optimizer: AdamW | None = None,
+    optimizer: Optimizer | None = None,
     *,
     scheduler: Stateful | None = None,
     scaler: Stateful | None = None,
@@ -156,13 +157,13 @@ def extra_of(store: TieredStore, name: str) -> Any:
     return read_record(store, name)["extra"]
 
 
-def optimizer_record(optimizer: AdamW) -> dict[str, Any]:
+def optimizer_record(optimizer: Optimizer) -> dict[str, Any]:
     """Return the param groups and step counts of an optimizer for paged parameters; its states are in the store. What a commit
     has of it, for those who keep it elsewhere."""
     return _of_optimizer(optimizer, owner_of(optimizer.param_groups[0]["params"][0]))
 
 
-def load_optimizer(optimizer: AdamW, record: Mapping[str, Any]) -> None:
+def load_optimizer(optimizer: Optimizer, record: Mapping[str, Any]) -> None:
     """Load what ``optimizer_record`` returned. Raises MisuseError where the param groups have other parameters."""
     pager = owner_of(optimizer.param_groups[0]["params"][0])
     here = [_names(group["params"], pager) for group in optimizer.param_groups]
@@ -175,7 +176,7 @@ def load_optimizer(optimizer: AdamW, record: Mapping[str, Any]) -> None:
 
 def _prepare(
     model: nn.Module,
-    optimizer: AdamW | None,
+    optimizer: Optimizer | None,
     scheduler: Stateful | None,
     scaler: Stateful | None,
     data: Stateful | torch.Generator | None,
@@ -238,6 +239,7 @@ def _of_unit(unit: Unit) -> dict[str, Any]:
         "gradients": unit.gradients.record(),
         "stale_masters": sorted(placement.name for placement in unit.states.stale_masters),
         "pending": None if unit.pending is None else _of_pending(unit.pending),
+        **({"states": states_shown(unit.states)} if unit.states.used else {}),
     }
 
 
@@ -245,11 +247,8 @@ def _of_pending(pending: Pending) -> dict[str, Any]:
     pending.refuse_cut_off()
     updates = {}
     for placement, update in pending.updates.items():
-        rule = update.rule
-        if type(rule) is not AdamWRule:
-            raise MisuseError(f"an update by {type(rule).__name__} is pending, which a checkpoint cannot hold: flush() first")
         updates[placement.name] = {
-            "rule": (rule.lr, rule.betas, rule.eps, rule.weight_decay, rule.maximize),
+            "rule": _of_rule(update.rule),
             "step": update.step,
             "scales": update.scales,
             "wide_scales": update.wide_scales,
@@ -263,10 +262,7 @@ def _of_missed(step: int, missed: Missed) -> list[tuple[Any, int]]:
     """Return the rules of missed steps after ``step``, and for how many steps each holds."""
     found: list[tuple[Any, int]] = []
     for number in range(step + 1, missed.last + 1):
-        rule = missed.rule(number)
-        if type(rule) is not AdamWRule:
-            raise MisuseError(f"an update by {type(rule).__name__} is pending, which a checkpoint cannot hold: flush() first")
-        shown = (rule.lr, rule.betas, rule.eps, rule.weight_decay, rule.maximize)
+        shown = _of_rule(missed.rule(number))
         if found and found[-1][0] == shown:
             found[-1] = shown, found[-1][1] + 1
         else:
@@ -274,12 +270,32 @@ def _of_missed(step: int, missed: Missed) -> list[tuple[Any, int]]:
     return found
 
 
-def _of_optimizer(optimizer: AdamW, pager: Pager) -> dict[str, Any]:
+def _of_rule(rule: UpdateRule) -> Any:
+    if type(rule) is AdamWRule:
+        return rule.lr, rule.betas, rule.eps, rule.weight_decay, rule.maximize
+    if RULES.get(type(rule).__name__) is not type(rule):
+        raise MisuseError(f"an update by {type(rule).__name__} is pending, which a checkpoint cannot hold: flush() first")
+    return {"name": type(rule).__name__, "values": settings_of(rule)}
+
+
+def _rule_of(found: Any) -> UpdateRule:
+    """Return the rule that ``_of_rule`` wrote."""
+    if isinstance(found, Mapping):
+        made: UpdateRule = RULES[found["name"]](**found["values"])
+        return made
+    return AdamWRule(*found)
+
+
+def _of_optimizer(optimizer: Optimizer, pager: Pager) -> dict[str, Any]:
     optimizer.refuse_turns()
     return {
         "groups": [
-            {**{key: value for key, value in group.items() if key != "params"}, "names": _names(group["params"], pager)}
-            for group in optimizer.param_groups
+            {
+                **{key: value for key, value in group.items() if key != "params"},
+                "names": _names(group["params"], pager),
+                **({} if optimizer.rule_name(index) == "AdamWRule" else {"rule": optimizer.rule_name(index)}),
+            }
+            for index, group in enumerate(optimizer.param_groups)
         ],
         "steps": {placement.name: step for placement, step in optimizer.steps.items()},
     }
@@ -324,6 +340,7 @@ def recall(pager: Pager) -> None:
     for unit, found in zip(pager.units, record["units"], strict=True):
         named = {part.name: part for part in unit.parts.values()}
         unit.states.stale_masters = {named[name] for name in found["stale_masters"]}
+        unit.states.used = states_used(found)
         unit.pending = None if found["pending"] is None else pending_of(found["pending"], named)
         unit.version += 1
         unit.counted_by.clear()
@@ -346,12 +363,12 @@ def pending_of(found: Mapping[str, Any], named: Mapping[str, Placement]) -> Pend
     updates = {}
     for name, update in found["updates"].items():
         scales = tuple(update["scales"]), tuple(update["wide_scales"])
-        pending = Update(AdamWRule(*update["rule"]), update["step"], *scales, update.get("graded", True))
+        pending = Update(_rule_of(update["rule"]), update["step"], *scales, update.get("graded", True))
         if "missed" in update:
             log: dict[int, UpdateRule] = {}
             last = pending.step
             for rule, count in update["missed"]:
-                log |= dict.fromkeys(range(last + 1, last + count + 1), AdamWRule(*rule))
+                log |= dict.fromkeys(range(last + 1, last + count + 1), _rule_of(rule))
                 last += count
             pending = pending.then(log, last)
         updates[named[name]] = pending
@@ -361,7 +378,7 @@ def pending_of(found: Mapping[str, Any], named: Mapping[str, Placement]) -> Pend
 def _load(
     pager: Pager,
     record: Mapping[str, Any],
-    optimizer: AdamW | None,
+    optimizer: Optimizer | None,
     scheduler: Stateful | None,
     scaler: Stateful | None,
     data: Stateful | torch.Generator | None,

@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from tiered import ManifestError, MisuseError, TieredError
-from tiered.zero.optimizer import AdamW
+from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.paging.units import Placement
 
 __all__ = [
@@ -35,8 +35,6 @@ __all__ = [
     "random_states",
 ]
 
-SETTINGS = ("lr", "betas", "eps", "weight_decay", "maximize")
-"""Of a param group: what an update is computed with."""
 SCALING = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 
 
@@ -80,7 +78,7 @@ def load_all(loaders: Sequence[Loader]) -> None:
 
 
 def of_optimizer(
-    optimizer: AdamW, here: Sequence[list[str]], named: Mapping[str, Placement], found: Mapping[str, Any]
+    optimizer: Optimizer, here: Sequence[list[str]], named: Mapping[str, Placement], found: Mapping[str, Any]
 ) -> Loader:
     """Make the loader of an optimizer.
 
@@ -90,33 +88,41 @@ def of_optimizer(
     if list(here) != [group["names"] for group in found["groups"]]:
         raise MisuseError("the optimizer's param groups have other parameters than those that were committed")
     groups, first = [], 0
-    for present, group in zip(optimizer.param_groups, found["groups"], strict=True):
-        _refuse_settings(present, group)
+    for index, (present, group) in enumerate(zip(optimizer.param_groups, found["groups"], strict=True)):
+        rule = group.get("rule", "AdamWRule")
+        if rule != optimizer.rule_name(index):
+            raise MisuseError(
+                f"param group {index} was updated by {rule!r:.100} when it was committed, and is by "
+                f"{optimizer.rule_name(index)}: make the optimizer as it was made then"
+            )
+        _refuse_settings(present, group, optimizer.settings(index))
         count = len(group["names"])
-        settings = {key: value for key, value in group.items() if key != "names"}
+        settings = {key: value for key, value in group.items() if key not in ("names", "rule")}
         groups.append({**settings, "params": list(range(first, first + count))})
         first += count
     steps = {named[name]: step for name, step in found["steps"].items()}
     before = optimizer.param_groups, optimizer.state, optimizer.steps
 
     def load() -> None:
-        Optimizer.load_state_dict(optimizer, {"state": {}, "param_groups": groups})
+        TorchOptimizer.load_state_dict(optimizer, {"state": {}, "param_groups": groups})
+        optimizer.adopt()
         optimizer.steps = steps
 
     def undo() -> None:
         optimizer.param_groups, optimizer.state, optimizer.steps = before
+        optimizer.adopt()
 
     return Loader("optimizer=", load, undo)
 
 
-def _refuse_settings(present: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    for key in SETTINGS:
+def _refuse_settings(present: Mapping[str, Any], group: Mapping[str, Any], settings: Iterable[str]) -> None:
+    for key in settings:
         if key not in group:
             raise ManifestError(f"the checkpoint is damaged: a param group has no {key!r}")
     for key, value in group.items():
         if key == "betas":
             fine = isinstance(value, tuple | list) and len(value) == 2 and all(_plain(beta) and 0 <= beta < 1 for beta in value)
-        elif key in ("eps", "weight_decay"):
+        elif key in settings and _plain(present[key]) and type(present[key]) is not bool and key != "lr":
             fine = _plain(value) and math.isfinite(value)
         elif key == "lr":
             fine = _number(value) and math.isfinite(float(value))

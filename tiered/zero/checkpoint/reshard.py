@@ -25,7 +25,7 @@ from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.units import Limits, ModelPlan, Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import States
 from tiered.zero.rank_stores import has_commit, newest_set, sets_in
-from tiered.zero.record import plans, refuse_other_tensors, type_named
+from tiered.zero.record import plans, refuse_other_tensors, states_shown, states_used, type_named
 
 __all__ = ["Copies", "Source", "opened", "reshard"]
 
@@ -238,7 +238,7 @@ class Source:
         parts = {p.name: part for p, part in unit.parts(rank).items()}
         kinds = {placement.stored for placement in unit.placements}
         chunk = even_chunks(unit.elements, self.limits.chunk)
-        states = States(Copies(store, kept=self._states), key, list(parts.values()), chunk, kinds)
+        states = States(Copies(store, kept=self._states), key, list(parts.values()), chunk, kinds, states_used(record))
         states.stale_masters = {parts[name] for name in record["stale_masters"] if name in parts}
         memory = store.get(key)
         if self._whole:
@@ -341,7 +341,9 @@ def _reshard_unit(
                 at.stored_flat(memory, 0, at.numel).copy_(values)
         del memory
     kinds = {placement.stored for placement in unit.placements}
-    states = States(store, key, list(parts.values()), even_chunks(unit.elements, limits.chunk), kinds)
+    named = {placement.name for placement in unit.placements}
+    used = {name: kept for found in source.records[0]["units"] for name, kept in states_used(found).items() if name in named}
+    states = States(store, key, list(parts.values()), even_chunks(unit.elements, limits.chunk), kinds, used)
     gradients: dict[str, Any] = {}
     for placement in unit.placements:
         kept = source.of_gradient(placement)
@@ -349,7 +351,8 @@ def _reshard_unit(
             gradients[placement.name] = {**kept, "norms": {}}
     for placement, part in parts.items():
         begin = begins[placement]
-        state = {kind: source.all_values(placement, kind, begin, begin + part.numel) for kind in ("m", "v", "master")}
+        kinds_of = (*states.states_of(part), "master")
+        state = {kind: source.all_values(placement, kind, begin, begin + part.numel) for kind in kinds_of}
         held = {kind: value for kind, value in state.items() if value is not None}
         if held:
             param = source.all_values(placement, "param", begin, begin + part.numel)
@@ -358,7 +361,8 @@ def _reshard_unit(
     if any(said["there"] for said in gradients.values()):
         _put_gradients(source, store, f"{key}/grad", unit, parts, begins)
     stale = sorted(part.name for part in states.stale_masters)
-    return {"gradients": gradients, "stale_masters": stale, "pending": None}
+    shown = {"states": states_shown(states)} if states.used else {}
+    return {"gradients": gradients, "stale_masters": stale, "pending": None, **shown}
 
 
 def _put_gradients(

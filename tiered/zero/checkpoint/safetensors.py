@@ -27,7 +27,7 @@ from tiered.zero.paging.sharding import Sharded
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import States
 from tiered.zero.rank_stores import shared_json
-from tiered.zero.record import plans, refuse_other_tensors, type_named
+from tiered.zero.record import plans, refuse_other_tensors, states_used, type_named
 
 __all__ = ["AtRest", "Pretrained", "Progress", "export", "export_at_rest", "export_of_ranks", "models_in", "parameters_of"]
 
@@ -455,7 +455,9 @@ def _of_checkpoint(
 def _updated(store: AtRest, key: str, unit: UnitPlan, chunk: int, found: dict[str, Any]) -> torch.Tensor:
     """Return a copy of a unit with its pending update applied."""
     named: dict[str, Placement] = {placement.name: placement for placement in unit.placements}
-    states = States(Copies(store, kept=False), key, unit.placements, even_chunks(unit.elements, chunk))
+    states = States(
+        Copies(store, kept=False), key, unit.placements, even_chunks(unit.elements, chunk), used=states_used(found)
+    )
     states.stale_masters = {named[name] for name in found["stale_masters"]}
     copy = store.get(key)
     pending = pending_of(found["pending"], named)

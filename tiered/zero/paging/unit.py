@@ -30,7 +30,8 @@ from tiered.zero.paging.storage import Cast, CheckpointRecord, ParameterStorage,
 from tiered.zero.paging.tensors.compiling import traced
 from tiered.zero.paging.tensors.parameters import paged_class
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
-from tiered.zero.paging.update import Pending, States, Update, UpdateRule
+from tiered.zero.paging.update import Pending, States, Update
+from tiered.zero.rules import UpdateRule
 
 __all__ = ["BackwardUpdates", "DevicePlaceholder", "Placeholder", "Stepper", "Unit"]
 
@@ -398,6 +399,13 @@ class Unit:
         self.pending = None
         self.updates += 1
         self.forget_gradients()
+
+    def keep_states(self, placement: Placement, states: Mapping[str, torch.dtype]) -> None:
+        """Have a parameter keep ``states``: types by name. A pending update that was made for others is applied first. Raises
+        what that raises, and what ``States.use`` raises."""
+        if dict(self.states.states_of(placement)) != dict(states):
+            self.apply_update()
+            self.states.use(placement.name, states)
 
     def state_copies(self, placement: Placement) -> dict[str, torch.Tensor]:
         """Return ``States.copies``, after applying the pending update."""

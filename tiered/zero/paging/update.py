@@ -1,6 +1,6 @@
-"""Update parameters chunk by chunk: update rules, masters of narrow parameters, and the optimizer states of one unit.
+"""Update parameters chunk by chunk: masters of narrow parameters, and the optimizer states of one unit.
 
-An update rule is mathematics on flat tensors and moves nothing. ``States`` has a unit's moments and masters in chunks of a few
+``States`` has a unit's states and masters in chunks of a few
 MiB in the store, and applies a pending update to one chunk after the other, so that an interrupted update goes on where it
 stopped.
 
@@ -15,72 +15,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
-from torch.optim.adamw import adamw
 
 from tiered import Access, InterruptedStep, MisuseError, TensorSpec
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.storage import TensorStore
 from tiered.zero.paging.units import Placement
+from tiered.zero.rules import UpdateRule
 
-__all__ = ["AdamWRule", "Missed", "Pending", "States", "Update", "UpdateRule", "all_finite", "flat_view", "join", "split"]
-
-class UpdateRule(Protocol):
-    """Update of one parameter, elementwise, so that any slice may be updated by itself. A rule is a frozen value: its
-    hyper-parameters are those of one step."""
-
-    def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
-        """Return what has to be kept for a (flat slice of a) parameter: a spec by name, of as many elements; states start as
-        zeros."""
-        ...
-
-    def update(
-        self, param: torch.Tensor, grad: torch.Tensor, state: Mapping[str, torch.Tensor], step: int
-    ) -> None:
-        """Change ``param`` and ``state`` in place. All are flat, of equal length; ``step`` counts from 1.
-
-        ``param`` is the fp32 master (fp64 for fp64 parameters), ``grad`` is of the same dtype.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class AdamWRule:
-    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101), by torch's own fused
-    kernel: bit-identical to ``torch.optim.AdamW(fused=True)`` wherever a tensor is cut at multiples of 16 elements. (What is
-    left over at the end of a tensor, it computes in another way, with other roundings.)"""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    maximize: bool
-
-    def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
-        return {"m": param, "v": param}
-
-    def update(
-        self, param: torch.Tensor, grad: torch.Tensor, state: Mapping[str, torch.Tensor], step: int
-    ) -> None:
-        adamw(
-            [param],
-            [grad],
-            [state["m"]],
-            [state["v"]],
-            [],
-            [torch.tensor(float(step - 1), device=param.device)],  # torch's kernel counts it up itself
-            fused=True,
-            amsgrad=False,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            eps=self.eps,
-            maximize=self.maximize,
-        )
+__all__ = ["Missed", "Pending", "States", "Update", "all_finite", "flat_view", "join", "split"]
 
 
 def join(high: torch.Tensor, low: torch.Tensor, out: torch.Tensor, spare: torch.Tensor) -> None:
@@ -221,9 +167,11 @@ class Pending:
 class States:
     """Optimizer states of one unit's parameters. A chunk is one tensor per kind of state, over the same elements of the unit.
 
-    ``m`` and ``v`` are fp32 (fp64 for fp64 parameters). The fp32 master of a bf16 parameter is the parameter and ``lo``
-    (int16), that of an fp16 parameter is ``master``; other parameters are their own masters. ``kinds``: the types in the store
-    of all of the unit's parameters, where ``placements`` are a rank's share of it.
+    Which states a parameter has is its update rule's to say (``use``); where nobody did, they are ``m`` and ``v``, fp32 (fp64
+    for fp64 parameters). The fp32 master of a bf16 parameter is the parameter and ``lo`` (int16), that of an fp16 parameter is
+    ``master``; other parameters are their own masters. ``kinds``: the types in the store of all of the unit's parameters, where
+    ``placements`` are a rank's share of it. ``used``: types of states by their names, by the names of the parameters that have
+    others than ``m`` and ``v``.
     """
 
     def __init__(
@@ -233,34 +181,76 @@ class States:
         placements: Sequence[Placement],
         chunk_elements: int,
         kinds: Collection[torch.dtype] = (),
+        used: Mapping[str, Mapping[str, torch.dtype]] | None = None,
     ) -> None:
         self.store, self.key, self.chunk_elements = store, key, chunk_elements
         self._placements = placements
         self.update_seconds = 0.0
         self.stale_masters = set(placements)  # whose fp32 master does not yet have the parameter's value
         kinds = kinds or {placement.stored for placement in placements}
-        self._dtype = torch.float64 if torch.float64 in kinds else torch.float32
-        self._layout = {"m": self._dtype, "v": self._dtype}
+        self.wide = torch.float64 if torch.float64 in kinds else torch.float32
+        """The type that updates are computed in."""
+        self._masters: dict[str, torch.dtype] = {}
         if torch.bfloat16 in kinds:
-            self._layout["lo"] = torch.int16
+            self._masters["lo"] = torch.int16
         if torch.float16 in kinds:
-            self._layout["master"] = torch.float32
+            self._masters["master"] = torch.float32
+        self._usual: dict[str, torch.dtype] = {"m": self.wide, "v": self.wide}
+        self.used: dict[str, dict[str, torch.dtype]] = {}
+        for name, states in (used or {}).items():
+            self.use(name, states)
+
+    def use(self, name: str, states: Mapping[str, torch.dtype]) -> None:
+        """Have the parameter of this name keep ``states``: types by name. Raises what ``refuse`` raises."""
+        self.refuse(name, states)
+        if dict(states) == self._usual:
+            self.used.pop(name, None)
+        else:
+            self.used[name] = dict(states)
+
+    def refuse(self, name: str, states: Mapping[str, torch.dtype]) -> None:
+        """Raise MisuseError where the parameter of this name cannot keep ``states``, because another one keeps a state of that
+        name and another type."""
+        present = {kind: dtype for other, kept in self.used.items() if other != name for kind, dtype in kept.items()}
+        for kind, dtype in states.items():
+            if kind in ("lo", "master") or not kind.isidentifier():
+                raise MisuseError(f"an update rule keeps a state named {kind!r}: give it another name, which is an identifier")
+            other = {**present, **self._usual}.get(kind, dtype)
+            if other is not dtype:
+                raise MisuseError(
+                    f"an update rule keeps {kind!r} of parameters in {self.key!r} as {dtype}, and another one as {other}: give "
+                    "the state another name"
+                )
+
+    def states_of(self, placement: Placement) -> Mapping[str, torch.dtype]:
+        """Return the states that a parameter keeps, without its master: types by name, in the order of their keys."""
+        return self.used.get(placement.name, self._usual)
 
     @property
-    def types(self) -> tuple[torch.dtype, ...]:
-        """Return the types of a chunk's tensors, in the order of their keys."""
-        return tuple(self._layout.values())
+    def uniform(self) -> bool:
+        """Return whether all parameters keep the same states."""
+        return all(self.states_of(placement) == self.states_of(self._placements[0]) for placement in self._placements)
+
+    def type_of(self, key: str) -> torch.dtype:
+        """Return the type of the tensor of this key, which ``chunks`` returned."""
+        kind = _kind(key)
+        everything = [self._masters, *self.used.values(), self._usual]
+        return next(states[kind] for states in everything if kind in states)
 
     def chunks(self, placements: Iterable[Placement]) -> list[tuple[int, list[str]]]:
         """Return the chunks that ``placements`` lie in, in order: index and keys."""
-        indices: set[int] = set()
+        found: dict[int, dict[str, torch.dtype]] = {}
         for placement in placements:
             if not placement.numel:
                 continue
             first = placement.element // self.chunk_elements
             last = (placement.element + placement.numel - 1) // self.chunk_elements
-            indices.update(range(first, last + 1))
-        return [(index, [f"{self.key}/{name}#{index}" for name in self._layout]) for index in sorted(indices)]
+            for index in range(first, last + 1):
+                found.setdefault(index, {}).update(self.states_of(placement))
+        return [
+            (index, [f"{self.key}/{name}#{index}" for name in (*states, *self._masters)])
+            for index, states in sorted(found.items())
+        ]
 
     def _within(self, placement: Placement, begin: int) -> tuple[int, int, slice]:
         """Return which elements of a parameter a chunk has that begins at element ``begin`` of the unit, and where they are in
@@ -274,10 +264,11 @@ class States:
         smaller."""
         ends = [p.element + p.numel for p in {*placements, *(p for p in self._placements if p.parameter.requires_grad)}]
         size = min(self.chunk_elements, max(ends) - index * self.chunk_elements)
-        found = self.store.spec(keys[0]).shape[0] if keys[0] in self.store else 0
-        if found >= size:
-            return
-        for key, dtype in reversed(list(zip(keys, self._layout.values(), strict=True))):  # the first tells that all are there
+        for key in reversed(keys):  # the first tells that all are there
+            found = self.store.spec(key).shape[0] if key in self.store else 0
+            if found >= size:
+                continue
+            dtype = self.type_of(key)
             if found:  # a parameter was unfrozen since
                 grown = torch.zeros(size, dtype=dtype, device="cpu")
                 grown[:found] = self.store.get(key)[:found]
@@ -302,14 +293,15 @@ class States:
             self._create(index, keys, pending.updates)
             begin = index * self.chunk_elements
             with (
-                self.store.lease(keys, access=Access.WRITE) as chunk,
+                self._lease(keys) as chunk,
                 without_grad(),
                 self.store.span("update", f"{self.key}#{index}"),
             ):
                 began = time.perf_counter()
                 for placement, start, stop in self._pieces(pending.updates, begin)[pending.pieces_done :]:
                     at = slice(placement.element + start - begin, placement.element + stop - begin)
-                    state = {name: whole[at] for name, whole in zip(self._layout, chunk, strict=True)}
+                    kept = {*self.states_of(placement), *self._masters}
+                    state = {_kind(key): whole[at] for key, whole in zip(keys, chunk, strict=True) if _kind(key) in kept}
                     update = pending.updates[placement]
                     param, grad = placement.stored_flat(unit, start, stop), None
                     if update.graded:
@@ -327,6 +319,10 @@ class States:
                 del chunk  # the last alias: the chunk may go to disk as soon as the lease ends
             pending.chunk_done()
         self.stale_masters.difference_update(pending.updates)
+
+    def _lease(self, keys: list[str]) -> AbstractContextManager[Sequence[torch.Tensor]]:
+        """Lease a chunk. A rule without states has none."""
+        return self.store.lease(keys, access=Access.WRITE) if keys else nullcontext(())
 
     def _pieces(self, placements: Iterable[Placement], begin: int) -> list[tuple[Placement, int, int]]:
         """Return the pieces of one chunk: parameter, and its elements from and to."""
@@ -356,7 +352,7 @@ class States:
         stale = placement in self.stale_masters
         for scale in update.scales:
             grad = torch.mul(grad, scale, out=scratch.take("scaled", grad.dtype, size))
-        moments = {"m": state["m"], "v": state["v"]}
+        moments = {name: state[name] for name in self.states_of(placement)}
         if param.dtype not in _NARROW:
             for scale in update.wide_scales:
                 grad = torch.mul(grad, scale, out=scratch.take("scaled", grad.dtype, size))
@@ -375,8 +371,10 @@ class States:
         master = scratch.take("master", torch.float32, size)
         if stale:
             state["lo"].zero_()
-        join(param, state["lo"], master, scratch.take("m", torch.float32, size))
-        before = {name: scratch.take(name, torch.float32, size).copy_(moment) for name, moment in moments.items()}
+        join(param, state["lo"], master, scratch.take("spare", torch.float32, size))
+        before = {
+            name: scratch.take(f"before {name}", moment.dtype, size).copy_(moment) for name, moment in moments.items()
+        }
         _steps(update, master, wide, moments, scratch)
         if not all_finite(master):
             for name, moment in before.items():
@@ -392,11 +390,11 @@ class States:
     def blank(self, placement: Placement) -> dict[str, torch.Tensor]:
         """Return the ``copies`` of a parameter that has no element here."""
         kept = () if _NARROW.get(placement.stored) is None else ("master",)
-        kinds = {name: torch.float32 if name == "master" else self._dtype for name in ("m", "v", *kept)}
+        kinds = {**self.states_of(placement), **dict.fromkeys(kept, torch.float32)}
         return {name: torch.empty(0, dtype=dtype, device="cpu") for name, dtype in kinds.items()}
 
     def copies(self, placement: Placement, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return copies of ``m``, ``v`` and, for bf16 and fp16 parameters, ``master`` (fp32), in the parameter's shape and
+        """Return copies of its states and, for bf16 and fp16 parameters, of ``master`` (fp32), in the parameter's shape and
         strides.
 
         ``param`` is the parameter, flat, in host memory; so are they.
@@ -408,7 +406,7 @@ class States:
         """Return whether there are states of all elements of a parameter."""
         for index, keys in self.chunks([placement]):
             last = self._within(placement, index * self.chunk_elements)[2].stop
-            if keys[0] not in self.store or self.store.spec(keys[0]).shape[0] < last:
+            if keys and (keys[0] not in self.store or self.store.spec(keys[0]).shape[0] < last):
                 return False
         return True
 
@@ -416,7 +414,8 @@ class States:
         """Return ``copies`` as tensors of one dimension."""
         narrow = _NARROW.get(placement.stored)
         kept = () if narrow is None or placement in self.stale_masters else (narrow,)
-        flat = {name: torch.empty(placement.numel, dtype=self._layout[name], device="cpu") for name in ("m", "v", *kept)}
+        kinds = {**self.states_of(placement), **{name: self._masters[name] for name in kept}}
+        flat = {name: torch.empty(placement.numel, dtype=dtype, device="cpu") for name, dtype in kinds.items()}
         for index, _ in self.chunks([placement]):
             start, stop, at = self._within(placement, index * self.chunk_elements)
             for name, copy in flat.items():
@@ -435,7 +434,7 @@ class States:
         starts from the parameter again."""
         flat = {}
         for name, value in state.items():
-            dtype = torch.float32 if name == "master" else self._dtype
+            dtype = torch.float32 if name == "master" else self.states_of(placement)[name]
             arranged = torch.empty_strided(placement.shape, placement.stride, dtype=dtype, device="cpu")
             flat[name] = flat_view(arranged.copy_(value))
         self.stale_masters.add(placement)
@@ -468,6 +467,11 @@ def _steps(
         zero = scratch.take("zero", grad.dtype, grad.numel()).zero_()
         for step in range(update.step + 1, update.missed.last + 1):
             update.missed.rule(step).update(param, zero, moments, step)
+
+
+def _kind(key: str) -> str:
+    """Return the name of the state, or master, of which ``key`` is a chunk."""
+    return key.rpartition("/")[2].partition("#")[0]
 
 
 class _Scratch:

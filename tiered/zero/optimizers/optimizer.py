@@ -1,7 +1,8 @@
 """Optimizer and loss scaling for gradients that are in the store.
 
-``AdamW`` for paged parameters: ``step()`` defers, each unit is updated when it is next needed. For parameters that stay in
-memory, with states in a store (``resident.py``), ``step()`` updates. ``GradScaler`` scales losses for either.
+``Optimizer`` applies an update rule (``rules.py``) to paged parameters: ``step()`` defers, each unit is updated when it is next
+needed. For parameters that stay in memory, with states in a store (``resident.py``), ``step()`` updates. ``AdamW`` is one.
+``GradScaler`` scales losses for either.
 ``refuse_others`` has any other optimizer's step on paged parameters raise.
 """
 
@@ -10,17 +11,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import Optimizer, ParamsT, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer as TorchOptimizer
+from torch.optim.optimizer import ParamsT, register_optimizer_step_pre_hook
 
 from tiered import TieredError, TieredStore
 from tiered.errors import MisuseError
 from tiered.system import compiler, refuse_little_room
 from tiered.zero.collectives import Ranks
 from tiered.zero.intent import decide
+from tiered.zero.optimizers.resident import Resident
 from tiered.zero.paging.pager import Pager, name_of, owner_of, placement_of, placements_of
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.sharding import Stage, Stage1
@@ -29,10 +32,20 @@ from tiered.zero.paging.tensors.gradients import SpentGradient, whole_norms
 from tiered.zero.paging.tensors.states import StateView
 from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import Placement, Sliced
-from tiered.zero.paging.update import AdamWRule, Update, UpdateRule
-from tiered.zero.resident import Resident
+from tiered.zero.paging.update import Update
+from tiered.zero.rules import (
+    AdamWRule,
+    UpdateRule,
+    constants_of,
+    kept_by,
+    made_from,
+    settings_of,
+    stores_step,
+    torch_name,
+)
+from tiered.zero.rules import name_of as rule_name
 
-__all__ = ["AdamW", "GradScaler", "refuse_others"]
+__all__ = ["AdamW", "GradScaler", "Optimizer", "refuse_others"]
 
 MIXED = (
     "some of these parameters are paged and others are not: make an optimizer for each kind, with store= for those that stay "
@@ -47,8 +60,6 @@ REFUSED = {
     "differentiable": "differentiable=True: a graph of the update would keep all parameters: leave differentiable= out",
 }
 """Why there is no such update as these arguments of ``torch.optim.AdamW`` ask for."""
-STATES = {"exp_avg": "m", "exp_avg_sq": "v", "master": "master"}
-"""What torch calls a state, and what it is called here."""
 LOGGED = 256
 """After so many steps the rules of those are forgotten that no slice of a parameter has yet to make."""
 HALF_LOADED = (
@@ -56,59 +67,26 @@ HALF_LOADED = (
     "call it again, or zero.rollback"
 )
 
+NAMED = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Lion")
+"""Optimizers of ``tiered.zero`` that have the name of one in memory."""
 
-class AdamW(Optimizer):
-    """``torch.optim.AdamW(fused=True)`` for a model that went through ``tiered.zero.page``, bit for bit.
 
-    Moments are fp32 (fp64 for fp64 parameters), and so are the masters of bf16 and fp16 parameters: what is updated is the
-    master, and the parameter is the master rounded: bf16 half up (so that the master is the parameter and 16 more bits), fp16
-    to even. All of it is read and written in chunks of a few MiB, so that memory does not grow with the model.
+class Optimizer(TorchOptimizer):
+    """Optimizer with any update rule, for a model that went through ``tiered.zero.page``, or with states in a store.
 
-    ``update`` says when:
+    ``rule``: a frozen dataclass with the methods of ``UpdateRule``, one of ``tiered.zero`` (``zero.SGDRule(lr=0.1)``) or your
+    own. A param group may have another one under ``"rule"``. The fields of a rule are hyper-parameters of its param groups, of
+    the same names: schedulers set them there. The other arguments, and what ``step`` does, are those of ``AdamW``.
 
-    - "on_fetch": ``step()`` only freezes learning rate, betas, decay, step count and clip factor of each unit; the update is
-      applied when the unit is next leased: by the next forward, by evaluation, by ``state_dict``. Gradients are kept till then.
-    - "in_backward": each backward is a step. A unit is updated within it as soon as backward is done with it, with the
-      hyper-parameters of that moment, and its gradients are deleted: they need neither room nor transfers. ``step()`` closes
-      the step (after it ``grad`` is None). What needs all gradients at once raises MisuseError: clipping, loss scaling, a
-      second backward before ``step()``. Units that take part in reentrant checkpoints, or that get fewer gradients than in the
-      step before, are updated at the end of backward. After an exception in backward some are updated and others are not.
-
-    ``store``: where the states of parameters are that stay in memory as they are (not paged: those of any model, of one in
-    ``DistributedDataParallel``, or DTensors, as ``fully_shard`` makes them, of which each rank updates its shard). ``step()``
-    updates them at once; gradients are ordinary tensors, and torch's own functions clip and scale them.
-
-    - ``name``: keys in the store begin with it and a slash. ``existing``: what to do when there are some: "refuse",
-      "overwrite", or "resume": go on bit for bit with the states and step counts that were committed there, for parameters
-      of the same groups, shapes and types; their values, and what a scheduler sets, are the caller's to bring back.
-    - ``stage=zero.Stage1()``: the parameters and gradients are the same on all ranks (of ``group``; None: all), each of which
-      has the states of its share of the elements and updates that; all call ``step``, ``state_dict`` and ``add_param_group``
-      together. ``timeout``: seconds that a rank waits for the others before all raise RankError (default: that of ``group``).
-
-    A bf16 parameter that is given another value between steps keeps the low bits of its master, which are less than half a
-    unit of its last place.
-
-    Parameters whose gradient is None are left alone. All arguments of ``torch.optim.AdamW`` are taken, as torch takes them
-    (Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101): ``model.named_parameters()``, too, and a tensor for ``lr``.
-    The bits are those of ``fused=True``; MisuseError names ``fused=False``, ``foreach=True``, ``amsgrad=True``,
-    ``capturable=True`` and ``differentiable=True``. Raises MisuseError for parameters that are not paged where there is no
-    ``store``, for those that are where there is one, and for a name that is taken.
+    Raises MisuseError for a rule that updates anything but elements, or keeps a state of another shape than the parameter's;
+    and in ``step`` where a hyper-parameter was changed such that the rule would keep other states.
     """
 
     def __init__(
         self,
         params: ParamsT,
-        lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
+        rule: UpdateRule,
         *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
         update: str = "on_fetch",
         store: TieredStore | None = None,
         name: str = "optimizer",
@@ -117,28 +95,29 @@ class AdamW(Optimizer):
         group: dist.ProcessGroup | None = None,
         timeout: float | None = None,
     ) -> None:
-        if update not in ("on_fetch", "in_backward"):
-            raise MisuseError(f"update is 'on_fetch' or 'in_backward', not {update!r}")
-        if store is not None and update == "in_backward":
-            raise MisuseError("update='in_backward' is for paged parameters: leave it or store= out")
-        if store is None and (stage, group, timeout, name, existing) != (None, None, None, "optimizer", "refuse"):
-            raise MisuseError("name, existing, stage, group and timeout go with store=; a paged model was given them by page")
-        asked = {"fused": fused, "foreach": foreach, "amsgrad": amsgrad, "capturable": capturable}
-        _refuse_kernels({**asked, "differentiable": differentiable})
-        if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-            raise MisuseError(f"lr={lr} has {lr.numel()} elements: give one")
+        _refuse_places(update, store, (stage, group, timeout, name, existing))
+        self._begin(params, rule, self._hyper_parameters(rule), update, store, name, existing, _Share(stage, group, timeout))
+
+    def _begin(
+        self,
+        params: ParamsT,
+        rule: UpdateRule,
+        defaults: dict[str, Any],
+        update: str,
+        store: TieredStore | None,
+        name: str,
+        existing: str,
+        share: _Share,
+    ) -> None:
+        """Initialise. ``rule``: of param groups that have none; ``defaults``: hyper-parameters, and what else torch's class has
+        in its param groups."""
         self._in_backward = update == "in_backward"
         self._group_of: dict[Placement, int] = {}
         self._missed: dict[Sliced, dict[int, UpdateRule]] = {}
         """The rules of the steps that slices may have yet to make, by number."""
-        for what, value, wrong in (
-            ("lr", lr, lr < 0),
-            ("eps", eps, eps < 0),
-            ("weight_decay", weight_decay, weight_decay < 0),
-            ("betas", betas, not all(0 <= beta < 1 for beta in betas)),
-        ):
-            if wrong:
-                raise MisuseError(f"{what}={value} is out of range")
+        self._default_rule = rule
+        self._rules: list[UpdateRule] = []
+        """By param group: its rule, with the hyper-parameters that it had when the group was added or loaded."""
         given: Any = params
         if store is None:
             given = list(params)
@@ -147,36 +126,45 @@ class AdamW(Optimizer):
         """How many each parameter has had."""
         self._mark = object()
         """Stands for this optimizer in units."""
-        self._resident = None if store is None else Resident(store, name, existing, _ranks(stage, group, timeout))
+        self._resident = None if store is None else Resident(store, name, existing, _ranks(*share))
         self._made = False
-        super().__init__(
-            given,
-            {"lr": lr, "betas": tuple(map(float, betas)), "eps": eps, "weight_decay": weight_decay, "maximize": maximize},
-        )
+        super().__init__(given, defaults)
         self._made = True
         if self._resident is not None:
             self._show(self._resident.write())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in torch; every parameter must be paged, or none where there is a store."""
-        _refuse_kernels(param_group)
+        self._refuse_group(param_group)
+        rule = param_group.pop("rule", self._default_rule)
+        own = settings_of(rule)
+        if type(rule) is not type(self._default_rule) or rule is not self._default_rule:
+            param_group = {**own, **param_group}
+        others = self.defaults.keys() - own.keys() - param_group.keys()
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        if type(rule) is not type(self._default_rule):
+            for key in others:
+                del group[key]
+        rule = made_from(rule, group)
         try:
             self._refuse_mixed()
             if self._resident is not None:
-                self._resident.add(group["params"], self._names(group))
+                self._resident.add(group["params"], self._names(group), rule)
+                self._rules.append(rule)
                 if self._made:
                     self._show(self._resident.write())
                 return
-            for _, unit, _ in self._found(group):
+            for _, unit, placement in self._found(group):
                 unit.plan.refuse_writing()
-                kinds = {placement.dtype for placement in unit.gradients.states}
+                kinds = {one.dtype for one in unit.gradients.states}
                 if torch.float64 in kinds and len(kinds) > 1:
                     raise MisuseError(f"unit {unit.plan.name!r} mixes float64 with other element types: use one of them")
+                unit.states.refuse(placement.name, kept_by(rule, unit.states.wide))
         except MisuseError:
             self.param_groups.pop()
             raise
+        self._rules.append(rule)
         for _, unit, placement in self._found(group):
             self._group_of[placement] = len(self.param_groups) - 1
             unit.claim(placement, self._update_now if self._in_backward else None)
@@ -184,7 +172,7 @@ class AdamW(Optimizer):
     # -- stepping ----------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one AdamW step for every parameter that has a gradient. ``closure`` as in torch; returns what it returns, else
+        """Make one step for every parameter that has a gradient. ``closure`` as in torch; returns what it returns, else
         None.
 
         Applies updates of an earlier step that nothing has asked for yet; so it may wait for the store, and raise what that
@@ -199,7 +187,7 @@ class AdamW(Optimizer):
                 loss = closure()
         if self._resident is not None:
             with torch.no_grad():
-                self._show(self._resident.step([_rule(group) for group in self.param_groups]))
+                self._show(self._resident.step([self._rule(index) for index in range(len(self.param_groups))]))
             return loss
         for pager in self.pagers():
             pager.reset()
@@ -214,8 +202,8 @@ class AdamW(Optimizer):
         missed: dict[Unit, dict[Placement, tuple[Update, dict[int, UpdateRule]]]] = {}
         deeds: list[Callable[[], object]] = []
         steps: dict[Placement, int] = {}
-        for group in self.param_groups:
-            rule = _rule(group)
+        for index, group in enumerate(self.param_groups):
+            rule = self._rule(index)
             for parameter in group["params"]:
                 found = placements_of(parameter)
                 for _, unit, placement in found:
@@ -235,8 +223,12 @@ class AdamW(Optimizer):
         try:
             for unit in updates:  # the last that can fail, before anything is marked
                 unit.apply_update()  # an earlier update that nothing has asked for yet
+                for placement, update in updates[unit].items():
+                    unit.keep_states(placement, kept_by(update.rule, unit.states.wide))
                 unit.storage.give_up()
             for unit, slices in missed.items():
+                for placement, (update, _) in slices.items():
+                    unit.keep_states(placement, kept_by(update.rule, unit.states.wide))
                 if not all(unit.misses(placement, update.step) for placement, (update, _) in slices.items()):
                     unit.apply_update()
         except TieredError as problem:
@@ -260,7 +252,7 @@ class AdamW(Optimizer):
     def _miss(
         self,
         slices: Sequence[tuple[Pager, Unit, Placement]],
-        rule: AdamWRule,
+        rule: UpdateRule,
         steps: dict[Placement, int],
         missed: dict[Unit, dict[Placement, tuple[Update, dict[int, UpdateRule]]]],
     ) -> None:
@@ -409,64 +401,97 @@ class AdamW(Optimizer):
         if not self._steps_of(parameter):
             return ()
         master = placements_of(parameter)[0][2].stored in (torch.bfloat16, torch.float16)
-        return ("step", "exp_avg", "exp_avg_sq", *(["master"] if master else []))
+        rule = self._rules[self._group_number(parameter)]
+        return (*self._counts(rule, 1), *_torch_names(rule), *(["master"] if master else []))
 
     def _state_of(self, parameter: torch.Tensor, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        found = {"step": torch.tensor(float(self._steps_of(parameter)), device="cpu")}
+        rule = self._rules[self._group_number(parameter)]
+        found = self._counts(rule, self._steps_of(parameter))
         if names != ("step",):
             for pager in dict.fromkeys(pager for pager, _, _ in placements_of(parameter)):
                 pager.start_anew()
             kept = self._copies_of(parameter)
-            found |= {name: kept[ours].to(parameter.device) for name, ours in STATES.items() if ours in kept}
+            found |= {torch_name(rule, name): value.to(parameter.device) for name, value in kept.items()}
         return found
 
+    @staticmethod
+    def _counts(rule: UpdateRule, step: int) -> dict[str, torch.Tensor]:
+        """Return the scalars of a state that has had ``step`` steps, as torch's class has them."""
+        found = {"step": torch.tensor(float(step), device="cpu")} if stores_step(rule) else {}
+        return {**found, **(rule.scalars(step) if hasattr(rule, "scalars") else {})}
+
+    def _group_number(self, parameter: torch.Tensor) -> int:
+        for number, group in enumerate(self.param_groups):
+            if any(one is parameter for one in group["params"]):
+                return number
+        raise MisuseError("this parameter is in none of the optimizer's param_groups")
+
     def state_dict(self) -> dict[str, Any]:
-        """Return copies in the form of ``torch.optim.AdamW``'s: step, exp_avg and exp_avg_sq per parameter, and the param
+        """Return copies in the form of torch's class: of AdamW step, exp_avg and exp_avg_sq per parameter; and the param
         groups.
 
         bf16 and fp16 parameters also have their fp32 ``master``. Those of a DTensor are DTensors with its placements.
         """
         packed = super().state_dict()  # reads no states
         state = {}
-        for index, (step, kept) in enumerate(self._kept()):
+        rules = [rule for rule, group in zip(self._rules, self.param_groups, strict=True) for _ in group["params"]]
+        for index, (rule, (step, kept)) in enumerate(zip(rules, self._kept(), strict=True)):
             if step:
-                state[index] = {"step": torch.tensor(float(step), device="cpu"), "exp_avg": kept["m"], "exp_avg_sq": kept["v"]}
-                if "master" in kept:
-                    state[index]["master"] = kept["master"]
+                found = {**self._counts(rule, step), **{torch_name(rule, name): value for name, value in kept.items()}}
+                if found:
+                    state[index] = found
         packed["state"] = state
         for group in packed["param_groups"]:  # so that torch's takes the same kernel
-            group.update(fused=True, foreach=None, amsgrad=False, capturable=False, differentiable=False)
-            group["decoupled_weight_decay"] = True
+            self._as_torch(group)
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` gave, here or from ``torch.optim.AdamW``. Pending updates are applied first.
+        """Take over what ``state_dict`` gave, here or from torch's class. Pending updates are applied first.
 
         Load the model's values before: a master that is another value than its parameter has is not taken. A state of a DTensor
         may be a DTensor, or an ordinary tensor with all of it or with the shard of this rank.
         """
-        if any(group.get("amsgrad") for group in state_dict["param_groups"]):
-            raise MisuseError("this state was trained with amsgrad=True, which tiered.zero.AdamW does not have")
+        if any(group.get("amsgrad") and "amsgrad" not in here for group, here in self._beside(state_dict)):
+            name = f"tiered.zero.{type(self).__name__}"
+            raise MisuseError(f"this state was trained with amsgrad=True, which {name} does not have")
+        rules = self._loaded(state_dict)
         pagers = [] if self._resident is not None else list(self.pagers())
         for pager in pagers:
             if pager.intent.spoiled == HALF_LOADED:  # this call takes its place
                 pager.intent.spoil(None)
         self.flush()
         named = [name for group in state_dict["param_groups"] for name in group["params"]]  # numbers, or what there is instead
-        moments = {index: state_dict["state"][name] for index, name in enumerate(named) if name in state_dict["state"]}
-        states = {
-            index: {STATES[name]: value for name, value in found.items() if name in STATES} for index, found in moments.items()
+        moments = {
+            index: {key: value for key, value in state_dict["state"][name].items() if value is not None}
+            for index, name in enumerate(named)
+            if state_dict["state"].get(name)
         }
+        ours = [_torch_names(rule) | {"master": "master"} for rule in rules]
+        states = {
+            index: {ours[index][name]: value for name, value in found.items() if name in ours[index]}
+            for index, found in moments.items()
+            if index < len(rules)
+        }
+        lacking = [index for index, found in states.items() if ours[index].keys() - {"master"} and not found]
+        for index in lacking:  # torch has a state of SGD without a momentum before the first step
+            del states[index], moments[index]
+        for index, found in moments.items():
+            if index < len(rules):
+                self._refuse_scalars(rules[index], found)
         if self._resident is not None:
-            steps = {index: int(found["step"]) for index, found in moments.items()}
+            steps = {index: int(found.get("step", 1)) for index, found in moments.items()}
+            before = [self._rules[local.group] for local in self._resident.locals]
+            for old, new in zip(before, rules, strict=False):
+                _refuse_changed(old, new)
             super().load_state_dict({**state_dict, "state": {}})
+            self.adopt()
             self._show(self._resident.load(states, steps))
             return
         parameters = list(self._parameters())
         for index, found in moments.items():
             if index < len(parameters):
-                _refuse_state(name_of(parameters[index]), parameters[index].shape, found)
-        steps = {index: int(found["step"]) for index, found in moments.items()}
+                _refuse_state(name_of(parameters[index]), parameters[index].shape, found, rules[index], type(self).__name__)
+        steps = {index: int(found.get("step", 1)) for index, found in moments.items()}
         for pager in pagers:
             pager.intent.spoil(HALF_LOADED)
         try:
@@ -475,6 +500,7 @@ class AdamW(Optimizer):
             for pager in pagers:
                 pager.intent.spoil(None)
             raise
+        self.adopt()
         loaded = {}
         for index, parameter in enumerate(parameters):
             slices = placements_of(parameter)
@@ -488,6 +514,67 @@ class AdamW(Optimizer):
         self.steps = loaded
         for pager in pagers:
             pager.intent.spoil(None)
+
+    def _beside(self, state_dict: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+        """Yield each param group that is loaded, with the one that it is loaded into."""
+        return zip(state_dict["param_groups"], self.param_groups, strict=False)
+
+    def _loaded(self, state_dict: Mapping[str, Any]) -> list[UpdateRule]:
+        """Return by parameter the rules that the param groups of ``state_dict`` make. Raises MisuseError where one lacks a
+        hyper-parameter."""
+        rules = []
+        for rule, (group, here) in zip(self._rules, self._beside(state_dict), strict=False):
+            for name in settings_of(rule):
+                if name not in group:
+                    raise MisuseError(
+                        f"a param group of this state has no {name!r}: give what state_dict() of an {type(self).__name__} "
+                        "returns"
+                    )
+            rules += [made_from(rule, group)] * len(here["params"])
+        return rules
+
+    @staticmethod
+    def _refuse_scalars(rule: UpdateRule, found: Mapping[str, Any]) -> None:
+        """Raise MisuseError where a state has other scalars than those that follow from the number of its step."""
+        for name, value in Optimizer._counts(rule, int(found.get("step", 1))).items():
+            if name != "step" and name in found and float(found[name]) != float(value):
+                raise MisuseError(
+                    f"{name!r} of this state is {float(found[name])!r}, and by its param group it is {float(value)!r} after so "
+                    f"many steps: {', '.join(getattr(rule, 'constant', ()))} were changed while it was trained, with which "
+                    f"{type(rule).__name__} cannot go on"
+                )
+
+    def adopt(self) -> None:
+        """Have the parameters keep the states that the rules of their param groups keep, after these were loaded."""
+        for index, group in enumerate(self.param_groups):
+            rule = self._rules[index] = made_from(self._rules[index], group)
+            for _, unit, placement in self._found(group) if self._resident is None else ():
+                unit.keep_states(placement, kept_by(rule, unit.states.wide))
+
+    def rule_name(self, index: int) -> str:
+        """Return the name of the rule of a param group."""
+        return rule_name(self._rules[index])
+
+    def settings(self, index: int) -> Iterable[str]:
+        """Return the names of a param group's hyper-parameters."""
+        return settings_of(self._rules[index])
+
+    def _rule(self, index: int) -> UpdateRule:
+        """Return the rule of a param group, frozen. Raises MisuseError where it keeps other states than it did."""
+        rule, before = made_from(self._rules[index], self.param_groups[index]), self._rules[index]
+        if rule != before:
+            _refuse_changed(before, rule)
+        return rule
+
+    def _hyper_parameters(self, rule: UpdateRule) -> dict[str, Any]:
+        """Return what the param groups have whose rule is of the type of ``rule``."""
+        return settings_of(rule)
+
+    def _refuse_group(self, group: Mapping[str, Any]) -> None:
+        """Raise MisuseError for a param group that asks for what this optimizer does not have."""
+
+    def _as_torch(self, group: dict[str, Any]) -> None:
+        """Add what torch's class has in a param group beside hyper-parameters."""
 
     # -- within ------------------------------------------------------------------------------------------------------------
 
@@ -552,7 +639,9 @@ class AdamW(Optimizer):
             self.steps[placement] = step
             unit.counted_by[placement] = self._mark
 
-        return Update(_rule(self.param_groups[self._group_of[placement]]), step, *unit.gradients.factors(placement)), count
+        rule = self._rule(self._group_of[placement])
+        unit.keep_states(placement, kept_by(rule, unit.states.wide))
+        return Update(rule, step, *unit.gradients.factors(placement)), count
 
     def _next_step(self, unit: Unit, placement: Placement) -> int:
         """Return the number of a parameter's next step."""
@@ -616,15 +705,135 @@ class AdamW(Optimizer):
             yield from self._found(group)
 
 
+class AdamW(Optimizer):
+    """``torch.optim.AdamW(fused=True)`` for a model that went through ``tiered.zero.page``, bit for bit.
+
+    Moments are fp32 (fp64 for fp64 parameters), and so are the masters of bf16 and fp16 parameters: what is updated is the
+    master, and the parameter is the master rounded: bf16 half up (so that the master is the parameter and 16 more bits), fp16
+    to even. All of it is read and written in chunks of a few MiB, so that memory does not grow with the model.
+
+    ``update`` says when:
+
+    - "on_fetch": ``step()`` only freezes learning rate, betas, decay, step count and clip factor of each unit; the update is
+      applied when the unit is next leased: by the next forward, by evaluation, by ``state_dict``. Gradients are kept till then.
+    - "in_backward": each backward is a step. A unit is updated within it as soon as backward is done with it, with the
+      hyper-parameters of that moment, and its gradients are deleted: they need neither room nor transfers. ``step()`` closes
+      the step (after it ``grad`` is None). What needs all gradients at once raises MisuseError: clipping, loss scaling, a
+      second backward before ``step()``. Units that take part in reentrant checkpoints, or that get fewer gradients than in the
+      step before, are updated at the end of backward. After an exception in backward some are updated and others are not.
+
+    ``store``: where the states of parameters are that stay in memory as they are (not paged: those of any model, of one in
+    ``DistributedDataParallel``, or DTensors, as ``fully_shard`` makes them, of which each rank updates its shard). ``step()``
+    updates them at once; gradients are ordinary tensors, and torch's own functions clip and scale them.
+
+    - ``name``: keys in the store begin with it and a slash. ``existing``: what to do when there are some: "refuse",
+      "overwrite", or "resume": go on bit for bit with the states and step counts that were committed there, for parameters
+      of the same groups, shapes and types; their values, and what a scheduler sets, are the caller's to bring back.
+    - ``stage=zero.Stage1()``: the parameters and gradients are the same on all ranks (of ``group``; None: all), each of which
+      has the states of its share of the elements and updates that; all call ``step``, ``state_dict`` and ``add_param_group``
+      together. ``timeout``: seconds that a rank waits for the others before all raise RankError (default: that of ``group``).
+
+    A bf16 parameter that is given another value between steps keeps the low bits of its master, which are less than half a
+    unit of its last place.
+
+    Parameters whose gradient is None are left alone. All arguments of ``torch.optim.AdamW`` are taken, as torch takes them
+    (Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101): ``model.named_parameters()``, too, and a tensor for ``lr``.
+    The bits are those of ``fused=True``; MisuseError names ``fused=False``, ``foreach=True``, ``amsgrad=True``,
+    ``capturable=True`` and ``differentiable=True``. Raises MisuseError for parameters that are not paged where there is no
+    ``store``, for those that are where there is one, and for a name that is taken.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        update: str = "on_fetch",
+        store: TieredStore | None = None,
+        name: str = "optimizer",
+        existing: str = "refuse",
+        stage: Stage | None = None,
+        group: dist.ProcessGroup | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        _refuse_places(update, store, (stage, group, timeout, name, existing))
+        asked = {"fused": fused, "foreach": foreach, "amsgrad": amsgrad, "capturable": capturable}
+        _refuse_kernels({**asked, "differentiable": differentiable})
+        if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+            raise MisuseError(f"lr={lr} has {lr.numel()} elements: give one")
+        for what, value, wrong in (
+            ("lr", lr, lr < 0),
+            ("eps", eps, eps < 0),
+            ("weight_decay", weight_decay, weight_decay < 0),
+            ("betas", betas, not all(0 <= beta < 1 for beta in betas)),
+        ):
+            if wrong:
+                raise MisuseError(f"{what}={value} is out of range")
+        numbers = tuple(map(float, betas))
+        defaults = {"lr": lr, "betas": numbers, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        rule = AdamWRule(float(lr), (numbers[0], numbers[1]), eps, weight_decay, maximize)
+        self._begin(params, rule, defaults, update, store, name, existing, _Share(stage, group, timeout))
+
+    def _refuse_group(self, group: Mapping[str, Any]) -> None:
+        _refuse_kernels(group)
+
+    def _as_torch(self, group: dict[str, Any]) -> None:
+        group.update(fused=True, foreach=None, amsgrad=False, capturable=False, differentiable=False)
+        group["decoupled_weight_decay"] = True
+
+
 def _at(placement: Placement) -> int | slice:
     """Return the index of a slice in its parameter."""
     assert placement.sliced is not None
     return placement.sliced.at(placement.number)
 
 
-def _rule(group: dict[str, Any]) -> AdamWRule:
-    first, second = map(float, group["betas"])
-    return AdamWRule(float(group["lr"]), (first, second), group["eps"], group["weight_decay"], group["maximize"])
+class _Share(NamedTuple):
+    """Who has a share of the states of parameters that stay in memory."""
+
+    stage: Stage | None
+    group: dist.ProcessGroup | None
+    timeout: float | None
+
+
+def _refuse_places(update: str, store: TieredStore | None, divided: tuple[object, ...]) -> None:
+    """Raise MisuseError where ``update``, ``store`` and what goes with it contradict each other."""
+    if update not in ("on_fetch", "in_backward"):
+        raise MisuseError(f"update is 'on_fetch' or 'in_backward', not {update!r}")
+    if store is not None and update == "in_backward":
+        raise MisuseError("update='in_backward' is for paged parameters: leave it or store= out")
+    if store is None and divided != (None, None, None, "optimizer", "refuse"):
+        raise MisuseError("name, existing, stage, group and timeout go with store=; a paged model was given them by page")
+
+
+def _torch_names(rule: UpdateRule) -> dict[str, str]:
+    """Return the names of a rule's states in the store, by what torch calls them."""
+    return {torch_name(rule, name): name for name in kept_by(rule, torch.float32)}
+
+
+def _refuse_changed(before: UpdateRule, rule: UpdateRule) -> None:
+    """Raise MisuseError where ``rule`` cannot follow ``before`` because it keeps other states, or computes these otherwise."""
+    old, new = list(kept_by(before, torch.float32)), list(kept_by(rule, torch.float32))
+    if old != new:
+        raise MisuseError(
+            f"the hyper-parameters of a param group were changed, and {type(rule).__name__} now keeps {new} and kept {old}: "
+            "make a new optimizer for that"
+        )
+    if constants_of(before) != constants_of(rule):
+        names = ", ".join(getattr(rule, "constant", ()))
+        raise MisuseError(
+            f"{names} of a param group were {constants_of(before)} and are {constants_of(rule)}: {type(rule).__name__} "
+            "computes what it does not keep from them, so they stay as they are; make a new optimizer for others"
+        )
 
 
 def _refuse_kernels(asked: Mapping[str, Any]) -> None:
@@ -642,24 +851,26 @@ def refuse_others() -> None:
 
 
 @traced
-def _refuse_paged(optimizer: Optimizer, args: object, kwargs: object) -> None:
+def _refuse_paged(optimizer: TorchOptimizer, args: object, kwargs: object) -> None:
     """Raise MisuseError if ``optimizer``, which is about to make a step, is another one, for paged parameters."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    if isinstance(optimizer, AdamW) or not any(hasattr(parameter, "_tiered") for parameter in parameters):
+    if isinstance(optimizer, Optimizer) or not any(hasattr(parameter, "_tiered") for parameter in parameters):
         return
     name = type(optimizer).__name__
+    ours = f"tiered.zero.{name}" if name in NAMED else "tiered.zero.AdamW, or another optimizer of tiered.zero,"
     raise MisuseError(
-        f"{name} cannot update parameters that are paged, whose values are in the store: make tiered.zero.AdamW for them, or "
-        f"keep what {name} updates out of the model that is paged"
+        f"{name} cannot update parameters that are paged, whose values are in the store: make {ours} for them, or keep what "
+        f"{name} updates out of the model that is paged"
     )
 
 
-def _refuse_state(name: str, shape: torch.Size, found: Mapping[str, Any]) -> None:
+def _refuse_state(name: str, shape: torch.Size, found: Mapping[str, Any], rule: UpdateRule, of: str) -> None:
     """Raise MisuseError unless ``found`` is what ``state_dict`` gives for a parameter of that shape."""
-    for key in ("step", "exp_avg", "exp_avg_sq"):
+    names = tuple(_torch_names(rule))
+    for key in (*(["step"] if stores_step(rule) else []), *names):
         if key not in found:
-            raise MisuseError(f"the state of {name!r} has no {key!r}: give what state_dict() of an AdamW returns")
-    for key in ("exp_avg", "exp_avg_sq", "master"):
+            raise MisuseError(f"the state of {name!r} has no {key!r}: give what state_dict() of an {of} returns")
+    for key in (*names, "master"):
         value = found.get(key)
         if key in found and not (isinstance(value, torch.Tensor) and value.shape == shape):
             what = f"has shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"is {type(value).__name__}"
@@ -733,7 +944,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         """Unscale the gradients, as torch asks from ``unscale_``. Sets ``found_inf`` (0-d) to 1 where one is infinite or NaN.
         """
-        if not isinstance(optimizer, AdamW) or optimizer.resident:
+        if not isinstance(optimizer, Optimizer) or optimizer.resident:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         finite = optimizer._unscale(inv_scale)
         if not all(finite):

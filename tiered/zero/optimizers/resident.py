@@ -1,4 +1,5 @@
-"""Keep the Adam states of parameters that stay in memory in a store: of a model, of a DTensor's shard, or of a replica's share.
+"""Keep the optimizer states of parameters that stay in memory in a store: of a model, of a DTensor's shard, or of a replica's
+share.
 
 The elements of a param group that are of one type are a row. It is cut into *rounds*, each of which has a chunk of states for
 every rank that has a share, and of which each is updated, and gathered, before the next but one begins. So what a step takes
@@ -20,12 +21,13 @@ import torch.distributed as dist
 
 from tiered import ManifestError, MisuseError, TieredStore
 from tiered.zero.collectives import Ranks, Under
+from tiered.zero.optimizers.resident_shard import LocalShard
 from tiered.zero.paging.storage import TensorStore, host, in_dram
 from tiered.zero.paging.units import Limits, Placement
-from tiered.zero.paging.update import Pending, States, Update, UpdateRule
+from tiered.zero.paging.update import Pending, States, Update
 from tiered.zero.rank_stores import shared_json
 from tiered.zero.record import MOST, MOST_STEPS, refuse_other_states
-from tiered.zero.resident_shard import LocalShard
+from tiered.zero.rules import AdamWRule, UpdateRule, kept_by, name_of
 
 __all__ = ["Resident"]
 
@@ -51,6 +53,8 @@ class _Layout(msgspec.Struct, forbid_unknown_fields=True):
     ranks: int
     limit: Annotated[int, msgspec.Meta(ge=STEP, le=ROUND, multiple_of=STEP)]
     parameters: list[list[Any]]
+    rule: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    """Of a group that another rule than AdamW's updates: its name, and the types of its states by name."""
 
 
 @dataclass(eq=False)
@@ -104,11 +108,15 @@ class Segment(Placement):
 class Round:
     """One round: ``segments[rank]`` in order; ``share``: elements of each rank's chunk."""
 
-    def __init__(self, store: TensorStore, key: str, segments: list[list[Segment]], share: int, rank: int) -> None:
+    def __init__(
+        self, store: TensorStore, key: str, segments: list[list[Segment]], share: int, rank: int, rule: UpdateRule
+    ) -> None:
         self.segments, self.share, self.rank = segments, share, rank
         self.own = segments[rank]
         self.dtype = segments[0][0].dtype
         self.states = States(store, key, self.own, share, {self.dtype})
+        for name in {segment.name for mine in segments for segment in mine}:
+            self.states.use(name, kept_by(rule, self.states.wide))
         self.states.stale_masters.clear()  # a first step begins with the parameter anyway
 
     def concerns(self, locals_: Mapping[LocalShard, object]) -> bool:
@@ -202,6 +210,7 @@ class Resident:
         self.locals: list[LocalShard] = []
         self._rounds: list[Round] = []
         self._layouts: list[bytes] = []
+        self._rules: list[UpdateRule] = []
         self._written = False
         self._forward = True
         pool = store.statistics().tier("dram").capacity
@@ -236,8 +245,9 @@ class Resident:
 
     # -- parameters --------------------------------------------------------------------------------------------------------
 
-    def add(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
-        """Add a param group. Changes nothing in the store, and nothing here where it raises MisuseError."""
+    def add(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str], rule: UpdateRule) -> None:
+        """Add a param group, which ``rule`` updates. Changes nothing in the store, and nothing here where it raises
+        MisuseError."""
         group = len(self._layouts)
         fresh = [LocalShard(parameter, name, group) for parameter, name in zip(parameters, names, strict=True)]
         for local in fresh:
@@ -252,20 +262,24 @@ class Resident:
             "limit": limit,
             "parameters": [local.describe() for local in fresh],
         }
+        if not isinstance(rule, AdamWRule):
+            kept = {name: str(dtype) for name, dtype in kept_by(rule, torch.float32).items()}
+            layout["rule"] = {"name": name_of(rule), "states": kept}
         if self._resume and key in self.store:
             committed = _read(self.store, key)
             layout["limit"] = limit = committed["limit"]
             if committed != layout:
                 difference = _difference(committed, layout)
                 raise MisuseError(f"param group {group} is not what was committed as {self.name!r}: {difference}")
-        rounds = self._divided(fresh, group, limit)
+        rounds = self._divided(fresh, group, limit, rule)
         for one in rounds if self._resume else ():
             refuse_other_states(self.store, one.states, one.own)
         self._rounds += rounds
+        self._rules.append(rule)
         self._layouts.append(json.dumps(layout).encode())
         self.locals += fresh
 
-    def _divided(self, locals_: Sequence[LocalShard], group: int, limit: int) -> list[Round]:
+    def _divided(self, locals_: Sequence[LocalShard], group: int, limit: int, rule: UpdateRule) -> list[Round]:
         rounds: list[Round] = []
         for dtype in dict.fromkeys(local.dtype for local in locals_):
             row = [local for local in locals_ if local.dtype is dtype]
@@ -284,7 +298,7 @@ class Resident:
                     at, begin = at + _up(end - begin), end
             first = len(rounds)
             for number, segments in enumerate(cut, first):
-                rounds.append(Round(in_dram(self.store), f"{self.name}/{group}/{number}", segments, share, self._rank))
+                rounds.append(Round(in_dram(self.store), f"{self.name}/{group}/{number}", segments, share, self._rank, rule))
         return rounds
 
     def write(self) -> list[int]:
@@ -404,7 +418,7 @@ class Resident:
     # -- state -------------------------------------------------------------------------------------------------------------
 
     def copies(self) -> list[dict[str, torch.Tensor]]:
-        """Return for each parameter ``m``, ``v`` and, for bf16 and fp16, ``master``, all like it; nothing for one without a
+        """Return for each parameter its states and, for bf16 and fp16, ``master``, all like it; nothing for one without a
         step. All ranks call it."""
         found: dict[LocalShard, dict[str, torch.Tensor]] = {
             local: {} for local, step in zip(self.locals, self.steps(), strict=True) if step
@@ -413,8 +427,9 @@ class Resident:
             for local in found:
                 local.bind()
                 if not local.numel:
-                    empty = States(in_dram(self.store), "", [], 1, {local.dtype}).blank(Segment.of(local, 0, 0, 0))
-                    found[local] = dict(empty)
+                    empty = States(in_dram(self.store), "", [], 1, {local.dtype})
+                    empty.use(local.name, kept_by(self._rules[local.group], empty.wide))
+                    found[local] = dict(empty.blank(Segment.of(local, 0, 0, 0)))
             for here in self._rounds:
                 if here.concerns(found):
                     here.copies(found, self._ranks)
@@ -488,6 +503,9 @@ def _difference(committed: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     for what in ("ranks", "rank"):
         if committed.get(what) != here[what]:
             return f"it was {what} {committed.get(what)}, and is {what} {here[what]}"
+    before, now = ((found.get("rule") or {"name": "AdamWRule"}) for found in (committed, here))
+    if before != now:
+        return f"it was updated by {before}, and is by {now}"
     old, new = committed["parameters"], here["parameters"]
     if len(old) != len(new):
         return f"it had {len(old)} parameters, and has {len(new)}"

@@ -1,0 +1,508 @@
+"""Every update rule: bit for bit torch's class in memory, whenever it is applied and however the parameters are cut."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.zero.harness import clipping, equal, train
+from tests.zero.ranks import on_ranks
+from tiered import MisuseError, TensorSpec, TieredStore, zero
+
+STEPS = 10
+
+
+class ReferenceLion(torch.optim.Optimizer):
+    """The paper's algorithm 2 (https://arxiv.org/abs/2302.06675) in plain torch."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": False})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                momentum = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+                ahead = torch.sign(first * momentum + (1 - first) * parameter.grad)
+                decayed = parameter * (1 - group["lr"] * group["weight_decay"])
+                parameter.copy_(decayed.sub(ahead, alpha=group["lr"]))
+                momentum.copy_((second * momentum).add(parameter.grad, alpha=1 - second))
+
+
+@dataclass(frozen=True)
+class Case:
+    ours: Callable[..., zero.Optimizer]
+    theirs: Callable[..., torch.optim.Optimizer]
+    arguments: dict[str, Any]
+    extra: dict[str, Any]
+    """What only torch's is given, so that it takes the same kernel."""
+
+
+def case(name: str, theirs: Any = None, fused: bool = False, **arguments: Any) -> Case:
+    extra: dict[str, Any] = {} if name == "Lion" else {"fused": True} if fused else {"foreach": False}
+    return Case(getattr(zero, name), theirs or getattr(torch.optim, name), arguments, extra)
+
+
+CASES = {
+    "sgd": case("SGD", fused=True, lr=0.05),
+    "sgd_momentum": case("SGD", fused=True, lr=0.05, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "sgd_nesterov": case("SGD", fused=True, lr=0.05, momentum=0.9, nesterov=True, maximize=True),
+    "sgd_loop": case("SGD", lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adam": case("Adam", fused=True, lr=1e-3, weight_decay=0.1),
+    "adam_amsgrad": case("Adam", fused=True, lr=1e-3, amsgrad=True),
+    "adam_loop": case("Adam", lr=1e-3, weight_decay=0.1, decoupled_weight_decay=True),
+    "adamw": case("AdamW", fused=True, lr=1e-3),
+    "adagrad": case("Adagrad", fused=True, lr=0.01, lr_decay=0.1, initial_accumulator_value=0.1, weight_decay=0.01),
+    "adagrad_loop": case("Adagrad", lr=0.01, lr_decay=0.1),
+    "rmsprop": case("RMSprop", lr=1e-3),
+    "rmsprop_centered": case("RMSprop", lr=1e-3, centered=True, momentum=0.9, weight_decay=0.01),
+    "nadam": case("NAdam", lr=1e-3, weight_decay=0.01),
+    "radam": case("RAdam", lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01, decoupled_weight_decay=True),
+    "adamax": case("Adamax", lr=1e-3, weight_decay=0.01),
+    "lion": case("Lion", ReferenceLion, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1),
+}
+for unfused in ("sgd_loop", "adam_loop", "adagrad_loop"):
+    CASES[unfused].arguments["fused"] = False
+
+
+class Small(nn.Module):
+    """Two layers and a vector; the first weight has more elements than a chunk of states in the smaller pool, and neither a
+    multiple of 16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(97, 451)
+        self.second = nn.Linear(451, 7)
+        self.scale = nn.Parameter(torch.ones(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x))) * self.scale
+
+    def loss(self, number: int) -> torch.Tensor:
+        x = torch.randn(4, 97, generator=torch.Generator().manual_seed(number))
+        return self(x).square().mean()
+
+
+def groups(model: nn.Module, several: bool) -> list[dict[str, Any]]:
+    if not several:
+        return [{"params": list(model.parameters())}]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    return [{"params": vectors, "weight_decay": 0.0}, {"params": [p for p in model.parameters() if p.dim() > 1], "lr": 2e-3}]
+
+
+def built() -> Small:
+    torch.manual_seed(0)
+    return Small()
+
+
+def opened(path: Path, dram: str) -> TieredStore:
+    return TieredStore.open(path, dram=dram)
+
+
+def same_states(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Compare all that both have of each parameter: what torch has, and no more."""
+    assert ours["state"].keys() == theirs["state"].keys() or not any(
+        value is not None for state in theirs["state"].values() for value in state.values()
+    )
+    for index, state in theirs["state"].items():
+        for name, value in state.items():
+            if value is not None:
+                assert torch.equal(ours["state"][index][name], value), (index, name)
+        assert {name for name, value in state.items() if value is not None} == set(ours["state"].get(index, {}))
+
+
+def compare(tmp_path: Path, kind: str, update: str, dram: str, batches: int, clipped: bool, several: bool) -> None:
+    found = CASES[kind]
+    reference, model = built(), built()
+    theirs = found.theirs(groups(reference, several), **{**found.arguments, **found.extra})
+    numbers = train(reference, theirs, clipping(reference) if clipped else None, steps=STEPS, batches=batches)
+    with opened(tmp_path / "store", dram) as store:
+        zero.page(model, store)
+        ours = found.ours(groups(model, several), **found.arguments, update=update)
+        clip = ours.clip_grad_norm_ if clipped else None
+        assert train(model, ours, clip, steps=STEPS, batches=batches) == numbers
+        assert equal(model.state_dict(), reference.state_dict())
+        same_states(ours.state_dict(), theirs.state_dict())
+        cut = [key for key in store if key.endswith("#1")]
+        assert bool(cut) is (dram == CUT and kind != "sgd")
+        store.close()
+
+
+CUT, WHOLE = "1MiB", "16MiB"
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_rule_is_torchs_class(kind: str, tmp_path: Path) -> None:
+    """Accumulated, clipped, in two groups, in a pool that has the states in several chunks."""
+    compare(tmp_path, kind, "on_fetch", CUT, 2, True, True)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_rule_in_backward(kind: str, tmp_path: Path) -> None:
+    compare(tmp_path, kind, "in_backward", CUT, 1, False, True)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("update", "dram", "batches", "clipped", "several"),
+    [
+        *itertools.product(["on_fetch"], [CUT, WHOLE], [1, 2], [False, True], [False, True]),
+        *itertools.product(["in_backward"], [CUT, WHOLE], [1], [False], [False, True]),
+    ],
+)
+@pytest.mark.parametrize("kind", CASES)
+def test_a_rule_in_all_ways(
+    kind: str, update: str, dram: str, batches: int, clipped: bool, several: bool, tmp_path: Path
+) -> None:
+    compare(tmp_path, kind, update, dram, batches, clipped, several)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "sgd_momentum", "adam_amsgrad", "rmsprop_centered", "lion"])
+def test_a_bf16_parameter_has_a_master(kind: str, tmp_path: Path) -> None:
+    """The master is what torch's class computes with the same gradients in fp32, and the parameter is the master, rounded."""
+    found = CASES[kind]
+    model = built().to(torch.bfloat16)
+    masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
+    theirs = found.theirs(masters, **{**found.arguments, **found.extra})
+    with opened(tmp_path / "store", CUT) as store:
+        zero.page(model, store)
+        ours = found.ours(model.parameters(), **found.arguments)
+        for number in range(STEPS):
+            x = torch.randn(4, 97, generator=torch.Generator().manual_seed(number))
+            ours.zero_grad()
+            model(x.bfloat16()).square().mean().backward()
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                grad = ours.grad(parameter)
+                assert grad is not None
+                master.grad = grad.float()
+            ours.step()
+            theirs.step()
+        states = ours.state_dict()["state"]
+        for index, (master, value) in enumerate(zip(masters, model.state_dict().values(), strict=False)):
+            assert torch.equal(states[index]["master"], master)
+            assert float((value.float() - master.detach()).abs().max()) <= float(master.detach().abs().max()) / 256
+        store.close()
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+@pytest.mark.parametrize("kind", CASES)
+def test_a_run_goes_on_from_a_commit(kind: str, flushed: bool, tmp_path: Path) -> None:
+    """Committed with an update pending, and reopened, it is the run that never stopped."""
+    found = CASES[kind]
+    reference = built()
+    theirs = found.theirs(groups(reference, True), **{**found.arguments, **found.extra})
+    continued(reference, theirs, range(STEPS))
+    with opened(tmp_path / "store", CUT) as store:
+        model = built()
+        zero.page(model, store, name="m")
+        ours = found.ours(groups(model, True), **found.arguments)
+        continued(model, ours, range(5))
+        if flushed:
+            ours.flush()
+        zero.commit(model, ours)
+        continued(model, ours, range(5, 7))
+        zero.rollback(model, ours)
+        continued(model, ours, range(5, 6))
+        zero.commit(model, ours)
+        store.close()
+    with opened(tmp_path / "store", CUT) as store:
+        model = zero.page(built(), store, name="m", existing="resume")
+        ours = found.ours(groups(model, True), **found.arguments)
+        zero.resume(model, ours)
+        continued(model, ours, range(6, STEPS))
+        assert equal(model.state_dict(), reference.state_dict())
+        same_states(ours.state_dict(), theirs.state_dict())
+        store.close()
+
+
+def continued(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for number in steps:
+        optimizer.zero_grad()
+        model.loss(number).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_state_dicts_go_to_torch_and_back(kind: str, tmp_path: Path) -> None:
+    found = CASES[kind]
+    reference = built()
+    theirs = found.theirs(groups(reference, True), **{**found.arguments, **found.extra})
+    continued(reference, theirs, range(3))
+    with opened(tmp_path / "store", CUT) as store:
+        model = copy.deepcopy(reference)
+        model.zero_grad()
+        zero.page(model, store)
+        ours = found.ours(groups(model, True), **found.arguments)
+        ours.load_state_dict(theirs.state_dict())
+        continued(model, ours, range(3, 6))
+        continued(reference, theirs, range(3, 6))
+        assert equal(model.state_dict(), reference.state_dict())
+        same_states(ours.state_dict(), theirs.state_dict())
+        other = found.theirs(groups(reference, True), **{**found.arguments, **found.extra})
+        other.load_state_dict(ours.state_dict())
+        continued(reference, other, range(6, 8))
+        continued(model, ours, range(6, 8))
+        assert equal(model.state_dict(), reference.state_dict())
+        store.close()
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_states_of_parameters_in_memory(kind: str, tmp_path: Path) -> None:
+    found = CASES[kind]
+    reference, model = built(), built()
+    theirs = found.theirs(groups(reference, True), **{**found.arguments, **found.extra})
+    continued(reference, theirs, range(STEPS))
+    with opened(tmp_path / "store", CUT) as store:
+        ours = found.ours(groups(model, True), **found.arguments, store=store)
+        continued(model, ours, range(5))
+        kept = model.state_dict()
+        store.commit()
+        store.close()
+    with opened(tmp_path / "store", CUT) as store:
+        model = built()
+        model.load_state_dict(kept)
+        ours = found.ours(groups(model, True), **found.arguments, store=store, existing="resume")
+        continued(model, ours, range(5, STEPS))
+        assert equal(model.state_dict(), reference.state_dict())
+        same_states(ours.state_dict(), theirs.state_dict())
+        store.close()
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_kernels_give_the_same_bits_in_pieces_of_sixteen(kind: str) -> None:
+    found = CASES[kind]
+    parameters = [nn.Parameter(torch.randn(1003, generator=torch.Generator().manual_seed(1)))]
+    pieces = [nn.Parameter(piece.clone()) for piece in parameters[0].detach().split(48)]
+    whole, cut = (found.theirs(p, **{**found.arguments, **found.extra}) for p in (parameters, pieces))
+    for seed in range(4):
+        parameters[0].grad = torch.randn(1003, generator=torch.Generator().manual_seed(seed))
+        for piece, grad in zip(pieces, parameters[0].grad.split(48), strict=True):
+            piece.grad = grad.clone()
+        whole.step()
+        cut.step()
+    assert torch.equal(torch.cat([piece.detach() for piece in pieces]), parameters[0].detach())
+
+
+# Rules in general
+
+
+def test_a_rule_for_each_param_group(tmp_path: Path) -> None:
+    """One unit has parameters with other states, and each of both is torch's."""
+    reference, model = built(), built()
+    first, second = groups(reference, True)
+    sgd = torch.optim.SGD(first["params"], lr=0.05, momentum=0.9, fused=True)
+    adam = torch.optim.AdamW(second["params"], lr=1e-3, fused=True)
+    with opened(tmp_path / "store", "16MiB") as store:
+        zero.page(model, store, name="m")
+        first, second = groups(model, True)
+        ours = zero.Optimizer(
+            [{"params": first["params"], "rule": zero.SGDRule(lr=0.05, momentum=0.9)}, {"params": second["params"]}],
+            zero.AdamWRule(1e-3, (0.9, 0.999), 1e-8, 1e-2, False),
+        )
+        assert set(ours.param_groups[0]) == {*vars(zero.SGDRule()), "params"}
+        for number in range(STEPS):
+            for one in (sgd, adam):
+                one.zero_grad()
+            reference.loss(number).backward()
+            for one in (sgd, adam):
+                one.step()
+            continued(model, ours, range(number, number + 1))
+            if number == 4:
+                zero.commit(model, ours)
+                continued(model, ours, range(1))
+                zero.rollback(model, ours)
+        assert equal(model.state_dict(), reference.state_dict())
+        store.close()
+
+
+@dataclass(frozen=True)
+class Rows:
+    lr: float = 0.1
+    granularity = "rows"
+
+    def state_specs(self, param: TensorSpec) -> dict[str, TensorSpec]:
+        return {}
+
+    def update(self, param: torch.Tensor, grad: torch.Tensor, state: Any, step: int) -> None:
+        raise AssertionError("it was refused")
+
+
+@dataclass(frozen=True)
+class Counting:
+    """A rule of one's own, with a state of another type."""
+
+    lr: float = 0.5
+
+    def state_specs(self, param: TensorSpec) -> dict[str, TensorSpec]:
+        return {"ups": TensorSpec("int16", param.shape, 2)}
+
+    def update(self, param: torch.Tensor, grad: torch.Tensor, state: Any, step: int) -> None:
+        state["ups"].add_((grad > 0).to(torch.int16))
+        param.sub_(grad, alpha=self.lr)
+
+
+def test_a_rule_of_ones_own(store: TieredStore) -> None:
+    reference, model = built(), built()
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.5, foreach=False)
+    zero.page(model, store)
+    ours = zero.Optimizer(model.parameters(), Counting())
+    ups = [torch.zeros(p.shape, dtype=torch.int16) for p in reference.parameters()]
+    for number in range(3):
+        continued(reference, theirs, range(number, number + 1))
+        continued(model, ours, range(number, number + 1))
+        for count, parameter in zip(ups, reference.parameters(), strict=True):
+            assert parameter.grad is not None
+            count.add_((parameter.grad > 0).to(torch.int16))
+    with pytest.raises(MisuseError, match="an update by Counting is pending, which a checkpoint cannot hold: flush"):
+        zero.commit(model, ours)
+    assert equal(model.state_dict(), reference.state_dict())
+    states = ours.state_dict()["state"]
+    assert all(torch.equal(states[index]["ups"], count) for index, count in enumerate(ups))
+
+
+def test_what_a_rule_cannot_be(store: TieredStore) -> None:
+    model = zero.page(built(), store)
+    with pytest.raises(MisuseError, match="Rows updates 'rows' together"):
+        zero.Optimizer(model.parameters(), Rows())
+    with pytest.raises(MisuseError, match="is no rule: give a frozen dataclass"):
+        zero.Optimizer(model.parameters(), zero.SGDRule)  # type: ignore[arg-type]
+    with pytest.raises(MisuseError, match="foreach=True: SGD updates pieces of one parameter"):
+        zero.SGD(model.parameters(), foreach=True)
+    with pytest.raises(MisuseError, match="Nesterov momentum requires"):
+        zero.SGD(model.parameters(), nesterov=True)
+
+
+def test_a_rule_keeps_its_states(store: TieredStore) -> None:
+    model = zero.page(built(), store)
+    ours = zero.SGD(model.parameters(), lr=0.1)
+    continued(model, ours, range(1))
+    ours.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(MisuseError, match="SGDRule now keeps"):
+        continued(model, ours, range(1))
+    nadam = zero.NAdam(model.parameters())
+    nadam.param_groups[0]["betas"] = (0.8, 0.999)
+    with pytest.raises(MisuseError, match="betas, momentum_decay of a param group were"):
+        continued(model, nadam, range(1))
+
+
+def test_a_commit_of_another_rule(tmp_path: Path) -> None:
+    with opened(tmp_path / "store", CUT) as store:
+        model = zero.page(built(), store, name="m")
+        ours = zero.Adam(model.parameters())
+        continued(model, ours, range(2))
+        zero.commit(model, ours)
+        store.close()
+    with opened(tmp_path / "store", CUT) as store:
+        model = zero.page(built(), store, name="m", existing="resume")
+        with pytest.raises(MisuseError, match="was updated by 'AdamRule' when it was committed, and is by SGDRule"):
+            zero.resume(model, zero.SGD(model.parameters(), momentum=0.9))
+        store.close()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adadelta, torch.optim.Rprop, torch.optim.Adamax, torch.optim.Adagrad])
+def test_any_elementwise_class(kind: Any, tmp_path: Path) -> None:
+    reference, model = built(), built()
+    theirs = kind(groups(reference, False), lr=0.01)
+    with opened(tmp_path / "store", CUT) as store:
+        zero.page(model, store, name="m")
+        ours = zero.Elementwise(kind, groups(model, False), lr=0.01)
+        for number in range(STEPS):
+            continued(reference, theirs, range(number, number + 1))
+            continued(model, ours, range(number, number + 1))
+        ours.flush()
+        zero.commit(model, ours)
+        continued(model, ours, range(1))
+        zero.rollback(model, ours)
+        assert equal(model.state_dict(), reference.state_dict())
+        same_states(ours.state_dict(), theirs.state_dict())
+        store.close()
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon", "SparseAdam", "ASGD", "NAdam"])
+def test_a_class_that_is_not_elementwise(name: str, store: TieredStore) -> None:
+    model = zero.page(built(), store)
+    with pytest.raises(MisuseError, match=name):
+        zero.Elementwise(getattr(torch.optim, name), model.parameters(), lr=0.01)
+
+
+class Experts(nn.Module):
+    """Each step uses other experts, whose slices make up for the steps that they missed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(16, 128, 64) / 8)
+        self.down = nn.Parameter(torch.randn(16, 64, 128) / 8)
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros_like(x)
+        for expert in chosen.unique():
+            tokens = torch.where(chosen == expert)[0]
+            hidden = nn.functional.gelu(nn.functional.linear(x[tokens], self.up[expert]))
+            made = made.index_add(0, tokens, nn.functional.linear(hidden, self.down[expert]))
+        return made
+
+    def loss(self, number: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(number)
+        x, chosen = torch.randn(6, 64, generator=generator), torch.randint(0, 16, (6,), generator=generator)
+        return self(x, chosen).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["sgd_momentum", "adagrad", "rmsprop_centered", "nadam", "adamax", "lion"])
+def test_experts_that_miss_steps(kind: str, tmp_path: Path) -> None:
+    found = CASES[kind]
+    torch.manual_seed(0)
+    reference = Experts()
+    model = copy.deepcopy(reference)
+    theirs = found.theirs(reference.parameters(), **{**found.arguments, **found.extra})
+    with opened(tmp_path / "store", CUT) as store:
+        zero.page(model, store, name="m")
+        assert sum("/param/" in key for key in store) == 16, "each expert is a unit"
+        ours = found.ours(model.parameters(), **found.arguments)
+        continued(reference, theirs, range(STEPS))
+        continued(model, ours, range(6))
+        zero.commit(model, ours)
+        continued(model, ours, range(2))
+        zero.rollback(model, ours)
+        continued(model, ours, range(6, STEPS))
+        assert equal(model.state_dict(), reference.state_dict())
+        same_states(ours.state_dict(), theirs.state_dict())
+        store.close()
+
+
+def on_a_rank(rank: int, folder: Path, kinds: list[str]) -> list[tuple[Any, Any]]:
+    """Train with each stage and rule on one loss, so that the mean of the gradients is that of one process."""
+    torch.set_num_threads(1)
+    made = []
+    for stage in (zero.Stage1(), zero.Stage2(), zero.Stage3()):
+        for kind in kinds:
+            name = f"{type(stage).__name__}-{kind}"
+            with zero.open_store(folder / name, dram="2MiB") as store:
+                model = zero.page(built(), store, stage=stage)
+                ours = CASES[kind].ours(model.parameters(), **CASES[kind].arguments)
+                continued(model, ours, range(4))
+                made.append((model.state_dict(), {i: dict(s) for i, s in ours.state_dict()["state"].items()}))
+                store.close()
+    return made
+
+
+def test_ranks_are_what_one_process_is(tmp_path: Path) -> None:
+    kinds = ["sgd_momentum", "rmsprop_centered"]
+    results = on_ranks(2, on_a_rank, tmp_path, kinds)
+    for kind, found in zip(kinds * 3, zip(*results, strict=True), strict=True):
+        reference = built()
+        theirs = CASES[kind].theirs(reference.parameters(), **{**CASES[kind].arguments, **CASES[kind].extra})
+        continued(reference, theirs, range(4))
+        for values, states in found:
+            assert equal({name: value.clone() for name, value in values.items()}, reference.state_dict())
+            same_states({"state": states}, theirs.state_dict())

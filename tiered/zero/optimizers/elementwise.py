@@ -1,0 +1,126 @@
+"""Any element-wise optimizer class of torch's, as an update rule: the class itself updates each piece."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer as TorchOptimizer
+from torch.optim.optimizer import ParamsT
+
+from tiered import MisuseError, TensorSpec
+from tiered.zero.optimizers.named import Where
+from tiered.zero.optimizers.optimizer import Optimizer
+from tiered.zero.rules import UpdateRule
+
+__all__ = ["Elementwise", "ElementwiseRule"]
+
+SHAPE = (21, 37)
+"""Of the matrix that a class is tried on: no multiple of 16 elements."""
+CUT = 48
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class ElementwiseRule:
+    """Update by ``kind``, made with ``arguments`` (names and values), for each piece."""
+
+    kind: type[TorchOptimizer]
+    arguments: tuple[tuple[str, Any], ...]
+
+    @property
+    def name(self) -> str:
+        return f"Elementwise({self.kind.__module__}.{self.kind.__qualname__})"
+
+    def settings(self) -> dict[str, Any]:
+        return dict(self.arguments)
+
+    def with_settings(self, values: Mapping[str, Any]) -> ElementwiseRule:
+        return ElementwiseRule(self.kind, tuple(values.items()))
+
+    @property
+    def counts_steps(self) -> bool:
+        return "step" in _states_of(self)
+
+    def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
+        return dict.fromkeys([name for name in _states_of(self) if name != "step"], param)
+
+    def update(self, param: torch.Tensor, grad: torch.Tensor, state: Mapping[str, torch.Tensor], step: int) -> None:
+        optimizer = self.kind([param], **self.settings())
+        if step > 1:
+            optimizer.state[param] = {**state}
+            if self.counts_steps:
+                optimizer.state[param]["step"] = torch.tensor(float(step - 1), device="cpu")
+        param.grad = grad
+        optimizer.step()
+        param.grad = None
+        for name, kept in state.items():
+            kept.copy_(optimizer.state[param][name])
+
+
+@lru_cache(64)
+def _states_of(rule: ElementwiseRule) -> tuple[str, ...]:
+    """Return the names of what the class keeps for a parameter. Raises MisuseError for what does not belong to elements."""
+    param = torch.zeros(16, device="cpu")
+    param.grad = torch.ones(16, device="cpu")
+    optimizer = rule.kind([param], **rule.settings())
+    optimizer.step()
+    for name, value in optimizer.state[param].items():
+        fine = isinstance(value, torch.Tensor) and value.shape == param.shape and value.dtype == param.dtype
+        if not fine and not (name == "step" and isinstance(value, torch.Tensor) and float(value) == 1):
+            raise MisuseError(
+                f"{rule.kind.__name__} keeps {name!r}, which has not one value for each element: it cannot be cut; tiered.zero "
+                "has NAdam, and other classes need a rule of their own (zero.Optimizer)"
+            )
+    return tuple(optimizer.state[param])
+
+
+class Elementwise(Optimizer):
+    """Any element-wise class of ``torch.optim``, or one that is made like them, bit for bit: ``zero.Elementwise(
+    torch.optim.Adadelta, params, lr=0.5)``.
+
+    ``kind`` is tried on a random matrix first: it must give the same bits when the matrix is cut into flat pieces at multiples
+    of 16 elements, and may keep only tensors like the parameter, and ``step``. Raises MisuseError where it does not (Adafactor,
+    Muon, LBFGS, SparseAdam). Arguments are those of ``kind``; when and where as in ``AdamW``: ``update``, ``store``, ``name``,
+    ``existing``, ``stage``, ``group`` and ``timeout``, in ``where``.
+
+    ``kind`` is made anew for each piece of a parameter, which costs time where pieces are small. An update of it cannot be
+    pending in a commit: call ``flush()`` before ``zero.commit``.
+    """
+
+    def __init__(
+        self, kind: type[TorchOptimizer], params: ParamsT, *, where: Where | None = None, **arguments: Any
+    ) -> None:
+        rule = _tried(kind, arguments)
+        super().__init__(params, rule, **(where or {}))
+
+
+def _tried(kind: type[TorchOptimizer], arguments: Mapping[str, Any]) -> UpdateRule:
+    """Return the rule of a class that is element-wise. Raises MisuseError for another one."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    whole = torch.randn(SHAPE, generator=generator, device="cpu")
+    cut = whole.flatten().clone()
+    try:
+        rule = ElementwiseRule(kind, tuple(kind([torch.zeros(SHAPE, device="cpu")], **arguments).defaults.items()))
+        reference = kind([whole], **arguments)
+        states = {name: torch.zeros_like(cut) for name in _states_of(rule) if name != "step"}
+        for step in range(1, STEPS + 1):
+            whole.grad = torch.randn(SHAPE, generator=generator, device="cpu")
+            gradient = whole.grad.flatten().clone()
+            reference.step()
+            for at in (slice(begin, begin + CUT) for begin in range(0, cut.numel(), CUT)):
+                rule.update(cut[at], gradient[at], {name: state[at] for name, state in states.items()}, step)
+        kept = {name: reference.state[whole][name].flatten() for name in states}
+    except MisuseError:
+        raise
+    except Exception as error:
+        raise MisuseError(f"{kind.__name__} cannot update parameters in pieces: {error!r:.200}") from error
+    if not torch.equal(cut, whole.flatten()) or not all(torch.equal(states[name], kept[name]) for name in states):
+        raise MisuseError(
+            f"{kind.__name__} is not element-wise: a matrix that is cut at multiples of 16 elements is updated otherwise than "
+            "as a whole; keep its parameters in memory, or take an optimizer of tiered.zero"
+        )
+    return rule

@@ -1,0 +1,305 @@
+"""Optimizers with the names and arguments of torch's, each bit for bit torch's class in memory; and Lion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import ParamsT
+
+from tiered import MisuseError, TieredStore
+from tiered.zero.optimizers.optimizer import Optimizer
+from tiered.zero.paging.sharding import Stage
+from tiered.zero.rules import (
+    AdagradRule,
+    AdamaxRule,
+    AdamRule,
+    LionRule,
+    NAdamRule,
+    RAdamRule,
+    RMSpropRule,
+    SGDRule,
+    UpdateRule,
+    made_from,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["SGD", "Adagrad", "Adam", "Adamax", "Lion", "NAdam", "RAdam", "RMSprop", "Where"]
+
+Number = float | torch.Tensor
+
+
+class Where(TypedDict, total=False):
+    """When parameters are updated, and where their states are: see ``AdamW``."""
+
+    update: str
+    store: TieredStore | None
+    name: str
+    existing: str
+    stage: Stage | None
+    group: dist.ProcessGroup | None
+    timeout: float | None
+
+
+class _Named(Optimizer):
+    """Optimizer of which torch has a class: its param groups have what those of that class have."""
+
+    _torch: ClassVar[type[torch.optim.Optimizer]]
+    _rule_type: ClassVar[type[UpdateRule]]
+
+    def __init_subclass__(cls, torchs: type[torch.optim.Optimizer], rule: type[UpdateRule], **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._torch, cls._rule_type = torchs, rule
+
+    def __init__(self, params: ParamsT, settings: dict[str, Any], where: Where) -> None:
+        if settings.get("fused", False) is None:
+            settings["fused"] = True
+        self._refuse_group(settings)
+        if any(isinstance(value, torch.Tensor) and value.numel() != 1 for value in settings.values()):
+            raise MisuseError(f"a hyper-parameter of {type(self).__name__} is a tensor of several elements: give one")
+        try:
+            defaults = self._torch([torch.zeros(1, device="cpu")], **settings).defaults
+        except ValueError as error:  # what is out of range
+            raise MisuseError(str(error)) from error
+        self._torch_defaults = {**defaults, **settings}
+        rule = made_from(self._rule_type(), self._torch_defaults)
+        super().__init__(params, rule, **where)
+
+    def _hyper_parameters(self, rule: UpdateRule) -> dict[str, Any]:
+        return self._torch_defaults
+
+    def _refuse_group(self, group: Mapping[str, Any]) -> None:
+        for name in ("foreach", "capturable", "differentiable"):
+            if group.get(name):
+                raise MisuseError(
+                    f"{name}=True: {type(self).__name__} updates pieces of one parameter at a time, outside of graphs: leave "
+                    f"{name}= out"
+                )
+
+
+class SGD(_Named, torchs=torch.optim.SGD, rule=SGDRule):
+    """``torch.optim.SGD``, bit for bit: with ``fused=True``, which is the default, that of ``fused=True``; with ``fused=False``
+    that of ``foreach=False``, torch's default on a CPU.
+
+    A state for each element where ``momentum`` is not 0, else none. Whether it is 0 stays as it was. ``where`` as in ``AdamW``.
+    Raises MisuseError for arguments out of range, and for ``foreach=True`` and ``differentiable=True``.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Number = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: Number = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **where: Unpack[Where],
+    ) -> None:
+        settings: dict[str, Any] = {"lr": lr, "momentum": momentum, "dampening": dampening}
+        settings |= {"weight_decay": weight_decay, "nesterov": nesterov}
+        settings |= {"maximize": maximize, "foreach": foreach, "differentiable": differentiable, "fused": fused}
+        super().__init__(params, settings, where)
+
+
+class Adam(_Named, torchs=torch.optim.Adam, rule=AdamRule):
+    """``torch.optim.Adam``, bit for bit, with ``amsgrad``, too: with ``fused=True``, which is the default, that of
+    ``fused=True``; with ``fused=False`` that of ``foreach=False``, torch's default on a CPU.
+
+    Two states for each element, three with ``amsgrad``, which stays as it was. ``where`` as in ``AdamW``. Raises MisuseError
+    for arguments out of range, and for ``foreach=True``, ``capturable=True`` and ``differentiable=True``.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Number = 1e-3,
+        betas: tuple[Number, Number] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        **where: Unpack[Where],
+    ) -> None:
+        settings: dict[str, Any] = {"lr": lr, "betas": tuple(map(float, betas)), "eps": eps}
+        settings |= {"weight_decay": weight_decay, "amsgrad": amsgrad}
+        settings |= {"foreach": foreach, "maximize": maximize, "capturable": capturable, "differentiable": differentiable}
+        settings |= {"fused": fused, "decoupled_weight_decay": decoupled_weight_decay}
+        super().__init__(params, settings, where)
+
+
+class Adagrad(_Named, torchs=torch.optim.Adagrad, rule=AdagradRule):
+    """``torch.optim.Adagrad``, bit for bit: with ``fused=True``, which is the default, that of ``fused=True``; with
+    ``fused=False`` that of ``foreach=False``, torch's default on a CPU.
+
+    One state for each element. ``where`` as in ``AdamW``. Raises MisuseError for arguments out of range, and for
+    ``foreach=True`` and ``differentiable=True``.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Number = 1e-2,
+        lr_decay: float = 0,
+        weight_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **where: Unpack[Where],
+    ) -> None:
+        settings: dict[str, Any] = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
+        settings["foreach"] = foreach
+        settings |= {"initial_accumulator_value": initial_accumulator_value, "maximize": maximize, "fused": fused}
+        super().__init__(params, settings | {"differentiable": differentiable}, where)
+
+
+class RMSprop(_Named, torchs=torch.optim.RMSprop, rule=RMSpropRule):
+    """``torch.optim.RMSprop(foreach=False)``, torch's default on a CPU, bit for bit.
+
+    One state for each element, one more where ``momentum`` is not 0, and one more where ``centered``; both stay as they were.
+    ``where`` as in ``AdamW``. Raises MisuseError for arguments out of range, and for ``foreach=True``, ``capturable=True`` and
+    ``differentiable=True``.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Number = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum: float = 0,
+        centered: bool = False,
+        capturable: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        differentiable: bool = False,
+        **where: Unpack[Where],
+    ) -> None:
+        settings: dict[str, Any] = {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
+        settings |= {"centered": centered, "capturable": capturable, "foreach": foreach, "maximize": maximize}
+        super().__init__(params, settings | {"differentiable": differentiable}, where)
+
+
+class NAdam(_Named, torchs=torch.optim.NAdam, rule=NAdamRule):
+    """``torch.optim.NAdam(foreach=False)``, torch's default on a CPU, bit for bit.
+
+    Two states for each element. ``mu_product`` is computed from the number of the step: ``betas`` and ``momentum_decay`` stay
+    as they were, and ``step`` and ``load_state_dict`` raise MisuseError where they did not. ``where`` as in ``AdamW``. Raises
+    MisuseError for arguments out of range, and for ``foreach=True``, ``capturable=True`` and ``differentiable=True``.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Number = 2e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum_decay: float = 4e-3,
+        decoupled_weight_decay: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        **where: Unpack[Where],
+    ) -> None:
+        settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
+        settings |= {"weight_decay": weight_decay, "momentum_decay": momentum_decay}
+        settings |= {"decoupled_weight_decay": decoupled_weight_decay, "foreach": foreach, "maximize": maximize}
+        super().__init__(params, settings | {"capturable": capturable, "differentiable": differentiable}, where)
+
+
+class RAdam(_Named, torchs=torch.optim.RAdam, rule=RAdamRule):
+    """``torch.optim.RAdam(foreach=False)``, torch's default on a CPU, bit for bit.
+
+    Two states for each element. ``where`` as in ``AdamW``. Raises MisuseError for arguments out of range, and for
+    ``foreach=True``, ``capturable=True`` and ``differentiable=True``.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Number = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        decoupled_weight_decay: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        **where: Unpack[Where],
+    ) -> None:
+        settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        settings |= {"decoupled_weight_decay": decoupled_weight_decay, "foreach": foreach, "capturable": capturable}
+        super().__init__(params, settings | {"differentiable": differentiable}, where)
+
+
+class Adamax(_Named, torchs=torch.optim.Adamax, rule=AdamaxRule):
+    """``torch.optim.Adamax(foreach=False)``, torch's default on a CPU, bit for bit.
+
+    Two states for each element. ``where`` as in ``AdamW``. Raises MisuseError for arguments out of range, and for
+    ``foreach=True``, ``capturable=True`` and ``differentiable=True``.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Number = 2e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        capturable: bool = False,
+        **where: Unpack[Where],
+    ) -> None:
+        settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "foreach": foreach}
+        settings |= {"maximize": maximize, "differentiable": differentiable, "capturable": capturable}
+        super().__init__(params, settings, where)
+
+
+class Lion(Optimizer):
+    """Lion (Chen and others, 2023, https://arxiv.org/abs/2302.06675, algorithm 2), with decoupled weight decay: the parameter
+    is decayed, then moved by ``lr`` against the sign of the momentum, looked ahead with the first of ``betas``.
+
+    One state for each element, ``exp_avg``. torch has no such class: the bits are those of the algorithm, written down with
+    torch's ``mul_`` and ``add_``. ``where`` as in ``AdamW``. Raises MisuseError for arguments out of range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Number = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0,
+        *,
+        maximize: bool = False,
+        **where: Unpack[Where],
+    ) -> None:
+        if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise MisuseError(f"lr={lr}, betas={betas} or weight_decay={weight_decay} is out of range")
+        super().__init__(params, LionRule(float(lr), betas, weight_decay, maximize), **where)
