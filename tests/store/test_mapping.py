@@ -27,6 +27,12 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TieredStor
         opened.close()
 
 
+def nothing_stays(store: TieredStore) -> None:
+    """No lease and no alias. A fetch of what came next may be under way, which a newer hint replaces."""
+    store.prefetch([])
+    nothing_is_held(store)
+
+
 class AgainstADict(RuleBasedStateMachine):
     """A pool that holds less than all tensors. Patterns have at most one star, whose meaning the oracle spells out."""
 
@@ -129,13 +135,13 @@ class AgainstADict(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
-            nothing_is_held(self.store)
+            nothing_stays(self.store)
             self.store.close()
             self.home.cleanup()
 
 
 def test_a_store_is_a_mapping() -> None:
-    machine = settings(max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+    machine = settings(max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(AgainstADict, settings=machine)  # type: ignore[no-untyped-call]
 
 
@@ -147,7 +153,7 @@ def test_more_than_memory_is_read_in_order(store: TieredStore) -> None:
     order = [random.Random(number).randrange(count) for number in range(100)]
     for number, found in zip(order, store.get_many(map(str, order)), strict=True):
         same(found, values[number])
-    nothing_is_held(store)
+    nothing_stays(store)
 
 
 def test_what_a_loop_does_to_the_tensor_at_hand(store: TieredStore) -> None:
@@ -170,7 +176,7 @@ def test_a_loop_that_ends_early_holds_nothing(store: TieredStore) -> None:
         break
     for (key, _), _ in zip(store.items(), range(3), strict=False):
         store.delete(key)
-    nothing_is_held(store)
+    nothing_stays(store)
 
 
 def test_a_key_that_is_gone_is_named_when_its_turn_comes(store: TieredStore) -> None:
@@ -183,7 +189,7 @@ def test_a_key_that_is_gone_is_named_when_its_turn_comes(store: TieredStore) -> 
         store.get_many(["a", "b", "gone"])
     with pytest.raises(KeyNotFound, match="'gone'"):
         asyncio.run(store.fetch_many(["a", "b", "gone"]))
-    nothing_is_held(store)
+    nothing_stays(store)
 
 
 def test_one_key_twice_in_a_lease(store: TieredStore) -> None:
@@ -193,7 +199,7 @@ def test_one_key_twice_in_a_lease(store: TieredStore) -> None:
         assert found[0] is found[2]
         same(found[1], numbers(10, 1))
     del found
-    nothing_is_held(store)
+    nothing_stays(store)
 
 
 def test_a_damaged_tensor_among_many(tmp_path: Path) -> None:
@@ -208,7 +214,7 @@ def test_a_damaged_tensor_among_many(tmp_path: Path) -> None:
         with pytest.raises(CorruptionError, match="'2'"):
             store.get_many(["0", "1", "2", "3"])
         assert [float(value[0]) for value in store.get_many(["0", "1", "3"])] == [0, 1, 3]
-        nothing_is_held(store)
+        nothing_stays(store)
         store.close()
 
 
@@ -229,7 +235,7 @@ def test_fetches_that_are_cancelled(tmp_path: Path) -> None:
     with TieredStore.open(tmp_path / "state", dram=MIB) as store:
         store.update({str(number): torch.full((20_000,), float(number)) for number in range(30)})
         assert asyncio.run(some(store))
-        nothing_is_held(store)
+        nothing_stays(store)
         store.close()
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -535,6 +536,67 @@ def test_another_thread_is_refused_while_a_model_computes(store: TieredStore) ->
     within()
     assert len(raised) == 1
     assert torch.equal(model.extra, build().extra)
+
+
+def test_a_forward_in_another_thread_is_refused_and_disturbs_nothing(store: TieredStore) -> None:
+    plain, model = build(), zero.page(build(), store)
+    raised: list[BaseException] = []
+
+    def forward(module: nn.Module, *inputs: torch.Tensor) -> None:
+        try:
+            module(*inputs)
+        except MisuseError as error:
+            raised.append(error)
+
+    def within(*_: object) -> None:
+        for module, x in ((model, torch.ones(2, 48)), (model.first, torch.ones(2, 48))):
+            thread = threading.Thread(target=forward, args=(module, x))
+            thread.start()
+            thread.join()
+
+    handle = model.first.register_forward_hook(within)
+    found = model(torch.ones(2, 48))
+    handle.remove()
+    assert ["one thread at a time" in str(error) for error in raised] == [True, True]
+    assert torch.equal(found, plain(torch.ones(2, 48)))
+    found.sum().backward()
+    plain(torch.ones(2, 48)).sum().backward()
+    assert torch.equal(model.extra.grad, plain.extra.grad)
+    within()
+    assert len(raised) == 2, "when no other computes, any thread may"
+
+
+def test_threads_that_meet_anywhere_compute_right_or_are_refused(store: TieredStore) -> None:
+    model = zero.page(build(), store)
+    wanted = build()(torch.ones(2, 48))
+    right, refused, other = [0], [0], list[BaseException]()
+
+    def compute() -> None:
+        for _ in range(60):
+            try:
+                with torch.no_grad():
+                    found = model(torch.ones(2, 48))
+                assert torch.equal(found, wanted)
+                right[0] += 1
+            except MisuseError as error:
+                refused[0] += "one thread at a time" in str(error)
+            except BaseException as error:
+                other.append(error)
+
+    threads = [threading.Thread(target=compute) for _ in range(3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not other, other[:3]
+    assert right[0] + refused[0] == 180
+    with torch.no_grad():
+        assert torch.equal(model(torch.ones(2, 48)), wanted)
 
 
 def test_an_array_of_a_parameter_is_read_only(store: TieredStore) -> None:

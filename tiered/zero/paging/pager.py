@@ -87,6 +87,7 @@ __all__ = [
     "weak_hook",
 ]
 
+IN_ONE_THREAD = "another thread is computing with this model: use it in one thread at a time, or take a lock around it"
 HELD = 4
 """A part of forward holds one in this many bytes of the memory at most: as many as ``SHARE`` units of the largest size."""
 
@@ -234,6 +235,7 @@ class Pager:
         self._bases: dict[int, Unit] = {}
         self._accesses = 0  # functions of torch that use parameters, outside of modules whose forward holds them
         self._thread = threading.get_ident()
+        self._claimed: dict[str, tuple[int, nn.Module]] = {}
         """The one that began the running forward, or the running use of parameters."""
         self._gatherings: weakref.WeakSet[Gathering] = weakref.WeakSet()
         self._copied: dict[nn.Parameter, tuple[str, int, Callable[[], torch.Tensor | None]]] = {}
@@ -315,7 +317,7 @@ class Pager:
         refuse_constants()
         if in_backward():  # a recomputation
             self._begin_backward()
-        elif module is self.model or not self._frames:
+        elif self._claim(module) or module is self.model or not self._frames:
             self.reset()
             self._thread = threading.get_ident()
             self.intent.refuse_half_updated()
@@ -360,8 +362,12 @@ class Pager:
             unit.gradients.deferred = True
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not in_backward() and self._claimed.get("by", (0,))[0] != threading.get_ident():
+            return  # this thread's forward was refused
         if self._frames and self._frames[-1].module is module:
             self._leave(self._frames.pop())
+        if not self._frames:
+            self._claimed.pop("by", None)
 
     def _leave(self, frame: Frame) -> None:
         frame.end_span()
@@ -525,7 +531,21 @@ class Pager:
         if self._thread == threading.get_ident() or in_backward():  # which runs in threads of its own for some devices
             return
         if self._frames or self._accesses or self.phase is Phase.BACKWARD:
-            raise MisuseError("another thread is computing with this model: use a paged model in one thread at a time")
+            raise MisuseError(IN_ONE_THREAD)
+
+    def _claim(self, module: nn.Module) -> bool:
+        """Have this thread be the one whose forward may run; return whether frames are another one's, which has ended by an
+        exception. Raises MisuseError where another thread's forward runs."""
+        mine = threading.get_ident(), module
+        thread, outermost = self._claimed.setdefault("by", mine)  # at once, whatever thread runs next
+        if thread == mine[0]:
+            if not self._frames:
+                self._claimed["by"] = mine
+            return False
+        if is_called_within({outermost}, thread):
+            raise MisuseError(IN_ONE_THREAD)
+        self._claimed["by"] = mine
+        return True
 
     def units_of(self, parameters: Iterable[torch.Tensor]) -> list[Unit]:
         """Return the units of ``parameters``, which are this model's and not sliced, without repeats."""

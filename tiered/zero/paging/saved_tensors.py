@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -195,13 +196,13 @@ def drop_queued() -> None:
         torch.zeros((), requires_grad=True, device="cpu").clone().backward()  # type: ignore[no-untyped-call]
 
 
-def is_called_within(modules: set[nn.Module]) -> bool:
-    """Return whether one of ``modules`` is being called further up in this thread."""
-    frame = sys._getframe()
+def is_called_within(modules: set[nn.Module], thread: int | None = None) -> bool:
+    """Return whether one of ``modules`` is being called further up in this thread, or in the one of that number."""
+    frame: FrameType | None = sys._getframe() if thread is None else sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") in modules:
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 
