@@ -4,7 +4,7 @@ from tiered.zero.build.construct import Construction, ConstructionStatistics, in
 from tiered.zero.checkpoint.checkpoint import commit, commit_async, resume, rollback
 from tiered.zero.checkpoint.safetensors import export
 from tiered.zero.optimizers.elementwise import Elementwise
-from tiered.zero.optimizers.named import SGD, Adagrad, Adam, Adamax, AdamW4bit, AdamW8bit, Lion, NAdam, RAdam, RMSprop
+from tiered.zero.optimizers.named import SGD, Adagrad, Adam, Adamax, AdamW4bit, AdamW8bit, Lion, Muon, NAdam, RAdam, RMSprop
 from tiered.zero.optimizers.optimizer import AdamW, GradScaler, Optimizer
 from tiered.zero.page import Moved, PagingStatistics, gathered, no_sync, offload, onload, page, statistics
 from tiered.zero.paging.sharding import Stage, Stage1, Stage2, Stage3
@@ -20,6 +20,7 @@ from tiered.zero.rules import (
     AdamWBFloat16Rule,
     AdamWRule,
     LionRule,
+    MuonRule,
     NAdamRule,
     RAdamRule,
     RMSpropRule,
@@ -49,6 +50,8 @@ __all__ = [
     "Lion",
     "LionRule",
     "Moved",
+    "Muon",
+    "MuonRule",
     "NAdam",
     "NAdamRule",
     "Optimizer",

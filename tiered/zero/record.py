@@ -435,6 +435,8 @@ def _is_rule(rule: Mapping[str, Any]) -> bool:
 
 
 def _fits(value: Any, usual: Any) -> bool:
+    if usual is None:
+        return value is None or isinstance(value, str)
     if isinstance(usual, bool):
         return value is None or isinstance(value, bool)
     if isinstance(usual, tuple):

@@ -22,13 +22,13 @@ from tiered.packing.moments import MOMENT_4, MOMENT_8, SQUARE_4, SQUARE_8, Block
 
 __all__ = [
     *("AdagradRule", "AdamRule", "AdamW4bitRule", "AdamW8bitRule", "AdamWBFloat16Rule", "AdamWRule", "AdamaxRule", "Kept"),
-    *("LARGEST_BLOCK", "LionRule", "NAdamRule", "RAdamRule", "RMSpropRule", "RULES", "SGDRule", "SMALLEST_BLOCK"),
+    *("LARGEST_BLOCK", "LionRule", "MuonRule", "NAdamRule", "RAdamRule", "RMSpropRule", "RULES", "SGDRule", "SMALLEST_BLOCK"),
     *("UpdateRule", "as_kept", "constants_of", "kept_by", "made_from", "name_of", "settings_of", "stores_step"),
-    "torch_name",
+    *("torch_name", "WHOLE"),
 ]
 
-SMALLEST_BLOCK, LARGEST_BLOCK = 16, 1024
-"""Elements: parameters are cut at multiples of the first anyway, and a chunk of states has at least as many as the second."""
+WHOLE, SMALLEST_BLOCK, LARGEST_BLOCK = 0, 16, 1024
+"""Elements: parameters are cut at multiples of the second anyway, and a chunk of states has at least as many as the third."""
 
 State = Mapping[str, torch.Tensor]
 
@@ -41,21 +41,23 @@ class UpdateRule(Protocol):
 
     - ``granularity``: what must be updated together. "elements", as where there is none: parameters are cut anywhere, at
       multiples of 16 elements. A number: blocks of so many elements, a multiple of 16 up to 1,024, in memory order from the
-      parameter's first; the last one may be smaller. There are no others yet.
+      parameter's first; the last one may be smaller. "matrix": a whole parameter of two dimensions. There are no others yet.
     - ``torch_names``: what ``state_dict()`` calls a state, by its name in the store, where these differ.
     - ``constant``: the fields that must stay as they are once a step was made.
     """
 
     def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
         """Return what has to be kept for a (flat slice of a) parameter: a spec by name, of as many elements; states start as
-        zeros. With blocks ``param`` has one block, and a spec any number of elements: so many are kept for each block."""
+        zeros. With blocks ``param`` has one block, and a spec any number of elements: so many are kept for each block. With
+        matrices ``param`` has two dimensions, and so has what is kept."""
         ...
 
     def update(
         self, param: torch.Tensor, grad: torch.Tensor, state: Mapping[str, torch.Tensor], step: int
     ) -> None:
         """Change ``param`` and ``state`` in place. All are flat, of equal length (of a state with another number of elements
-        for each block: of what the blocks have); ``step`` counts from 1.
+        for each block: of what the blocks have; of "matrix", in the shape and strides of the parameter); ``step`` counts from
+        1.
 
         ``param`` is the fp32 master (fp64 for fp64 parameters), ``grad`` is of the same dtype, and is not changed. Before step
         1 all states are zeros.
@@ -367,6 +369,38 @@ class LionRule:
         momentum.mul_(self.betas[1]).add_(grad, alpha=1 - self.betas[1])
 
 
+@dataclass(frozen=True)
+class MuonRule:
+    """Muon (Jordan, 2024, https://kellerjordan.github.io/posts/muon/) by ``torch.optim.Muon`` (of torch 2.9): momentum whose
+    singular values a Newton-Schulz iteration in bfloat16 brings near 1, for a whole matrix at a time."""
+
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    eps: float = 1e-7
+    ns_steps: int = 5
+    adjust_lr_fn: str | None = None
+
+    granularity: ClassVar[str] = "matrix"
+    counts_steps: ClassVar[bool] = False
+    workspace: ClassVar[int] = 28
+    """Bytes beside the store for each element of a matrix while it is updated: of a narrow parameter its master, its gradient
+    and a copy of its momentum in fp32; the update in fp32; six of its size in bf16, as two products of the matrix with itself
+    are at most."""
+
+    def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
+        return {"momentum_buffer": param}
+
+    def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
+        optimizer = torch.optim.Muon([param], **settings_of(self))
+        optimizer.state[param]["momentum_buffer"] = state["momentum_buffer"]
+        param.grad = grad
+        optimizer.step()  # type: ignore[no-untyped-call]
+        param.grad = None
+
+
 # AdamW with moments in fewer bytes
 
 
@@ -515,7 +549,7 @@ RULES: Mapping[str, type[Any]] = {
     rule.__name__: rule
     for rule in (
         *(SGDRule, AdamRule, AdagradRule, RMSpropRule, NAdamRule, RAdamRule, AdamaxRule, LionRule),
-        *(AdamWBFloat16Rule, AdamW8bitRule, AdamW4bitRule),
+        *(MuonRule, AdamWBFloat16Rule, AdamW8bitRule, AdamW4bitRule),
     )
 }
 """Rules whose updates a record may have, by name, beside ``AdamWRule``."""
@@ -575,7 +609,8 @@ def _number(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Kept:
-    """Form of a state in the store: ``values`` of type ``dtype`` for each ``block`` elements of a parameter."""
+    """Form of a state in the store: ``values`` of type ``dtype`` for each ``block`` elements of a parameter. A block of 0 is a
+    whole parameter (``WHOLE``), with one value for each element."""
 
     dtype: torch.dtype
     block: int = SMALLEST_BLOCK
@@ -598,6 +633,8 @@ class Kept:
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
+        if self.block == WHOLE:
+            return f"{name}, whole"
         return name if self.block == SMALLEST_BLOCK else f"{name}, {self.values} for {self.block}"
 
 
@@ -609,6 +646,8 @@ def as_kept(shown: str) -> Kept:
         raise ValueError(f"{name!r} is no type")
     if not numbers:
         return Kept(dtype)
+    if numbers == "whole":
+        return Kept(dtype, WHOLE, WHOLE)
     values, _, block = numbers.partition(" for ")
     found = Kept(dtype, int(block), int(values))
     wrong = found.block % SMALLEST_BLOCK or not SMALLEST_BLOCK < found.block <= LARGEST_BLOCK
@@ -620,12 +659,13 @@ def as_kept(shown: str) -> Kept:
 def _block_of(rule: UpdateRule) -> int:
     """Return the elements that a rule updates together. Raises MisuseError for what parameters are not cut into."""
     found = getattr(rule, "granularity", "elements")
-    if found == "elements":
-        return SMALLEST_BLOCK
+    if found in ("elements", "matrix"):
+        return SMALLEST_BLOCK if found == "elements" else WHOLE
     if type(found) is not int or found % SMALLEST_BLOCK or not SMALLEST_BLOCK <= found <= LARGEST_BLOCK:
         raise MisuseError(
             f"{type(rule).__name__} updates {found!r} together, and parameters are cut between elements, or between blocks: "
-            f"rules of granularity 'elements', or of a multiple of {SMALLEST_BLOCK} up to {LARGEST_BLOCK}, are the only ones"
+            f"rules of granularity 'elements', 'matrix', or of a multiple of {SMALLEST_BLOCK} up to {LARGEST_BLOCK} are all "
+            "there are"
         )
     return found
 
@@ -634,20 +674,22 @@ def kept_by(rule: UpdateRule, wide: torch.dtype) -> dict[str, Kept]:
     """Return the forms of a rule's states, by name, for parameters that are updated in type ``wide``. Raises MisuseError for a
     state that has not one value for each element, where it does not belong to blocks."""
     block = _block_of(rule)
-    param = TensorSpec(str(wide).removeprefix("torch."), (block,), wide.itemsize)
+    shape = (4, 4) if block == WHOLE else (block,)
+    param = TensorSpec(str(wide).removeprefix("torch."), shape, wide.itemsize)
     found = {}
     for name, spec in rule.state_specs(param).items():
         dtype = vars(torch).get(spec.dtype)
-        fits = len(spec.shape) == 1 and (spec.shape[0] == block or (block > SMALLEST_BLOCK and 1 <= spec.shape[0] <= block))
+        some = block > SMALLEST_BLOCK and len(spec.shape) == 1 and 1 <= spec.shape[0] <= block
+        fits = tuple(spec.shape) == shape or some
         if not fits or not isinstance(dtype, torch.dtype):
             raise MisuseError(
-                f"{type(rule).__name__} keeps {name!r} as {spec.dtype} of shape {list(spec.shape)} for a parameter of {block}: "
-                "a state has one value for each element (of a rule with a number for granularity: up to so many values for "
-                "each block); what is the same for all can be computed from the number of the step"
+                f"{type(rule).__name__} keeps {name!r} as {spec.dtype} of shape {list(spec.shape)} for a parameter of shape "
+                f"{list(shape)}: a state has one value for each element (of a rule with a number for granularity: up to so "
+                "many values for each block); what is the same for all can be computed from the number of the step"
             )
-        found[name] = Kept(dtype, block, spec.shape[0])
-    if not found and block > SMALLEST_BLOCK:
-        raise MisuseError(f"{type(rule).__name__} updates {block} elements together and keeps nothing for them: keep a state")
+        found[name] = Kept(dtype, block, WHOLE if block == WHOLE else spec.shape[0])
+    if not found and block != SMALLEST_BLOCK:
+        raise MisuseError(f"{type(rule).__name__} updates more than {SMALLEST_BLOCK} elements together: keep a state of them")
     return found
 
 

@@ -19,7 +19,9 @@ from tiered.zero.rules import (
     AdamRule,
     AdamW4bitRule,
     AdamW8bitRule,
+    AdamWRule,
     LionRule,
+    MuonRule,
     NAdamRule,
     RAdamRule,
     RMSpropRule,
@@ -33,7 +35,7 @@ from tiered.zero.rules import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW4bit", "AdamW8bit", "Adamax", "Lion", "NAdam", "RAdam", "RMSprop", "Where"]
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW4bit", "AdamW8bit", "Adamax", "Lion", "Muon", "NAdam", "RAdam", "RMSprop", "Where"]
 
 Number = float | torch.Tensor
 
@@ -308,6 +310,77 @@ class Lion(Optimizer):
         if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise MisuseError(f"lr={lr}, betas={betas} or weight_decay={weight_decay} is out of range")
         super().__init__(params, LionRule(float(lr), betas, weight_decay, maximize), **where)
+
+
+class Muon(Optimizer):
+    """``torch.optim.Muon`` for matrices, bit for bit, and AdamW for what is none.
+
+    ``params``: parameters of two dimensions, or param groups, as in torch; a group may have another ``"rule"``. Or a model:
+    then its matrices go to Muon, and embeddings, the head and what has not two dimensions go to ``AdamWRule`` with the
+    arguments ``adamw`` (``lr``, ``betas``, ``eps``, ``weight_decay``, ``maximize``; by default those of ``zero.AdamW``, and
+    ``lr`` of this). A head is a linear layer that has as many outputs as an embedding of the model has rows, or that
+    ``model.get_output_embeddings()`` returns. ``split`` has by name of each parameter of a model the rule that it got.
+
+    A matrix is in memory as a whole while it is updated, with its momentum: one state for each element. Momentum and masters of
+    narrow parameters are fp32. ``update`` as in ``AdamW``. Needs torch 2.9. Raises MisuseError for arguments out of range, for
+    parameters of other dimensions, and for those that are divided among ranks or into slices; CapacityError, with the number,
+    where the store has too little memory for a matrix.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT | torch.nn.Module,
+        lr: Number = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = MuonRule.ns_coefficients,
+        eps: float = MuonRule.eps,
+        ns_steps: int = MuonRule.ns_steps,
+        adjust_lr_fn: str | None = None,
+        *,
+        adamw: Mapping[str, Any] | None = None,
+        update: str = "on_fetch",
+    ) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise MisuseError(f"this torch ({torch.__version__}) has no Muon: it came with 2.9")
+        settings: dict[str, Any] = {"lr": float(lr), "weight_decay": weight_decay, "momentum": momentum}
+        settings |= {"nesterov": nesterov, "ns_coefficients": tuple(ns_coefficients), "eps": eps, "ns_steps": ns_steps}
+        settings["adjust_lr_fn"] = adjust_lr_fn
+        try:
+            torch.optim.Muon([torch.zeros(1, 1, device="cpu")], **settings)
+        except ValueError as error:  # what is out of range
+            raise MisuseError(str(error)) from error
+        if not 0 < ns_steps < 100 or len(settings["ns_coefficients"]) != 3:
+            raise MisuseError(f"ns_steps={ns_steps} or ns_coefficients={ns_coefficients} is out of range")
+        self.split: dict[str, str] = {}
+        if isinstance(params, torch.nn.Module):
+            usual = {"lr": float(lr), "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "maximize": False}
+            given: dict[str, Any] = {**usual, **(adamw or {})}
+            if given.keys() - AdamWRule.__dataclass_fields__.keys():
+                raise MisuseError(f"adamw={adamw} has what AdamWRule does not: give lr, betas, eps, weight_decay or maximize")
+            params = self._divided(params, AdamWRule(**given))
+        elif adamw is not None:
+            raise MisuseError("adamw= goes with a model; of param groups give one with its rule: zero.AdamWRule(...)")
+        super().__init__(params, MuonRule(**settings), update=update)
+
+    def _divided(self, model: torch.nn.Module, other: UpdateRule) -> list[dict[str, Any]]:
+        """Return the param groups of a model, and set ``split``."""
+        tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+        rows = {module.num_embeddings for module in tables}
+        heads: list[Any] = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m.out_features in rows]
+        if callable(getattr(model, "get_output_embeddings", None)):
+            heads.append(model.get_output_embeddings())  # type: ignore[operator]
+        apart = {p for module in (*tables, *heads) if module is not None for p in module.parameters(recurse=False)}
+        matrices: list[tuple[str, torch.nn.Parameter]] = []
+        rest: list[tuple[str, torch.nn.Parameter]] = []
+        for name, parameter in model.named_parameters():
+            fits = parameter.dim() == 2 and parameter not in apart
+            (matrices if fits else rest).append((name, parameter))
+            self.split[name] = "MuonRule" if fits else type(other).__name__
+        if not matrices:
+            raise MisuseError("this model has no matrices but embeddings and heads: take zero.AdamW")
+        return [{"params": matrices}, *([{"params": rest, "rule": other}] if rest else [])]
 
 
 class _Encoded(Optimizer):

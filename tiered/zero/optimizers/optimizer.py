@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 from torch.optim.optimizer import ParamsT, register_optimizer_step_pre_hook
 
-from tiered import TieredError, TieredStore
+from tiered import CapacityError, TieredError, TieredStore
 from tiered.errors import MisuseError
 from tiered.system import compiler, refuse_little_room
 from tiered.zero.collectives import Ranks
@@ -36,6 +36,7 @@ from tiered.zero.paging.units import Placement, Sliced
 from tiered.zero.paging.update import Update, flat_view
 from tiered.zero.rules import (
     SMALLEST_BLOCK,
+    WHOLE,
     AdamWBFloat16Rule,
     AdamWRule,
     Kept,
@@ -159,14 +160,15 @@ class Optimizer(TorchOptimizer):
                 if self._made:
                     self._show(self._resident.write())
                 return
-            for _, unit, placement in self._found(group):
+            for pager, unit, placement in self._found(group):
                 unit.plan.refuse_writing()
                 kinds = {one.dtype for one in unit.gradients.states}
                 if torch.float64 in kinds and len(kinds) > 1:
                     raise MisuseError(f"unit {unit.plan.name!r} mixes float64 with other element types: use one of them")
                 unit.states.refuse(placement.name, kept_by(rule, unit.states.wide))
                 _refuse_cut_blocks(placement, unit.plan.shares, rule)
-        except MisuseError:
+                _refuse_cut_matrix(pager, unit, placement, rule)
+        except TieredError:
             self.param_groups.pop()
             raise
         self._rules.append(rule)
@@ -843,7 +845,7 @@ def stride_of(parameter: torch.Tensor) -> tuple[int, ...]:
 def _refuse_cut_blocks(placement: Placement, shares: int, rule: UpdateRule) -> None:
     """Raise MisuseError where a parameter is divided within blocks for which ``rule`` keeps states."""
     block = max((form.block for form in kept_by(rule, torch.float32).values()), default=SMALLEST_BLOCK)
-    if block == SMALLEST_BLOCK:
+    if block in (SMALLEST_BLOCK, WHOLE):
         return
     what = f"{type(rule).__name__} keeps states for blocks of {block} elements, and {placement.name!r} is divided among"
     mend = "take zero.AdamW for it, with moments=torch.bfloat16 where its states are to be smaller"
@@ -851,6 +853,31 @@ def _refuse_cut_blocks(placement: Placement, shares: int, rule: UpdateRule) -> N
         raise MisuseError(f"{what} ranks, which may be within a block: {mend}")
     if placement.sliced is not None and placement.numel % block and placement.number < len(placement.sliced.slices) - 1:
         raise MisuseError(f"{what} slices of {placement.numel} elements, each of which ends within a block: {mend}")
+
+
+def _refuse_cut_matrix(pager: Pager, unit: Unit, placement: Placement, rule: UpdateRule) -> None:
+    """Raise MisuseError where ``rule`` updates whole matrices and a parameter is none, or is divided; CapacityError where there
+    is not enough memory for one."""
+    states = kept_by(rule, unit.states.wide)
+    if not any(form.block == WHOLE for form in states.values()):
+        return
+    what = f"{type(rule).__name__} updates whole matrices, and {placement.name!r}"
+    if placement.sliced is not None:
+        raise MisuseError(f"{what} is divided into slices: give it a param group with another rule, or more dram= to the store")
+    if len(placement.shape) != 2:
+        raise MisuseError(f"{what} has the shape {tuple(placement.shape)}: give it a param group with another rule")
+    if unit.plan.shares > 1:
+        raise MisuseError(f"{what} is divided among ranks: give it a param group with another rule, or train with one process")
+    pool = pager.store.statistics().tier("dram").capacity
+    needed = -(-(3 * unit.plan.nbytes + unit.states.needed(placement, states)) // 4096) * 4096
+    if pool < needed:
+        raise CapacityError(
+            f"{what} of shape {tuple(placement.shape)} has to be in memory with its unit, the gradients and its states: that "
+            f"takes {needed:,} bytes of DRAM, and the store has {pool:,}: open it with dram={needed}, or give the parameter "
+            "another rule"
+        )
+    beside = int(getattr(rule, "workspace", 0)) * placement.numel
+    refuse_little_room(pager.store, f"updating {placement.name!r} as a whole", largest=beside)
 
 
 def _of_slice(placement: Placement, state: Mapping[str, torch.Tensor], forms: Mapping[str, Kept]) -> dict[str, torch.Tensor]:

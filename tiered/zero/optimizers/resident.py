@@ -27,7 +27,7 @@ from tiered.zero.paging.units import Limits, Placement
 from tiered.zero.paging.update import Pending, States, Update
 from tiered.zero.rank_stores import shared_json
 from tiered.zero.record import MOST, MOST_STEPS, refuse_other_states
-from tiered.zero.rules import SMALLEST_BLOCK, AdamWRule, UpdateRule, kept_by, name_of
+from tiered.zero.rules import SMALLEST_BLOCK, WHOLE, AdamWRule, UpdateRule, kept_by, name_of
 
 __all__ = ["Resident"]
 
@@ -263,6 +263,11 @@ class Resident:
     def add(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str], rule: UpdateRule) -> None:
         """Add a param group, which ``rule`` updates. Changes nothing in the store, and nothing here where it raises
         MisuseError."""
+        if any(form.block == WHOLE for form in kept_by(rule, torch.float32).values()):
+            raise MisuseError(
+                f"{type(rule).__name__} updates whole matrices, which states in a store are not kept for: page the model, or "
+                "take torch's optimizer, with states in memory"
+            )
         group = len(self._layouts)
         fresh = [LocalShard(parameter, name, group) for parameter, name in zip(parameters, names, strict=True)]
         for local in fresh:

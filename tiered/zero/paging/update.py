@@ -24,7 +24,7 @@ from tiered import Access, InterruptedStep, MisuseError, TensorSpec
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.storage import TensorStore
 from tiered.zero.paging.units import Placement
-from tiered.zero.rules import SMALLEST_BLOCK, Kept, UpdateRule
+from tiered.zero.rules import SMALLEST_BLOCK, WHOLE, Kept, UpdateRule
 
 __all__ = ["Missed", "Pending", "States", "Update", "all_finite", "flat_view", "join", "split"]
 
@@ -242,7 +242,8 @@ class States:
 
     def _block(self, placement: Placement) -> int:
         """Return the elements that are updated together of a parameter."""
-        return max((form.block for form in self.states_of(placement).values()), default=SMALLEST_BLOCK)
+        block = max((form.block for form in self.states_of(placement).values()), default=SMALLEST_BLOCK)
+        return max(1, placement.numel) if block == WHOLE else block
 
     def chunks(self, placements: Iterable[Placement]) -> list[tuple[int, list[str]]]:
         """Return the chunks that ``placements`` lie in, in order: index and keys."""
@@ -291,17 +292,26 @@ class States:
             self._before[index, block] = found
         return self._before[index, block]
 
+    def needed(self, placement: Placement, states: Mapping[str, Kept]) -> int:
+        """Return the bytes of the largest chunk that a parameter lies in, if it keeps ``states`` and is updated as a whole."""
+        before = placement.element % self.chunk_elements
+        forms = [*states.values(), *self._masters.values()]
+        return sum(form.dtype.itemsize for form in forms) * max(self.chunk_elements, before + placement.numel)
+
     def sizes(self, key: str) -> list[int]:
         """Return the sizes that the tensor of this key may have: with all parameters up to each, in order."""
-        form, index = self.form_of(key), int(key.rpartition("#")[2])
-        return sorted({self._size(form, index, placement) for placement in self._placements} - {0})
+        index = int(key.rpartition("#")[2])
+        return sorted({self._size(_kind(key), index, placement) for placement in self._placements} - {0})
 
-    def _size(self, form: Kept, index: int, placement: Placement) -> int:
-        """Return how large chunk number ``index`` of a state of this form has to be for a parameter, or for one before it."""
+    def _size(self, kind: str, index: int, placement: Placement) -> int:
+        """Return how large chunk number ``index`` of a kind of state has to be for a parameter, or for one before it; 0 for a
+        parameter that does not keep it."""
+        form = {**self._masters, **self.states_of(placement)}.get(kind)
+        if form is None:
+            return 0
         end = placement.element + placement.numel - index * self.chunk_elements
         least = max(0, min(self.chunk_elements, end)) if form.elementwise else 0
-        keeps = form.elementwise or any(form == other for other in self.states_of(placement).values())
-        here = self._within(placement, index) if keeps else range(0)
+        here = self._within(placement, index)
         return max(least, self._span(placement, index, form, here).stop) if here else least
 
     def _create(self, index: int, keys: list[str], placements: Iterable[Placement]) -> None:
@@ -309,8 +319,7 @@ class States:
         smaller."""
         needing = {*placements, *(p for p in self._placements if p.parameter.requires_grad)}
         for key in reversed(keys):  # the first tells that all are there
-            form = self.form_of(key)
-            size = max(self._size(form, index, placement) for placement in needing)
+            size, form = max(self._size(_kind(key), index, placement) for placement in needing), self.form_of(key)
             found = self.store.spec(key).shape[0] if key in self.store else 0
             if found >= size:
                 continue
@@ -377,7 +386,7 @@ class States:
         pieces = []
         for placement in placements:
             block = self._block(placement)
-            whole, step = self._within(placement, index, block), UPDATED_AT_ONCE // block * block
+            whole, step = self._within(placement, index, block), max(1, UPDATED_AT_ONCE // block) * block
             pieces += [
                 (placement, range(start, min(whole.stop, start + step))) for start in range(whole.start, whole.stop, step)
             ]
@@ -404,10 +413,11 @@ class States:
         for scale in update.scales:
             grad = torch.mul(grad, scale, out=scratch.take("scaled", grad.dtype, size))
         moments = {name: state[name] for name in self.states_of(placement)}
+        matrix = placement if any(form.block == WHOLE for form in self.states_of(placement).values()) else None
         if param.dtype not in _NARROW:
             for scale in update.wide_scales:
                 grad = torch.mul(grad, scale, out=scratch.take("scaled", grad.dtype, size))
-            _steps(update, param, grad, moments, scratch)
+            _steps(update, param, grad, moments, scratch, matrix)
             return
         wide = scratch.take("wide", torch.float32, size).copy_(grad)
         for scale in update.wide_scales:
@@ -416,7 +426,7 @@ class States:
             master = state["master"]
             if stale:
                 master.copy_(param)
-            _steps(update, master, wide, moments, scratch)
+            _steps(update, master, wide, moments, scratch, matrix)
             param.copy_(master)
             return
         master = scratch.take("master", torch.float32, size)
@@ -426,7 +436,7 @@ class States:
         before = {
             name: scratch.take(f"before {name}", moment.dtype, moment.numel()).copy_(moment) for name, moment in moments.items()
         }
-        _steps(update, master, wide, moments, scratch)
+        _steps(update, master, wide, moments, scratch, matrix)
         if not all_finite(master):
             for name, moment in before.items():
                 moments[name].copy_(moment)
@@ -524,9 +534,17 @@ class States:
 
 
 def _steps(
-    update: Update, param: torch.Tensor, grad: torch.Tensor, moments: dict[str, torch.Tensor], scratch: _Scratch
+    update: Update,
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    moments: dict[str, torch.Tensor],
+    scratch: _Scratch,
+    matrix: Placement | None,
 ) -> None:
-    """Make the step of ``update``, and the missed ones that follow."""
+    """Make the step of ``update``, and the missed ones that follow. ``matrix``: the parameter whose shape all are given."""
+    if matrix is not None:
+        param, grad = (flat.as_strided(matrix.shape, matrix.stride) for flat in (param, grad))
+        moments = {name: flat.as_strided(matrix.shape, matrix.stride) for name, flat in moments.items()}
     update.rule.update(param, grad, moments, update.step)
     if update.missed is not None and update.missed.last > update.step:
         zero = scratch.take("zero", grad.dtype, grad.numel()).zero_()
