@@ -83,9 +83,9 @@ class Optimizer(TorchOptimizer):
     own. A param group may have another one under ``"rule"``. The fields of a rule are hyper-parameters of its param groups, of
     the same names: schedulers set them there. The other arguments, and what ``step`` does, are those of ``AdamW``.
 
-    Raises MisuseError for a rule that updates anything but elements, blocks of them or matrices, for parameters that are divided
-    within a block or a matrix, and in ``step`` where a hyper-parameter was changed such that the rule would keep other states;
-    CapacityError, with the number of bytes, where the store has too little memory for a whole matrix.
+    Raises MisuseError for a rule that updates anything but elements, blocks of them or matrices, for parameters that are
+    divided within a block or a matrix, and in ``step`` where a hyper-parameter was changed such that the rule would keep other
+    states; CapacityError, with the number of bytes, where the store has too little memory for a whole matrix.
     """
 
     def __init__(
