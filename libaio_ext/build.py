@@ -129,15 +129,16 @@ def has_compiler() -> bool:
 
 
 def kernels() -> FFI:
-    """cffi's side of the kernels that unpack quantised parameters. Without them torch computes the same bits."""
+    """cffi's side of the kernels for quantised parameters and encoded moments. Without them torch computes the same bits."""
     ffi = FFI()
     ffi.cdef((HERE / "unpack.cdef.h").read_text())
+    ffi.cdef((HERE / "moments.cdef.h").read_text())
     ffi.set_source(
         KERNELS,
-        '#include "unpack.h"',
-        sources=["libaio_ext/unpack.c"],
+        '#include "unpack.h"\n#include "moments.h"',
+        sources=["libaio_ext/unpack.c", "libaio_ext/moments.c"],
         include_dirs=["libaio_ext"],
-        depends=["libaio_ext/unpack.h", "libaio_ext/unpack.cdef.h"],
+        depends=[f"libaio_ext/{name}.{kind}" for name in ("unpack", "moments") for kind in ("h", "cdef.h")],
         extra_compile_args=["-std=gnu11", "-Wall", "-Wextra", "-O3", "-ffp-contract=off"],
     )
     return ffi

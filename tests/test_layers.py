@@ -31,7 +31,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("engine",),
     ),
     "store": ("lease", "mapping", "commit", "at_rest", "opening", "store", "verify", "importing"),
-    "packing": ("quantised",),
+    "packing": ("quantised", "moments"),
     "zero": (
         *("intent", "leases", "collectives", "rank_stores", "rules", "paging", "build", "record", "optimizers", "checkpoint"),
         *("page",),
@@ -89,6 +89,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "store.store": "the public calls of a store, which threads and coroutines share",
     "store.commit": "generations of an open store: commit, rollback, recovery",
     "zero.page": "the public calls on a whole model, beside training it",
+    "zero.rules": "the arithmetic of one step of each optimizer, and what each keeps",
     "zero.paging.units": "which parameters are paged together, and where each lies",
     "zero.paging.gradients": "the gradients of one unit, from autograd to the update",
     "zero.paging.tensors.parameters": "what a parameter answers to torch while its values are in the store",

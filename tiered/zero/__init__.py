@@ -4,7 +4,7 @@ from tiered.zero.build.construct import Construction, ConstructionStatistics, in
 from tiered.zero.checkpoint.checkpoint import commit, commit_async, resume, rollback
 from tiered.zero.checkpoint.safetensors import export
 from tiered.zero.optimizers.elementwise import Elementwise
-from tiered.zero.optimizers.named import SGD, Adagrad, Adam, Adamax, Lion, NAdam, RAdam, RMSprop
+from tiered.zero.optimizers.named import SGD, Adagrad, Adam, Adamax, AdamW4bit, AdamW8bit, Lion, Muon, NAdam, RAdam, RMSprop
 from tiered.zero.optimizers.optimizer import AdamW, GradScaler, Optimizer
 from tiered.zero.page import Moved, PagingStatistics, gathered, no_sync, offload, onload, page, statistics
 from tiered.zero.paging.sharding import Stage, Stage1, Stage2, Stage3
@@ -15,8 +15,12 @@ from tiered.zero.rules import (
     AdagradRule,
     AdamaxRule,
     AdamRule,
+    AdamW4bitRule,
+    AdamW8bitRule,
+    AdamWBFloat16Rule,
     AdamWRule,
     LionRule,
+    MuonRule,
     NAdamRule,
     RAdamRule,
     RMSpropRule,
@@ -31,6 +35,11 @@ __all__ = [
     "Adam",
     "AdamRule",
     "AdamW",
+    "AdamW4bit",
+    "AdamW4bitRule",
+    "AdamW8bit",
+    "AdamW8bitRule",
+    "AdamWBFloat16Rule",
     "AdamWRule",
     "Adamax",
     "AdamaxRule",
@@ -41,6 +50,8 @@ __all__ = [
     "Lion",
     "LionRule",
     "Moved",
+    "Muon",
+    "MuonRule",
     "NAdam",
     "NAdamRule",
     "Optimizer",

@@ -30,7 +30,7 @@ from tiered.packing.quantised import FORMS, TYPES, packing_of
 from tiered.types import LARGEST
 from tiered.zero.paging.units import Limits, Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import UPDATED_AT_ONCE, States
-from tiered.zero.rules import RULES, settings_of
+from tiered.zero.rules import RULES, Kept, as_kept, settings_of
 
 __all__ = [
     *("VERSION", "checked", "dumps", "loads", "plans", "refuse_other_states", "refuse_other_tensors", "states_shown"),
@@ -269,7 +269,7 @@ class _Unit(_Struct):
     stale_masters: list[str]
     pending: _Pending | None
     states: dict[str, dict[str, str]] | msgspec.UnsetType = msgspec.UNSET
-    """By name of each parameter that has other states than ``m`` and ``v``, the types of its states by their names."""
+    """By name of each parameter that has other states than ``m`` and ``v``, the forms of its states by their names."""
 
 
 class _Optimizer(_Struct):
@@ -397,9 +397,11 @@ def _wrong_unit(unit: _Unit, name: str, types: Mapping[str, torch.dtype]) -> Ite
     for parameter, states in used.items():
         for state, kind in states.items():
             wrong = state in ("lo", "master") or not state.isidentifier() or kept.setdefault(state, kind) != kind
-            if wrong or (state in ("m", "v") and type_named(kind) not in (torch.float32, torch.float64)):
+            if wrong or (state in ("m", "v") and _form(kind) not in (Kept(torch.float32), Kept(torch.float64))):
                 yield f"{parameter!r} has a state {state!r:.100} of {kind!r:.100}"
-            type_named(kind)
+        blocks = {_form(kind).block for kind in states.values()}
+        if len(blocks) > 1:
+            yield f"{parameter!r} has states for blocks of {sorted(blocks)} elements"
     for parameter, gradient in unit.gradients.items():
         numbers = [*gradient.scales, *gradient.wide_scales, *([] if gradient.expected is None else [gradient.expected])]
         whole = all(map(_is_number, [*numbers, *gradient.norms.values()])) and not any(n.dim() for n in gradient.norms.values())
@@ -433,6 +435,8 @@ def _is_rule(rule: Mapping[str, Any]) -> bool:
 
 
 def _fits(value: Any, usual: Any) -> bool:
+    if usual is None:
+        return value is None or isinstance(value, str)
     if isinstance(usual, bool):
         return value is None or isinstance(value, bool)
     if isinstance(usual, tuple):
@@ -461,14 +465,22 @@ def _type(shown: str) -> torch.dtype:
 
 def states_shown(states: States) -> dict[str, dict[str, str]]:
     """Return what a record has of the states that are not ``m`` and ``v``."""
-    return {
-        name: {state: str(dtype).removeprefix("torch.") for state, dtype in kept.items()} for name, kept in states.used.items()
-    }
+    return {name: {state: str(form) for state, form in kept.items()} for name, kept in states.used.items()}
 
 
-def states_used(unit: Mapping[str, Any]) -> dict[str, dict[str, torch.dtype]]:
+def states_used(unit: Mapping[str, Any]) -> dict[str, dict[str, Kept]]:
     """Return what ``states_shown`` returned, of a unit in a record."""
-    return {name: {state: type_named(kind) for state, kind in kept.items()} for name, kept in unit.get("states", {}).items()}
+    return {name: {state: _form(kind) for state, kind in kept.items()} for name, kept in unit.get("states", {}).items()}
+
+
+def _form(shown: str) -> Kept:
+    """Return a form of a state. Raises ManifestError for what is none."""
+    if "," not in shown:
+        return Kept(type_named(shown))
+    try:
+        return as_kept(shown)
+    except ValueError as error:
+        raise ManifestError(f"{shown!r:.100} is no form of a state, as this release knows them") from error
 
 
 def plans(record: Mapping[str, Any]) -> tuple[list[UnitPlan], Limits]:
@@ -543,22 +555,25 @@ def refuse_other_tensors(
 
 def refuse_other_states(store: Specified, states: States, parts: Sequence[Placement]) -> None:
     """Raise ManifestError where a chunk of states neither ends where the next one begins, nor where a parameter ends, or is not
-    of every kind."""
-    ends = {part.element + part.numel for part in parts}
+    of every kind. ``parts``: those of ``states``, or some of them."""
     for alike in [list(parts)] if states.uniform else [[part] for part in parts]:
-        for index, keys in states.chunks(alike):
+        for _, keys in states.chunks(alike):
             if not keys or keys[0] not in store:
                 continue
             size = store.spec(keys[0]).numel
-            begin = index * states.chunk_elements
-            if size != states.chunk_elements and not (size < states.chunk_elements and begin + size in ends):
+            if size not in states.sizes(keys[0]):
                 raise ManifestError(
                     f"{keys[0]!r} in {store} has {size} elements, and a chunk of these states has {states.chunk_elements}: the "
                     "checkpoint is damaged, or the tensor is another model's"
                 )
+            first = states.form_of(keys[0])
             for key in keys:  # of parameters with other rules in this chunk, one may have been enlarged, and the other not yet
-                most = None if states.uniform else states.chunk_elements
-                _expect(store, key, str(states.type_of(key)).removeprefix("torch."), size, most)
+                form, sizes = states.form_of(key), states.sizes(key)
+                least, most = size, size if states.uniform else max(sizes)
+                if not (form.elementwise and first.elementwise):
+                    here = store.spec(key).numel if key in store else 0
+                    least = most = here if here in sizes else max(sizes)
+                _expect(store, key, str(form.dtype).removeprefix("torch."), least, most)
 
 
 def _expect(store: Specified, key: str, dtype: str, least: int, most: int | None = None) -> None:

@@ -3,7 +3,8 @@
 A rule is a frozen dataclass with the hyper-parameters of one step, by the names that they have in a param group. ``States`` in
 ``paging/update.py`` gives it pieces of parameters, which begin and end at multiples of 16 elements of a unit: at other places
 the fused kernels would compute what is left over at the end of a piece with other roundings than within it. torch's kernels for
-one tensor, without ``fused``, compute the same bits wherever a tensor is cut.
+one tensor, without ``fused``, compute the same bits wherever a tensor is cut. A rule whose states belong to blocks of elements
+is given pieces of whole blocks, which are counted from the beginning of the parameter.
 """
 
 from __future__ import annotations
@@ -17,11 +18,17 @@ from torch.optim import adagrad, adam, adamax, nadam, radam, rmsprop, sgd
 from torch.optim.adamw import adamw
 
 from tiered import MisuseError, TensorSpec
+from tiered.packing.moments import MOMENT_4, MOMENT_8, SQUARE_4, SQUARE_8, BlockCode
 
 __all__ = [
-    *("AdagradRule", "AdamRule", "AdamWRule", "AdamaxRule", "LionRule", "NAdamRule", "RAdamRule", "RMSpropRule", "RULES"),
-    *("SGDRule", "UpdateRule", "constants_of", "kept_by", "made_from", "name_of", "settings_of", "stores_step", "torch_name"),
+    *("AdagradRule", "AdamRule", "AdamW4bitRule", "AdamW8bitRule", "AdamWBFloat16Rule", "AdamWRule", "AdamaxRule", "Kept"),
+    *("LARGEST_BLOCK", "LionRule", "MuonRule", "NAdamRule", "RAdamRule", "RMSpropRule", "RULES", "SGDRule", "SMALLEST_BLOCK"),
+    *("UpdateRule", "as_kept", "constants_of", "kept_by", "made_from", "name_of", "settings_of", "stores_step"),
+    *("torch_name", "WHOLE"),
 ]
+
+WHOLE, SMALLEST_BLOCK, LARGEST_BLOCK = 0, 16, 1024
+"""Elements: parameters are cut at multiples of the second anyway, and a chunk of states has at least as many as the third."""
 
 State = Mapping[str, torch.Tensor]
 
@@ -33,20 +40,24 @@ class UpdateRule(Protocol):
     It may say more by these attributes of its class:
 
     - ``granularity``: what must be updated together. "elements", as where there is none: parameters are cut anywhere, at
-      multiples of 16 elements. There are no others yet.
+      multiples of 16 elements. A number: blocks of so many elements, a multiple of 16 up to 1,024, in memory order from the
+      parameter's first; the last one may be smaller. "matrix": a whole parameter of two dimensions. There are no others yet.
     - ``torch_names``: what ``state_dict()`` calls a state, by its name in the store, where these differ.
     - ``constant``: the fields that must stay as they are once a step was made.
     """
 
     def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
         """Return what has to be kept for a (flat slice of a) parameter: a spec by name, of as many elements; states start as
-        zeros."""
+        zeros. With blocks ``param`` has one block, and a spec any number of elements: so many are kept for each block. With
+        matrices ``param`` has two dimensions, and so has what is kept."""
         ...
 
     def update(
         self, param: torch.Tensor, grad: torch.Tensor, state: Mapping[str, torch.Tensor], step: int
     ) -> None:
-        """Change ``param`` and ``state`` in place. All are flat, of equal length; ``step`` counts from 1.
+        """Change ``param`` and ``state`` in place. All are flat, of equal length (of a state with another number of elements
+        for each block: of what the blocks have; of "matrix", in the shape and strides of the parameter); ``step`` counts from
+        1.
 
         ``param`` is the fp32 master (fp64 for fp64 parameters), ``grad`` is of the same dtype, and is not changed. Before step
         1 all states are zeros.
@@ -74,22 +85,7 @@ class AdamWRule:
     def update(
         self, param: torch.Tensor, grad: torch.Tensor, state: Mapping[str, torch.Tensor], step: int
     ) -> None:
-        adamw(
-            [param],
-            [grad],
-            [state["m"]],
-            [state["v"]],
-            [],
-            [torch.tensor(float(step - 1), device=param.device)],  # torch's kernel counts it up itself
-            fused=True,
-            amsgrad=False,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            eps=self.eps,
-            maximize=self.maximize,
-        )
+        _adamw(self, param, grad, state["m"], state["v"], step)
 
 
 @dataclass(frozen=True)
@@ -373,9 +369,188 @@ class LionRule:
         momentum.mul_(self.betas[1]).add_(grad, alpha=1 - self.betas[1])
 
 
+@dataclass(frozen=True)
+class MuonRule:
+    """Muon (Jordan, 2024, https://kellerjordan.github.io/posts/muon/) by ``torch.optim.Muon`` (of torch 2.9): momentum whose
+    singular values a Newton-Schulz iteration in bfloat16 brings near 1, for a whole matrix at a time."""
+
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    eps: float = 1e-7
+    ns_steps: int = 5
+    adjust_lr_fn: str | None = None
+
+    granularity: ClassVar[str] = "matrix"
+    counts_steps: ClassVar[bool] = False
+    workspace: ClassVar[int] = 28
+    """Bytes beside the store for each element of a matrix while it is updated: of a narrow parameter its master, its gradient
+    and a copy of its momentum in fp32; the update in fp32; six of its size in bf16, as two products of the matrix with itself
+    are at most."""
+
+    def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
+        return {"momentum_buffer": param}
+
+    def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
+        optimizer = torch.optim.Muon([param], **settings_of(self))
+        optimizer.state[param]["momentum_buffer"] = state["momentum_buffer"]
+        param.grad = grad
+        optimizer.step()  # type: ignore[no-untyped-call]
+        param.grad = None
+
+
+# AdamW with moments in fewer bytes
+
+
+class _AdamWSettings(Protocol):
+    """Hyper-parameters of AdamW."""
+
+    @property
+    def lr(self) -> float: ...
+    @property
+    def betas(self) -> tuple[float, float]: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def maximize(self) -> bool: ...
+
+
+def _adamw(
+    rule: _AdamWSettings, param: torch.Tensor, grad: torch.Tensor, m: torch.Tensor, v: torch.Tensor, step: int
+) -> None:
+    adamw(
+        [param],
+        [grad],
+        [m],
+        [v],
+        [],
+        [torch.tensor(float(step - 1), device=param.device)],  # torch's kernel counts it up itself
+        fused=True,
+        amsgrad=False,
+        beta1=rule.betas[0],
+        beta2=rule.betas[1],
+        lr=rule.lr,
+        weight_decay=rule.weight_decay,
+        eps=rule.eps,
+        maximize=rule.maximize,
+    )
+
+
+@dataclass(frozen=True)
+class AdamWBFloat16Rule:
+    """AdamW whose moments are bfloat16 in the store. Inexact: a step widens them, is that of ``AdamWRule``, and rounds them to
+    even. A second moment does not change where a step moves it by less than 1/512 of itself, as with ``betas[1]`` above 0.998
+    a gradient does that is smaller than those before."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    maximize: bool = False
+
+    torch_names: ClassVar[Mapping[str, str]] = {"m16": "exp_avg", "v16": "exp_avg_sq"}
+
+    def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
+        return dict.fromkeys(("m16", "v16"), TensorSpec("bfloat16", param.shape, 2))
+
+    def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
+        m, v = state["m16"].to(param.dtype), state["v16"].to(param.dtype)
+        _adamw(self, param, grad, m, v, step)
+        state["m16"].copy_(m)
+        state["v16"].copy_(v)
+
+
+class _Encoded:
+    """Update of AdamW whose moments are codes in the store: a step decodes them, is that of ``AdamWRule``, and encodes them."""
+
+    codes: ClassVar[Mapping[str, BlockCode]]
+    """By the name of the state, how each moment is encoded."""
+    decoded: ClassVar[Mapping[str, str]]
+    """By what torch calls a moment, the name of its state."""
+
+    def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
+        found = {}
+        for name, code in self.codes.items():
+            found[name] = TensorSpec("uint8", (code.bytes_in_block,), 1)
+            found[f"{name}_scale"] = TensorSpec("float32", (1,), 4)
+        return found
+
+    def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
+        moments = []
+        for name, code in self.codes.items():
+            moment = torch.zeros(param.shape, dtype=torch.float32, device=param.device)
+            if step > 1:
+                code.decode(state[name], state[f"{name}_scale"], moment)
+            moments.append(moment.to(param.dtype))
+        _adamw(self, param, grad, moments[0], moments[1], step)  # type: ignore[arg-type]  # a dataclass with these fields
+        for (name, code), moment in zip(self.codes.items(), moments, strict=True):
+            code.encode(moment.float(), state[name], state[f"{name}_scale"])
+
+    def encoded(self, name: str, moment: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the states of a whole moment, any float of shape (n,) in memory order, that torch calls ``name``."""
+        state = self.decoded[name]
+        code, count = self.codes[state], moment.numel()
+        codes = torch.empty(code.nbytes(count), dtype=torch.uint8, device="cpu")
+        scales = torch.empty(code.blocks(count), device="cpu")
+        code.encode(moment.to("cpu", torch.float32).contiguous(), codes, scales)
+        return {state: codes, f"{state}_scale": scales}
+
+    def decode(self, name: str, state: State, count: int) -> torch.Tensor:
+        """Return the moment that torch calls ``name``, float32 of shape (count,), of a whole parameter's states (flat)."""
+        found = torch.empty(count, device="cpu")
+        kept = self.decoded[name]
+        self.codes[kept].decode(state[kept], state[f"{kept}_scale"], found)
+        return found
+
+
+@dataclass(frozen=True)
+class AdamW8bitRule(_Encoded):
+    """AdamW with moments in 8 bits, in blocks of 256 (Dettmers and others, 2022, https://arxiv.org/abs/2110.02861). Inexact."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    maximize: bool = False
+
+    granularity: ClassVar[int] = MOMENT_8.block
+    codes: ClassVar[Mapping[str, BlockCode]] = {"m8": MOMENT_8, "v8": SQUARE_8}
+    decoded: ClassVar[Mapping[str, str]] = {"exp_avg": "m8", "exp_avg_sq": "v8"}
+    torch_names: ClassVar[Mapping[str, str]] = {
+        "m8": "exp_avg_codes", "m8_scale": "exp_avg_scales",
+        "v8": "exp_avg_sq_codes", "v8_scale": "exp_avg_sq_scales",
+    }
+
+
+@dataclass(frozen=True)
+class AdamW4bitRule(_Encoded):
+    """AdamW with moments in 4 bits, in blocks of 128 (after Li and others, 2023, https://arxiv.org/abs/2309.01507). Inexact."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    maximize: bool = False
+
+    granularity: ClassVar[int] = MOMENT_4.block
+    codes: ClassVar[Mapping[str, BlockCode]] = {"m4": MOMENT_4, "v4": SQUARE_4}
+    decoded: ClassVar[Mapping[str, str]] = {"exp_avg": "m4", "exp_avg_sq": "v4"}
+    torch_names: ClassVar[Mapping[str, str]] = {
+        "m4": "exp_avg_codes", "m4_scale": "exp_avg_scales",
+        "v4": "exp_avg_sq_codes", "v4_scale": "exp_avg_sq_scales",
+    }
+
+
 RULES: Mapping[str, type[Any]] = {
     rule.__name__: rule
-    for rule in (SGDRule, AdamRule, AdagradRule, RMSpropRule, NAdamRule, RAdamRule, AdamaxRule, LionRule)
+    for rule in (
+        *(SGDRule, AdamRule, AdagradRule, RMSpropRule, NAdamRule, RAdamRule, AdamaxRule, LionRule),
+        *(MuonRule, AdamWBFloat16Rule, AdamW8bitRule, AdamW4bitRule),
+    )
 }
 """Rules whose updates a record may have, by name, beside ``AdamWRule``."""
 
@@ -405,12 +580,7 @@ def _mu_product(beta: float, decay: float, step: int) -> torch.Tensor:
 
 def settings_of(rule: UpdateRule) -> dict[str, Any]:
     """Return the hyper-parameters of a rule by their names in a param group. Raises MisuseError for what is no rule."""
-    granularity = getattr(rule, "granularity", "elements")
-    if granularity != "elements":
-        raise MisuseError(
-            f"{type(rule).__name__} updates {granularity!r} together, and parameters are cut between any elements: rules of "
-            "granularity 'elements' are the only ones yet"
-        )
+    _block_of(rule)
     if isinstance(rule, type) or not hasattr(rule, "__dataclass_fields__"):
         raise MisuseError(f"rule={rule!r:.100} is no rule: give a frozen dataclass with the methods of UpdateRule")
     if hasattr(rule, "settings"):
@@ -437,19 +607,89 @@ def _number(value: Any) -> Any:
     return tuple(map(float, value)) if isinstance(value, tuple | list) else value
 
 
-def kept_by(rule: UpdateRule, wide: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the types of a rule's states, by name, for parameters that are updated in type ``wide``. Raises MisuseError for a
-    state that has not one value for each element."""
-    param = TensorSpec(str(wide).removeprefix("torch."), (16,), wide.itemsize)
+@dataclass(frozen=True)
+class Kept:
+    """Form of a state in the store: ``values`` of type ``dtype`` for each ``block`` elements of a parameter. A block of 0 is a
+    whole parameter (``WHOLE``), with one value for each element."""
+
+    dtype: torch.dtype
+    block: int = SMALLEST_BLOCK
+    values: int = SMALLEST_BLOCK
+
+    @property
+    def elementwise(self) -> bool:
+        """Return whether there is one value for each element."""
+        return self.values == self.block
+
+    def span(self, start: int, stop: int) -> slice:
+        """Return which values are those of elements ``start``, where a block begins, to ``stop``."""
+        if self.elementwise:
+            return slice(start, stop)
+        return slice(start // self.block * self.values, -(-stop // self.block) * self.values)
+
+    def count(self, elements: int) -> int:
+        """Return how many values so many elements have."""
+        return elements if self.elementwise else -(-elements // self.block) * self.values
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        if self.block == WHOLE:
+            return f"{name}, whole"
+        return name if self.block == SMALLEST_BLOCK else f"{name}, {self.values} for {self.block}"
+
+
+def as_kept(shown: str) -> Kept:
+    """Return the form that ``str`` gave. Raises ValueError for anything else."""
+    name, _, numbers = shown.partition(", ")
+    dtype = vars(torch).get(name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no type")
+    if not numbers:
+        return Kept(dtype)
+    if numbers == "whole":
+        return Kept(dtype, WHOLE, WHOLE)
+    values, _, block = numbers.partition(" for ")
+    found = Kept(dtype, int(block), int(values))
+    wrong = found.block % SMALLEST_BLOCK or not SMALLEST_BLOCK < found.block <= LARGEST_BLOCK
+    if wrong or not 1 <= found.values <= found.block or str(found) != shown:
+        raise ValueError(f"{shown!r} is no form of a state")
+    return found
+
+
+def _block_of(rule: UpdateRule) -> int:
+    """Return the elements that a rule updates together. Raises MisuseError for what parameters are not cut into."""
+    found = getattr(rule, "granularity", "elements")
+    if found in ("elements", "matrix"):
+        return SMALLEST_BLOCK if found == "elements" else WHOLE
+    if type(found) is not int or found % SMALLEST_BLOCK or not SMALLEST_BLOCK <= found <= LARGEST_BLOCK:
+        raise MisuseError(
+            f"{type(rule).__name__} updates {found!r} together, and parameters are cut between elements, or between blocks: "
+            f"rules of granularity 'elements', 'matrix', or of a multiple of {SMALLEST_BLOCK} up to {LARGEST_BLOCK} are all "
+            "there are"
+        )
+    return found
+
+
+def kept_by(rule: UpdateRule, wide: torch.dtype) -> dict[str, Kept]:
+    """Return the forms of a rule's states, by name, for parameters that are updated in type ``wide``. Raises MisuseError for a
+    state that has not one value for each element, where it does not belong to blocks."""
+    block = _block_of(rule)
+    shape = (4, 4) if block == WHOLE else (block,)
+    param = TensorSpec(str(wide).removeprefix("torch."), shape, wide.itemsize)
     found = {}
     for name, spec in rule.state_specs(param).items():
         dtype = vars(torch).get(spec.dtype)
-        if tuple(spec.shape) != (16,) or not isinstance(dtype, torch.dtype):
+        some = block > SMALLEST_BLOCK and len(spec.shape) == 1 and 1 <= spec.shape[0] <= block
+        fits = tuple(spec.shape) == shape or some
+        if not fits or not isinstance(dtype, torch.dtype):
             raise MisuseError(
-                f"{type(rule).__name__} keeps {name!r} as {spec.dtype} of shape {list(spec.shape)} for a parameter of 16: a "
-                "state has one value for each element; what is the same for all can be computed from the number of the step"
+                f"{type(rule).__name__} keeps {name!r} as {spec.dtype} of shape {list(spec.shape)} for a parameter of shape "
+                f"{list(shape)}: a state has one value for each element (of a rule with a number for granularity: up to so "
+                "many values for each block); what is the same for all can be computed from the number of the step"
             )
-        found[name] = dtype
+        found[name] = Kept(dtype, block, WHOLE if block == WHOLE else spec.shape[0])
+    if not found and block != SMALLEST_BLOCK:
+        raise MisuseError(f"{type(rule).__name__} updates more than {SMALLEST_BLOCK} elements together: keep a state of them")
     return found
 
 

@@ -17,6 +17,8 @@ from tiered.cli.train.optimizers import kind_of
 from tiered.cli.train.options import OPTIMIZERS, Options, default_of
 from tiered.zero.optimizers.optimizer import NAMED
 
+OWN = ("lion", "adamw8bit", "adamw4bit")
+"""Which torch does not have."""
 PARAMETERS = 117_504
 """The model of TINY has a few more."""
 
@@ -25,7 +27,7 @@ def options(**changes: Any) -> Options:
     return Options(**{name: default_of(name) for name in Options.__dataclass_fields__} | changes)
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "lion"])
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in OWN])
 def test_same_numbers_as_in_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
@@ -39,9 +41,10 @@ def test_same_numbers_as_in_memory(name: str, tmp_path: Path, monkeypatch: pytes
     assert report["compared"]["optimizer states"]["numbers"] >= kind_of(options(optimizer=name)).states * PARAMETERS
 
 
-def test_lion_has_no_reference(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--check", *TINY, "--optimizer", "lion"]) == 2
-    assert "torch has no lion" in capsys.readouterr().err
+@pytest.mark.parametrize("name", OWN)
+def test_no_reference(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--check", *TINY, "--optimizer", name]) == 2
+    assert f"torch has no {name}" in capsys.readouterr().err
 
 
 def test_a_name_that_is_none_is_told_the_others(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,7 +53,7 @@ def test_a_name_that_is_none_is_told_the_others(capsys: pytest.CaptureFixture[st
     assert all(name in said for name in OPTIMIZERS)
 
 
-@pytest.mark.parametrize("name", ["lion", "sgd"])
+@pytest.mark.parametrize("name", ["lion", "sgd", "adamw8bit"])
 def test_stopped_and_resumed(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,8 +125,9 @@ def add_parser(commands: Commands) -> None:
     training.add_argument(
         "--optimizer",
         choices=OPTIMIZERS,
-        help="what updates the parameters, bit for bit as torch's class of that name (torch has no lion); sgd has a "
-        "momentum of 0.9. sgd, adagrad, rmsprop and lion keep one state and not two, and need another --lr "
+        help="what updates the parameters, bit for bit as torch's class of that name (torch has no lion, and none of the "
+        "inexact adamw8bit and adamw4bit, which keep moments in 8 and 4 bits); sgd has a momentum of 0.9. sgd, adagrad, "
+        "rmsprop and lion keep one state and not two, and need another --lr "
         f"{_default('optimizer')}",
     )
     training.add_argument(
@@ -240,8 +241,10 @@ def _options(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given:
     if parsed.update == "in_backward":
         values |= {"accumulate": 1, "clip": 0.0}
     options = Options(**values)
-    if parsed.check and options.optimizer == "lion":
-        parser.error("--check compares with an optimizer of torch's, and torch has no lion: give another --optimizer")
+    if parsed.check and options.optimizer in ("lion", "adamw8bit", "adamw4bit"):
+        parser.error(
+            f"--check compares with an optimizer of torch's, and torch has no {options.optimizer}: give another --optimizer"
+        )
     if options.width % options.heads:
         parser.error(f"--width {options.width} is not a multiple of --heads {options.heads}")
     return options

@@ -20,22 +20,23 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """One optimizer. ``states`` of 4 bytes are kept for each parameter; ``settings`` are those beside learning rate and decay;
-    ``theirs`` is torch's class, None where it has none, with ``kernel`` as what makes it the same to the bit."""
+    """One optimizer. ``states`` of 4 bytes are kept for each parameter, and of fewer bytes as many as have these together;
+    ``settings`` are those beside learning rate and decay; ``theirs`` is torch's class, None where it has none, with ``kernel``
+    as what makes it the same to the bit."""
 
     ours: Callable[..., zero.Optimizer]
     theirs: type[torch.optim.Optimizer] | None
-    states: int
+    states: float
     settings: Mapping[str, Any] = field(default_factory=dict)
     kernel: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def bytes_kept(self) -> int:
+    def bytes_kept(self) -> float:
         """Return the bytes of a parameter and its states."""
         return FP32_BYTES * (1 + self.states)
 
     @property
-    def bytes_in_memory(self) -> int:
+    def bytes_in_memory(self) -> float:
         """Return the bytes of a parameter, its states and its gradient, as training in memory has them."""
         return self.bytes_kept + GRADIENT_BYTES
 
@@ -66,6 +67,8 @@ _KINDS = {
     "adagrad": OptimizerKind(zero.Adagrad, torch.optim.Adagrad, 1, {}, _FUSED),
     "rmsprop": OptimizerKind(zero.RMSprop, torch.optim.RMSprop, 1, {}, _SINGLE),
     "lion": OptimizerKind(zero.Lion, None, 1),
+    "adamw8bit": OptimizerKind(zero.AdamW8bit, None, 2 / 4 + 2 / 256, _BETAS),
+    "adamw4bit": OptimizerKind(zero.AdamW4bit, None, 1 / 4 + 2 / 128, _BETAS),
 }
 assert tuple(_KINDS) == OPTIMIZERS
 

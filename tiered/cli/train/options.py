@@ -25,7 +25,7 @@ NAME = "model"
 """The model's name in the store."""
 
 UPDATES = ("on_fetch", "in_backward")
-OPTIMIZERS = ("adamw", "adam", "nadam", "radam", "adamax", "sgd", "adagrad", "rmsprop", "lion")
+OPTIMIZERS = ("adamw", "adam", "nadam", "radam", "adamax", "sgd", "adagrad", "rmsprop", "lion", "adamw8bit", "adamw4bit")
 MODEL_HELP = {
     "layers": "transformer blocks",
     "width": "width of the model, a multiple of --heads",

@@ -50,8 +50,8 @@ class Summary:
     ranks: int = 1
     stage: int = 3
     optimizer: str = "adamw"
-    kept: int = 12
-    in_memory: int = 16
+    kept: float = 12
+    in_memory: float = 16
 
     @property
     def last_loss(self) -> float:
@@ -85,7 +85,7 @@ class Summary:
             "tokens_per_second": self.tokens / moved.seconds,
             "loss": {"first": losses[0], "last": self.last_loss, "all": losses},
             "parameters": self.parameters,
-            "state_bytes": self.kept * self.parameters,
+            "state_bytes": round(self.kept * self.parameters),
             "pool": {"budget_bytes": dram.capacity, "peak_bytes": dram.peak},
             "hbm": {"budget_bytes": top.capacity, "peak_bytes": top.peak} if (top := self.seen.tiers[0]) is not dram else None,
             "per_step": {
@@ -111,7 +111,7 @@ class Summary:
             },
             "peak_rss_bytes": self.peak_rss,
             "baseline_rss_bytes": self.baseline_rss,
-            "in_memory_bytes": self.in_memory * self.parameters,
+            "in_memory_bytes": round(self.in_memory * self.parameters),
             "backend": self.seen.backend,
             "direct": self.seen.direct,
             "prefetch": self.prefetch,
@@ -149,7 +149,8 @@ def describe(summary: Summary, other_way: str | None, again: str) -> str:
             f"memory    {format_size(summary.peak_rss)} at the peak: {format_size(summary.baseline_rss)} Python and torch, "
             f"{format_size(dram.peak)} the store's pool,",
             f"          {format_size(rest)} activations and everything else; in memory, parameters, gradients and",
-            f"          states of {summary.optimizer} alone would take {format_size(summary.in_memory * summary.parameters)}",
+            f"          states of {summary.optimizer} alone would take "
+            f"{format_size(round(summary.in_memory * summary.parameters))}",
             f"disk      {flow('read', moved.disk_read)}",
             f"          {flow('wrote', moved.disk_written)}; {how}",
             "time      per step",
@@ -176,7 +177,7 @@ def _exported(summary: Summary) -> str:
 
 
 def _state(summary: Summary) -> list[str]:
-    state, dram = summary.kept * summary.parameters, summary.seen.tier("dram")
+    state, dram = round(summary.kept * summary.parameters), summary.seen.tier("dram")
     if summary.fitted:
         return [
             f"state     {format_size(state)}; everything fitted in the budget of {format_size(dram.capacity)} "

@@ -297,7 +297,7 @@ def _run(session: _Session) -> int:
 def _heading(session: _Session) -> str:
     options, earlier, ranks = session.options, session.earlier, session.peers.launched.ranks
     device = f"{format_size(options.hbm)} on {options.device} and " if options.hbm else ""
-    state = format_size(kind_of(options).bytes_kept * session.parameters)
+    state = format_size(round(kind_of(options).bytes_kept * session.parameters))
     lines = [
         f"model     {describe_model(options, session.parameters)}",
         f"budget    {device}{format_size(options.dram)} of memory for {state} of parameters and states of {options.optimizer}",

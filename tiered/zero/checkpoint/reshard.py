@@ -26,6 +26,7 @@ from tiered.zero.paging.units import Limits, ModelPlan, Placement, UnitPlan, eve
 from tiered.zero.paging.update import States
 from tiered.zero.rank_stores import has_commit, newest_set, sets_in
 from tiered.zero.record import plans, refuse_other_tensors, states_shown, states_used, type_named
+from tiered.zero.rules import SMALLEST_BLOCK, Kept
 
 __all__ = ["Copies", "Source", "opened", "reshard"]
 
@@ -204,8 +205,9 @@ class Source:
 
     def values(self, name: str, kind: str, begin: int, end: int) -> torch.Tensor | None:
         """Return elements ``begin`` to ``end`` of a parameter in memory order: of itself ("param", as it was stored), "m", "v",
-        "master" or "grad". None where there are none of that kind."""
+        "master" or "grad". None where there are none of that kind. Raises MisuseError for a state of blocks that are cut."""
         index, pieces = self._home[name], []
+        form = states_used(self.records[0]["units"][index]).get(name, {}).get(kind, Kept(torch.float32))
         for rank in range(self.ranks):
             share = self._parts(index, rank).get(name)
             if share is None:
@@ -216,7 +218,14 @@ class Source:
                 found = self._share(index, rank).values[name].get(kind)
                 if found is None:
                     return None
-                pieces.append(found[start - first : stop - first])
+                cut = start % form.block or (stop % form.block and stop < last)
+                if form.block > SMALLEST_BLOCK and (self.ranks > 1 or cut):
+                    raise MisuseError(
+                        f"{name!r} of {self.name!r} has a state for each block of {form.block} elements, and would be cut "
+                        "within a block: page the model as it was paged when it was committed, with the same dram= and no "
+                        "other ranks"
+                    )
+                pieces.append(found[form.span(start - first, stop - first)])
         return torch.cat(pieces) if pieces else None
 
     def _parts(self, index: int, rank: int) -> dict[str, tuple[int, int]]:
@@ -357,7 +366,12 @@ def _reshard_unit(
         if held:
             param = source.all_values(placement, "param", begin, begin + part.numel)
             assert param is not None
-            states.load(part, param, {kind: value.as_strided(part.shape, part.stride) for kind, value in held.items()})
+            forms = states.states_of(part)
+            shaped = {
+                kind: value.as_strided(part.shape, part.stride) if kind not in forms or forms[kind].elementwise else value
+                for kind, value in held.items()
+            }
+            states.load(part, param, shaped)
     if any(said["there"] for said in gradients.values()):
         _put_gradients(source, store, f"{key}/grad", unit, parts, begins)
     stale = sorted(part.name for part in states.stale_masters)

@@ -1,4 +1,5 @@
-"""Optimizers with the names and arguments of torch's, each bit for bit torch's class in memory; and Lion."""
+"""Optimizers with the names and arguments of torch's, each bit for bit torch's class in memory; Lion; and AdamW with moments in
+fewer bits."""
 
 from __future__ import annotations
 
@@ -10,25 +11,31 @@ import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
 from tiered import MisuseError, TieredStore
-from tiered.zero.optimizers.optimizer import Optimizer
+from tiered.zero.optimizers.optimizer import Optimizer, stride_of
 from tiered.zero.paging.sharding import Stage
 from tiered.zero.rules import (
     AdagradRule,
     AdamaxRule,
     AdamRule,
+    AdamW4bitRule,
+    AdamW8bitRule,
+    AdamWRule,
     LionRule,
+    MuonRule,
     NAdamRule,
     RAdamRule,
     RMSpropRule,
     SGDRule,
     UpdateRule,
+    kept_by,
     made_from,
+    torch_name,
 )
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["SGD", "Adagrad", "Adam", "Adamax", "Lion", "NAdam", "RAdam", "RMSprop", "Where"]
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW4bit", "AdamW8bit", "Adamax", "Lion", "Muon", "NAdam", "RAdam", "RMSprop", "Where"]
 
 Number = float | torch.Tensor
 
@@ -303,3 +310,162 @@ class Lion(Optimizer):
         if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise MisuseError(f"lr={lr}, betas={betas} or weight_decay={weight_decay} is out of range")
         super().__init__(params, LionRule(float(lr), betas, weight_decay, maximize), **where)
+
+
+class Muon(Optimizer):
+    """``torch.optim.Muon`` for matrices, bit for bit, and AdamW for what is none.
+
+    ``params``: parameters of two dimensions, or param groups, as in torch; a group may have another ``"rule"``. Or a model:
+    then its matrices go to Muon, and embeddings, the head and what has not two dimensions go to ``AdamWRule`` with the
+    arguments ``adamw`` (``lr``, ``betas``, ``eps``, ``weight_decay``, ``maximize``; by default those of ``zero.AdamW``, and
+    ``lr`` of this). A head is a linear layer that has as many outputs as an embedding of the model has rows, or that
+    ``model.get_output_embeddings()`` returns. ``split`` has by name of each parameter of a model the rule that it got.
+
+    A matrix is in memory as a whole while it is updated, with its momentum: one state for each element. Momentum and masters of
+    narrow parameters are fp32. ``update`` as in ``AdamW``. Needs torch 2.9. Raises MisuseError for arguments out of range, for
+    parameters of other dimensions, and for those that are divided among ranks or into slices; CapacityError, with the number,
+    where the store has too little memory for a matrix.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT | torch.nn.Module,
+        lr: Number = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = MuonRule.ns_coefficients,
+        eps: float = MuonRule.eps,
+        ns_steps: int = MuonRule.ns_steps,
+        adjust_lr_fn: str | None = None,
+        *,
+        adamw: Mapping[str, Any] | None = None,
+        update: str = "on_fetch",
+    ) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise MisuseError(f"this torch ({torch.__version__}) has no Muon: it came with 2.9")
+        settings: dict[str, Any] = {"lr": float(lr), "weight_decay": weight_decay, "momentum": momentum}
+        settings |= {"nesterov": nesterov, "ns_coefficients": tuple(ns_coefficients), "eps": eps, "ns_steps": ns_steps}
+        settings["adjust_lr_fn"] = adjust_lr_fn
+        try:
+            torch.optim.Muon([torch.zeros(1, 1, device="cpu")], **settings)
+        except ValueError as error:  # what is out of range
+            raise MisuseError(str(error)) from error
+        if not 0 < ns_steps < 100 or len(settings["ns_coefficients"]) != 3:
+            raise MisuseError(f"ns_steps={ns_steps} or ns_coefficients={ns_coefficients} is out of range")
+        self.split: dict[str, str] = {}
+        if isinstance(params, torch.nn.Module):
+            usual = {"lr": float(lr), "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "maximize": False}
+            given: dict[str, Any] = {**usual, **(adamw or {})}
+            if given.keys() - AdamWRule.__dataclass_fields__.keys():
+                raise MisuseError(f"adamw={adamw} has what AdamWRule does not: give lr, betas, eps, weight_decay or maximize")
+            params = self._divided(params, AdamWRule(**given))
+        elif adamw is not None:
+            raise MisuseError("adamw= goes with a model; of param groups give one with its rule: zero.AdamWRule(...)")
+        super().__init__(params, MuonRule(**settings), update=update)
+
+    def _divided(self, model: torch.nn.Module, other: UpdateRule) -> list[dict[str, Any]]:
+        """Return the param groups of a model, and set ``split``."""
+        tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+        rows = {module.num_embeddings for module in tables}
+        heads: list[Any] = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m.out_features in rows]
+        if callable(getattr(model, "get_output_embeddings", None)):
+            heads.append(model.get_output_embeddings())  # type: ignore[operator]
+        apart = {p for module in (*tables, *heads) if module is not None for p in module.parameters(recurse=False)}
+        matrices: list[tuple[str, torch.nn.Parameter]] = []
+        rest: list[tuple[str, torch.nn.Parameter]] = []
+        for name, parameter in model.named_parameters():
+            fits = parameter.dim() == 2 and parameter not in apart
+            (matrices if fits else rest).append((name, parameter))
+            self.split[name] = "MuonRule" if fits else type(other).__name__
+        if not matrices:
+            raise MisuseError("this model has no matrices but embeddings and heads: take zero.AdamW")
+        return [{"params": matrices}, *([{"params": rest, "rule": other}] if rest else [])]
+
+
+class _Encoded(Optimizer):
+    """AdamW whose moments are codes."""
+
+    def _encode(self, params: ParamsT, rule: AdamW8bitRule | AdamW4bitRule, where: Where) -> None:
+        """Initialise. Raises MisuseError for what is out of range."""
+        if rule.lr < 0 or rule.eps < 0 or rule.weight_decay < 0 or not all(0 <= beta < 1 for beta in rule.betas):
+            raise MisuseError(f"{rule} has an argument that is out of range")
+        made: UpdateRule = rule
+        super().__init__(params, made, **where)
+
+    def float_state_dict(self) -> dict[str, Any]:
+        """Return ``state_dict()`` with moments as fp32 ``exp_avg`` and ``exp_avg_sq``: what ``zero.AdamW``, torch's AdamW and
+        this class load. They are what the codes say; when this class encodes them again, the scales of some blocks are others.
+        """
+        found = self.state_dict()
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        rules = [rule for rule, group in zip(self._rules, self.param_groups, strict=True) for _ in group["params"]]
+        for index, state in found["state"].items():
+            rule, parameter = rules[index], parameters[index]
+            if not isinstance(rule, AdamW8bitRule | AdamW4bitRule):
+                continue
+            flat = {name: _flat(state.pop(torch_name(rule, name))) for name in kept_by(rule, torch.float32)}
+            for name in rule.decoded:
+                moment = rule.decode(name, flat, parameter.numel())
+                state[name] = moment.as_strided(parameter.shape, stride_of(parameter))
+        for group in found["param_groups"]:
+            group.update(fused=True, foreach=None, amsgrad=False, capturable=False, differentiable=False)
+            group["decoupled_weight_decay"] = True
+        return found
+
+
+class AdamW8bit(_Encoded):
+    """AdamW with moments in 8 bits: a quarter of the bytes of ``AdamW``'s. **Inexact.**
+
+    The codes are those of bitsandbytes (Dettmers and others, 2022, 8-bit Optimizers via Block-wise Quantization,
+    https://arxiv.org/abs/2110.02861): for each block of 256 elements the largest absolute value (fp32), and for each element
+    the nearest of 256 values of a dynamic map. A step decodes, is that of ``AdamW``, and encodes; the parameter is updated with
+    moments before they are rounded. Blocks are counted from the beginning of each parameter, in memory order. All parameters
+    are encoded, small ones too: give those that should have fp32 moments, as embeddings and vectors, a param group with
+    ``"rule": zero.AdamWRule(...)``.
+
+    ``state_dict()`` has ``exp_avg_codes``, ``exp_avg_scales``, ``exp_avg_sq_codes`` and ``exp_avg_sq_scales``;
+    ``float_state_dict()`` has fp32 moments, and ``load_state_dict`` takes both. ``where`` as in ``AdamW``. Raises MisuseError
+    for arguments out of range, and for parameters that are divided within a block: among ranks, and in slices.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Number = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        **where: Unpack[Where],
+    ) -> None:
+        self._encode(params, AdamW8bitRule(float(lr), betas, eps, weight_decay, maximize), where)
+
+
+class AdamW4bit(_Encoded):
+    """AdamW with moments in 4 bits: an eighth of the bytes of ``AdamW``'s. **Inexact.**
+
+    As ``AdamW8bit``, with blocks of 128 and maps of 16 values: the dynamic map for the first moment, and multiples of 1/16
+    without zero for the second (Li and others, 2023, Memory Efficient Optimizers with 4-bit States,
+    https://arxiv.org/abs/2309.01507, which has scales for rows and columns where here each block has one). Two codes are in a
+    byte, so codes have one dimension in ``state_dict()``.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Number = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        **where: Unpack[Where],
+    ) -> None:
+        self._encode(params, AdamW4bitRule(float(lr), betas, eps, weight_decay, maximize), where)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all elements of a tensor without gaps, in memory order."""
+    return tensor.as_strided((tensor.numel(),), (1,))

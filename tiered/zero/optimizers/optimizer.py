@@ -8,6 +8,7 @@ needed. For parameters that stay in memory, with states in a store (``resident.p
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 from torch.optim.optimizer import ParamsT, register_optimizer_step_pre_hook
 
-from tiered import TieredError, TieredStore
+from tiered import CapacityError, TieredError, TieredStore
 from tiered.errors import MisuseError
 from tiered.system import compiler, refuse_little_room
 from tiered.zero.collectives import Ranks
@@ -32,9 +33,13 @@ from tiered.zero.paging.tensors.gradients import SpentGradient, whole_norms
 from tiered.zero.paging.tensors.states import StateView
 from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import Placement, Sliced
-from tiered.zero.paging.update import Update
+from tiered.zero.paging.update import Update, flat_view
 from tiered.zero.rules import (
+    SMALLEST_BLOCK,
+    WHOLE,
+    AdamWBFloat16Rule,
     AdamWRule,
+    Kept,
     UpdateRule,
     constants_of,
     kept_by,
@@ -45,7 +50,7 @@ from tiered.zero.rules import (
 )
 from tiered.zero.rules import name_of as rule_name
 
-__all__ = ["AdamW", "GradScaler", "Optimizer", "refuse_others"]
+__all__ = ["AdamW", "GradScaler", "Optimizer", "refuse_others", "stride_of"]
 
 MIXED = (
     "some of these parameters are paged and others are not: make an optimizer for each kind, with store= for those that stay "
@@ -67,8 +72,8 @@ HALF_LOADED = (
     "call it again, or zero.rollback"
 )
 
-NAMED = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Lion")
-"""Optimizers of ``tiered.zero`` that have the name of one in memory."""
+NAMED = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Lion", "AdamW8bit", "AdamW4bit")
+"""Optimizers of ``tiered.zero`` that have the name of one in memory: of torch's, bitsandbytes' or torchao's."""
 
 
 class Optimizer(TorchOptimizer):
@@ -155,13 +160,15 @@ class Optimizer(TorchOptimizer):
                 if self._made:
                     self._show(self._resident.write())
                 return
-            for _, unit, placement in self._found(group):
+            for pager, unit, placement in self._found(group):
                 unit.plan.refuse_writing()
                 kinds = {one.dtype for one in unit.gradients.states}
                 if torch.float64 in kinds and len(kinds) > 1:
                     raise MisuseError(f"unit {unit.plan.name!r} mixes float64 with other element types: use one of them")
                 unit.states.refuse(placement.name, kept_by(rule, unit.states.wide))
-        except MisuseError:
+                _refuse_cut_blocks(placement, unit.plan.shares, rule)
+                _refuse_cut_matrix(pager, unit, placement, rule)
+        except TieredError:
             self.param_groups.pop()
             raise
         self._rules.append(rule)
@@ -466,19 +473,29 @@ class Optimizer(TorchOptimizer):
             for index, name in enumerate(named)
             if state_dict["state"].get(name)
         }
+        for index, rule in enumerate(rules):
+            if index in moments and hasattr(rule, "encoded"):
+                moments[index] = self._encoded(index, rule, moments[index])
         ours = [_torch_names(rule) | {"master": "master"} for rule in rules]
         states = {
             index: {ours[index][name]: value for name, value in found.items() if name in ours[index]}
             for index, found in moments.items()
             if index < len(rules)
         }
-        lacking = [index for index, found in states.items() if ours[index].keys() - {"master"} and not found]
+        lacking = [
+            index
+            for index, found in states.items()
+            if ours[index].keys() - {"master"} and not moments[index].keys() - {"step", "master"}
+        ]
         for index in lacking:  # torch has a state of SGD without a momentum before the first step
             del states[index], moments[index]
         for index, found in moments.items():
             if index < len(rules):
                 self._refuse_scalars(rules[index], found)
         if self._resident is not None:
+            for index, found in moments.items():
+                if index < len(rules):
+                    _refuse_lacking(f"parameter {index}", found, rules[index], type(self).__name__)
             steps = {index: int(found.get("step", 1)) for index, found in moments.items()}
             before = [self._rules[local.group] for local in self._resident.locals]
             for old, new in zip(before, rules, strict=False):
@@ -507,13 +524,29 @@ class Optimizer(TorchOptimizer):
             for _, unit, placement in slices if index in states else ():
                 state = states[index]
                 if placement.sliced is not None:
-                    state = {name: value[_at(placement)] for name, value in state.items()}
+                    state = _of_slice(placement, state, kept_by(rules[index], unit.states.wide))
                 unit.load_state(placement, state)
                 unit.counted_by[placement] = self._mark
                 loaded[placement] = steps[index]
         self.steps = loaded
         for pager in pagers:
             pager.intent.spoil(None)
+
+    def _encoded(self, index: int, rule: Any, found: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state of parameter number ``index`` with its moments as ``rule`` encodes them, where they are floats, as
+        torch's class has them."""
+        parameter = next(itertools.islice(self._parameters(), index, None))
+        made = {name: value for name, value in found.items() if name not in rule.decoded}
+        for name in rule.decoded.keys() & found.keys():
+            value = found[name]
+            if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+                _refuse_state(f"parameter {index}", parameter.shape, found, AdamWRule(0, (0, 0), 0, 0, False), "AdamW")
+            flat = torch.empty_strided(parameter.shape, stride_of(parameter), dtype=torch.float32, device="cpu").copy_(value)
+            for state, encoded in rule.encoded(name, flat_view(flat)).items():
+                whole = encoded.numel() == parameter.numel() and encoded.dtype is torch.uint8
+                shaped = encoded.as_strided(parameter.shape, stride_of(parameter)) if whole else encoded
+                made[torch_name(rule, state)] = shaped
+        return made
 
     def _beside(self, state_dict: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
         """Yield each param group that is loaded, with the one that it is loaded into."""
@@ -604,7 +637,9 @@ class Optimizer(TorchOptimizer):
         if len(slices) == 1 or not copies:
             return copies[0] if copies else {}
         join = torch.stack if isinstance(_at(slices[0][2]), int) else torch.cat
-        return {name: join([copy[name] for copy in copies]) for name in copies[0]}
+        forms = slices[0][1].states.states_of(slices[0][2])
+        blocked = {name for name, form in forms.items() if not form.elementwise}
+        return {name: (torch.cat if name in blocked else join)([copy[name] for copy in copies]) for name in copies[0]}
 
     def _show(self, steps: Sequence[int]) -> None:
         """Set ``state`` as torch does, because torch.distributed.checkpoint takes an optimizer without any for a fresh one, and
@@ -733,6 +768,10 @@ class AdamW(Optimizer):
       has the states of its share of the elements and updates that; all call ``step``, ``state_dict`` and ``add_param_group``
       together. ``timeout``: seconds that a rank waits for the others before all raise RankError (default: that of ``group``).
 
+    ``moments=torch.bfloat16``: both are bf16 in the store, half as many bytes. That is inexact: a step widens them, is that of
+    fp32, and rounds them to even. A second moment then does not decay where ``betas[1]`` is above 0.998. What
+    ``moments=None`` left is loaded by ``load_state_dict``, and the other way round.
+
     A bf16 parameter that is given another value between steps keeps the low bits of its master, which are less than half a
     unit of its last place.
 
@@ -757,6 +796,7 @@ class AdamW(Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        moments: torch.dtype | None = None,
         update: str = "on_fetch",
         store: TieredStore | None = None,
         name: str = "optimizer",
@@ -780,7 +820,10 @@ class AdamW(Optimizer):
                 raise MisuseError(f"{what}={value} is out of range")
         numbers = tuple(map(float, betas))
         defaults = {"lr": lr, "betas": numbers, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        rule = AdamWRule(float(lr), (numbers[0], numbers[1]), eps, weight_decay, maximize)
+        if moments not in (None, torch.float32, torch.bfloat16):
+            raise MisuseError(f"moments={moments}: they are float32, or bfloat16; zero.AdamW8bit and zero.AdamW4bit have codes")
+        kind = AdamWBFloat16Rule if moments is torch.bfloat16 else AdamWRule
+        rule: UpdateRule = kind(float(lr), (numbers[0], numbers[1]), eps, weight_decay, maximize)
         self._begin(params, rule, defaults, update, store, name, existing, _Share(stage, group, timeout))
 
     def _refuse_group(self, group: Mapping[str, Any]) -> None:
@@ -789,6 +832,64 @@ class AdamW(Optimizer):
     def _as_torch(self, group: dict[str, Any]) -> None:
         group.update(fused=True, foreach=None, amsgrad=False, capturable=False, differentiable=False)
         group["decoupled_weight_decay"] = True
+
+
+def stride_of(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides in whose order a parameter has its states."""
+    if not hasattr(parameter, "_tiered"):
+        return parameter.stride()
+    placement = placements_of(parameter)[0][2]
+    return torch.empty(parameter.shape, device="meta").stride() if placement.sliced is not None else placement.stride
+
+
+def _refuse_cut_blocks(placement: Placement, shares: int, rule: UpdateRule) -> None:
+    """Raise MisuseError where a parameter is divided within blocks for which ``rule`` keeps states."""
+    block = max((form.block for form in kept_by(rule, torch.float32).values()), default=SMALLEST_BLOCK)
+    if block in (SMALLEST_BLOCK, WHOLE):
+        return
+    what = f"{type(rule).__name__} keeps states for blocks of {block} elements, and {placement.name!r} is divided among"
+    mend = "take zero.AdamW for it, with moments=torch.bfloat16 where its states are to be smaller"
+    if shares > 1:
+        raise MisuseError(f"{what} ranks, which may be within a block: {mend}")
+    if placement.sliced is not None and placement.numel % block and placement.number < len(placement.sliced.slices) - 1:
+        raise MisuseError(f"{what} slices of {placement.numel} elements, each of which ends within a block: {mend}")
+
+
+def _refuse_cut_matrix(pager: Pager, unit: Unit, placement: Placement, rule: UpdateRule) -> None:
+    """Raise MisuseError where ``rule`` updates whole matrices and a parameter is none, or is divided; CapacityError where there
+    is not enough memory for one."""
+    states = kept_by(rule, unit.states.wide)
+    if not any(form.block == WHOLE for form in states.values()):
+        return
+    what = f"{type(rule).__name__} updates whole matrices, and {placement.name!r}"
+    if placement.sliced is not None:
+        raise MisuseError(f"{what} is divided into slices: give it a param group with another rule, or more dram= to the store")
+    if len(placement.shape) != 2:
+        raise MisuseError(f"{what} has the shape {tuple(placement.shape)}: give it a param group with another rule")
+    if unit.plan.shares > 1:
+        raise MisuseError(f"{what} is divided among ranks: give it a param group with another rule, or train with one process")
+    pool = pager.store.statistics().tier("dram").capacity
+    needed = -(-(3 * unit.plan.nbytes + unit.states.needed(placement, states)) // 4096) * 4096
+    if pool < needed:
+        raise CapacityError(
+            f"{what} of shape {tuple(placement.shape)} has to be in memory with its unit, the gradients and its states: that "
+            f"takes {needed:,} bytes of DRAM, and the store has {pool:,}: open it with dram={needed}, or give the parameter "
+            "another rule"
+        )
+    beside = int(getattr(rule, "workspace", 0)) * placement.numel
+    refuse_little_room(pager.store, f"updating {placement.name!r} as a whole", largest=beside)
+
+
+def _of_slice(placement: Placement, state: Mapping[str, torch.Tensor], forms: Mapping[str, Kept]) -> dict[str, torch.Tensor]:
+    """Return of a parameter's state that of one slice."""
+    assert placement.sliced is not None
+    begin = placement.sliced.element(placement.number)
+    return {
+        name: value[_at(placement)]
+        if name not in forms or forms[name].elementwise
+        else value[forms[name].span(begin, begin + placement.numel)]
+        for name, value in state.items()
+    }
 
 
 def _at(placement: Placement) -> int | slice:
@@ -866,15 +967,24 @@ def _refuse_paged(optimizer: TorchOptimizer, args: object, kwargs: object) -> No
 
 def _refuse_state(name: str, shape: torch.Size, found: Mapping[str, Any], rule: UpdateRule, of: str) -> None:
     """Raise MisuseError unless ``found`` is what ``state_dict`` gives for a parameter of that shape."""
-    names = tuple(_torch_names(rule))
-    for key in (*(["step"] if stores_step(rule) else []), *names):
-        if key not in found:
-            raise MisuseError(f"the state of {name!r} has no {key!r}: give what state_dict() of an {of} returns")
+    _refuse_lacking(repr(name), found, rule, of)
+    forms = {torch_name(rule, name): form for name, form in kept_by(rule, torch.float32).items()}
+    names = tuple(forms)
     for key in (*names, "master"):
-        value = found.get(key)
-        if key in found and not (isinstance(value, torch.Tensor) and value.shape == shape):
+        value, blocked = found.get(key), key in forms and not forms[key].elementwise
+        fitting = torch.Size((forms[key].count(shape.numel()),)) if blocked else shape
+        if key in found and not (isinstance(value, torch.Tensor) and value.shape == fitting):
             what = f"has shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"is {type(value).__name__}"
-            raise MisuseError(f"{key!r} of {name!r} {what}, and the parameter has shape {tuple(shape)}")
+            due = f", for which it has {tuple(fitting)}" if blocked else ""
+            raise MisuseError(f"{key!r} of {name!r} {what}, and the parameter has shape {tuple(shape)}{due}")
+
+
+def _refuse_lacking(name: str, found: Mapping[str, Any], rule: UpdateRule, of: str) -> None:
+    """Raise MisuseError where ``found`` has not all that ``rule`` keeps of a parameter."""
+    for key in (*(["step"] if stores_step(rule) else []), *_torch_names(rule)):
+        if key not in found:
+            method = "float_state_dict()" if f"{key}_codes" in found else f"state_dict() of an {of}"
+            raise MisuseError(f"the state of {name} has no {key!r}: give what {method} returns")
 
 
 def _refuse_little_room(params: Sequence[Any]) -> None:

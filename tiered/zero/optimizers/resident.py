@@ -27,7 +27,7 @@ from tiered.zero.paging.units import Limits, Placement
 from tiered.zero.paging.update import Pending, States, Update
 from tiered.zero.rank_stores import shared_json
 from tiered.zero.record import MOST, MOST_STEPS, refuse_other_states
-from tiered.zero.rules import AdamWRule, UpdateRule, kept_by, name_of
+from tiered.zero.rules import SMALLEST_BLOCK, WHOLE, AdamWRule, UpdateRule, kept_by, name_of
 
 __all__ = ["Resident"]
 
@@ -54,7 +54,7 @@ class _Layout(msgspec.Struct, forbid_unknown_fields=True):
     limit: Annotated[int, msgspec.Meta(ge=STEP, le=ROUND, multiple_of=STEP)]
     parameters: list[list[Any]]
     rule: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
-    """Of a group that another rule than AdamW's updates: its name, and the types of its states by name."""
+    """Of a group that another rule than AdamW's updates: its name, and the forms of its states by name."""
 
 
 @dataclass(eq=False)
@@ -180,6 +180,9 @@ class Round:
     def copies(self, into: Mapping[LocalShard, dict[str, torch.Tensor]], ranks: Ranks | None) -> None:
         """Copy all states of this round, those of other ranks too, into flat tensors of each parameter's size."""
         kinds = self.states.blank(self.segments[0][0])
+        if ranks is None:
+            self._copies_here(into)
+            return
         own = {name: torch.zeros(self.share, dtype=kind.dtype, device="cpu") for name, kind in kinds.items()}
         for segment in self.own:
             if segment.local in into:
@@ -187,13 +190,25 @@ class Round:
                 for name, value in found.items():
                     segment.take(own[name]).copy_(value)
         for name, row in own.items():
-            rows = row.view(1, -1) if ranks is None else ranks.all_gather(row, f"{name} of {self.states.key!r}")
+            rows = ranks.all_gather(row, f"{name} of {self.states.key!r}")
             for here, segments in zip(rows, self.segments, strict=True):
                 for segment in segments:
                     if segment.local in into:
                         empty = torch.empty(segment.local.numel, dtype=row.dtype, device="cpu")
                         whole = into[segment.local].setdefault(name, empty)
                         whole[segment.begin : segment.end] = segment.take(here)
+
+    def _copies_here(self, into: Mapping[LocalShard, dict[str, torch.Tensor]]) -> None:
+        """Copy all states of this round, where there are no other ranks."""
+        for segment in self.own:
+            if segment.local not in into:
+                continue
+            forms = self.states.states_of(segment)
+            for name, value in self.states.flat_copies(segment, host(segment.all)).items():
+                count = forms[name].count(segment.local.numel) if name in forms else segment.local.numel
+                whole = into[segment.local].setdefault(name, torch.empty(count, dtype=value.dtype, device="cpu"))
+                span = forms[name].span(segment.begin, segment.end) if name in forms else slice(segment.begin, segment.end)
+                whole[span] = value
 
 
 class Resident:
@@ -248,11 +263,22 @@ class Resident:
     def add(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str], rule: UpdateRule) -> None:
         """Add a param group, which ``rule`` updates. Changes nothing in the store, and nothing here where it raises
         MisuseError."""
+        if any(form.block == WHOLE for form in kept_by(rule, torch.float32).values()):
+            raise MisuseError(
+                f"{type(rule).__name__} updates whole matrices, which states in a store are not kept for: page the model, or "
+                "take torch's optimizer, with states in memory"
+            )
         group = len(self._layouts)
         fresh = [LocalShard(parameter, name, group) for parameter, name in zip(parameters, names, strict=True)]
         for local in fresh:
             if local.divided and self._ranks is not None:
                 raise MisuseError(f"{local.name} is a DTensor, whose states are divided as it is: leave stage= out")
+            if _step(rule) > STEP and (local.divided or self._ranks is not None):
+                raise MisuseError(
+                    f"{type(rule).__name__} keeps states for blocks of {_step(rule)} elements, and {local.name} is divided "
+                    "among ranks, which may be within a block: take zero.AdamW, with moments=torch.bfloat16 where its states "
+                    "are to be smaller"
+                )
         key = f"{self.name}/{group}/layout"
         limit = self._limit
         layout: dict[str, Any] = {
@@ -263,7 +289,7 @@ class Resident:
             "parameters": [local.describe() for local in fresh],
         }
         if not isinstance(rule, AdamWRule):
-            kept = {name: str(dtype) for name, dtype in kept_by(rule, torch.float32).items()}
+            kept = {name: f"torch.{form}" for name, form in kept_by(rule, torch.float32).items()}
             layout["rule"] = {"name": name_of(rule), "states": kept}
         if self._resume and key in self.store:
             committed = _read(self.store, key)
@@ -283,7 +309,8 @@ class Resident:
         rounds: list[Round] = []
         for dtype in dict.fromkeys(local.dtype for local in locals_):
             row = [local for local in locals_ if local.dtype is dtype]
-            share = _even(math.ceil(sum(_up(local.numel) for local in row) / self._size), limit)
+            step = _step(rule)
+            share = _even(math.ceil(sum(_up(local.numel, step) for local in row) / self._size), limit, step)
             cut: list[list[list[Segment]]] = []
             at = share * self._size
             for local in row:
@@ -295,7 +322,7 @@ class Resident:
                     rank, element = divmod(at, share)
                     end = min(local.numel, begin + share - element)
                     cut[-1][rank].append(Segment.of(local, begin, end, element))
-                    at, begin = at + _up(end - begin), end
+                    at, begin = at + _up(end - begin, step), end
             first = len(rounds)
             for number, segments in enumerate(cut, first):
                 rounds.append(Round(in_dram(self.store), f"{self.name}/{group}/{number}", segments, share, self._rank, rule))
@@ -436,7 +463,13 @@ class Resident:
         finally:
             for local in found:
                 local.unbind()
-        return [{name: local.like(value) for name, value in found.get(local, {}).items()} for local in self.locals]
+        return [self._shaped(local, found.get(local, {})) for local in self.locals]
+
+    def _shaped(self, local: LocalShard, flat: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return states in the shape of their parameter, but for those that have another number of elements."""
+        wide = torch.float64 if local.dtype is torch.float64 else torch.float32
+        blocked = {name for name, form in kept_by(self._rules[local.group], wide).items() if not form.elementwise}
+        return {name: value if name in blocked else local.like(value) for name, value in flat.items()}
 
     def load(self, states: Mapping[int, Mapping[str, torch.Tensor]], steps: Mapping[int, int]) -> list[int]:
         """Load what ``copies`` returned, by the parameters' numbers; those that are missing begin anew. Return ``steps``."""
@@ -446,13 +479,20 @@ class Resident:
             for local, state in given.items():
                 local.bind()
                 wide = torch.float64 if local.dtype is torch.float64 else torch.float32
-                flat[local] = {name: local.flat(value, wide) for name, value in state.items()}
+                forms = kept_by(self._rules[local.group], wide)
+                flat[local] = {
+                    name: local.flat(value, wide) if name not in forms or forms[name].elementwise else value.flatten()
+                    for name, value in state.items()
+                }
             if self._key in self.store:
                 self.store.delete(self._key)
             for here in self._rounds:
                 for segment in here.own:
                     if segment.local in flat:
-                        parts = {name: value[segment.begin : segment.end] for name, value in flat[segment.local].items()}
+                        kept = here.states.states_of(segment)
+                        spans = {name: form.span(segment.begin, segment.end) for name, form in kept.items()}
+                        usual = slice(segment.begin, segment.end)
+                        parts = {name: value[spans.get(name, usual)] for name, value in flat[segment.local].items()}
                         here.load(segment, parts)
         finally:
             for local in given:
@@ -469,13 +509,20 @@ def _finish(under: tuple[Round, Under, torch.Tensor] | None, updates: Mapping[Lo
         here.scatter(whole, updates)
 
 
-def _even(elements: int, limit: int) -> int:
-    """Return the elements of each chunk where ``elements`` are cut evenly into as few chunks as ``limit`` allows."""
-    return max(STEP, min(limit, _up(math.ceil(elements / max(1, math.ceil(elements / limit))))))
+def _even(elements: int, limit: int, step: int) -> int:
+    """Return the elements of each chunk, a multiple of ``step``, where ``elements`` are cut evenly into as few chunks as
+    ``limit`` allows."""
+    limit = max(step, limit // step * step)
+    return max(step, min(limit, _up(math.ceil(elements / max(1, math.ceil(elements / limit))), step)))
 
 
-def _up(elements: int) -> int:
-    return -(-elements // STEP) * STEP
+def _up(elements: int, step: int) -> int:
+    return -(-elements // step) * step
+
+
+def _step(rule: UpdateRule) -> int:
+    """Return the elements at multiples of which parameters are cut."""
+    return max((form.block for form in kept_by(rule, torch.float32).values()), default=SMALLEST_BLOCK)
 
 
 def _in_words(steps: Sequence[int]) -> str:

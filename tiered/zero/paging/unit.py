@@ -31,7 +31,7 @@ from tiered.zero.paging.tensors.compiling import traced
 from tiered.zero.paging.tensors.parameters import paged_class
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import Pending, States, Update
-from tiered.zero.rules import UpdateRule
+from tiered.zero.rules import Kept, UpdateRule
 
 __all__ = ["BackwardUpdates", "DevicePlaceholder", "Placeholder", "Stepper", "Unit"]
 
@@ -400,8 +400,8 @@ class Unit:
         self.updates += 1
         self.forget_gradients()
 
-    def keep_states(self, placement: Placement, states: Mapping[str, torch.dtype]) -> None:
-        """Have a parameter keep ``states``: types by name. A pending update that was made for others is applied first. Raises
+    def keep_states(self, placement: Placement, states: Mapping[str, Kept]) -> None:
+        """Have a parameter keep ``states``: forms by name. A pending update that was made for others is applied first. Raises
         what that raises, and what ``States.use`` raises."""
         if dict(self.states.states_of(placement)) != dict(states):
             self.apply_update()

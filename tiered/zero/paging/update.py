@@ -24,7 +24,7 @@ from tiered import Access, InterruptedStep, MisuseError, TensorSpec
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.storage import TensorStore
 from tiered.zero.paging.units import Placement
-from tiered.zero.rules import UpdateRule
+from tiered.zero.rules import SMALLEST_BLOCK, WHOLE, Kept, UpdateRule
 
 __all__ = ["Missed", "Pending", "States", "Update", "all_finite", "flat_view", "join", "split"]
 
@@ -165,12 +165,14 @@ class Pending:
 
 
 class States:
-    """Optimizer states of one unit's parameters. A chunk is one tensor per kind of state, over the same elements of the unit.
+    """Optimizer states of one unit's parameters. A chunk is one tensor per kind of state, over the same elements of the unit:
+    over ``chunk_elements``, and where a state belongs to blocks, over all of a block whose first element is among these. Of a
+    state with another number of values than its block has elements, a chunk has the values of its blocks one after the other.
 
     Which states a parameter has is its update rule's to say (``use``); where nobody did, they are ``m`` and ``v``, fp32 (fp64
     for fp64 parameters). The fp32 master of a bf16 parameter is the parameter and ``lo`` (int16), that of an fp16 parameter is
     ``master``; other parameters are their own masters. ``kinds``: the types in the store of all of the unit's parameters, where
-    ``placements`` are a rank's share of it. ``used``: types of states by their names, by the names of the parameters that have
+    ``placements`` are a rank's share of it. ``used``: forms of states by their names, by the names of the parameters that have
     others than ``m`` and ``v``.
     """
 
@@ -181,7 +183,7 @@ class States:
         placements: Sequence[Placement],
         chunk_elements: int,
         kinds: Collection[torch.dtype] = (),
-        used: Mapping[str, Mapping[str, torch.dtype]] | None = None,
+        used: Mapping[str, Mapping[str, Kept]] | None = None,
     ) -> None:
         self.store, self.key, self.chunk_elements = store, key, chunk_elements
         self._placements = placements
@@ -190,40 +192,41 @@ class States:
         kinds = kinds or {placement.stored for placement in placements}
         self.wide = torch.float64 if torch.float64 in kinds else torch.float32
         """The type that updates are computed in."""
-        self._masters: dict[str, torch.dtype] = {}
+        self._masters: dict[str, Kept] = {}
         if torch.bfloat16 in kinds:
-            self._masters["lo"] = torch.int16
+            self._masters["lo"] = Kept(torch.int16)
         if torch.float16 in kinds:
-            self._masters["master"] = torch.float32
-        self._usual: dict[str, torch.dtype] = {"m": self.wide, "v": self.wide}
-        self.used: dict[str, dict[str, torch.dtype]] = {}
+            self._masters["master"] = Kept(torch.float32)
+        self._usual: dict[str, Kept] = {"m": Kept(self.wide), "v": Kept(self.wide)}
+        self.used: dict[str, dict[str, Kept]] = {}
+        self._before: dict[tuple[int, int], dict[Placement, int]] = {}
         for name, states in (used or {}).items():
             self.use(name, states)
 
-    def use(self, name: str, states: Mapping[str, torch.dtype]) -> None:
-        """Have the parameter of this name keep ``states``: types by name. Raises what ``refuse`` raises."""
+    def use(self, name: str, states: Mapping[str, Kept]) -> None:
+        """Have the parameter of this name keep ``states``: forms by name. Raises what ``refuse`` raises."""
         self.refuse(name, states)
         if dict(states) == self._usual:
             self.used.pop(name, None)
         else:
             self.used[name] = dict(states)
 
-    def refuse(self, name: str, states: Mapping[str, torch.dtype]) -> None:
+    def refuse(self, name: str, states: Mapping[str, Kept]) -> None:
         """Raise MisuseError where the parameter of this name cannot keep ``states``, because another one keeps a state of that
-        name and another type."""
-        present = {kind: dtype for other, kept in self.used.items() if other != name for kind, dtype in kept.items()}
-        for kind, dtype in states.items():
+        name and another form."""
+        present = {kind: form for other, kept in self.used.items() if other != name for kind, form in kept.items()}
+        for kind, form in states.items():
             if kind in ("lo", "master") or not kind.isidentifier():
                 raise MisuseError(f"an update rule keeps a state named {kind!r}: give it another name, which is an identifier")
-            other = {**present, **self._usual}.get(kind, dtype)
-            if other is not dtype:
+            other = {**present, **self._usual}.get(kind, form)
+            if other != form:
                 raise MisuseError(
-                    f"an update rule keeps {kind!r} of parameters in {self.key!r} as {dtype}, and another one as {other}: give "
+                    f"an update rule keeps {kind!r} of parameters in {self.key!r} as {form}, and another one as {other}: give "
                     "the state another name"
                 )
 
-    def states_of(self, placement: Placement) -> Mapping[str, torch.dtype]:
-        """Return the states that a parameter keeps, without its master: types by name, in the order of their keys."""
+    def states_of(self, placement: Placement) -> Mapping[str, Kept]:
+        """Return the states that a parameter keeps, without its master: forms by name, in the order of their keys."""
         return self.used.get(placement.name, self._usual)
 
     @property
@@ -231,44 +234,96 @@ class States:
         """Return whether all parameters keep the same states."""
         return all(self.states_of(placement) == self.states_of(self._placements[0]) for placement in self._placements)
 
-    def type_of(self, key: str) -> torch.dtype:
-        """Return the type of the tensor of this key, which ``chunks`` returned."""
+    def form_of(self, key: str) -> Kept:
+        """Return the form of the tensor of this key, which ``chunks`` returned."""
         kind = _kind(key)
         everything = [self._masters, *self.used.values(), self._usual]
         return next(states[kind] for states in everything if kind in states)
 
+    def _block(self, placement: Placement) -> int:
+        """Return the elements that are updated together of a parameter."""
+        block = max((form.block for form in self.states_of(placement).values()), default=SMALLEST_BLOCK)
+        return max(1, placement.numel) if block == WHOLE else block
+
     def chunks(self, placements: Iterable[Placement]) -> list[tuple[int, list[str]]]:
         """Return the chunks that ``placements`` lie in, in order: index and keys."""
-        found: dict[int, dict[str, torch.dtype]] = {}
+        found: dict[int, dict[str, Kept]] = {}
         for placement in placements:
             if not placement.numel:
                 continue
+            block = self._block(placement)
             first = placement.element // self.chunk_elements
-            last = (placement.element + placement.numel - 1) // self.chunk_elements
+            last = (placement.element + (placement.numel - 1) // block * block) // self.chunk_elements
             for index in range(first, last + 1):
-                found.setdefault(index, {}).update(self.states_of(placement))
+                if self._within(placement, index, block):
+                    found.setdefault(index, {}).update(self.states_of(placement))
         return [
             (index, [f"{self.key}/{name}#{index}" for name in (*states, *self._masters)])
             for index, states in sorted(found.items())
         ]
 
-    def _within(self, placement: Placement, begin: int) -> tuple[int, int, slice]:
-        """Return which elements of a parameter a chunk has that begins at element ``begin`` of the unit, and where they are in
-        it."""
-        start = max(0, begin - placement.element)
-        stop = min(placement.numel, begin + self.chunk_elements - placement.element)
-        return start, stop, slice(placement.element + start - begin, placement.element + stop - begin)
+    def _within(self, placement: Placement, index: int, block: int = 0) -> range:
+        """Return which elements of a parameter chunk number ``index`` has: those of the blocks (of ``block`` elements, or as
+        its states say) that begin there."""
+        block = block or self._block(placement)
+        begin = index * self.chunk_elements - placement.element
+        start, stop = (min(max(0, -(-at // block) * block), placement.numel) for at in (begin, begin + self.chunk_elements))
+        return range(start, stop)
+
+    def _span(self, placement: Placement, index: int, form: Kept, elements: range) -> slice:
+        """Return where in chunk number ``index`` the values of these elements of a parameter are. ``elements`` begin where a
+        block does."""
+        if form.elementwise:
+            first = placement.element - index * self.chunk_elements
+            return slice(first + elements.start, first + elements.stop)
+        span = form.span(elements.start, elements.stop)
+        first = self._values_before(index, form.block)[placement] * form.values
+        return slice(first + span.start, first + span.stop)
+
+    def _values_before(self, index: int, block: int) -> Mapping[Placement, int]:
+        """Return for each parameter how many blocks of the parameters before it a chunk has, whatever these keep, less those of
+        its own that are in chunks before."""
+        if (index, block) not in self._before:
+            count, found = 0, {}
+            for placement in self._placements:
+                here = self._within(placement, index, block)
+                found[placement] = count - here.start // block
+                count += -(-len(here) // block)
+            self._before[index, block] = found
+        return self._before[index, block]
+
+    def needed(self, placement: Placement, states: Mapping[str, Kept]) -> int:
+        """Return the bytes of the largest chunk that a parameter lies in, if it keeps ``states`` and is updated as a whole."""
+        before = placement.element % self.chunk_elements
+        forms = [*states.values(), *self._masters.values()]
+        return sum(form.dtype.itemsize for form in forms) * max(self.chunk_elements, before + placement.numel)
+
+    def sizes(self, key: str) -> list[int]:
+        """Return the sizes that the tensor of this key may have: with all parameters up to each, in order."""
+        index = int(key.rpartition("#")[2])
+        return sorted({self._size(_kind(key), index, placement) for placement in self._placements} - {0})
+
+    def _size(self, kind: str, index: int, placement: Placement) -> int:
+        """Return how large chunk number ``index`` of a kind of state has to be for a parameter, or for one before it; 0 for a
+        parameter that does not keep it."""
+        form = {**self._masters, **self.states_of(placement)}.get(kind)
+        if form is None:
+            return 0
+        end = placement.element + placement.numel - index * self.chunk_elements
+        least = max(0, min(self.chunk_elements, end)) if form.elementwise else 0
+        here = self._within(placement, index)
+        return max(least, self._span(placement, index, form, here).stop) if here else least
 
     def _create(self, index: int, keys: list[str], placements: Iterable[Placement]) -> None:
         """Create a chunk of zeros where there is none, as large as the parameters that need states; enlarge one that is
         smaller."""
-        ends = [p.element + p.numel for p in {*placements, *(p for p in self._placements if p.parameter.requires_grad)}]
-        size = min(self.chunk_elements, max(ends) - index * self.chunk_elements)
+        needing = {*placements, *(p for p in self._placements if p.parameter.requires_grad)}
         for key in reversed(keys):  # the first tells that all are there
+            size, form = max(self._size(_kind(key), index, placement) for placement in needing), self.form_of(key)
             found = self.store.spec(key).shape[0] if key in self.store else 0
             if found >= size:
                 continue
-            dtype = self.type_of(key)
+            dtype = form.dtype
             if found:  # a parameter was unfrozen since
                 grown = torch.zeros(size, dtype=dtype, device="cpu")
                 grown[:found] = self.store.get(key)[:found]
@@ -291,22 +346,24 @@ class States:
         scratch = _Scratch(unit.device)
         for index, keys in self.chunks(pending.updates)[pending.chunks_done :]:
             self._create(index, keys, pending.updates)
-            begin = index * self.chunk_elements
             with (
                 self._lease(keys) as chunk,
                 without_grad(),
                 self.store.span("update", f"{self.key}#{index}"),
             ):
                 began = time.perf_counter()
-                for placement, start, stop in self._pieces(pending.updates, begin)[pending.pieces_done :]:
-                    at = slice(placement.element + start - begin, placement.element + stop - begin)
-                    kept = {*self.states_of(placement), *self._masters}
-                    state = {_kind(key): whole[at] for key, whole in zip(keys, chunk, strict=True) if _kind(key) in kept}
+                for placement, piece in self._pieces(pending.updates, index)[pending.pieces_done :]:
+                    kept = {**self.states_of(placement), **self._masters}
+                    state = {
+                        _kind(key): whole[self._span(placement, index, kept[_kind(key)], piece)]
+                        for key, whole in zip(keys, chunk, strict=True)
+                        if _kind(key) in kept
+                    }
                     update = pending.updates[placement]
-                    param, grad = placement.stored_flat(unit, start, stop), None
+                    param, grad = placement.stored_flat(unit, piece.start, piece.stop), None
                     if update.graded:
                         assert gradient is not None
-                        grad = placement.flat(gradient, start, stop)
+                        grad = placement.flat(gradient, piece.start, piece.stop)
                     pending.begin()
                     try:
                         self._update_piece(placement, update, param, grad, state, scratch)
@@ -324,12 +381,15 @@ class States:
         """Lease a chunk. A rule without states has none."""
         return self.store.lease(keys, access=Access.WRITE) if keys else nullcontext(())
 
-    def _pieces(self, placements: Iterable[Placement], begin: int) -> list[tuple[Placement, int, int]]:
-        """Return the pieces of one chunk: parameter, and its elements from and to."""
+    def _pieces(self, placements: Iterable[Placement], index: int) -> list[tuple[Placement, range]]:
+        """Return the pieces of one chunk: parameter, and which elements of it."""
         pieces = []
         for placement in placements:
-            start, stop, _ = self._within(placement, begin)
-            pieces += [(placement, first, min(stop, first + UPDATED_AT_ONCE)) for first in range(start, stop, UPDATED_AT_ONCE)]
+            block = self._block(placement)
+            whole, step = self._within(placement, index, block), max(1, UPDATED_AT_ONCE // block) * block
+            pieces += [
+                (placement, range(start, min(whole.stop, start + step))) for start in range(whole.start, whole.stop, step)
+            ]
         return pieces
 
     def _update_piece(
@@ -341,7 +401,7 @@ class States:
         state: dict[str, torch.Tensor],
         scratch: _Scratch,
     ) -> None:
-        """Update one piece. All tensors are flat and of one length. ``grad``: None is zero."""
+        """Update one piece. All tensors are flat, and those that are not of blocks of one length. ``grad``: None is zero."""
         size = param.numel()
         if grad is None:
             grad = scratch.take("scaled", placement.dtype, size).zero_()
@@ -353,10 +413,11 @@ class States:
         for scale in update.scales:
             grad = torch.mul(grad, scale, out=scratch.take("scaled", grad.dtype, size))
         moments = {name: state[name] for name in self.states_of(placement)}
+        matrix = placement if any(form.block == WHOLE for form in self.states_of(placement).values()) else None
         if param.dtype not in _NARROW:
             for scale in update.wide_scales:
                 grad = torch.mul(grad, scale, out=scratch.take("scaled", grad.dtype, size))
-            _steps(update, param, grad, moments, scratch)
+            _steps(update, param, grad, moments, scratch, matrix)
             return
         wide = scratch.take("wide", torch.float32, size).copy_(grad)
         for scale in update.wide_scales:
@@ -365,7 +426,7 @@ class States:
             master = state["master"]
             if stale:
                 master.copy_(param)
-            _steps(update, master, wide, moments, scratch)
+            _steps(update, master, wide, moments, scratch, matrix)
             param.copy_(master)
             return
         master = scratch.take("master", torch.float32, size)
@@ -373,9 +434,9 @@ class States:
             state["lo"].zero_()
         join(param, state["lo"], master, scratch.take("spare", torch.float32, size))
         before = {
-            name: scratch.take(f"before {name}", moment.dtype, size).copy_(moment) for name, moment in moments.items()
+            name: scratch.take(f"before {name}", moment.dtype, moment.numel()).copy_(moment) for name, moment in moments.items()
         }
-        _steps(update, master, wide, moments, scratch)
+        _steps(update, master, wide, moments, scratch, matrix)
         if not all_finite(master):
             for name, moment in before.items():
                 moments[name].copy_(moment)
@@ -390,23 +451,30 @@ class States:
     def blank(self, placement: Placement) -> dict[str, torch.Tensor]:
         """Return the ``copies`` of a parameter that has no element here."""
         kept = () if _NARROW.get(placement.stored) is None else ("master",)
-        kinds = {**self.states_of(placement), **dict.fromkeys(kept, torch.float32)}
+        kinds = {name: form.dtype for name, form in self.states_of(placement).items()}
+        kinds |= dict.fromkeys(kept, torch.float32)
         return {name: torch.empty(0, dtype=dtype, device="cpu") for name, dtype in kinds.items()}
 
     def copies(self, placement: Placement, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return copies of its states and, for bf16 and fp16 parameters, of ``master`` (fp32), in the parameter's shape and
-        strides.
+        strides. A state with another number of values than its block has elements has one dimension.
 
         ``param`` is the parameter, flat, in host memory; so are they.
         """
+        blocked = {name for name, form in self.states_of(placement).items() if not form.elementwise}
         flat = self.flat_copies(placement, param)
-        return {name: copy.as_strided(placement.shape, placement.stride) for name, copy in flat.items()}
+        return {
+            name: copy if name in blocked else copy.as_strided(placement.shape, placement.stride)
+            for name, copy in flat.items()
+        }
 
     def known(self, placement: Placement) -> bool:
         """Return whether there are states of all elements of a parameter."""
         for index, keys in self.chunks([placement]):
-            last = self._within(placement, index * self.chunk_elements)[2].stop
-            if keys and (keys[0] not in self.store or self.store.spec(keys[0]).shape[0] < last):
+            if not keys:
+                continue
+            last = self._span(placement, index, self.form_of(keys[0]), self._within(placement, index)).stop
+            if keys[0] not in self.store or self.store.spec(keys[0]).shape[0] < last:
                 return False
         return True
 
@@ -414,13 +482,16 @@ class States:
         """Return ``copies`` as tensors of one dimension."""
         narrow = _NARROW.get(placement.stored)
         kept = () if narrow is None or placement in self.stale_masters else (narrow,)
-        kinds = {**self.states_of(placement), **{name: self._masters[name] for name in kept}}
-        flat = {name: torch.empty(placement.numel, dtype=dtype, device="cpu") for name, dtype in kinds.items()}
+        forms = {**self.states_of(placement), **{name: self._masters[name] for name in kept}}
+        flat = {
+            name: torch.empty(form.count(placement.numel), dtype=form.dtype, device="cpu") for name, form in forms.items()
+        }
         for index, _ in self.chunks([placement]):
-            start, stop, at = self._within(placement, index * self.chunk_elements)
+            here = self._within(placement, index)
             for name, copy in flat.items():
                 with self.store.lease(f"{self.key}/{name}#{index}") as chunk:
-                    copy[start:stop] = chunk[at]
+                    form = forms[name]
+                    copy[form.span(here.start, here.stop)] = chunk[self._span(placement, index, form, here)]
                 del chunk
         if "lo" in flat:
             flat["master"] = torch.empty(placement.numel, device="cpu")
@@ -433,9 +504,13 @@ class States:
         """Take over what ``copies`` returned; ``param`` as there. A master that is missing, or does not round to the parameter,
         starts from the parameter again."""
         flat = {}
+        forms = {**self.states_of(placement), **self._masters}
         for name, value in state.items():
-            dtype = torch.float32 if name == "master" else self.states_of(placement)[name]
-            arranged = torch.empty_strided(placement.shape, placement.stride, dtype=dtype, device="cpu")
+            form = Kept(torch.float32) if name == "master" else forms[name]
+            if not form.elementwise:
+                flat[name] = torch.empty(form.count(placement.numel), dtype=form.dtype, device="cpu").copy_(value)
+                continue
+            arranged = torch.empty_strided(placement.shape, placement.stride, dtype=form.dtype, device="cpu")
             flat[name] = flat_view(arranged.copy_(value))
         self.stale_masters.add(placement)
         master = flat.pop("master", None)
@@ -451,17 +526,25 @@ class States:
                 self.stale_masters.discard(placement)
         for index, keys in self.chunks([placement]):
             self._create(index, keys, [placement])
-            start, stop, at = self._within(placement, index * self.chunk_elements)
+            here = self._within(placement, index)
             for name, value in flat.items():
                 with self.store.lease(f"{self.key}/{name}#{index}", access=Access.WRITE) as chunk:
-                    chunk[at] = value[start:stop]
+                    chunk[self._span(placement, index, forms[name], here)] = value[forms[name].span(here.start, here.stop)]
                 del chunk
 
 
 def _steps(
-    update: Update, param: torch.Tensor, grad: torch.Tensor, moments: dict[str, torch.Tensor], scratch: _Scratch
+    update: Update,
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    moments: dict[str, torch.Tensor],
+    scratch: _Scratch,
+    matrix: Placement | None,
 ) -> None:
-    """Make the step of ``update``, and the missed ones that follow."""
+    """Make the step of ``update``, and the missed ones that follow. ``matrix``: the parameter whose shape all are given."""
+    if matrix is not None:
+        param, grad = (flat.as_strided(matrix.shape, matrix.stride) for flat in (param, grad))
+        moments = {name: flat.as_strided(matrix.shape, matrix.stride) for name, flat in moments.items()}
     update.rule.update(param, grad, moments, update.step)
     if update.missed is not None and update.missed.last > update.step:
         zero = scratch.take("zero", grad.dtype, grad.numel()).zero_()

@@ -1,0 +1,567 @@
+"""AdamW with moments in fewer bytes: bit for bit the same algorithm in memory, which is written down here from its sources."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.zero.harness import clipping, equal, train
+from tests.zero.ranks import on_ranks
+from tests.zero.test_rules import CUT, WHOLE, Experts, continued, groups, opened, same_states
+from tiered import ManifestError, MisuseError, TensorSpec, TieredStore, zero
+from tiered.packing import moments
+from tiered.store.at_rest import StoreAtRest
+from tiered.zero.checkpoint.safetensors import export_at_rest
+
+STEPS = 8
+
+
+class Reference(torch.optim.Optimizer):
+    """AdamW whose moments are kept as ``keep`` makes them of fp32, and as ``widen`` makes fp32 of them."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    def keep(self, name: str, moment: torch.Tensor) -> dict[str, torch.Tensor]:
+        raise NotImplementedError
+
+    def widen(self, name: str, state: dict[str, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                inner = torch.optim.AdamW([parameter], lr=group["lr"], weight_decay=group["weight_decay"], fused=True)
+                names = ("exp_avg", "exp_avg_sq")
+                if state:
+                    inner.state[parameter] = {name: self.widen(name, state, parameter) for name in names}
+                    inner.state[parameter]["step"] = state["step"]
+                inner.step()
+                made = inner.state[parameter]
+                state["step"] = made["step"]
+                for name in names:
+                    state.update(self.keep(name, made[name]))
+
+
+class BFloat16(Reference):
+    def keep(self, name: str, moment: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: moment.to(torch.bfloat16)}
+
+    def widen(self, name: str, state: dict[str, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        return state[name].float()
+
+
+class Coded(Reference):
+    """Codes: of each block the largest absolute value, and of each element the nearest value of a map, compared in float64."""
+
+    block: int
+    maps: ClassVar[dict[str, np.ndarray]]
+
+    def keep(self, name: str, moment: torch.Tensor) -> dict[str, torch.Tensor]:
+        values = self.maps[name].astype(np.float64)
+        codes, scales = [], []
+        for block in moment.flatten().split(self.block):
+            scale = block.abs().max()
+            shares = (block / scale if scale > 0 else torch.zeros_like(block)).double().numpy()
+            above = np.searchsorted(values, shares).clip(1, len(values) - 1)
+            codes.append(np.where(shares - values[above - 1] <= values[above] - shares, above - 1, above))
+            scales.append(scale)
+        return {f"{name}_codes": self.arranged(codes, moment), f"{name}_scales": torch.stack(scales)}
+
+    def widen(self, name: str, state: dict[str, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        codes = self.numbers(state[f"{name}_codes"], like.numel())
+        values = torch.from_numpy(self.maps[name])[codes]
+        scales = state[f"{name}_scales"].repeat_interleave(self.block)[: like.numel()]
+        return (values * scales).view(like.shape)
+
+    def arranged(self, codes: list[np.ndarray], moment: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(codes)).to(torch.uint8).view(moment.shape)
+
+    def numbers(self, codes: torch.Tensor, count: int) -> torch.Tensor:
+        return codes.flatten().long()
+
+
+def dynamic_map(bits: int, signed: bool) -> np.ndarray:
+    """Numbers of the dynamic data type: 0, 1, and in each decade the middles of equal intervals between 0.1 and 1."""
+    found = [0.0, 1.0]
+    for exponent in range(bits - 1):
+        edges = np.linspace(0.1, 1, 2 ** (exponent + (0 if signed else 1)) + 1)
+        middles = (edges[1:] + edges[:-1]) / 2 * 10.0 ** (exponent - bits + 2)
+        found += [*middles, *(-middles if signed else [])]
+    assert len(found) == 2**bits
+    return np.sort(np.array(found)).astype(np.float32)
+
+
+class Eight(Coded):
+    block = 256
+    maps: ClassVar[dict[str, np.ndarray]] = {"exp_avg": dynamic_map(8, True), "exp_avg_sq": dynamic_map(8, False)}
+
+
+class Four(Coded):
+    block = 128
+    maps: ClassVar[dict[str, np.ndarray]] = {
+        "exp_avg": dynamic_map(4, True),
+        "exp_avg_sq": np.arange(1, 17, dtype=np.float32) / 16,
+    }
+
+    def arranged(self, codes: list[np.ndarray], moment: torch.Tensor) -> torch.Tensor:
+        full = [np.pad(one, (0, self.block - len(one))) for one in codes]
+        halves = [one[: self.block // 2] + 16 * one[self.block // 2 :] for one in full]
+        return torch.from_numpy(np.concatenate(halves)).to(torch.uint8)
+
+    def numbers(self, codes: torch.Tensor, count: int) -> torch.Tensor:
+        pairs = codes.view(-1, self.block // 2).long()
+        return torch.cat((pairs % 16, pairs // 16), 1).flatten()[:count]
+
+
+def narrow(params: Any, **arguments: Any) -> zero.Optimizer:
+    return zero.AdamW(params, moments=torch.bfloat16, **arguments)
+
+
+@dataclass(frozen=True)
+class Case:
+    ours: Callable[..., zero.Optimizer]
+    theirs: type[Reference]
+    state_bytes: float
+    """Of one element, without scales."""
+
+
+CASES = {
+    "bfloat16": Case(narrow, BFloat16, 4),
+    "8bit": Case(zero.AdamW8bit, Eight, 2),
+    "4bit": Case(zero.AdamW4bit, Four, 1),
+}
+
+
+class Block(nn.Module):
+    """Parameters of one unit. The largest begins within what would be a block, were these counted from the unit's beginning,
+    and so do the chunks in the smaller pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(97))
+        self.shift = nn.Parameter(torch.zeros(97))
+        self.weight = nn.Parameter(torch.randn(97, 131) / 10)
+        self.back = nn.Parameter(torch.randn(131, 97) / 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh((x * self.scale + self.shift) @ self.weight) @ self.back
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def loss(self, number: int) -> torch.Tensor:
+        x = torch.randn(4, 97, generator=torch.Generator().manual_seed(number))
+        return self(x).square().mean()
+
+
+def built() -> Small:
+    torch.manual_seed(0)
+    return Small()
+
+
+def compare(tmp_path: Path, kind: str, update: str, dram: str, batches: int, clipped: bool, several: bool, steps: int) -> None:
+    found, reference, model = CASES[kind], built(), built()
+    theirs = found.theirs(groups(reference, several), lr=1e-3)
+    numbers = train(reference, theirs, clipping(reference) if clipped else None, steps=steps, batches=batches)
+    with opened(tmp_path / "store", dram) as store:
+        zero.page(model, store)
+        ours = found.ours(groups(model, several), lr=1e-3, update=update)
+        clip = ours.clip_grad_norm_ if clipped else None
+        assert train(model, ours, clip, steps=steps, batches=batches) == numbers
+        assert equal(model.state_dict(), reference.state_dict())
+        same_states(ours.state_dict(), theirs.state_dict())
+        assert any(key.endswith("#1") for key in store) is (dram == CUT)
+        store.close()
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_step_is_that_in_memory(kind: str, tmp_path: Path) -> None:
+    """Accumulated, clipped, in two groups, in a pool that has the states in several chunks, cut within blocks of the unit."""
+    compare(tmp_path, kind, "on_fetch", CUT, 2, True, True, STEPS)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_step_in_backward(kind: str, tmp_path: Path) -> None:
+    compare(tmp_path, kind, "in_backward", CUT, 1, False, False, STEPS)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("dram", [CUT, WHOLE])
+@pytest.mark.parametrize("kind", CASES)
+def test_a_step_in_all_ways(kind: str, dram: str, clipped: bool, several: bool, tmp_path: Path) -> None:
+    compare(tmp_path, kind, "on_fetch", dram, 1 + clipped, clipped, several, 20)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_without_the_compiler(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moments, "lib", None)
+    compare(tmp_path, kind, "on_fetch", CUT, 1, False, True, 2)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_bf16_parameter_has_a_master(kind: str, tmp_path: Path) -> None:
+    found = CASES[kind]
+    model = built().to(torch.bfloat16)
+    masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
+    theirs = found.theirs(masters, lr=1e-3)
+    with opened(tmp_path / "store", CUT) as store:
+        zero.page(model, store)
+        ours = found.ours(model.parameters(), lr=1e-3)
+        for number in range(STEPS):
+            x = torch.randn(4, 97, generator=torch.Generator().manual_seed(number))
+            ours.zero_grad()
+            model(x.bfloat16()).square().mean().backward()
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                grad = ours.grad(parameter)
+                assert grad is not None
+                master.grad = grad.float()
+            ours.step()
+            theirs.step()
+        states = ours.state_dict()["state"]
+        for index, master in enumerate(masters):
+            assert torch.equal(states[index].pop("master"), master)
+        same_states({"state": states}, theirs.state_dict())
+        store.close()
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_run_goes_on_from_a_commit(kind: str, tmp_path: Path) -> None:
+    """Committed with an update pending, rolled back and reopened, it is the run that never stopped."""
+    found, reference = CASES[kind], built()
+    theirs = found.theirs(groups(reference, True), lr=1e-3)
+    continued(reference, theirs, range(STEPS))
+    with opened(tmp_path / "store", CUT) as store:
+        model = zero.page(built(), store, name="m")
+        ours = found.ours(groups(model, True), lr=1e-3)
+        continued(model, ours, range(4))
+        zero.commit(model, ours)
+        continued(model, ours, range(4, 6))
+        zero.rollback(model, ours)
+        continued(model, ours, range(4, 5))
+        zero.commit(model, ours)
+        store.close()
+    with opened(tmp_path / "store", WHOLE) as store:
+        model = zero.page(built(), store, name="m", existing="resume")
+        ours = found.ours(groups(model, True), lr=1e-3)
+        zero.resume(model, ours)
+        continued(model, ours, range(5, STEPS))
+        assert equal(model.state_dict(), reference.state_dict())
+        same_states(ours.state_dict(), theirs.state_dict())
+        store.close()
+
+
+def test_a_damaged_chunk_is_noticed(tmp_path: Path) -> None:
+    with opened(tmp_path / "store", CUT) as store:
+        model = zero.page(built(), store, name="m")
+        ours = zero.AdamW8bit(model.parameters(), lr=1e-3)
+        continued(model, ours, range(2))
+        zero.commit(model, ours)
+        key = next(key for key in store if "m8_scale#0" in key)
+        store.put(key, store.get(key)[:-1])
+        store.commit()
+        store.close()
+    with opened(tmp_path / "store", CUT) as store:
+        with pytest.raises(ManifestError, match="m8_scale"):
+            zero.page(built(), store, name="m", existing="resume")
+        store.close()
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_states_of_parameters_in_memory(kind: str, tmp_path: Path) -> None:
+    found, reference, model = CASES[kind], built(), built()
+    theirs = found.theirs(groups(reference, True), lr=1e-3)
+    continued(reference, theirs, range(STEPS))
+    with opened(tmp_path / "store", CUT) as store:
+        ours = found.ours(groups(model, True), lr=1e-3, store=store)
+        continued(model, ours, range(3))
+        store.commit()
+        store.close()
+    with opened(tmp_path / "store", CUT) as store:
+        ours = found.ours(groups(model, True), lr=1e-3, store=store, existing="resume")
+        continued(model, ours, range(3, 5))
+        again = found.ours(groups(model, True), lr=1e-3, store=store, name="other")
+        again.load_state_dict(ours.state_dict())
+        continued(model, again, range(5, STEPS))
+        assert equal(model.state_dict(), reference.state_dict())
+        same_states(again.state_dict(), theirs.state_dict())
+        store.close()
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_state_dicts_are_loaded(kind: str, tmp_path: Path) -> None:
+    found, reference = CASES[kind], built()
+    theirs = found.theirs(groups(reference, True), lr=1e-3)
+    continued(reference, theirs, range(6))
+    with opened(tmp_path / "store", CUT) as store:
+        model = zero.page(built(), store)
+        ours = found.ours(groups(model, True), lr=1e-3)
+        continued(model, ours, range(3))
+        saved, values = copy.deepcopy(ours.state_dict()), {name: v.clone() for name, v in model.state_dict().items()}
+        continued(model, ours, range(7, 9))
+        model.load_state_dict(values)
+        ours.load_state_dict(saved)
+        continued(model, ours, range(3, 6))
+        assert equal(model.state_dict(), reference.state_dict())
+        same_states(ours.state_dict(), theirs.state_dict())
+        store.close()
+
+
+@pytest.mark.parametrize("kind", ["8bit", "4bit"])
+def test_from_fp32_and_back(kind: str, store: TieredStore) -> None:
+    """What torch's AdamW had is encoded when it is loaded; what the codes say goes back to torch's AdamW."""
+    found, reference = CASES[kind], built()
+    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-3, fused=True)
+    continued(reference, theirs, range(3))
+    model = zero.page(copy.deepcopy(reference), store)
+    ours = found.ours(model.parameters(), lr=1e-3)
+    ours.load_state_dict(theirs.state_dict())
+    made = found.theirs(reference.parameters(), lr=1e-3)
+    states, floats = ours.state_dict()["state"], ours.float_state_dict()  # type: ignore[attr-defined]
+    for index, parameter in enumerate(reference.parameters()):
+        for name in ("exp_avg", "exp_avg_sq"):
+            kept = made.keep(name, theirs.state[parameter][name])
+            assert all(torch.equal(states[index][key], value) for key, value in kept.items())
+            widened = made.widen(name, kept, parameter)
+            assert torch.equal(floats["state"][index][name], widened)
+            theirs.state[parameter][name].copy_(widened)
+    back = torch.optim.AdamW(reference.parameters(), lr=1e-3, fused=True)
+    back.load_state_dict(floats)
+    same_states(back.state_dict(), theirs.state_dict())
+    with pytest.raises(MisuseError, match="has no 'exp_avg': give what float_state_dict"):
+        zero.AdamW(model.parameters(), lr=1e-3).load_state_dict(ours.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["8bit", "4bit"])
+def test_experts_that_miss_steps(kind: str, tmp_path: Path) -> None:
+    found = CASES[kind]
+    torch.manual_seed(0)
+    reference = Experts()
+    model = copy.deepcopy(reference)
+    theirs = found.theirs(reference.parameters(), lr=1e-3)
+    with opened(tmp_path / "store", CUT) as store:
+        zero.page(model, store, name="m")
+        ours = found.ours(model.parameters(), lr=1e-3)
+        continued(reference, theirs, range(6))
+        continued(model, ours, range(4))
+        saved = copy.deepcopy(ours.state_dict())
+        zero.commit(model, ours)
+        continued(model, ours, range(1))
+        zero.rollback(model, ours)
+        ours.load_state_dict(saved)
+        continued(model, ours, range(4, 6))
+        assert equal(model.state_dict(), reference.state_dict())
+        same_states(ours.state_dict(), theirs.state_dict())
+        store.close()
+
+
+def test_a_group_with_fp32_moments(store: TieredStore) -> None:
+    """Parameters of one unit have moments of several forms."""
+    reference, model = built(), built()
+    zero.page(model, store, name="m")
+    first, second = groups(reference, True)
+    exact, coded = torch.optim.AdamW(first["params"], lr=1e-3, fused=True), Eight(second["params"], lr=1e-3)
+    first, second = groups(model, True)
+    rule = zero.AdamWRule(1e-3, (0.9, 0.999), 1e-8, 1e-2, False)
+    ours = zero.AdamW8bit([{"params": first["params"], "rule": rule}, {"params": second["params"]}], lr=1e-3)
+    for number in range(STEPS):
+        reference.zero_grad()
+        reference.loss(number).backward()
+        exact.step()
+        coded.step()
+        continued(model, ours, range(number, number + 1))
+        if number == 4:
+            zero.commit(model, ours)
+            continued(model, ours, range(1))
+            zero.rollback(model, ours)
+    assert equal(model.state_dict(), reference.state_dict())
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_the_bytes_of_states(kind: str, tmp_path: Path) -> None:
+    with opened(tmp_path / "store", WHOLE) as store:
+        model = zero.page(built(), store, name="m")
+        ours = CASES[kind].ours(model.parameters(), lr=1e-3)
+        continued(model, ours, range(1))
+        ours.flush()
+        kept = sum(store.spec(key).nbytes for key in store if "#" in key)
+        count = sum(p.numel() for p in model.parameters())
+        assert CASES[kind].state_bytes * count <= kept <= 1.12 * CASES[kind].state_bytes * count
+        store.close()
+
+
+@dataclass(frozen=True)
+class Averages:
+    """A rule of one's own, with one state for each block, first, and one for each element."""
+
+    lr: float = 0.5
+    granularity = 48
+
+    def state_specs(self, param: TensorSpec) -> dict[str, TensorSpec]:
+        return {"mean": TensorSpec("float64", (2,), 8), "ups": TensorSpec("int16", param.shape, 2)}
+
+    def update(self, param: torch.Tensor, grad: torch.Tensor, state: Any, step: int) -> None:
+        padded = nn.functional.pad(grad, (0, -len(grad) % 48)).view(-1, 48)
+        state["mean"].view(-1, 2).add_(torch.stack((padded.double().mean(1), padded.double().amax(1)), 1))
+        state["ups"].add_((grad > 0).to(torch.int16))
+        param.sub_(state["mean"].view(-1, 2)[:, 0].repeat_interleave(48)[: len(grad)].float(), alpha=self.lr)
+
+
+def test_a_rule_of_ones_own_for_blocks(tmp_path: Path) -> None:
+    """48 is no part of a chunk."""
+    model, memory = built(), built()
+    means = [torch.zeros(-(-p.numel() // 48) * 2, dtype=torch.float64) for p in memory.parameters()]
+    ups = [torch.zeros(p.numel(), dtype=torch.int16) for p in memory.parameters()]
+    with opened(tmp_path / "store", CUT) as store:
+        zero.page(model, store)
+        ours = zero.Optimizer(model.parameters(), Averages())
+        for number in range(3):
+            memory.zero_grad()
+            memory.loss(number).backward()
+            for parameter, mean, up in zip(memory.parameters(), means, ups, strict=True):
+                assert parameter.grad is not None
+                state = {"mean": mean, "ups": up}
+                Averages().update(parameter.detach().view(-1), parameter.grad.flatten(), state, number + 1)
+            continued(model, ours, range(number, number + 1))
+        assert equal(model.state_dict(), memory.state_dict())
+        for state, mean, up in zip(ours.state_dict()["state"].values(), means, ups, strict=True):
+            assert torch.equal(state["mean"], mean)
+            assert torch.equal(state["ups"].flatten(), up)
+        store.close()
+
+
+def test_what_is_refused(store: TieredStore) -> None:
+    model = zero.page(built(), store)
+    with pytest.raises(MisuseError, match=r"moments=torch\.float16: they are float32, or bfloat16"):
+        zero.AdamW(model.parameters(), moments=torch.float16)
+    with pytest.raises(MisuseError, match=r"AdamW8bitRule\(.*betas=\(1\.0, 0\.9\).* is out of range"):
+        zero.AdamW8bit(model.parameters(), betas=(1.0, 0.9))
+    coded = zero.AdamW8bit(model.parameters())
+    continued(model, coded, range(1))
+    state = coded.state_dict()
+    state["state"][0]["exp_avg_scales"] = torch.ones(3)
+    with pytest.raises(MisuseError, match=r"'exp_avg_scales' of 'blocks.0.scale' has shape \(3,\)"):
+        coded.load_state_dict(state)
+
+
+def test_slices_that_end_within_a_block(tmp_path: Path) -> None:
+    class Odd(Experts):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(16, 127, 48) / 8)
+            self.down = nn.Parameter(torch.randn(16, 48, 127) / 8)
+
+    with opened(tmp_path / "store", CUT) as store:
+        model = zero.page(Odd(), store)
+        with pytest.raises(MisuseError, match="divided among slices of 6096 elements, each of which ends within a block"):
+            zero.AdamW8bit(model.parameters())
+        store.close()
+
+
+def on_a_rank(rank: int, folder: Path) -> tuple[Any, Any]:
+    """Train on one loss, so that the mean of the gradients is that of one process."""
+    torch.set_num_threads(1)
+    with zero.open_store(folder, dram="2MiB") as store:
+        model = zero.page(built(), store, stage=zero.Stage2())
+        with pytest.raises(MisuseError, match="is divided among ranks, which may be within a block"):
+            zero.AdamW8bit(model.parameters())
+        ours = narrow(model.parameters(), lr=1e-3)
+        continued(model, ours, range(3))
+        made = model.state_dict(), {index: dict(state) for index, state in ours.state_dict()["state"].items()}
+        store.close()
+    memory = built()
+    with TieredStore.open(None, dram="4MiB") as store:
+        with pytest.raises(MisuseError, match="divided among ranks"):
+            zero.AdamW4bit(memory.parameters(), store=store, stage=zero.Stage1())
+        store.close()
+    return made
+
+
+def test_ranks(tmp_path: Path) -> None:
+    """Moments in bfloat16 are divided as others are; what belongs to blocks is refused."""
+    reference = built()
+    theirs = BFloat16(reference.parameters(), lr=1e-3)
+    continued(reference, theirs, range(3))
+    for values, states in on_ranks(2, on_a_rank, tmp_path):
+        assert equal({name: value.clone() for name, value in values.items()}, reference.state_dict())
+        same_states({"state": states}, theirs.state_dict())
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_an_export_applies_what_is_pending(kind: str, tmp_path: Path) -> None:
+    with opened(tmp_path / "store", CUT) as store:
+        model = zero.page(built(), store, name="m")
+        ours = CASES[kind].ours(model.parameters(), lr=1e-3)
+        continued(model, ours, range(3))
+        zero.commit(model, ours)
+        values = {name: value.clone() for name, value in model.state_dict().items()}
+        store.close()
+    with StoreAtRest(tmp_path / "store") as store:
+        files = export_at_rest(store, tmp_path / "out")
+    found = {name: value for file in files for name, value in load_file(tmp_path / "out" / file).items()}
+    assert equal(found, values)
+
+
+# The codes
+
+
+def samples() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    usual = torch.randn(3000, generator=generator)
+    strange = usual.clone()
+    strange[3], strange[900], strange[256:512], strange[600:1000] = torch.nan, torch.inf, 0.0, -0.0
+    wide = usual * torch.exp(torch.randn(3000, generator=generator) * 8)
+    return [usual, strange, wide, usual * 1e-42, usual * 1e38, usual[:1], usual[:129], torch.full((300,), -2.0)]
+
+
+@pytest.mark.parametrize("name", ["MOMENT_8", "SQUARE_8", "MOMENT_4", "SQUARE_4"])
+def test_the_kernel_gives_the_bits_of_torch(name: str) -> None:
+    code: moments.BlockCode = getattr(moments, name)
+    assert hasattr(moments.lib, "moments_encode8"), "the kernels were not built: run make setup"
+    every = torch.tensor(code.values).repeat_interleave(3)
+    nearby = torch.nextafter(every, torch.tensor([-9.0, 0.0, 9.0]).repeat(len(code.values)))  # also of the bounds
+    ends = code._bounds[:-1].repeat_interleave(3)
+    bounds = torch.nextafter(ends, torch.tensor([-9.0, 0.0, 9.0]).repeat(len(code.values) - 1))
+    shares = torch.cat((nearby, bounds)).clamp(-1, 1)
+    for values in [*samples(), torch.nn.functional.pad(shares.view(-1, 3), (1, 0), value=1.0).flatten()]:
+        made = []
+        for encode, decode in ((code.encode, code.decode), (code.encode_by_torch, code.decode_by_torch)):
+            codes = torch.full((code.nbytes(values.numel()),), 99, dtype=torch.uint8)
+            scales, out = torch.full((code.blocks(values.numel()),), 9.0), torch.full_like(values, 9.0)
+            encode(values, codes, scales)
+            decode(codes, scales, out)
+            made.append((codes, scales.view(torch.int32), out.isnan(), out.nan_to_num(0)))
+        assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
+
+
+def test_maps_are_those_of_the_sources() -> None:
+    """The 16 numbers that torchao's 4-bit AdamW prints, and the ends of the maps of 8 bits."""
+    four = [0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875]
+    assert moments.MOMENT_4.values == pytest.approx([*[-x for x in reversed(four)], 0.0, *four, 1.0])
+    assert torch.equal(torch.tensor(moments.MOMENT_8.values), torch.from_numpy(dynamic_map(8, True)))
+    assert torch.equal(torch.tensor(moments.SQUARE_8.values), torch.from_numpy(dynamic_map(8, False)))
+    assert moments.MOMENT_8.values[-2:] == pytest.approx([0.9929688, 1.0])
+    assert moments.SQUARE_8.values[:2] == pytest.approx([0.0, 3.25e-7])

@@ -1,0 +1,158 @@
+"""Encode the moments of optimizers in 8 or 4 bits, and decode them: codes and one scale for each block.
+
+A block's scale is its largest absolute value. A code stands for a value of a *map* of 256 or 16 numbers between -1 and 1: that
+which is nearest to the element divided by the scale, of two that are equally near the smaller one. A decoded element is the
+map's value times the scale. All is computed in float32.
+
+- ``MOMENT_8``, ``SQUARE_8``: blocks of 256 and the dynamic map of bitsandbytes, with a sign and without (Dettmers et al., 2022,
+  8-bit Optimizers via Block-wise Quantization, https://arxiv.org/abs/2110.02861, section 2 and appendix F).
+- ``MOMENT_4``, ``SQUARE_4``: blocks of 128; the dynamic map of 4 bits with a sign, and for second moments the multiples of 1/16
+  without zero (Li et al., 2023, Memory Efficient Optimizers with 4-bit States, https://arxiv.org/abs/2309.01507, section 4;
+  there with scales for rows and columns, here with one for each block, as torchao has them). Two codes are in a byte: byte j of
+  a block has element j in its low and element j + 64 in its high half.
+
+Where a block has infinity or NaN, or is zero, its codes are those of zero (the smallest value of a map without zero); its
+scale times any value then is NaN, infinite, or zero.
+
+A C kernel (``libaio_ext/moments.c``) computes in the caller's thread; where it was not built, and elsewhere than in host
+memory, torch computes the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+try:
+    from tiered.packing._unpack import lib
+except ImportError:  # there was no compiler
+    lib = None  # type: ignore[assignment]
+
+__all__ = ["MOMENT_4", "MOMENT_8", "SQUARE_4", "SQUARE_8", "BlockCode"]
+
+
+@dataclass(frozen=True)
+class BlockCode:
+    """Code of ``bits`` (8 or 4) with one scale for each ``block`` elements, and ``values``: its map, in increasing order."""
+
+    bits: int
+    block: int
+    values: tuple[float, ...]
+
+    @property
+    def bytes_in_block(self) -> int:
+        return self.block * self.bits // 8
+
+    def blocks(self, count: int) -> int:
+        """Return how many blocks ``count`` elements have."""
+        return -(-count // self.block)
+
+    def nbytes(self, count: int) -> int:
+        """Return the bytes of the codes of ``count`` elements: of a last block of 4 bits that is not full, those of a full one.
+        """
+        return count if self.bits == 8 else self.blocks(count) * self.bytes_in_block
+
+    @torch.no_grad()
+    def encode(self, given: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """Write the codes of ``given``, float32 of shape (n,), to ``codes``, uint8 of shape (nbytes(n),), and their scales to
+        ``scales``, float32 of shape (blocks(n),). All without gaps, on one device."""
+        self._check(given, codes, scales)
+        if not self._in_c(given):
+            self.encode_by_torch(given, codes, scales)
+            return
+        addresses = given.data_ptr(), given.numel(), codes.data_ptr(), scales.data_ptr()
+        encode = lib.moments_encode8 if self.bits == 8 else lib.moments_encode4
+        encode(*addresses, self._starts.data_ptr(), self._bounds.data_ptr())
+
+    @torch.no_grad()
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the elements of ``codes`` and ``scales`` to ``out``, float32 of shape (n,); shapes as in ``encode``."""
+        self._check(out, codes, scales)
+        if not self._in_c(out):
+            self.decode_by_torch(codes, scales, out)
+            return
+        decode = lib.moments_decode8 if self.bits == 8 else lib.moments_decode4
+        decode(codes.data_ptr(), scales.data_ptr(), out.numel(), out.data_ptr(), self._map.data_ptr())
+
+    def encode_by_torch(self, given: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """Do what ``encode`` does by torch's functions."""
+        count = self.blocks(given.numel())
+        blocks = torch.nn.functional.pad(given, (0, count * self.block - given.numel())).view(count, self.block)
+        scale = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(1).view(torch.float32)  # NaN is larger than infinity
+        fine = (scale.isfinite() & (scale > 0))[:, None]
+        shares = torch.where(fine, blocks / scale[:, None], torch.zeros((), device=given.device))
+        found = torch.bucketize(shares, self._bounds[:-1].to(given.device)).to(torch.uint8)
+        scales.copy_(scale)
+        if self.bits == 8:
+            codes.copy_(found.view(-1)[: given.numel()])
+            return
+        found.view(-1)[given.numel() :] = 0
+        half = self.block // 2
+        codes.view(count, half).copy_(found[:, :half] | found[:, half:] << 4)
+
+    def decode_by_torch(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        """Do what ``decode`` does by torch's functions."""
+        count = self.blocks(out.numel())
+        if self.bits == 8:
+            numbers = torch.nn.functional.pad(codes, (0, count * self.block - out.numel())).view(count, self.block)
+        else:
+            pairs = codes.view(count, self.block // 2)
+            numbers = torch.cat((pairs & 15, pairs >> 4), 1)
+        found = self._map.to(out.device)[numbers.long()].mul_(scales[:, None])
+        out.copy_(found.view(-1)[: out.numel()])
+
+    def _check(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        sizes = codes.numel(), scales.numel()
+        assert values.dtype is torch.float32 is scales.dtype and codes.dtype is torch.uint8
+        assert sizes == (self.nbytes(values.numel()), self.blocks(values.numel())), (values.numel(), sizes)
+        assert values.is_contiguous() and codes.is_contiguous() and scales.is_contiguous()
+
+    @staticmethod
+    def _in_c(values: torch.Tensor) -> bool:
+        return values.device.type == "cpu" and hasattr(lib, "moments_encode8")
+
+    @cached_property
+    def _map(self) -> torch.Tensor:
+        return torch.tensor(self.values, dtype=torch.float32, device="cpu")
+
+    @cached_property
+    def _bounds(self) -> torch.Tensor:
+        """Return for each code the largest float32 that is as near to its value as to the next one's; of the last, infinity."""
+        exact = self._map.double()
+        middle = (exact[:-1] + exact[1:]) / 2
+        bounds = middle.float()
+        down = torch.nextafter(bounds, torch.full_like(bounds, -torch.inf))
+        bounds = torch.where(bounds.double() > middle, down, bounds)
+        return torch.cat((bounds, torch.full((1,), torch.inf, device="cpu")))
+
+    @cached_property
+    def _starts(self) -> torch.Tensor:
+        """Return the code of the smallest number of those float32 between -1 and 1 that have the same upper 16 bits, by these
+        bits. The code of any of them is that or the next one."""
+        upper = torch.arange(1 << 16, dtype=torch.int32, device="cpu") << 16
+        ends = [(upper | low).view(torch.float32) for low in (0, 0xFFFF)]
+        ends = [torch.where(ends[0].abs() <= 1, end.clamp(-1, 1), 0) for end in ends]
+        codes = [torch.bucketize(end, self._bounds[:-1]) for end in ends]
+        first, last = torch.minimum(*codes), torch.maximum(*codes)
+        assert bool((last - first <= 1).all())
+        return first.to(torch.uint8)
+
+
+def _dynamic(bits: int, signed: bool) -> tuple[float, ...]:
+    """Return the dynamic map: with each decade below 1 the intervals between 0.1 and 1 times its power of ten are half as many,
+    down to one (two without a sign); the values are their middles, 0 and 1."""
+    decades = bits - 1
+    found = [0.0, 1.0]
+    for decade in range(decades):
+        intervals = 2**decade * (1 if signed else 2)
+        middles = [(0.1 + 0.9 * (number + 0.5) / intervals) * 10.0 ** (decade - decades + 1) for number in range(intervals)]
+        found += [*middles, *([-middle for middle in middles] if signed else [])]
+    return tuple(sorted(found))
+
+
+MOMENT_8 = BlockCode(8, 256, _dynamic(8, True))
+SQUARE_8 = BlockCode(8, 256, _dynamic(8, False))
+MOMENT_4 = BlockCode(4, 128, _dynamic(4, True))
+SQUARE_4 = BlockCode(4, 128, tuple(number / 16 for number in range(1, 17)))
