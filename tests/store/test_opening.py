@@ -211,3 +211,35 @@ def test_verify_without_threads_says_so(committed: Path, monkeypatch: pytest.Mon
         with pytest.raises(TieredError, match="aiofiles backend cannot be opened: can't start new thread"):
             verify(committed, backend="aiofiles")
     assert verify(committed, backend="aiofiles").sound
+
+
+@pytest.mark.parametrize("access", ["read", "write"])
+def test_a_store_that_must_be_there(access: str, tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    with pytest.raises(MisuseError, match="there is no store with a commit"):
+        TieredStore.open(folder, dram=MIB, existing="must", access=access)
+    assert not folder.exists(), "nothing is made"
+    TieredStore.open(folder, dram=MIB).close()
+    with pytest.raises(MisuseError, match="there is no store with a commit"):
+        TieredStore.open(folder, dram=MIB, existing="must", access=access)
+    with TieredStore.open(folder, dram=MIB, existing="must-not") as store:
+        store["a"] = torch.ones(3)
+    with TieredStore.open(folder, dram=MIB, existing="must", access=access) as store:
+        assert torch.equal(store["a"], torch.ones(3))
+        store.close()
+
+
+def test_a_store_that_must_not_be_there(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    with TieredStore.open(folder, dram=MIB, existing="must-not") as store:
+        store["a"] = torch.ones(3)
+    with pytest.raises(MisuseError, match=r"has a store already \(generation 1\)"):
+        TieredStore.open(folder, dram=MIB, existing="must-not")
+    with TieredStore.open(folder, dram=MIB, existing="may") as store:
+        assert list(store) == ["a"]
+        store.close()
+    for wrong in ("maybe", None, True):
+        with pytest.raises(MisuseError, match="existing is 'may', 'must' or 'must-not'"):
+            TieredStore.open(folder, dram=MIB, existing=wrong)  # type: ignore[arg-type]
+    with pytest.raises(MisuseError, match="does not exist before"):
+        TieredStore.open(None, dram=MIB, existing="must")

@@ -144,9 +144,10 @@ class Lease(Request, LeaseHold):
         alignment = getattr(space, "alignment", 1)
         total = sum(-(-nbytes // alignment) * alignment for nbytes in sizes)
         if total > space.capacity:
+            together, fewer = (" together", "lease fewer at once, or ") if len(sizes) > 1 else ("", "")
             raise CapacityError(
-                f"{self} needs {total:,} bytes, which can never be in tier {space.name} together ({space.capacity:,} bytes): "
-                f"lease fewer at once, or open the store with more room there"
+                f"{self} needs {total:,} bytes, which can never be in tier {space.name}{together} ({space.capacity:,} bytes): "
+                f"{fewer}open the store with more room there"
             )
 
     def failed(self, key: Key, error: TieredError) -> None:

@@ -18,6 +18,7 @@ from tiered.engine.engine import Engine, EngineConfig
 from tiered.engine.policy import LRU
 from tiered.engine.residency import Copy
 from tiered.errors import CapacityError, MisuseError, TieredError
+from tiered.format.generations import generations
 from tiered.format.manifest import Manifest
 from tiered.interfaces import EvictionPolicy, IOBackend, Link, Memory, Tier
 from tiered.io.posix import PosixBackend, PosixConfig
@@ -204,6 +205,7 @@ def _refuse_beyond_cgroup(dram: int) -> None:
 
 Durability = Literal["commit", "none"]
 Newer = Literal["keep", "drop"]
+Existing = Literal["may", "must", "must-not"]
 
 _ACCESS: dict[str | Access, Access] = {name: access for access in Access for name in (access, access.value)}
 
@@ -226,6 +228,7 @@ class OpenOptions:
     paths: Sequence[str | os.PathLike[str]] | None
     newer: Newer = "keep"
     access: Access = Access.WRITE
+    existing: Existing = "may"
 
     @property
     def scratch(self) -> bool:
@@ -354,11 +357,29 @@ def _refuse(options: OpenOptions) -> None:
         raise MisuseError("a store without a disk (path None) has no nvme=: leave it out, or name a folder")
     if path is not None and not _is_path(path):
         raise MisuseError(f"the path of a store's folder is a str or a pathlib.Path, or None, not {path!r}")
+    if options.existing not in ("may", "must", "must-not"):
+        raise MisuseError(f"existing is 'may', 'must' or 'must-not', not {options.existing!r}")
+    if options.existing != "may":
+        _refuse_existing(options)
     if options.paths is not None:
         if path is None:
             raise MisuseError("a store without a disk (path None) has no paths=: leave them out, or name a folder")
         if not isinstance(options.paths, list | tuple) or not options.paths or not all(map(_is_path, options.paths)):
             raise MisuseError(f"paths is a list of folders, one on each drive, not {options.paths!r}")
+
+
+def _refuse_existing(options: OpenOptions) -> None:
+    """Raise MisuseError where there is a store and should be none, or the other way round. Makes nothing."""
+    if options.path is None:
+        raise MisuseError(f"a store without a disk (path None) does not exist before: leave existing={options.existing!r} out")
+    folder = os.path.abspath(options.path)
+    found = generations(folder) if os.path.isdir(folder) else []
+    if options.existing == "must" and not found:
+        raise MisuseError(f"there is no store with a commit in {folder}, and existing='must' makes none: name another folder")
+    if options.existing == "must-not" and found:
+        raise MisuseError(
+            f"{folder} has a store already (generation {found[-1]}), and existing='must-not': name another folder, or remove it"
+        )
 
 
 def access_of(access: Access | str) -> Access:

@@ -38,7 +38,7 @@ from tiered.store.lease import (
     specified,
 )
 from tiered.store.mapping import MISSING, Default, TensorMapping
-from tiered.store.opening import Newer, OpenOptions, Parts, access_of, assemble
+from tiered.store.opening import Existing, Newer, OpenOptions, Parts, access_of, assemble
 from tiered.telemetry import NO_SPAN, Offloaded, Span, StoreStatistics, Timeline
 from tiered.types import Access, BackendName, Key, TensorSpec, Urgency, format_size
 
@@ -97,6 +97,7 @@ class TieredStore(TensorMapping):
         keep: int = 2,
         deadline: float = 60.0,
         paths: Sequence[str | os.PathLike[str]] | None = None,
+        existing: Existing = "may",
     ) -> TieredStore:
         """Create the store in folder ``path``, or reopen it at its newest commit, or at ``generation``.
 
@@ -104,7 +105,8 @@ class TieredStore(TensorMapping):
         on ``device`` (default: no such tier; device="cpu" is a stand-in), ``nvme`` that of the disk (default: its free space).
         ``path`` None is a store without a disk. ``durability="none"`` is scratch: nothing can be committed, and the files are
         removed at close. ``keep`` is the number of generations that stay on disk; ``newer="drop"`` removes the generations
-        after ``generation`` (all, with 0). ``deadline`` is the number of seconds that a call waits for room before it raises
+        after ``generation`` (all, with 0). ``existing`` is "must" where a folder without a commit is an error, and
+        "must-not" where one with a commit is. ``deadline`` is the number of seconds that a call waits for room before it raises
         and names the holders. ``access="read"`` opens a commit for reading, beside a job that died, or in a folder that cannot
         be written: nothing there is created or changed, several processes may do so at once, and calls that would change a
         tensor raise.
@@ -124,6 +126,7 @@ class TieredStore(TensorMapping):
         options = OpenOptions(
             *(path, dram, hbm, device, nvme, generation, durability, backend, eviction, keep, deadline, paths, newer),
             access=access_of(access),
+            existing=existing,
         )
         parts, engine, known = assemble(options)
         store = cls(parts, engine, known, scratch=options.scratch)
