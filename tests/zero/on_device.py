@@ -160,6 +160,35 @@ def test_optimizer_states_come_up_where_they_are_updated(device: torch.device, t
         assert 4 <= moved < 6 if tier == "dram" else moved == 0
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "8bit", "4bit", "muon"])
+def test_other_rules_are_applied_on_a_device(tmp_path: Path, device: torch.device, kind: str) -> None:
+    """States in codes and of whole matrices, updated on the device as in host memory, and as without a device."""
+    found = []
+    for where in ("none", "dram", "hbm"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(97, 131), nn.Tanh(), nn.Linear(131, 97)) for _ in range(2)))
+        chosen = {} if where == "none" else {"hbm": "2MiB", "device": fake_device.NAME}
+        with TieredStore.open(tmp_path / where, dram="2MiB", **chosen) as store:
+            zero.page(model, store, update_tier="hbm" if where == "hbm" else "dram")
+            optimizer: zero.Optimizer = {
+                "bfloat16": lambda m: zero.AdamW(m.parameters(), moments=torch.bfloat16),
+                "8bit": lambda m: zero.AdamW8bit(m.parameters()),
+                "4bit": lambda m: zero.AdamW4bit(m.parameters()),
+                "muon": zero.Muon,
+            }[kind](model)
+            for step in range(3):
+                x = torch.randn(7, 97, generator=torch.Generator().manual_seed(step)).to(store.device)
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            states = optimizer.state_dict()["state"]
+            found.append(({name: value.cpu() for name, value in model.state_dict().items()}, states))
+            store.close()
+    for values, states in found[1:]:
+        assert all(torch.equal(value, found[0][0][name]) for name, value in values.items())
+        assert all(torch.equal(states[i][name], value) for i, state in found[0][1].items() for name, value in state.items())
+
+
 def test_a_batch_is_split_inside_units(tmp_path: Path, device: torch.device) -> None:
     results = []
     for hbm in (False, True):

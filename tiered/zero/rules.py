@@ -34,7 +34,7 @@ State = Mapping[str, torch.Tensor]
 
 
 class UpdateRule(Protocol):
-    """Update of one parameter, elementwise, so that any slice may be updated by itself. A rule is a frozen dataclass: its
+    """Update of one parameter, of any slice of it by itself, or of what ``granularity`` says. A rule is a frozen dataclass: its
     hyper-parameters are those of one step.
 
     It may say more by these attributes of its class:

@@ -83,8 +83,9 @@ class Optimizer(TorchOptimizer):
     own. A param group may have another one under ``"rule"``. The fields of a rule are hyper-parameters of its param groups, of
     the same names: schedulers set them there. The other arguments, and what ``step`` does, are those of ``AdamW``.
 
-    Raises MisuseError for a rule that updates anything but elements, or keeps a state of another shape than the parameter's;
-    and in ``step`` where a hyper-parameter was changed such that the rule would keep other states.
+    Raises MisuseError for a rule that updates anything but elements, blocks of them or matrices, for parameters that are
+    divided within a block or a matrix, and in ``step`` where a hyper-parameter was changed such that the rule would keep other
+    states; CapacityError, with the number of bytes, where the store has too little memory for a whole matrix.
     """
 
     def __init__(
@@ -868,13 +869,15 @@ def _refuse_cut_matrix(pager: Pager, unit: Unit, placement: Placement, rule: Upd
         raise MisuseError(f"{what} has the shape {tuple(placement.shape)}: give it a param group with another rule")
     if unit.plan.shares > 1:
         raise MisuseError(f"{what} is divided among ranks: give it a param group with another rule, or train with one process")
-    pool = pager.store.statistics().tier("dram").capacity
+    tiers = [tier for tier in pager.store.statistics().tiers if tier.name in ("dram", pager.update_tier)]
+    smallest = min(tiers, key=lambda tier: tier.capacity)
+    pool, name = smallest.capacity, smallest.name
     needed = -(-(3 * unit.plan.nbytes + unit.states.needed(placement, states)) // 4096) * 4096
     if pool < needed:
         raise CapacityError(
             f"{what} of shape {tuple(placement.shape)} has to be in memory with its unit, the gradients and its states: that "
-            f"takes {needed:,} bytes of DRAM, and the store has {pool:,}: open it with dram={needed}, or give the parameter "
-            "another rule"
+            f"takes {needed:,} bytes of {name.upper()}, and the store has {pool:,}: open it with {name}={needed}, or give the "
+            "parameter another rule"
         )
     beside = int(getattr(rule, "workspace", 0)) * placement.numel
     refuse_little_room(pager.store, f"updating {placement.name!r} as a whole", largest=beside)

@@ -217,7 +217,7 @@ class Pager:
         self.limits = plan.limits
         self.checkpoint, chunk = CheckpointRecord(store, name), plan.limits.chunk
         self.intent, self._leases = Intent(), Leases.of(store)
-        updates, self._update_tier = in_update_tier(store, config.update_tier), config.update_tier
+        updates, self.update_tier = in_update_tier(store, config.update_tier), config.update_tier
         if plan.read_only:
             for parameter in model.parameters():
                 parameter.requires_grad = False
@@ -895,7 +895,7 @@ class Pager:
     def _look_ahead(self, unit: Unit) -> None:
         """Ask the store for all that this unit will need, while no order is known yet."""
         if self._prefetch == "on" and not self.step_trace.following:
-            self.store.prefetch(unit.upcoming_keys(), tier=self._update_tier)
+            self.store.prefetch(unit.upcoming_keys(), tier=self.update_tier)
 
     # -- state_dict --------------------------------------------------------------------------------------------------------
 
