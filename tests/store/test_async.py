@@ -396,10 +396,10 @@ def test_cancelled_while_a_thread_copies(tmp_path: Path, monkeypatch: pytest.Mon
     copying, go_on = threading.Event(), threading.Event()
     copied = tiered.store.lease.copied
 
-    def slowly(tensor: torch.Tensor) -> torch.Tensor:
+    def slowly(tensor: torch.Tensor, *, queued: bool) -> torch.Tensor:
         copying.set()
         assert go_on.wait(300)  # set by the loop, which goes on meanwhile
-        return copied(tensor)
+        return copied(tensor, queued=queued)
 
     monkeypatch.setattr(tiered.store.lease, "copied", slowly)
     with TieredStore.open(tmp_path / "state", dram="16MiB") as store:

@@ -32,7 +32,7 @@ def test_memory_is_divided_into_torch_the_pool_and_the_rest() -> None:
     assert "100.0 MiB at the peak: 60.0 MiB Python and torch, 3.0 MiB the store's pool,\n" in shown
     assert "\n          37.0 MiB activations and everything else" in shown
     assert "state     12.0 MiB, 3.0 times the budget of 4.0 MiB (3.0 MiB used at the peak)" in shown
-    assert "Adam states alone would take 16.0 MiB" in shown
+    assert "states of adamw alone would take 16.0 MiB" in shown
 
 
 def test_a_state_that_fitted_is_said_to_have_fitted() -> None:
