@@ -8,6 +8,8 @@ import random
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tiered.errors import SafetensorsError
 from tiered.format import direct_reader
@@ -94,5 +96,53 @@ def test_an_exception_leaves_nobody_who_writes_to_the_memory(file: Path, monkeyp
     assert reader.read(0, memoryview(again)) == SIZE
     assert again == file.read_bytes()
     assert into == before
+    reader.close()
+    os.close(fd)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    ranges=st.lists(st.tuples(st.integers(0, SIZE - 1), st.integers(1, SIZE)), max_size=5),
+    asked=st.lists(st.one_of(st.integers(0, 4), st.tuples(st.integers(0, SIZE - 1), st.integers(1, SIZE))), max_size=8),
+    size=st.integers(1 << 16, SIZE),
+)
+def test_what_is_expected_changes_no_byte(
+    file: Path, ranges: list[tuple[int, int]], asked: list[int | tuple[int, int]], size: int
+) -> None:
+    """Ranges that were told before, others, and parts of them, in any order; past the end of the file, too."""
+    data = file.read_bytes()
+    fd = os.open(file, os.O_RDWR)
+    reader = DirectReader(str(file), fd)
+    if not reader.direct:
+        pytest.skip("this filesystem has no direct I/O")
+    reader.expect(ranges)
+    for one in asked:
+        at, length = one if isinstance(one, tuple) else ranges[one % len(ranges)] if ranges else (0, SIZE)
+        while length:
+            into = bytearray(min(size, length))
+            count = reader.read(at, memoryview(into))
+            assert count == max(0, min(len(into), SIZE - at))
+            assert into[:count] == data[at : at + count]
+            assert not any(into[count:])
+            if count < len(into):
+                break
+            at, length = at + count, length - count
+    reader.close()
+    os.close(fd)
+
+
+def test_it_reads_on_where_the_next_range_is_known(file: Path) -> None:
+    """Beyond the range that is asked for; then from another place, whose range is known as well."""
+    fd = uncached(file)
+    reader = DirectReader(str(file), fd)
+    if not reader.direct:
+        pytest.skip("this filesystem has no direct I/O")
+    half = PIECE // 2
+    expected = [(0, half), (2 * PIECE, half), (PIECE, half), (SIZE - 1, 1)]
+    reader.expect(expected)
+    reader.read(0, memoryview(bytearray(half)))
+    assert [(piece.begin, piece.end - piece.begin) for piece in reader._ahead] == expected[1:]
+    reader.read(PIECE, memoryview(bytearray(half)))
+    assert [(piece.begin, piece.end - piece.begin) for piece in reader._ahead] == expected[3:]
     reader.close()
     os.close(fd)

@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -190,6 +190,7 @@ class WeightFiles:
         self._files: dict[str, str] = {}
         self._fd, self._open_path = -1, ""
         self._direct: DirectReader | None = None
+        self._expected: dict[str, list[tuple[int, int]]] = {}
         try:
             for file, names in _files_of(Path(os.path.expanduser(path))):
                 self._add(str(file), names)
@@ -215,6 +216,14 @@ class WeightFiles:
             self._fd, self._open_path = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), file
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # within a tensor it is; the kernel reads further ahead
         return self._fd
+
+    def expect(self, reads: Iterable[tuple[str, int, int]]) -> None:
+        """Tell what will be read, in that order: tensor, first byte of it, number of bytes. Large reads of one file then go on
+        ahead. Only time depends on it."""
+        self._expected = {}
+        for name, start, nbytes in reads:
+            if nbytes >= DIRECT_BYTES:
+                self._expected.setdefault(self._files[name], []).append((self.entries[name].offset + start, nbytes))
 
     def read(self, name: str, start: int, into: memoryview) -> None:
         """Read the bytes of ``name`` from ``start`` on into ``into`` (bytes, writable), which says how many.
@@ -243,6 +252,7 @@ class WeightFiles:
         """Read past the page cache, where that is possible. Returns how many of the first bytes were read."""
         if self._direct is None:
             self._direct = DirectReader(self._open_path, fd)
+            self._direct.expect(self._expected.get(self._open_path, ()))
         if not self._direct.direct:
             return 0
         try:

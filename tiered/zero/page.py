@@ -20,8 +20,8 @@ from torch import nn
 from tiered import Access, CapacityError, MisuseError, TieredError, TieredStore
 from tiered.system import Trimmer, refuse_little_room, returned_at_once
 from tiered.zero.build.construct import unguard
-from tiered.zero.build.deferred import Deferred
-from tiered.zero.build.staging import ALL, PREFIX, Staged, Window, current, find
+from tiered.zero.build.deferred import Deferred, expect
+from tiered.zero.build.staging import PREFIX, Staged, Window, current, find
 from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint.reshard import Source, opened, reshard
 from tiered.zero.checkpoint.safetensors import Pretrained
@@ -33,7 +33,7 @@ from tiered.zero.paging.sharding import Partition, Sharded, Stage, Stage3, Unsha
 from tiered.zero.paging.step_trace import Prefetch
 from tiered.zero.paging.storage import UpdateTier, in_update_tier
 from tiered.zero.paging.tensors.parameters import unpage
-from tiered.zero.paging.units import Limits, ModelPlan, Placement, Policy, Slicing, UnitPlan, divide
+from tiered.zero.paging.units import ALL, Limits, ModelPlan, Placement, Policy, Slicing, UnitPlan, divide
 from tiered.zero.rank_stores import newest_set, number_of
 
 __all__ = [
@@ -335,8 +335,7 @@ def differing(unit: UnitPlan, memory: torch.Tensor, deferred: Mapping[nn.Paramet
     for placement in unit.placements:
         _write_deferred(placement, scratch, deferred)
     for placement in unit.placements:
-        whole = placement.parameter if placement.sliced is None else placement.sliced.parameter
-        if whole in deferred:
+        if placement.whole in deferred:
             place = slice(placement.stored_offset, placement.stored_offset + placement.stored_nbytes)
             if not torch.equal(scratch[place], memory[place]):
                 return placement.name
@@ -677,11 +676,9 @@ def _zero_rest(memory: torch.Tensor, unit: UnitPlan) -> None:
 
 def _write_deferred(placement: Placement, unit: torch.Tensor, deferred: Mapping[nn.Parameter, Deferred]) -> None:
     """Write the values of a parameter, or of a slice of one, to its place in ``unit``, if they are deferred."""
-    sliced = placement.sliced
-    parameter = placement.parameter if sliced is None else sliced.parameter
-    if parameter in deferred:
+    if placement.whole in deferred:
         with placement.filling(unit) as target:
-            deferred[parameter].write_to(target, None if sliced is None else sliced.at(placement.number))
+            deferred[placement.whole].write_to(target, placement.within)
 
 
 @dataclass
@@ -710,6 +707,12 @@ class _Adoption:
                 if parameter is not None:
                     owner.setdefault(parameter, module)
         self.without_memory = set(self.meta) - self.deferred.keys()
+        expect(
+            (self.deferred[placement.whole], placement.within)
+            for unit in plan.units[done:]
+            for placement in unit.placements
+            if placement.whole in self.deferred
+        )
         for number, unit in enumerate(plan.units):
             key = f"{name}/param/{unit.name}"
             if number < done:
@@ -732,8 +735,7 @@ class _Adoption:
     ) -> None:
         """Write the values of a unit to ``memory`` (None: they are in the store), and release them."""
         for placement in unit.placements:
-            sliced = placement.sliced
-            parameter = placement.parameter if sliced is None else sliced.parameter
+            sliced, parameter = placement.sliced, placement.whole
             if memory is not None:
                 if parameter in self.without_memory and self.pretrained is None:
                     self._materialise(owner[parameter])
@@ -750,12 +752,11 @@ class _Adoption:
         elif parameter in self.deferred:
             _write_deferred(placement, memory, self.deferred)
         else:
-            at = ALL if placement.sliced is None else placement.sliced.at(placement.number)
             with placement.filling(memory) as target:
                 if parameter in self.staged:
-                    self.window.copy_to(target, self.staged[parameter], at)
+                    self.window.copy_to(target, self.staged[parameter], placement.within)
                 else:
-                    target.copy_(parameter if placement.sliced is None else parameter[at])
+                    target.copy_(parameter if placement.within is ALL else parameter[placement.within])
 
     def _materialise(self, module: nn.Module) -> None:
         """Give the parameters and buffers that are directly on ``module`` memory and their initial values.

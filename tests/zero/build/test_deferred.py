@@ -14,8 +14,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tiered import MisuseError, SafetensorsError, TieredStore, zero
+from tiered.format.safetensors import WeightFiles
 from tiered.zero.build import deferred
 from tiered.zero.build.deferred import Deferred, Files
+from tiered.zero.paging.units import ALL
 
 Tensors = dict[str, torch.Tensor]
 
@@ -107,6 +109,40 @@ def test_values_are_those_in_memory(
         found.write_to(wide[:, ::2])
         assert same(wide[:, ::2], expected)
     assert (opened.last is None) is (name in MOVED)  # nothing was computed whole
+
+
+STRAIGHT = ["as it is", "alias", "cast", "cat", "stack", "experts", "chunks", "split", "select", "rows"]
+"""What reads whole rows, each to one place."""
+
+
+@pytest.mark.parametrize("name", [*MOVED, *COMPUTED])
+def test_what_is_told_ahead_is_what_is_read(
+    name: str, files: tuple[Files, dict[str, Deferred]], known: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In that order; nothing else is told."""
+    _, tensors = files
+    function = (MOVED | COMPUTED)[name]
+    found, expected = function(tensors), function(known)
+    told: list[tuple[str, int, int]] = []
+    done: list[tuple[str, int, int]] = []
+    read = Files.read
+
+    def reading(self: Files, of: WeightFiles, name: str, start: int, into: memoryview) -> None:
+        done.append((name, start, len(into)))
+        read(self, of, name, start, into)
+
+    monkeypatch.setattr(Files, "read", reading)
+    monkeypatch.setattr(WeightFiles, "expect", lambda self, reads: told.extend(reads))
+    for at in [ALL, *([0, slice(1, 3)] if expected.dim() and len(expected) else [])]:
+        told.clear()
+        done.clear()
+        deferred.expect([(found, at), (found, at)])
+        for _ in range(2):
+            found.write_to(torch.empty_like(expected if at == ALL else expected[at]), at)
+        if name in STRAIGHT and at == ALL:
+            assert told == done
+        rest = iter(done)
+        assert all(one in rest for one in told)
 
 
 def test_random_chains(files: tuple[Files, dict[str, Deferred]], known: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:

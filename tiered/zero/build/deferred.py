@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from tiered import MisuseError
 from tiered.format.safetensors import CODES, WeightFiles
+from tiered.zero.paging.units import ALL
 
-__all__ = ["CODES", "Deferred", "Files"]
+__all__ = ["CODES", "Deferred", "Files", "expect"]
 
 READ_AT_ONCE = 4 << 20
 """Bytes that are read, or cast, at a time where values do not go straight to their place."""
@@ -44,6 +45,10 @@ def _sizes(region: Region) -> list[int]:
     return [stop - start for start, stop in region]
 
 
+Read = tuple["_InFile", int, int]
+"""A tensor of a file, the first byte of it, and the number of bytes."""
+
+
 class _Values:
     """Values that can be computed: ``shape`` and ``dtype`` of them, and how."""
 
@@ -53,6 +58,10 @@ class _Values:
     def write(self, target: torch.Tensor, region: Region) -> None:
         """Write the values in ``region`` to ``target``, which has its shape, as ``target.copy_`` of them would."""
         raise NotImplementedError
+
+    def reads(self, region: Region) -> Iterator[Read]:
+        """Yield what ``write`` reads straight from files, in that order. What needs other reads may be left out."""
+        yield from ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Values:
         return self  # it never changes
@@ -90,6 +99,14 @@ class Files:
         self._open = files
         files.read(name, start, into)
 
+    def expect(self, reads: Iterable[Read]) -> None:
+        """Tell what will be read, in that order; see ``WeightFiles.expect``."""
+        found: dict[WeightFiles, list[tuple[str, int, int]]] = {}
+        for tensor, start, nbytes in reads:
+            found.setdefault(tensor.files, []).append((tensor.name, start, nbytes))
+        for files, of_these in found.items():
+            files.expect(of_these)
+
     def __enter__(self) -> Files:
         return self
 
@@ -105,11 +122,17 @@ class _InFile(_Values):
 
     def __init__(self, opened: Files, files: WeightFiles, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         super().__init__(shape, dtype)
-        self._opened, self._files, self.name = opened, files, name
+        self.opened, self.files, self.name = opened, files, name
 
     def write(self, target: torch.Tensor, region: Region) -> None:
         if target.numel():
             self._write(target, 0, self.shape, region)
+
+    def reads(self, region: Region) -> Iterator[Read]:
+        row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        start, stop = region[0] if region else (0, 1)
+        if region[1:] == _all(self.shape[1:]) and row * (stop - start):
+            yield self, start * row, (stop - start) * row
 
     def _write(self, target: torch.Tensor, begin: int, shape: Sequence[int], region: Region) -> None:
         """Write ``region`` of the tensor of ``shape`` that begins at element ``begin``."""
@@ -137,7 +160,7 @@ class _InFile(_Values):
     def _read(self, target: torch.Tensor, begin: int) -> None:
         if self._fits(target):
             memory = target.as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
-            self._opened.read(self._files, self.name, begin * self.dtype.itemsize, memory)
+            self.opened.read(self.files, self.name, begin * self.dtype.itemsize, memory)
         else:
             value = torch.empty(target.shape, dtype=self.dtype, device="cpu")
             self._read(value, begin)
@@ -160,6 +183,9 @@ class _Cast(_Values):
             self._source.write(between, inside)
             (target[first:last] if region else target).copy_(between)
 
+    def reads(self, region: Region) -> Iterator[Read]:
+        return self._source.reads(region)
+
 
 class _Joined(_Values):
     """``torch.cat`` along ``dim``."""
@@ -169,13 +195,22 @@ class _Joined(_Values):
         self._parts, self._dim = parts, dim
 
     def write(self, target: torch.Tensor, region: Region) -> None:
+        start = region[self._dim][0]
+        for part, first, last, inside in self._overlapping(region):
+            part.write(target.narrow(self._dim, first - start, last - first), inside)
+
+    def reads(self, region: Region) -> Iterator[Read]:
+        for part, _, _, inside in self._overlapping(region):
+            yield from part.reads(inside)
+
+    def _overlapping(self, region: Region) -> Iterator[tuple[_Values, int, int, Region]]:
+        """Yield the parts that have something of ``region``: from which index to which, and the region in the part."""
         dim, (start, stop), begin = self._dim, region[self._dim], 0
         for part in self._parts:
             size = part.shape[dim]
             first, last = max(start, begin), min(stop, begin + size)
             if first < last:
-                inside = (*region[:dim], (first - begin, last - begin), *region[dim + 1 :])
-                part.write(target.narrow(dim, first - start, last - first), inside)
+                yield part, first, last, (*region[:dim], (first - begin, last - begin), *region[dim + 1 :])
             begin += size
 
 
@@ -192,6 +227,11 @@ class _Stacked(_Values):
         for index in range(start, stop):
             self._parts[index].write(target.select(self._dim, index - start), inside)
 
+    def reads(self, region: Region) -> Iterator[Read]:
+        inside = region[: self._dim] + region[self._dim + 1 :]
+        for index in range(*region[self._dim]):
+            yield from self._parts[index].reads(inside)
+
 
 class _Narrowed(_Values):
     """Indices from ``start`` on along ``dim``, of which ``shape`` says how many."""
@@ -201,8 +241,14 @@ class _Narrowed(_Values):
         self._source, self._dim, self._start = source, dim, start
 
     def write(self, target: torch.Tensor, region: Region) -> None:
+        self._source.write(target, self._inside(region))
+
+    def reads(self, region: Region) -> Iterator[Read]:
+        return self._source.reads(self._inside(region))
+
+    def _inside(self, region: Region) -> Region:
         dim, (start, stop) = self._dim, region[self._dim]
-        self._source.write(target, (*region[:dim], (start + self._start, stop + self._start), *region[dim + 1 :]))
+        return (*region[:dim], (start + self._start, stop + self._start), *region[dim + 1 :])
 
 
 class _Selected(_Values):
@@ -213,8 +259,13 @@ class _Selected(_Values):
         self._source, self._dim, self._index = source, dim, index
 
     def write(self, target: torch.Tensor, region: Region) -> None:
-        dim = self._dim
-        self._source.write(target.unsqueeze(dim), (*region[:dim], (self._index, self._index + 1), *region[dim:]))
+        self._source.write(target.unsqueeze(self._dim), self._inside(region))
+
+    def reads(self, region: Region) -> Iterator[Read]:
+        return self._source.reads(self._inside(region))
+
+    def _inside(self, region: Region) -> Region:
+        return (*region[: self._dim], (self._index, self._index + 1), *region[self._dim :])
 
 
 class _Permuted(_Values):
@@ -227,6 +278,9 @@ class _Permuted(_Values):
     def write(self, target: torch.Tensor, region: Region) -> None:
         self._source.write(target.permute(self._back), tuple(region[dim] for dim in self._back))
 
+    def reads(self, region: Region) -> Iterator[Read]:
+        return self._source.reads(tuple(region[dim] for dim in self._back))
+
 
 class _Computed(_Values):
     """Output number ``index`` of a function of torch, which is called with the values in memory. ``opened``: where its result
@@ -236,7 +290,7 @@ class _Computed(_Values):
         self, opened: Files, call: Callable[..., Any], args: Any, kwargs: Any, index: int, meta: torch.Tensor
     ) -> None:
         super().__init__(meta.shape, meta.dtype)
-        self._opened, self._call, self._args, self._kwargs, self._index = opened, call, args, kwargs, index
+        self.opened, self._call, self._args, self._kwargs, self._index = opened, call, args, kwargs, index
         self.first: _Computed = self
         """The first output of the same call."""
 
@@ -244,12 +298,12 @@ class _Computed(_Values):
         target.copy_(_part(self._result()[self._index], region))
 
     def _result(self) -> list[torch.Tensor]:
-        last = self._opened.last
+        last = self.opened.last
         if last is None or last[0] is not self.first:
-            self._opened.last = None  # its memory first
+            self.opened.last = None  # its memory first
             with torch.no_grad():
                 found = self._call(*_in_memory(self._args), **_in_memory(self._kwargs))
-            last = self._opened.last = self.first, list(found) if isinstance(found, list | tuple) else [found]
+            last = self.opened.last = self.first, list(found) if isinstance(found, list | tuple) else [found]
         return last[1]
 
 
@@ -287,6 +341,13 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 # -- what torch sees -----------------------------------------------------------------------------------------------------------
 
 
+def expect(tensors: Iterable[tuple[Deferred, int | slice]]) -> None:
+    """Tell that ``write_to`` will be called for these tensors, with these indices, in this order. Files are then read ahead."""
+    reads = [read for tensor, at in tensors for read in tensor.contents.reads(tensor._region(at))]
+    if reads:
+        reads[0][0].opened.expect(reads)
+
+
 class Deferred(torch.Tensor):
     """A tensor on the CPU, as far as shape, strides and type tell, whose values are computed by ``write_to``."""
 
@@ -319,15 +380,16 @@ class Deferred(torch.Tensor):
         raise MisuseError("a tensor whose values are still in a file cannot be saved: page the model first")
 
     @torch.no_grad()
-    def write_to(self, target: torch.Tensor, at: int | slice | None = None) -> None:
+    def write_to(self, target: torch.Tensor, at: int | slice = ALL) -> None:
         """Write the values, or what they are ``at`` an index along the first dimension, to ``target``, which has that shape."""
+        self.contents.write(target.unsqueeze(0) if isinstance(at, int) else target, self._region(at))
+
+    def _region(self, at: int | slice) -> Region:
         region = _all(self.contents.shape)
-        if isinstance(at, slice):
-            start, stop, _ = at.indices(self.contents.shape[0])
-            region = ((start, stop), *region[1:])
-        elif at is not None:
-            region, target = ((at, at + 1), *region[1:]), target.unsqueeze(0)
-        self.contents.write(target, region)
+        if at == ALL:
+            return region
+        start, stop, _ = at.indices(self.contents.shape[0]) if isinstance(at, slice) else (at, at + 1, 1)
+        return ((start, stop), *region[1:])
 
     def whole(self) -> torch.Tensor:
         """Return the values, in memory, with the strides that this tensor shows: sums and products depend on them."""
@@ -387,7 +449,7 @@ def _files_of(tensors: Sequence[Deferred]) -> Files:
     while not isinstance(found[0], _InFile | _Computed):
         one: Any = found[0]
         found = [getattr(one, "_source", None) or one._parts[0]]
-    return found[0]._opened
+    return found[0].opened
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -30,12 +30,12 @@ from torch.utils.hooks import RemovableHandle
 from tiered import CapacityError, MisuseError, TieredStore
 from tiered.system import Trimmer, beside_pool, refuse_little_room
 from tiered.zero.paging.unit import Placeholder
+from tiered.zero.paging.units import ALL
 
 __all__ = ["PREFIX", "Staged", "Window", "current", "find"]
 
 PREFIX = "zero.init/"
 """Keys of parameters that wait in the store to be paged. Nobody else's: what a run left there, the next one deletes."""
-ALL = slice(None)
 WINDOW_SHARE = 8
 """The window is this fraction of the pool, as far as what a process may take beside the pool allows."""
 SPARE = 64 << 20

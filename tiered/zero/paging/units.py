@@ -30,6 +30,7 @@ from tiered.packing.quantised import QUANTIZE, Loss, Packing, Quantize, packing_
 
 __all__ = [
     "ALIGNMENT",
+    "ALL",
     "Limits",
     "ModelPlan",
     "Placement",
@@ -76,6 +77,8 @@ class Policy:
         return self.storage if self.storage is not None and dtype is self.compute else dtype
 
 
+ALL = slice(None)
+"""Index of everything along the first dimension."""
 ALIGNMENT = 64
 """Bytes: parameters start at multiples of this in their unit, as torch's own allocations do: kernels take the same path."""
 
@@ -153,6 +156,16 @@ class Placement:
     def form(self) -> str:
         """Return what a record calls the form in the store: the type, or that of the packing."""
         return str(self.stored) if self.packing is None else self.packing.form
+
+    @property
+    def whole(self) -> nn.Parameter:
+        """Return the model's parameter that has these values: where this is a slice, the one that is sliced."""
+        return self.parameter if self.sliced is None else self.sliced.parameter
+
+    @property
+    def within(self) -> int | slice:
+        """Return the index of these values in ``whole``."""
+        return ALL if self.sliced is None else self.sliced.at(self.number)
 
     @property
     def numel(self) -> int:
