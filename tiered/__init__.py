@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tiered import zero
+    from tiered.activations.offload import ActivationOffload, ActivationStatistics, offload_activations
     from tiered.engine.policy import LRU, NextUse, Touch
     from tiered.errors import (
         CapacityError,
@@ -58,6 +59,8 @@ __version__ = "0.1.0"
 __all__ = [
     "LRU",
     "Access",
+    "ActivationOffload",
+    "ActivationStatistics",
     "CapacityError",
     "CheckedGeneration",
     "CommitError",
@@ -100,6 +103,7 @@ __all__ = [
     "Verification",
     "WriteError",
     "import_safetensors",
+    "offload_activations",
     "verify",
     "zero",
 ]
@@ -107,6 +111,7 @@ __all__ = [
 _HOME = {
     name: f"tiered.{module}"
     for module, names in {
+        "activations.offload": ("ActivationOffload", "ActivationStatistics", "offload_activations"),
         "engine.policy": ("LRU", "NextUse", "Touch"),
         "store.importing": ("import_safetensors",),
         "interfaces": ("EvictionPolicy", "IOBackend"),
