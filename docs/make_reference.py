@@ -27,12 +27,6 @@ SECTIONS: list[tuple[str, str, list[str] | None, str]] = [
     ("Checking a store", "tiered.store.verify", None, ""),
     ("Importing", "tiered.store.importing", None, ""),
     (
-        "Activations",
-        "tiered.activations.offload",
-        ["offload_activations", "ActivationOffload", "ActivationStatistics"],
-        "",
-    ),
-    (
         "Statistics",
         "tiered.telemetry",
         ["FlowStatistics", "LinkStatistics", "Offloaded", "StoreStatistics", "TierStatistics"],

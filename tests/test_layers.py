@@ -31,7 +31,6 @@ TREE: dict[str, tuple[str, ...]] = {
         *("engine",),
     ),
     "store": ("lease", "mapping", "commit", "at_rest", "opening", "store", "verify", "importing"),
-    "activations": ("aliases", "keeper", "offload"),
     "packing": ("quantised", "moments"),
     "zero": (
         *("intent", "leases", "collectives", "rank_stores", "rules", "paging", "build", "record", "optimizers", "checkpoint"),
@@ -68,11 +67,9 @@ USES: dict[str, tuple[str, ...]] = {
     "links": ("", "format"),
     "engine": ("",),
     "store": ("", "format", "io", "tiers", "links", "engine"),
-    "activations": ("tiered", "types"),
     "packing": ("",),
     "zero": (
         *("tiered", "errors", "types", "system", "store.at_rest", "format.safetensors", "format.safetensors_writer", "packing"),
-        "activations",
     ),
     "integrations": ("tiered", "types", "store.at_rest", "zero", "packing"),
     "cli": ("tiered", "", "format", "io", "tiers", "links", "engine", "store", "zero", "data", "integrations"),
@@ -85,7 +82,6 @@ LARGEST_PACKAGE = 12  # files and subpackages
 
 # The one thing that each file of more than 600 or fewer than 60 lines owns.
 LONG_OR_SHORT: dict[str, str] = {
-    "activations.aliases": "the private functions of torch that count who uses memory",
     "cli.info": "the options of `tiered info`; what they ask for imports torch, and --help must not",
     "engine.engine": "the engine's thread and lock, and what callers do under them",
     "engine.state": "what the engine's lock guards, kept consistent; no decisions",
@@ -113,7 +109,6 @@ THREADS = ("threading", "_thread", "concurrent", "multiprocessing")
 MAY_THREAD = {
     "tiers.first_touch": "threads that touch pages before the engine's thread would have to",
     "format.direct_reader": "threads that read files into buffers of their own, and touch nothing else",
-    "activations.keeper": "a thread that writes behind forward; graphs end in whichever thread drops them",
     "engine.engine": "the one engine thread and the one lock",
     "engine.workers": "commits and rollbacks in threads of their own",
     "cli.bench.io": "a caller that writes while another one's reads are timed; stores have callers in many threads",

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tiered import zero
-    from tiered.activations.offload import ActivationOffload, ActivationStatistics, offload_activations
     from tiered.engine.policy import LRU, NextUse, Touch
     from tiered.errors import (
         CapacityError,
@@ -59,8 +58,6 @@ __version__ = "0.1.0"
 __all__ = [
     "LRU",
     "Access",
-    "ActivationOffload",
-    "ActivationStatistics",
     "CapacityError",
     "CheckedGeneration",
     "CommitError",
@@ -103,7 +100,6 @@ __all__ = [
     "Verification",
     "WriteError",
     "import_safetensors",
-    "offload_activations",
     "verify",
     "zero",
 ]
@@ -111,7 +107,6 @@ __all__ = [
 _HOME = {
     name: f"tiered.{module}"
     for module, names in {
-        "activations.offload": ("ActivationOffload", "ActivationStatistics", "offload_activations"),
         "engine.policy": ("LRU", "NextUse", "Touch"),
         "store.importing": ("import_safetensors",),
         "interfaces": ("EvictionPolicy", "IOBackend"),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -27,7 +28,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tiered import CapacityError, MisuseError, TieredStore
-from tiered.activations.aliases import has_aliases
 from tiered.system import Trimmer, beside_pool, refuse_little_room
 from tiered.zero.paging.unit import Placeholder
 from tiered.zero.paging.units import ALL
@@ -246,7 +246,7 @@ class Window:
         if parameter is None or not _is_movable(parameter):
             self._forget(where)
             return
-        if has_aliases(parameter):
+        if _has_aliases(parameter):
             return
         placeholder = Placeholder(parameter.shape, parameter.dtype)
         key = f"{PREFIX}{next(self._numbers)}"
@@ -337,3 +337,16 @@ def _is_movable(parameter: torch.Tensor) -> bool:
         and not (parameter.is_conj() or parameter.is_neg() or parameter.is_quantized or parameter.is_inference())
         and all(stride > 0 or size == 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
     )
+
+
+def _users(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return how many tensors are on this memory, and how many Python objects of it there are; both with an offset."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+_ALONE = _users(torch.empty(1, device="cpu"))
+
+
+def _has_aliases(tensor: torch.Tensor) -> bool:
+    return any(count > alone for count, alone in zip(_users(tensor), _ALONE, strict=True))

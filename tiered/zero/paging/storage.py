@@ -10,6 +10,7 @@ first.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -18,7 +19,6 @@ from typing import Any, Literal, Protocol, overload
 import torch
 
 from tiered import Access, MisuseError, Span, TensorSpec, TieredStore
-from tiered.activations.aliases import has_aliases
 from tiered.zero.collectives import Ranks, Under
 from tiered.zero.leases import Leases, Opened
 from tiered.zero.paging.units import UnitPlan
@@ -395,7 +395,7 @@ class _Beside:
 
     def give(self, memory: torch.Tensor) -> None:
         """Take back what ``take`` returned, unless another tensor shows it still, or it is the smaller one."""
-        if memory.device.type != "cpu" or memory.numel() < self.LEAST or has_aliases(memory):
+        if memory.device.type != "cpu" or memory.numel() < self.LEAST or _users(memory) > _users(torch.empty(1, device="cpu")):
             return
         if not self._spare or self._spare[-1].numel() < memory.numel():
             self._spare[:] = [memory]
@@ -403,6 +403,12 @@ class _Beside:
 
 _beside: weakref.WeakKeyDictionary[TieredStore, _Beside] = weakref.WeakKeyDictionary()
 """By open store: what its models have beside it."""
+
+
+def _users(tensor: torch.Tensor) -> int:
+    """Return how many tensors show this memory, and how many objects of Python are of it."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
 
 class Cast:
