@@ -26,10 +26,11 @@ SECTIONS: list[tuple[str, str, list[str] | None, str]] = [
     ("An order to follow", "tiered.engine.policy", ["Touch"], ""),
     ("Checking a store", "tiered.store.verify", None, ""),
     ("Importing", "tiered.store.importing", None, ""),
+    ("Activations", "tiered.store.activations", ["offload_activations"], ""),
     (
         "Statistics",
         "tiered.telemetry",
-        ["FlowStatistics", "LinkStatistics", "Offloaded", "StoreStatistics", "TierStatistics"],
+        ["ActivationStatistics", "FlowStatistics", "LinkStatistics", "Offloaded", "StoreStatistics", "TierStatistics"],
         "",
     ),
     (
@@ -54,7 +55,7 @@ WIDTH = 110
 """Signatures that are longer are broken."""
 MADE_BY_CALLERS = (
     *("AdamW", "GradScaler", "Optimizer", "Elementwise", "SGD", "Adam", "Adagrad"),
-    *("RMSprop", "NAdam", "RAdam", "Adamax", "Lion", "Muon", "AdamW8bit", "AdamW4bit"),
+    *("RMSprop", "NAdam", "RAdam", "Adamax", "Lion", "Muon", "AdamW8bit", "AdamW4bit", "offload_activations"),
 )
 """Classes that are not only handed out: the page shows what they are called with."""
 SPECIAL = ("__contains__", "__delitem__", "__getitem__", "__iter__", "__len__", "__setitem__")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tiered.engine.policy import LRU, NextUse, Touch
     from tiered.errors import (
         CapacityError,
+        ChangedInPlace,
         CommitError,
         CorruptionError,
         ForkedStore,
@@ -34,10 +35,12 @@ if TYPE_CHECKING:
         WriteError,
     )
     from tiered.interfaces import EvictionPolicy, IOBackend
+    from tiered.store.activations import offload_activations
     from tiered.store.importing import import_safetensors
     from tiered.store.store import TieredStore
     from tiered.store.verify import CheckedGeneration, Damage, Verification, verify
     from tiered.telemetry import (
+        ActivationStatistics,
         FlowStatistics,
         LeaseEvent,
         LinkStatistics,
@@ -58,7 +61,9 @@ __version__ = "0.1.0"
 __all__ = [
     "LRU",
     "Access",
+    "ActivationStatistics",
     "CapacityError",
+    "ChangedInPlace",
     "CheckedGeneration",
     "CommitError",
     "CorruptionError",
@@ -100,6 +105,7 @@ __all__ = [
     "Verification",
     "WriteError",
     "import_safetensors",
+    "offload_activations",
     "verify",
     "zero",
 ]
@@ -108,9 +114,11 @@ _HOME = {
     name: f"tiered.{module}"
     for module, names in {
         "engine.policy": ("LRU", "NextUse", "Touch"),
+        "store.activations": ("offload_activations",),
         "store.importing": ("import_safetensors",),
         "interfaces": ("EvictionPolicy", "IOBackend"),
         "telemetry": (
+            "ActivationStatistics",
             "FlowStatistics",
             "LeaseEvent",
             "LinkStatistics",

@@ -45,7 +45,7 @@ from tiered.types import Access, BackendName, Key, TensorSpec, Urgency, format_s
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["TieredStore"]
+__all__ = ["TieredStore", "is_stored"]
 
 TOGETHER = 32 << 20
 """Bytes of tensors that are leased together to be copied."""
@@ -71,6 +71,7 @@ class TieredStore(TensorMapping):
         self._name = f"the store in {parts.nvme.folder}" if parts.nvme else "the store without a disk"
         self._rest = (engine, parts, self._pid, scratch)
         self._shutdown = weakref.finalize(self, _shut_down, *self._rest)
+        _open.add(self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse copy and pickle."""
@@ -184,7 +185,7 @@ class TieredStore(TensorMapping):
         refuse_name(key)
         refuse_unstorable(key, tensor)
         source = tensor.detach().resolve_conj().resolve_neg()
-        tier = self._parts.dram if source.device.type == "cpu" else 0
+        tier = self._tier_for(source.device)
         self._put(key, spec_of(source), tier, lambda target: copy_bytes(target, source, queued=self._queued(tier)))
 
     @from_here
@@ -207,7 +208,14 @@ class TieredStore(TensorMapping):
         refuse_spec(key, spec)
         self._put(key, spec, self._tier_index(tier), None)
 
-    def _put(self, key: Key, spec: TensorSpec, tier: int, fill: Callable[[torch.Tensor], None] | None) -> None:
+    def _put(
+        self,
+        key: Key,
+        spec: TensorSpec,
+        tier: int,
+        fill: Callable[[torch.Tensor], None] | None,
+        lifetime: Token | None = None,
+    ) -> None:
         engine = self._running()
         self._generations.refuse_change(self)
         if spec.nbytes > self._parts.tiers[tier].capacity or spec.nbytes > self._parts.tiers[self._parts.dram].capacity:
@@ -220,7 +228,8 @@ class TieredStore(TensorMapping):
             room.stream = engine.guard(tier, room.slot)
             if fill is not None and spec.nbytes:
                 fill(self._parts.memories[tier].tensor(room.slot, spec.nbytes)[0])
-            engine.wait(Install(key, spec, room, engine.fences(tier)))
+            watched = None if lifetime is None else engine.state.claims.watch(lifetime)
+            engine.wait(Install(key, spec, room, engine.fences(tier), watched))
         except BaseException:
             del token  # gives the room back, unless the tensor was installed
             engine.released()
@@ -715,6 +724,49 @@ class TieredStore(TensorMapping):
 
     # -- within -----------------------------------------------------------------------------------------------------------
 
+    def _put_temporary(self, key: Key, contents: torch.Tensor, lifetime: Token) -> None:
+        """Store a copy of ``contents``, uint8 of one dimension, as a temporary tensor: it is in no commit, its write-back
+        begins at once unless an order is followed, and it is deleted when ``lifetime`` dies. Waits and raises as ``put``."""
+        tier = self._tier_for(contents.device)
+        copy: Callable[[torch.Tensor], None] = lambda target: copy_bytes(target, contents, queued=self._queued(tier))  # noqa: E731
+        self._put(key, spec_of(contents), tier, copy, lifetime)
+
+    def _copy_into(self, target: torch.Tensor, key: Key) -> bool:
+        """Copy ``key`` into ``target``, contiguous and of its dtype and shape, on any device; return whether its bytes were in
+        memory already. Waits and raises as ``get``."""
+        lease = self._lease_to_copy(key)
+        engine = self._running()
+        try:
+            there = key in engine.present([key], lease.tier)
+            target.copy_(lease.__enter__())
+            return there
+        finally:
+            lease.token = None  # not __exit__: Ctrl-C may strike a call before its first line
+            engine.released()
+
+    def _tier_for(self, device: torch.device) -> int:
+        """Return the tier to which ``put`` copies a tensor on ``device``."""
+        return self._parts.dram if device.type == "cpu" else 0
+
+    def _fetch_ahead(self, keys: Sequence[Key], device: torch.device) -> None:
+        """Prefetch ``keys``, which were put from ``device``, beside other hints; where an order is followed, it says what is
+        fetched, and when."""
+        engine = self._running()
+        if engine.read_ahead is None:
+            engine.ahead(keys, self._tier_for(device))
+
+    def _waited(self) -> float:
+        """Return the seconds that callers have waited so far."""
+        engine = self._running()
+        return engine.stalled_for_reads + engine.stalled_for_room
+
+    def _has_memory(self, address: int) -> bool:
+        """Return whether memory at ``address`` is of this store, as far as its tiers say where they are."""
+        if self._closed:
+            return False
+        spans = ((getattr(memory, "address", 0), memory.capacity) for memory in self._parts.memories)
+        return any(begin <= address < begin + nbytes for begin, nbytes in spans if begin)
+
     def _running(self) -> Engine:
         if os.getpid() != self._pid:
             raise ForkedStore(
@@ -724,6 +776,19 @@ class TieredStore(TensorMapping):
         if self._closed:
             raise StoreClosed(f"{self._name} is closed")
         return self._engine
+
+
+_open: weakref.WeakSet[TieredStore] = weakref.WeakSet()
+"""The stores of this process."""
+
+
+def is_stored(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` lies in the memory of a store that is open."""
+    try:
+        address = tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # a subclass, or within a transform
+        return False
+    return any(store._has_memory(address) for store in list(_open))
 
 
 def _shut_down(engine: Engine, parts: Parts, pid: int, scratch: bool) -> None:
