@@ -550,12 +550,15 @@ class TieredStore(TensorMapping):
     def __iter__(self) -> Iterator[Key]:
         """Iterate over the keys as of now, in no particular order."""
         engine = self._running()
+        engine.look()
         with engine.lock:
             return iter(list(engine.state.directory))
 
     def __len__(self) -> int:
         """Return the number of tensors."""
-        return len(self._running().state.directory)
+        engine = self._running()
+        engine.look()
+        return len(engine.state.directory)
 
     @from_here
     def spec(self, key: Key) -> TensorSpec:

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from tiered.cli.arguments import add_backend, command, count, fraction, launched, positive, seconds, seed, size, size_or_none
-from tiered.cli.train.options import DEFAULT_FOLDER, MODEL_HELP, OPTIMIZERS, UPDATES, Options, default_of
+from tiered.cli.train.options import DEFAULT_FOLDER, MODEL_HELP, OPTIMIZERS, UPDATES, WITHOUT_REFERENCE, Options, default_of
 from tiered.types import format_size
 
 if TYPE_CHECKING:
@@ -126,8 +126,8 @@ def add_parser(commands: Commands) -> None:
         "--optimizer",
         choices=OPTIMIZERS,
         help="what updates the parameters, bit for bit as torch's class of that name (torch has no lion, and none of the "
-        "inexact adamw8bit and adamw4bit, which keep moments in 8 and 4 bits); sgd has a momentum of 0.9. sgd, adagrad, "
-        "rmsprop and lion keep one state and not two, and need another --lr "
+        "inexact adamw_bf16, adamw8bit and adamw4bit, which keep moments in 16, 8 and 4 bits); sgd has a momentum of 0.9. "
+        "sgd, adagrad, rmsprop and lion keep one state and not two, and need another --lr "
         f"{_default('optimizer')}",
     )
     training.add_argument(
@@ -241,7 +241,7 @@ def _options(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given:
     if parsed.update == "in_backward":
         values |= {"accumulate": 1, "clip": 0.0}
     options = Options(**values)
-    if parsed.check and options.optimizer in ("lion", "adamw8bit", "adamw4bit"):
+    if parsed.check and options.optimizer in WITHOUT_REFERENCE:
         parser.error(
             f"--check compares with an optimizer of torch's, and torch has no {options.optimizer}: give another --optimizer"
         )

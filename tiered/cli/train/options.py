@@ -13,6 +13,7 @@ __all__ = [
     "NAME",
     "OPTIMIZERS",
     "UPDATES",
+    "WITHOUT_REFERENCE",
     "Options",
     "Role",
     "StoreOptions",
@@ -25,7 +26,12 @@ NAME = "model"
 """The model's name in the store."""
 
 UPDATES = ("on_fetch", "in_backward")
-OPTIMIZERS = ("adamw", "adam", "nadam", "radam", "adamax", "sgd", "adagrad", "rmsprop", "lion", "adamw8bit", "adamw4bit")
+OPTIMIZERS = (
+    *("adamw", "adam", "nadam", "radam", "adamax", "sgd", "adagrad", "rmsprop", "lion"),
+    *("adamw_bf16", "adamw8bit", "adamw4bit"),
+)
+WITHOUT_REFERENCE = ("lion", "adamw_bf16", "adamw8bit", "adamw4bit")
+"""Of these, optimizers that torch does not have."""
 MODEL_HELP = {
     "layers": "transformer blocks",
     "width": "width of the model, a multiple of --heads",
