@@ -36,7 +36,9 @@ TREE: dict[str, tuple[str, ...]] = {
         *("intent", "leases", "collectives", "rank_stores", "rules", "paging", "build", "record", "optimizers", "checkpoint"),
         *("page", "deepspeed"),
     ),
-    "zero.deepspeed": ("table", "config"),
+    "zero.deepspeed": (
+        *("table", "config", "schedules", "loss_scale", "optimizers", "monitors", "tags", "engine", "initialize"),
+    ),
     "zero.paging": (
         *("units", "step_trace", "storage", "saved_tensors", "update", "tensors", "gradients", "sharding", "unit"),
         *("reduction", "micro_batch", "pager"),

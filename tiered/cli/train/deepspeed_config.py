@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import TYPE_CHECKING, Any
 
 from tiered.cli.arguments import add_json, command, count
@@ -41,16 +40,15 @@ def add_parser(commands: Commands) -> None:
 
 
 def _run(parsed: argparse.Namespace, given: list[str]) -> int:
-    from tiered.cli.output import refuse_unwritable, table, write_report
-    from tiered.zero.deepspeed.config import examined
+    from tiered.cli.output import refuse_unwritable, write_report
+    from tiered.zero.deepspeed.config import examined, told
     from tiered.zero.deepspeed.table import Verdict
 
     refuse_unwritable(parsed.json)
     rows, batches = examined(parsed.config, parsed.ranks)
     refused = [row.path for row in rows if row.verdict is Verdict.REFUSED]
     if parsed.json != "-":
-        lines = [(row.path, written(row.value), row.verdict.value, row.why) for row in rows]
-        print(table([("key", "value", "", "why"), *lines], align="l"))
+        print(told(rows))
         print()
         if batches is not None:
             print(f"refused: {batches}")
@@ -64,9 +62,3 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     }
     write_report(parsed.json, report)
     return 1 if refused or batches is not None else 0
-
-
-def written(value: Any) -> str:
-    """Return a value as a configuration has it; a section is shortened."""
-    text = f"{value:g}" if isinstance(value, float) else json.dumps(value)
-    return text if len(text) <= 24 else f"{text[:20]} ..."

@@ -15,10 +15,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tiered.errors import MisuseError
+from tiered.errors import MisuseError, shown
 from tiered.zero.deepspeed.table import AUTO, SECTION, Judged, Verdict, judged
 
-__all__ = ["Config", "FlopsProfile", "Log", "LossScaling", "Maker", "Place", "Reports", "batch_sizes", "examined", "read"]
+__all__ = [
+    "Config",
+    "FlopsProfile",
+    "Log",
+    "LossScaling",
+    "Maker",
+    "Place",
+    "Reports",
+    "batch_sizes",
+    "examined",
+    "place_of",
+    "read",
+    "told",
+]
 
 FOLDER = "tiered-store"
 """The store's folder where the configuration names none."""
@@ -496,6 +509,28 @@ def _place(values: Mapping[str, Any]) -> Place:
         params_offloaded=offloaded["param"][0] != "none",
         states_offloaded=offloaded["optimizer"][0] != "none",
     )
+
+
+def place_of(config: Any) -> tuple[Place, str]:
+    """Return where a configuration has the state, and the type of its parameters, also where other values are "auto". Raises as
+    ``judged``."""
+    values = read(config)
+    judged(values)
+    return _place(values), _dtype(values)
+
+
+def told(rows: Sequence[Judged]) -> str:
+    """Return what becomes of each key as a table: key, value, verdict, why."""
+    lines = [(row.path, _written(row.value), row.verdict.value, row.why) for row in rows]
+    cells = [[shown(cell) for cell in line] for line in (("key", "value", "", "why"), *lines)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells)
+
+
+def _written(value: Any) -> str:
+    """Return a value as a configuration has it; a section is shortened."""
+    text = f"{value:g}" if isinstance(value, float) else json.dumps(value, default=str)
+    return text if len(text) <= 24 else f"{text[:20]} ..."
 
 
 def examined(config: Any, ranks: int = 1) -> tuple[tuple[Judged, ...], str | None]:
