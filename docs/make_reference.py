@@ -55,7 +55,8 @@ WIDTH = 110
 """Signatures that are longer are broken."""
 MADE_BY_CALLERS = (
     *("AdamW", "GradScaler", "Optimizer", "Elementwise", "SGD", "Adam", "Adagrad"),
-    *("RMSprop", "NAdam", "RAdam", "Adamax", "Lion", "Muon", "AdamW8bit", "AdamW4bit", "offload_activations"),
+    *("RMSprop", "NAdam", "RAdam", "Adamax", "Lion", "Muon", "AdamW8bit", "AdamW4bit", "Init", "offload_activations"),
+    *("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"),
 )
 """Classes that are not only handed out: the page shows what they are called with."""
 SPECIAL = ("__contains__", "__delitem__", "__getitem__", "__iter__", "__len__", "__setitem__")

@@ -34,7 +34,10 @@ TREE: dict[str, tuple[str, ...]] = {
     "packing": ("quantised", "moments"),
     "zero": (
         *("intent", "leases", "collectives", "rank_stores", "rules", "paging", "build", "record", "optimizers", "checkpoint"),
-        *("page",),
+        *("page", "deepspeed"),
+    ),
+    "zero.deepspeed": (
+        *("table", "config", "schedules", "loss_scale", "optimizers", "monitors", "tags", "engine", "initialize"),
     ),
     "zero.paging": (
         *("units", "step_trace", "storage", "saved_tensors", "update", "tensors", "gradients", "sharding", "unit"),
@@ -51,7 +54,10 @@ TREE: dict[str, tuple[str, ...]] = {
         *("main",),
     ),
     "cli.stores": ("ls", "verify", "export", "import_"),
-    "cli.train": ("options", "model", "optimizers", "timeline", "ranks", "loop", "resume", "report", "run", "check", "command"),
+    "cli.train": (
+        *("options", "model", "optimizers", "timeline", "ranks", "loop", "resume", "report", "run", "check", "command"),
+        *("deepspeed_config",),
+    ),
     "cli.generate": ("text", "live", "summary", "command"),
     "cli.bench": ("fio", "series", "plot", "io", "sweep", "sustained", "store", "step", "trainer", "train", "command"),
 }
@@ -91,6 +97,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "store.activations": "what autograd saved, from pack to unpack",
     "zero.page": "the public calls on a whole model, beside training it",
     "zero.rules": "the arithmetic of one step of each optimizer, and what each keeps",
+    "zero.deepspeed.table": "what becomes of each key of DeepSpeed's configuration, and why",
     "zero.paging.units": "which parameters are paged together, and where each lies",
     "zero.paging.gradients": "the gradients of one unit, from autograd to the update",
     "zero.paging.tensors.parameters": "what a parameter answers to torch while its values are in the store",

@@ -22,6 +22,7 @@ from tiered.cli.bench import command as bench
 from tiered.cli.generate import command as generate
 from tiered.cli.stores import export, import_, ls, verify
 from tiered.cli.train import command as train
+from tiered.cli.train import deepspeed_config
 from tiered.errors import TieredError, shown
 
 __all__ = ["build_parser", "main", "run"]
@@ -90,7 +91,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"tiered {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for module in info, bench, train, generate, ls, verify, export, import_:
+    for module in info, bench, train, deepspeed_config, generate, ls, verify, export, import_:
         module.add_parser(commands)
     completion.add_parser(commands, parser)
     return parser

@@ -3,6 +3,9 @@
 from tiered.zero.build.construct import Construction, ConstructionStatistics, init
 from tiered.zero.checkpoint.checkpoint import commit, commit_async, resume, rollback
 from tiered.zero.checkpoint.safetensors import export
+from tiered.zero.deepspeed.engine import Engine
+from tiered.zero.deepspeed.initialize import Init, initialize
+from tiered.zero.deepspeed.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from tiered.zero.optimizers.elementwise import Elementwise
 from tiered.zero.optimizers.named import SGD, Adagrad, Adam, Adamax, AdamW4bit, AdamW8bit, Lion, Muon, NAdam, RAdam, RMSprop
 from tiered.zero.optimizers.optimizer import AdamW, GradScaler, Optimizer
@@ -46,7 +49,10 @@ __all__ = [
     "Construction",
     "ConstructionStatistics",
     "Elementwise",
+    "Engine",
     "GradScaler",
+    "Init",
+    "LRRangeTest",
     "Lion",
     "LionRule",
     "Moved",
@@ -54,6 +60,7 @@ __all__ = [
     "MuonRule",
     "NAdam",
     "NAdamRule",
+    "OneCycle",
     "Optimizer",
     "PagingStatistics",
     "Policy",
@@ -67,11 +74,15 @@ __all__ = [
     "Stage2",
     "Stage3",
     "UpdateRule",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
     "commit",
     "commit_async",
     "export",
     "gathered",
     "init",
+    "initialize",
     "no_sync",
     "offload",
     "onload",

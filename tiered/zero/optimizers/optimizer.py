@@ -697,7 +697,7 @@ class Optimizer(TorchOptimizer):
                 "one's: two optimizers cannot take turns on a paged parameter; use one, or load_state_dict into this one"
             )
 
-    def _unscale(self, factor: torch.Tensor) -> list[bool]:
+    def unscale(self, factor: torch.Tensor) -> list[bool]:
         """Multiply all gradients by ``factor`` (0-d) when they are used; return for each whether it was finite before."""
         self._refuse_in_backward("GradScaler")
         for pager in self.pagers():
@@ -1059,7 +1059,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not isinstance(optimizer, Optimizer) or optimizer.resident:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        finite = optimizer._unscale(inv_scale)
+        finite = optimizer.unscale(inv_scale)
         if not all(finite):
             found_inf.fill_(1.0)
         return {found_inf.device: found_inf} if finite else {}

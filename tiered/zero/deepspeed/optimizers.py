@@ -1,0 +1,167 @@
+"""Make the optimizer of an engine: of a configuration, of an optimizer of torch's that the caller made, or of a function."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiered import MisuseError
+from tiered.zero.deepspeed.config import Maker
+from tiered.zero.optimizers import named
+from tiered.zero.optimizers.elementwise import Elementwise
+from tiered.zero.optimizers.optimizer import AdamW, Optimizer
+
+__all__ = ["Groups", "converted", "groups_of", "made", "refuse_other"]
+
+Groups = list[dict[str, Any]]
+"""Param groups: under "params" the names of parameters."""
+ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+"""Defaults of DeepSpeed's FusedAdam and DeepSpeedCPUAdam."""
+LION = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
+"""Defaults of DeepSpeed's FusedLion and DeepSpeedCPULion."""
+MUON = {"lr": 1e-3, "momentum": 0.95, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8}
+DROPPED = ("torch_adam", "set_grad_none", "fp32_optimizer_states", "foreach", "fused", "ns_method", "bias_correction")
+"""Arguments that make no difference here, as the table says."""
+CLASSES: dict[str, Callable[..., Optimizer]] = {
+    "AdamW": AdamW,
+    **{name: getattr(named, name) for name in ("Adam", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Lion")},
+}
+ONE_BY_ONE = ("SGD", "Adagrad", "Adam")
+"""Classes of torch's whose default on a CPU is not the fused kernel."""
+
+
+def groups_of(model: nn.Module, given: Iterable[Any] | None) -> Groups:
+    """Return param groups with the names of parameters: of ``given``, which are parameters, pairs of a name and a parameter, or
+    param groups of these; None: all that are trained. Raises MisuseError for a parameter that is not the model's."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if given is None:
+        return [{"params": [name for name, parameter in model.named_parameters() if parameter.requires_grad]}]
+    items = list(given)
+    groups = items if items and isinstance(items[0], Mapping) else [{"params": items}]
+    return [{**group, "params": [_name(one, names) for one in _listed(group["params"])]} for group in groups]
+
+
+def _listed(params: Any) -> list[Any]:
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def _name(one: Any, names: Mapping[int, str]) -> str:
+    parameter = one[1] if isinstance(one, tuple) else one
+    if id(parameter) not in names:
+        raise MisuseError(
+            f"the optimizer has a parameter of shape {tuple(getattr(parameter, 'shape', ()))} that is not the model's: give "
+            "zero.initialize the model that it was made for"
+        )
+    return names[id(parameter)]
+
+
+def _resolved(groups: Groups, model: nn.Module) -> Groups:
+    there = dict(model.named_parameters())
+    return [{**group, "params": [there[name] for name in group["params"]]} for group in groups]
+
+
+def made(maker: Maker, groups: Groups, model: nn.Module, *, split: bool) -> Optimizer:
+    """Make the optimizer that a configuration names, for a model that is paged. ``split``: its parameters are all of the
+    model's, which Muon divides. Raises MisuseError for a name that there is not, and for arguments that it does not have."""
+    name, params = maker.kind.lower(), dict(maker.params)
+    torch_adam = params.get("torch_adam", False)
+    params = {key: value for key, value in params.items() if key not in DROPPED}
+    if "betas" in params:
+        params["betas"] = tuple(params["betas"])
+    found = _resolved(groups, model)
+    if name in ("adam", "adamw"):
+        decoupled = params.pop("adam_w_mode", True) or name == "adamw"
+        usual = {**ADAM, **({"weight_decay": 0.01} if torch_adam and decoupled else {})}
+        return _called(maker.kind, AdamW if decoupled else named.Adam, found, {**usual, **_but(params, decoupled)})
+    if name == "lion":
+        return _called(maker.kind, named.Lion, found, {**LION, **params})
+    if name == "muon":
+        return _muon(maker.kind, params, model, split=split)
+    kinds = {kind.lower(): kind for kind in CLASSES}
+    if name == "adagrad":
+        return _called(maker.kind, named.Adagrad, found, {**_without(params, "amsgrad"), "fused": False})
+    if name in kinds:
+        kernel = {"fused": False} if kinds[name] in ONE_BY_ONE else {}
+        return _called(maker.kind, CLASSES[kinds[name]], found, {**params, **kernel})
+    kind = getattr(torch.optim, maker.kind, None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise MisuseError(
+            f"optimizer.type {maker.kind!r} is no optimizer: there are Adam, AdamW, Lion, Muon, "
+            f"{', '.join(list(CLASSES)[2:-1])} and the element-wise ones of torch.optim"
+        )
+    return _called(maker.kind, lambda groups, **given: Elementwise(kind, groups, **given), found, params)
+
+
+def _but(params: dict[str, Any], decoupled: bool) -> dict[str, Any]:
+    """Leave out amsgrad=False where the class has no such argument."""
+    return _without(params, "amsgrad") if decoupled and not params.get("amsgrad") else params
+
+
+def _without(params: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in params.items() if key != name}
+
+
+def _called(name: str, kind: Callable[..., Optimizer], groups: Groups | nn.Module, params: Mapping[str, Any]) -> Optimizer:
+    try:
+        return kind(groups, **params)
+    except TypeError as error:
+        raise MisuseError(f"optimizer.params of {name}: {error}") from error
+
+
+def _muon(name: str, params: dict[str, Any], model: nn.Module, *, split: bool) -> Optimizer:
+    if not split:
+        raise MisuseError("Muon divides the parameters of the model itself: leave model_parameters= out")
+    params.pop("adam_w_mode", None)
+    params.pop("per_head_muon", None)
+    given = {**MUON, **params}
+    lr, adam_lr = given.pop("muon_lr", given["lr"]), given.pop("adam_lr", given["lr"])
+    adamw = {"lr": adam_lr, "betas": given.pop("betas"), "eps": given.pop("eps"), "weight_decay": given["weight_decay"]}
+    given.pop("lr")
+    given |= {"lr": lr, "adamw": adamw, "adjust_lr_fn": "original"}
+    return _called(name, named.Muon, model, given)
+
+
+def refuse_other(optimizer: object) -> None:
+    """Raise MisuseError for what is no optimizer of torch's."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise MisuseError(
+            f"optimizer= is an optimizer of torch's, or a function that makes one of parameters, not {optimizer!r:.100}"
+        )
+
+
+def converted(optimizer: torch.optim.Optimizer, groups: Groups, model: nn.Module) -> Optimizer:
+    """Return the optimizer of ``tiered.zero`` that makes the steps of one of torch's, with its param groups and states; itself,
+    where it is one of ``tiered.zero``. ``groups``: its own, with names, from before the model was paged.
+
+    Raises MisuseError for a class that there is no like of.
+    """
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    name = type(optimizer).__name__
+    found = _resolved(groups, model)
+    if name in CLASSES and type(optimizer).__module__.startswith("torch."):
+        kind = CLASSES[name]
+        known = inspect.signature(kind).parameters
+        kept = known.keys() - {"foreach", "fused"}
+        settings = {key: value for key, value in optimizer.defaults.items() if key in kept}
+        found = [{key: value for key, value in group.items() if key not in ("foreach", "fused")} for group in found]
+        if name == "AdamW":
+            made: Optimizer = kind(found, **settings)
+        elif name in ONE_BY_ONE:
+            made = kind(found, **settings, fused=bool(optimizer.defaults.get("fused")))
+        else:
+            made = kind(found, **settings)
+    elif type(optimizer).__module__.startswith("torch."):
+        made = Elementwise(type(optimizer), found, **optimizer.defaults)
+    else:
+        raise MisuseError(
+            f"{type(optimizer).__module__}.{name} cannot update parameters that are in a store: make one of torch.optim, "
+            'or name one in the configuration ("optimizer": {"type": "AdamW", ...})'
+        )
+    if optimizer.state:
+        made.load_state_dict(optimizer.state_dict())
+    return made

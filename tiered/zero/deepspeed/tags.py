@@ -1,0 +1,132 @@
+"""Checkpoints by their tags: a folder for each, whose one file names the commit that is meant.
+
+``save_dir/tag/tiered.json`` has the generation of each rank's store, and a mark that is also in the commit's meta. The tensors
+stay in the store. ``save_dir/latest`` has the tag of the last one. A commit is kept as long as the folder of its tag is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiered import MisuseError, TieredStore
+from tiered.store.at_rest import listing
+
+__all__ = ["FILE", "LATEST", "META", "Tagged", "commit_of", "found", "keep_tagged", "latest", "refuse_tag", "write"]
+
+FILE, LATEST = "tiered.json", "latest"
+META = "tiered.tag"
+"""Where the meta of a commit says its tag, its folder, and its mark."""
+FOREIGN = (
+    "mp_rank_00_model_states.pt",
+    "zero_pp_rank_0_mp_rank_00_model_states.pt",
+    "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+)
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """The commit that a tag names: ``generations`` of each rank's store."""
+
+    mark: str
+    generations: tuple[int, ...]
+    store: str
+
+
+def refuse_tag(tag: str) -> None:
+    """Raise MisuseError for a tag that is not the name of a folder."""
+    if not tag or tag in (".", "..", LATEST) or "/" in tag or "\0" in tag:
+        raise MisuseError(f"the tag {tag!r} is not a name for a folder: leave slashes out")
+
+
+def write(folder: Path, tag: str, tagged: Tagged, *, as_latest: bool) -> None:
+    """Write the file of a tag, and that of the last one; each is there as a whole or not at all, also after a power loss."""
+    (folder / tag).mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"mark": tagged.mark, "generations": list(tagged.generations), "store": tagged.store})
+    _replace(folder / tag / FILE, text)
+    if as_latest:
+        _replace(folder / LATEST, tag)
+
+
+def _replace(path: Path, text: str) -> None:
+    part = path.with_name(f"{path.name}.tmp")
+    with part.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    part.rename(path)
+    opened = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def latest(folder: Path) -> str | None:
+    """Return the tag of the last checkpoint in a folder; None where there is none."""
+    try:
+        return (folder / LATEST).read_text().strip()
+    except FileNotFoundError:
+        return None
+
+
+def found(folder: Path, tag: str) -> Tagged | None:
+    """Return the commit that a tag names; None where there is no such folder. Raises MisuseError for one that DeepSpeed wrote,
+    and for one that is damaged."""
+    if not (folder / tag).is_dir():
+        return None
+    path = folder / tag / FILE
+    if not path.exists():
+        if any((folder / tag / name).exists() for name in FOREIGN):
+            raise MisuseError(f"{folder / tag} is a checkpoint of DeepSpeed's own, which load_checkpoint does not read")
+        raise MisuseError(f"{folder / tag} has no {FILE}: save_checkpoint did not come to its end, or it is another folder")
+    try:
+        read = json.loads(path.read_text())
+    except ValueError as error:
+        raise MisuseError(f"{path} is damaged: {error}") from error
+    return _tagged(read, path)
+
+
+def _tagged(read: Any, path: Path) -> Tagged:
+    mark, numbers = (read.get("mark"), read.get("generations")) if isinstance(read, dict) else (None, None)
+    if not (
+        isinstance(mark, str)
+        and isinstance(numbers, list)
+        and numbers
+        and all(type(number) is int for number in numbers)
+        and isinstance(read.get("store"), str)
+    ):
+        raise MisuseError(f"{path} is damaged: it does not say which commit it names")
+    return Tagged(mark, tuple(numbers), read["store"])
+
+
+def keep_tagged(store: TieredStore) -> None:
+    """Have the store keep the commits whose tags are there, however old they are, and the two newest ones."""
+    kept = set(store.generations)
+    there = listing(store.folder).generations if kept else ()
+    store.retain(2, also=[one.number for one in there if one.number in kept and _is_there(one.meta.get(META))])
+
+
+def commit_of(store: TieredStore, generation: int) -> Mapping[str, object]:
+    """Return the meta of a generation; an empty one where the store does not keep it."""
+    if generation not in store.generations:
+        return {}
+    return next((one.meta for one in listing(store.folder).generations if one.number == generation), {})
+
+
+def _is_there(said: object) -> bool:
+    """Return whether the tag that a commit's meta names still names it. So it is where its folder cannot be seen."""
+    if not isinstance(said, Mapping) or not all(isinstance(said.get(name), str) for name in ("folder", "tag", "mark")):
+        return False
+    folder = Path(str(said["folder"]))
+    if not folder.is_dir():
+        return True
+    try:
+        named = found(folder, str(said["tag"]))
+    except MisuseError:
+        return False
+    return named is not None and named.mark == said["mark"]
