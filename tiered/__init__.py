@@ -34,6 +34,9 @@ if TYPE_CHECKING:
         WriteError,
     )
     from tiered.interfaces import EvictionPolicy, IOBackend
+    from tiered.planning.machine import Machine
+    from tiered.planning.plan import Plan, plan
+    from tiered.planning.sources import Numbers
     from tiered.store.importing import import_safetensors
     from tiered.store.store import TieredStore
     from tiered.store.verify import CheckedGeneration, Damage, Verification, verify
@@ -73,10 +76,13 @@ __all__ = [
     "LeaseConflict",
     "LeaseEvent",
     "LinkStatistics",
+    "Machine",
     "ManifestError",
     "MisuseError",
     "NextUse",
+    "Numbers",
     "Offloaded",
+    "Plan",
     "PoolEvent",
     "RankError",
     "ReadError",
@@ -100,6 +106,7 @@ __all__ = [
     "Verification",
     "WriteError",
     "import_safetensors",
+    "plan",
     "verify",
     "zero",
 ]
@@ -108,6 +115,9 @@ _HOME = {
     name: f"tiered.{module}"
     for module, names in {
         "engine.policy": ("LRU", "NextUse", "Touch"),
+        "planning.machine": ("Machine",),
+        "planning.plan": ("Plan", "plan"),
+        "planning.sources": ("Numbers",),
         "store.importing": ("import_safetensors",),
         "interfaces": ("EvictionPolicy", "IOBackend"),
         "telemetry": (
