@@ -35,6 +35,9 @@ if TYPE_CHECKING:
         WriteError,
     )
     from tiered.interfaces import EvictionPolicy, IOBackend
+    from tiered.planning.machine import Machine
+    from tiered.planning.plan import Plan, plan
+    from tiered.planning.sources import Numbers
     from tiered.store.activations import offload_activations
     from tiered.store.importing import import_safetensors
     from tiered.store.store import TieredStore
@@ -78,10 +81,13 @@ __all__ = [
     "LeaseConflict",
     "LeaseEvent",
     "LinkStatistics",
+    "Machine",
     "ManifestError",
     "MisuseError",
     "NextUse",
+    "Numbers",
     "Offloaded",
+    "Plan",
     "PoolEvent",
     "RankError",
     "ReadError",
@@ -106,6 +112,7 @@ __all__ = [
     "WriteError",
     "import_safetensors",
     "offload_activations",
+    "plan",
     "verify",
     "zero",
 ]
@@ -115,6 +122,9 @@ _HOME = {
     for module, names in {
         "engine.policy": ("LRU", "NextUse", "Touch"),
         "store.activations": ("offload_activations",),
+        "planning.machine": ("Machine",),
+        "planning.plan": ("Plan", "plan"),
+        "planning.sources": ("Numbers",),
         "store.importing": ("import_safetensors",),
         "interfaces": ("EvictionPolicy", "IOBackend"),
         "telemetry": (

@@ -38,7 +38,7 @@ from tiered.zero.rank_stores import newest_set, number_of
 
 __all__ = [
     *("Filling", "Moved", "PagingStatistics", "differing", "gathered", "no_sync", "offload", "onload", "page", "page_filling"),
-    "statistics",
+    *("smallest_pool", "statistics"),
 ]
 
 @dataclass(frozen=True, slots=True)
@@ -589,14 +589,14 @@ def _staged(model: nn.Module, window: Window) -> dict[nn.Parameter, Staged]:
     return staged
 
 
-def _refuse_small_pool(
-    plan: ModelPlan, model: nn.Module, store: TieredStore, pool: int, micro_batch: int, shares: int
-) -> None:
-    """Raise CapacityError for a pool in which a unit, its gradient, and what the modules around it hold do not fit at the same
-    time, wherever they happen to lie. Where units divide the batch, a piece of the saved activations has to fit, too; and the
-    largest unit twice more, for it may lie in the middle. One of several ranks has what it gathers or sends of a unit beside
-    what it receives, and its share."""
-    beside = store.access is Access.READ  # then what is converted is in memory beside the pool
+def smallest_pool(plan: ModelPlan, model: nn.Module, micro_batch: int = 1, shares: int = 1, *, beside: bool = False) -> int:
+    """Return the bytes of the smallest pool for a model that is divided so.
+
+    A unit, its gradient, and what the modules around it hold fit at the same time, wherever they happen to lie. Where units
+    divide the batch, a piece of the saved activations has to fit, too; and the largest unit twice more, for it may lie in the
+    middle. One of several ranks has what it gathers or sends of a unit beside what it receives, and its share. ``beside``: what
+    is converted is in memory beside the pool, as in a store that is open for reading.
+    """
     sizes = [-(-(unit.stored_nbytes if beside and unit.converted else unit.nbytes) // 4096) * 4096 for unit in plan.units]
 
     def deepest(module: nn.Module, above: frozenset[int]) -> int:
@@ -610,7 +610,14 @@ def _refuse_small_pool(
     if micro_batch > 1:
         together += 2 * max(sizes, default=0)
         together = -(-together * SAVED_SHARE // (SAVED_SHARE - 1) // 4096) * 4096
-    needed = -(-max(3 * max(sizes, default=0) + converted, together, 1 << 20) // 4096) * 4096
+    return -(-max(3 * max(sizes, default=0) + converted, together, 1 << 20) // 4096) * 4096
+
+
+def _refuse_small_pool(
+    plan: ModelPlan, model: nn.Module, store: TieredStore, pool: int, micro_batch: int, shares: int
+) -> None:
+    """Raise CapacityError for a pool that is smaller than ``smallest_pool``."""
+    needed = smallest_pool(plan, model, micro_batch, shares, beside=store.access is Access.READ)
     if pool < needed:
         largest = max(plan.units, key=lambda unit: unit.nbytes)
         tier = min((tier for tier in store.statistics().tiers if tier.name != "nvme"), key=lambda tier: tier.capacity)
