@@ -78,7 +78,8 @@ USES: dict[str, tuple[str, ...]] = {
     "store": ("", "format", "io", "tiers", "links", "engine"),
     "packing": ("",),
     "zero": (
-        *("tiered", "errors", "types", "system", "store.at_rest", "format.safetensors", "format.safetensors_writer", "packing"),
+        *("tiered", "errors", "types", "system", "store.activations", "store.at_rest", "format.safetensors"),
+        *("format.safetensors_writer", "packing"),
     ),
     "integrations": ("tiered", "types", "store.at_rest", "zero", "packing"),
     "planning": ("tiered", "errors", "interfaces", "types", "allocator", "engine", "store", "zero", "integrations"),

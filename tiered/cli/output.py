@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
 
+    from tiered import ActivationStatistics
     from tiered.cli.measure import Usage
 
 __all__ = [
@@ -212,6 +213,7 @@ class Progress:
         self._live: Live | None = None
         self._printed = float("-inf")
         self._began, self._from = time.monotonic(), 0.0
+        self._offloaded = 0
         if stream.isatty():
             from rich.console import Console
 
@@ -244,10 +246,18 @@ class Progress:
         self._printed = float("-inf")
 
     def stepped(
-        self, step: int, steps: int | None, share: float, loss: float, tokens: int, moved: Usage, pool: float
+        self,
+        step: int,
+        steps: int | None,
+        share: float,
+        loss: float,
+        tokens: int,
+        moved: Usage,
+        pool: float,
+        activations: ActivationStatistics | None = None,
     ) -> None:
         """Show a completed step. ``share``: of the whole training; ``tokens`` and ``moved``: of this step; ``pool``: the share
-        of the DRAM budget in use."""
+        of the DRAM budget in use. ``activations``: those of the training so far, where they go into the store."""
         gone = time.monotonic() - self._began
         what = f"step {step}/{steps}" if steps else f"step {step}"
         read, written = moved.disk_read / moved.seconds, moved.disk_written / moved.seconds
@@ -257,6 +267,9 @@ class Progress:
             f"read {read * factor:.2f} write {written * factor:.2f} {unit}  "
             f"stalled {moved.stalled / moved.seconds:.0%}  pool {pool:.0%}"
         )
+        if activations is not None:
+            nbytes, self._offloaded = activations.offloaded - self._offloaded, activations.offloaded
+            rates += f"  activations {nbytes / 1e6:.0f} MB"
         left = f"{_clock(gone / (share - self._from) * (1 - share))} left" if share < 1 else f"{_clock(gone)} in all"
         self._show(what, rates, share, left, last=share >= 1)
 

@@ -36,7 +36,17 @@ from tiered.store.store import TieredStore, is_stored
 from tiered.telemetry import ActivationStatistics
 from tiered.types import Access, parse_size
 
-__all__ = ["Hooks", "SavedTensors", "hooks_active", "offload_activations", "pop_hooks", "push_hooks"]
+__all__ = [
+    "Hooks",
+    "Left",
+    "SavedTensors",
+    "are_offloading",
+    "hooks_active",
+    "offload_activations",
+    "pop_hooks",
+    "push_hooks",
+    "refuse_one_tier",
+]
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """What packs a tensor that is saved for backward, and what unpacks it."""
@@ -90,16 +100,18 @@ def _remove_hooks(hooks: Hooks) -> None:
 # -- what is packed ----------------------------------------------------------------------------------------------------------
 
 
-class _Left:
-    """Tensor that stays where it is, with the check that torch leaves out where there are hooks."""
+class Left:
+    """Tensor that stays where it is, with the check of versions that torch leaves out where there are hooks. ``pack`` may not
+    return a tensor itself: one that an operation saves of its own result would keep the graph, in a cycle that nobody finds."""
 
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()  # the tensor itself would keep the graph that it is the result of
+        self._tensor = tensor.detach()
         self._version = None if tensor.is_inference() else tensor._version
 
     def tensor(self) -> torch.Tensor:
+        """Return the tensor. Raises ChangedInPlace."""
         if self._version is not None and self._tensor._version != self._version:
             raise _changed(self._tensor.dtype, self._tensor.size(), self._tensor._version, self._version)
         return self._tensor
@@ -237,6 +249,17 @@ _books: weakref.WeakKeyDictionary[TieredStore, _Books] = weakref.WeakKeyDictiona
 # -- the owner ---------------------------------------------------------------------------------------------------------------
 
 
+def refuse_one_tier(store: TieredStore) -> None:
+    """Raise MisuseError for a store that cannot take activations: it has one tier, is open for reading, or closed."""
+    if len(store.statistics().tiers) < 2:
+        raise MisuseError(
+            f"{store} has memory alone, where activations are anyway: open it with a path, or with hbm= and the device "
+            "that computes"
+        )
+    if store.access is Access.READ:
+        raise MisuseError(f"{store} is open for reading, and activations would be written: open it without access='read'")
+
+
 class SavedTensors:
     """What autograd saved and ``store`` has, or will have when it is no more among the newest ``keep`` bytes.
 
@@ -246,16 +269,9 @@ class SavedTensors:
     """
 
     def __init__(self, store: TieredStore, keep: int, min_bytes: int) -> None:
-        tiers = store.statistics().tiers
-        if len(tiers) < 2:
-            raise MisuseError(
-                f"{store} has memory alone, where activations are anyway: open it with a path, or with hbm= and the device "
-                "that computes"
-            )
-        if store.access is Access.READ:
-            raise MisuseError(f"{store} is open for reading, and activations would be written: open it without access='read'")
+        refuse_one_tier(store)
         self.store, self.keep, self._least = store, keep, max(1, min_bytes)
-        pool = min(tier.capacity for tier in tiers[:-1])
+        pool = min(tier.capacity for tier in store.statistics().tiers[:-1])
         self._piece = max(4096, min(PIECE, pool // 32) // 4096 * 4096)
         self._window = max(self._piece, pool // 4)
         """Bytes that are fetched ahead of backward."""
@@ -284,7 +300,7 @@ class SavedTensors:
             self._counts["left"] += 1
             if self._shared and self._shared[0][0] <= self._seen:
                 self.look_again(self._seen)
-            return tensor.detach() if is_stored(tensor) else _Left(tensor)  # whoever has the lease looks for its memory
+            return tensor.detach() if is_stored(tensor) else Left(tensor)  # whoever has the lease looks for its memory
         with self._books.lock:
             self._books.sweep()
             self._seen += 1
@@ -393,7 +409,7 @@ class SavedTensors:
     def unpack(self, packed: object) -> torch.Tensor:
         """Return the tensor that ``packed`` was made of. Raises ChangedInPlace where torch would raise RuntimeError for it, and
         what the store raises."""
-        if isinstance(packed, _Left):
+        if isinstance(packed, Left):
             return packed.tensor()
         if isinstance(packed, torch.Tensor):
             return packed
@@ -550,10 +566,15 @@ class _Switch:
         self.saved, self.on = saved, True
 
     def pack(self, tensor: torch.Tensor) -> object:
-        return self.saved.pack(tensor) if self.on else _Left(tensor)
+        return self.saved.pack(tensor) if self.on else Left(tensor)
 
     def unpack(self, packed: object) -> torch.Tensor:
         return self.saved.unpack(packed)
+
+
+def are_offloading(hooks: Hooks | None) -> bool:
+    """Return whether ``hooks`` are those of an ``offload_activations``."""
+    return hooks is not None and isinstance(getattr(hooks[0], "__self__", None), _Switch)
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ __all__ = ["UNIT", "from_pretrained", "import_model", "open_model", "open_tokeni
 
 # -- reading pretrained models -------------------------------------------------------------------------------------------------
 
-PAGING = {"prefetch", "micro_batch", "policy", "source", "stage", "group", "timeout", "update_tier", "experts"}
+PAGING = {"prefetch", "micro_batch", "activations", "policy", "source", "stage", "group", "timeout", "update_tier", "experts"}
 PAGING |= {"largest_unit", "slice_weights"}
 """Arguments of ``from_pretrained`` that are ``zero.page``'s."""
 
