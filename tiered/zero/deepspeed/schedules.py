@@ -53,8 +53,8 @@ class _Schedule(LRScheduler):
 
 
 class WarmupLR(_Schedule):
-    """Raise the learning rate from ``warmup_min_lr`` to ``warmup_max_lr`` (default: that of the optimizer) in
-    ``warmup_num_steps`` steps, and leave it there.
+    """Raise the learning rate from ``warmup_min_lr`` to ``warmup_max_lr`` (default: that of each param group)
+    in ``warmup_num_steps`` steps, and leave it there.
 
     min + (max - min) * g, where g is log(i + 1) / log(n) with ``warmup_type`` "log" and i / n with "linear", and 1 from n on.
     Both rates may be lists, one number for each param group. Raises MisuseError for arguments out of range.
@@ -70,7 +70,7 @@ class WarmupLR(_Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         if warmup_max_lr is None:
-            warmup_max_lr = float(optimizer.param_groups[0]["lr"])
+            warmup_max_lr = [float(group["lr"]) for group in optimizer.param_groups]
         self.min_lrs = _each(optimizer, warmup_min_lr, "warmup_min_lr")
         self.max_lrs = _each(optimizer, warmup_max_lr, "warmup_max_lr")
         self.warmup_num_steps, self.warmup_type = _warmup(warmup_num_steps, warmup_type), warmup_type
