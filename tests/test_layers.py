@@ -20,7 +20,7 @@ TREE: dict[str, tuple[str, ...]] = {
     "": ("errors", "types", "interfaces", "telemetry", "system", "allocator"),
     "data": (),
     "format": (
-        *("folder", "locked_file", "data_file", "drives", "manifest", "generations", "direct_reader"),
+        *("folder", "locked_file", "pins", "data_file", "drives", "manifest", "generations", "direct_reader"),
         *("safetensors", "safetensors_writer"),
     ),
     "io": ("posix", "aiofiles", "libaio", "probe"),
@@ -30,7 +30,9 @@ TREE: dict[str, tuple[str, ...]] = {
         *("residency", "policy", "retention", "pool", "state", "workers", "scheduler", "background", "requests", "snapshot"),
         *("engine",),
     ),
-    "store": ("lease", "mapping", "commit", "at_rest", "opening", "store", "verify", "importing"),
+    "store": (
+        *("lease", "mapping", "commit", "at_rest", "reading", "opening", "readers", "store", "verify", "importing"),
+    ),
     "packing": ("quantised", "moments"),
     "zero": (
         *("intent", "leases", "collectives", "rank_stores", "rules", "paging", "build", "record", "optimizers", "checkpoint"),
@@ -113,6 +115,7 @@ MAY_THREAD = {
     "engine.workers": "commits and rollbacks in threads of their own",
     "cli.bench.io": "a caller that writes while another one's reads are timed; stores have callers in many threads",
     "cli.train.ranks": "asks the store in which ranks met, which never answers where its host is lost",
+    "store.readers": "closes a store at the end of a worker process, which collects no garbage",
     "zero.paging.pager": "asks which thread computes with a model, to refuse a second one",
     "io.aiofiles": "the private event loop and the pool that does its blocking calls; no other part sees them",
     "links.cuda": "one thread a direction sleeps until CUDA events pass, which have no descriptor to poll",

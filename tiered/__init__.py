@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from tiered.interfaces import EvictionPolicy, IOBackend
     from tiered.store.importing import import_safetensors
+    from tiered.store.readers import StoreReader, TieredDataset
     from tiered.store.store import TieredStore
     from tiered.store.verify import CheckedGeneration, Damage, Verification, verify
     from tiered.telemetry import (
@@ -87,9 +88,11 @@ __all__ = [
     "StallEvent",
     "StoreClosed",
     "StoreLocked",
+    "StoreReader",
     "StoreStatistics",
     "TensorSpec",
     "TierStatistics",
+    "TieredDataset",
     "TieredError",
     "TieredStore",
     "Timeline",
@@ -124,6 +127,7 @@ _HOME = {
             "Timeline",
             "TransferEvent",
         ),
+        "store.readers": ("StoreReader", "TieredDataset"),
         "store.store": ("TieredStore",),
         "types": ("Access", "TensorSpec", "Use"),
         "store.verify": ("CheckedGeneration", "Damage", "Verification", "verify"),

@@ -304,7 +304,9 @@ def page(
         slice_weights=slice_weights,
     )
     options.refuse_contradictions()
-    return _page(model, store, options)
+    paged = _page(model, store, options)
+    store.refuse_refresh(f"a model is paged from {store}, and is of the commit that was opened: open the newest one anew")
+    return paged
 
 
 class Filling(Protocol):
