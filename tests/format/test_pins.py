@@ -204,3 +204,11 @@ def test_where_no_file_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert caught.value.errno == errno.ENOSPC
     assert opened.names() == []
     opened.close()
+
+
+def test_a_number_that_no_generation_has(folder: OpenFolder) -> None:
+    """It would become the number of the next commit."""
+    pin = Pin(folder, 10**18)
+    assert look(folder).readers == (Reader(pin.name, None, 0),)
+    assert look(folder).newest == 0
+    pin.close()

@@ -64,6 +64,7 @@ def test_a_loader_of_forked_workers(store: TieredStore, workers: int, source: st
     reading = TieredStore.open(folder, dram=MIB, access="read")
     data = TieredDataset({"writer": store, "reader": reading, "handle": reading.reader()}[source], in_dicts(), dram="2MiB")
     reading.close()
+    assert data[3]["label"].item() == 103, "this process has a store of its own, too, before it forks"
     loader = DataLoader(data, batch_size=5, num_workers=workers, multiprocessing_context="fork" if workers else None)
     for version in (2, 3, 4):
         of_version(list(loader), 1)

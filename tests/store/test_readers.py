@@ -537,7 +537,7 @@ def test_a_full_disk_names_who_needs_the_room(tmp_path: Path) -> None:
                     until_it_is_full()
                 told = str(caught.value)
                 assert f"process {running.pid} reads generation 1 ({folder / name})" in told, told
-                assert "close or refresh these, and commit" in told
+                assert "close or refresh those, and commit" in told
                 os.write(go, b"x")
                 assert running.wait_end() == 0, running.said
             assert pins(folder) == []

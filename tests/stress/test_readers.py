@@ -24,7 +24,9 @@ from tests.stress.contents import content, evict_all
 from tests.stress.syscalls import Child
 from tests.stress.tally import Tally
 from tiered import TieredStore, verify
+from tiered.format import generations as protocol
 from tiered.format.generations import dropped, generations
+from tiered.format.pins import Pins
 
 PROMISE = "22 (readers beside a writer)"
 MIB = 1 << 20
@@ -189,3 +191,28 @@ def test_readers_and_a_writer_that_are_killed(tmp_path: Path, reads: int, commit
         most = sum(-(-nbytes // 4096) * 4096 + 4096 for nbytes in SIZES)
         assert store._parts.nvme.used <= 3 * most
         store.close()
+
+
+BLIND = {
+    "it looks at no pins": lambda: setattr(protocol, "pins_in", lambda folder: Pins()),
+    "it uses extents again at once": lambda: setattr(protocol, "retire", lambda folder, numbers: list(numbers)),
+}
+
+
+@pytest.mark.parametrize("how", BLIND)
+def test_a_writer_that_breaks_the_protocol_is_caught(tmp_path: Path, how: str, tally: Tally) -> None:
+    """These tests would show it: a reader finds bytes that are not those of its generation."""
+    folder, right = tmp_path / "state", writer(tmp_path / "state", 1)
+
+    def blind(child: Child) -> None:
+        BLIND[how]()
+        right(child)
+
+    with forked(blind) as one:
+        one.wait_for("committed")
+        with forked(reader(folder, 1)) as other:
+            while one.hear() and not any(words.startswith("Traceback") for words in other.said):
+                other.hear()
+            told = other.said[-1]
+    assert "CorruptionError" in told, told
+    tally.count(how, 1)

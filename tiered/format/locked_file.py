@@ -269,7 +269,8 @@ def _lock(fd: int, folder: Path, how: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             raise MisuseError(f"the filesystem of {folder} cannot lock files: {error.strerror}") from error
-        raise StoreLocked(f"{folder} is in use by {holder(fd)}; close it there or name another folder") from error
+        beside = " (access='read' reads beside it)" if how == fcntl.LOCK_EX else ""
+        raise StoreLocked(f"{folder} is in use by {holder(fd)}; close it there or name another folder{beside}") from error
 
 
 def holder(fd: int) -> str:

@@ -24,6 +24,7 @@ import xxhash
 from tiered.errors import StoreLocked
 from tiered.format.folder import SHORTAGES, OpenFolder
 from tiered.format.locked_file import holder
+from tiered.format.manifest import LAST_GENERATION
 from tiered.system import Once
 
 __all__ = ["CANNOT_LOOK", "Pin", "Pins", "Reader", "look"]
@@ -150,7 +151,7 @@ def _look_at(folder: OpenFolder, name: str) -> Reader | None:
 def _decoded(name: str, data: bytes) -> Reader:
     if len(data) == _BYTES and data[_FIELDS.size :] == _SEAL.pack(xxhash.xxh3_64_intdigest(data[: _FIELDS.size])):
         magic, version, process, generation = _FIELDS.unpack_from(data)
-        if (magic, version) == (_MAGIC, _VERSION):
+        if (magic, version) == (_MAGIC, _VERSION) and generation <= LAST_GENERATION:
             return Reader(name, generation, process)
     return Reader(name, None, 0)
 

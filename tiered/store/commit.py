@@ -207,7 +207,7 @@ class Commits(Generations):
             told = generations.pins_in(folder).told(folder, self._held)
         except TieredError as error:
             return f"; {error}"
-        return told and f"; what changed since is kept beside it for readers: {told}: close or refresh these, and commit"
+        return told and f". Older commits are kept for readers: {told}; close or refresh those, and commit"
 
     # -- opening ---------------------------------------------------------------------------------------------------------
 

@@ -124,8 +124,8 @@ Sample = Key | Mapping[str, Key]
 class TieredDataset(Dataset[Any]):
     """A data set over one committed generation of a store, for ``torch.utils.data.DataLoader`` with workers or without.
 
-    Each process, the one that made it too, opens a store of its own when it asks for the first sample, and reads ahead of
-    nobody else. A worker may be forked or spawned. All see the same generation, whatever is committed meanwhile.
+    Each process, also the one that made it, opens a store of its own when it asks for the first sample. A worker may be forked
+    or spawned. All see the same generation, whatever is committed meanwhile.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class TieredDataset(Dataset[Any]):
                 largest = max(largest, max((rest.spec(key).nbytes for key in keys), default=0))
         self._options = {"dram": max(SMALLEST_BUDGET, LARGEST_IN_BUDGET * largest) if dram is None else dram, **options}
         self._transform = transform
-        self._opened: tuple[int, Any] | None = None
+        self._opened: tuple[int, Any, Callable[[], object]] | None = None
 
     @property
     def generation(self) -> int:
@@ -188,8 +188,8 @@ class TieredDataset(Dataset[Any]):
         process = os.getpid()
         if self._opened is None or self._opened[0] != process:
             store = self._reader.open(**self._options)
-            self._opened = process, store
-            util.Finalize(self, store.close, exitpriority=100)  # a worker process ends without collecting garbage
+            closing = util.Finalize(self, store.close, exitpriority=100)  # a worker process ends without collecting garbage
+            self._opened = process, store, closing
         return self._opened[1]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class TieredDataset(Dataset[Any]):
     def close(self) -> None:
         """Close this process's store; another sample opens it again. The generation stays pinned. Idempotent."""
         if self._opened is not None and self._opened[0] == os.getpid():
-            self._opened[1].close()
+            self._opened[2]()
         self._opened = None
 
 

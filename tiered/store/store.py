@@ -661,7 +661,13 @@ class TieredStore(TensorMapping):
         nvme = self._parts.nvme
         if nvme is None or not self.generation:
             raise MisuseError(f"{self._name} has no commit, and other processes see only what is committed: commit first")
-        return StoreReader(TieredStore.open, nvme.folder, nvme.drive_folders, self.generation, self.identity).pin()
+        while True:
+            generation = self.generation
+            try:
+                return StoreReader(TieredStore.open, nvme.folder, nvme.drive_folders, generation, self.identity).pin()
+            except MisuseError:
+                if generation == self.generation:  # otherwise another thread has committed meanwhile, and that one is dropped
+                    raise
 
     @property
     def identity(self) -> str:
