@@ -21,6 +21,7 @@ PAGE = ROOT / "docs" / "reference.md"
 SECTIONS: list[tuple[str, str, list[str] | None, str]] = [
     ("The store", "tiered.store.store", ["TieredStore"], ""),
     ("The store as a mapping", "tiered.store.mapping", ["TensorMapping"], ""),
+    ("Several processes", "tiered.store.readers", None, ""),
     ("Leases", "tiered.store.lease", ["LeaseOfMany", "LeaseOfOne"], ""),
     ("Values", "tiered.types", ["Access", "TensorSpec", "Use"], ""),
     ("An order to follow", "tiered.engine.policy", ["Touch"], ""),
@@ -57,6 +58,7 @@ unless something else is said. What the words mean is in [glossary.md](glossary.
 WIDTH = 110
 """Signatures that are longer are broken."""
 MADE_BY_CALLERS = (
+    "TieredDataset",
     *("AdamW", "GradScaler", "Optimizer", "Elementwise", "SGD", "Adam", "Adagrad"),
     *("RMSprop", "NAdam", "RAdam", "Adamax", "Lion", "Muon", "AdamW8bit", "AdamW4bit", "Init", "offload_activations"),
     *("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"),

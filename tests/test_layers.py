@@ -20,7 +20,7 @@ TREE: dict[str, tuple[str, ...]] = {
     "": ("errors", "types", "interfaces", "telemetry", "system", "allocator"),
     "data": (),
     "format": (
-        *("folder", "locked_file", "data_file", "drives", "manifest", "generations", "direct_reader"),
+        *("folder", "locked_file", "data_file", "drives", "manifest", "pins", "generations", "direct_reader"),
         *("safetensors", "safetensors_writer"),
     ),
     "io": ("posix", "aiofiles", "libaio", "probe"),
@@ -30,7 +30,10 @@ TREE: dict[str, tuple[str, ...]] = {
         *("residency", "policy", "retention", "pool", "state", "workers", "scheduler", "background", "requests", "snapshot"),
         *("engine",),
     ),
-    "store": ("lease", "mapping", "commit", "at_rest", "opening", "store", "activations", "verify", "importing"),
+    "store": (
+        *("lease", "mapping", "commit", "at_rest", "reading", "opening", "readers", "store", "activations", "verify"),
+        "importing",
+    ),
     "packing": ("quantised", "moments"),
     "zero": (
         *("intent", "leases", "collectives", "rank_stores", "rules", "paging", "build", "record", "optimizers", "checkpoint"),
@@ -128,6 +131,7 @@ MAY_THREAD = {
     "cli.bench.io": "a caller that writes while another one's reads are timed; stores have callers in many threads",
     "cli.train.ranks": "asks the store in which ranks met, which never answers where its host is lost",
     "store.activations": "a lock, because autograd unpacks in threads of its own",
+    "store.readers": "closes a store at the end of a worker process, which collects no garbage",
     "zero.paging.pager": "asks which thread computes with a model, to refuse a second one",
     "io.aiofiles": "the private event loop and the pool that does its blocking calls; no other part sees them",
     "links.cuda": "one thread a direction sleeps until CUDA events pass, which have no descriptor to poll",

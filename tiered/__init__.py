@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tiered.planning.sources import Numbers
     from tiered.store.activations import offload_activations
     from tiered.store.importing import import_safetensors
+    from tiered.store.readers import StoreReader, TieredDataset
     from tiered.store.store import TieredStore
     from tiered.store.verify import CheckedGeneration, Damage, Verification, verify
     from tiered.telemetry import (
@@ -98,9 +99,11 @@ __all__ = [
     "StallEvent",
     "StoreClosed",
     "StoreLocked",
+    "StoreReader",
     "StoreStatistics",
     "TensorSpec",
     "TierStatistics",
+    "TieredDataset",
     "TieredError",
     "TieredStore",
     "Timeline",
@@ -142,6 +145,7 @@ _HOME = {
             "Timeline",
             "TransferEvent",
         ),
+        "store.readers": ("StoreReader", "TieredDataset"),
         "store.store": ("TieredStore",),
         "types": ("Access", "TensorSpec", "Use"),
         "store.verify": ("CheckedGeneration", "Damage", "Verification", "verify"),

@@ -39,6 +39,7 @@ from tiered.store.lease import (
 )
 from tiered.store.mapping import MISSING, Default, TensorMapping
 from tiered.store.opening import Existing, Newer, OpenOptions, Parts, access_of, assemble
+from tiered.store.readers import StoreReader
 from tiered.telemetry import NO_SPAN, Offloaded, Span, StoreStatistics, Timeline
 from tiered.types import Access, BackendName, Key, TensorSpec, Urgency, format_size
 
@@ -75,7 +76,10 @@ class TieredStore(TensorMapping):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse copy and pickle."""
-        raise MisuseError(f"{self._name} cannot be copied or pickled: open a store of its own in each process that needs one")
+        raise MisuseError(
+            f"{self._name} cannot be copied or pickled: give other processes store.reader(), or DataLoader a "
+            "TieredDataset(store), with which each process opens a store of its own"
+        )
 
     # -- opening and closing ----------------------------------------------------------------------------------------------
 
@@ -108,9 +112,9 @@ class TieredStore(TensorMapping):
         removed at close. ``keep`` is the number of generations that stay on disk; ``newer="drop"`` removes the generations
         after ``generation`` (all, with 0). ``existing`` is "must" where a folder without a commit is an error, and
         "must-not" where one with a commit is. ``deadline`` is the number of seconds that a call waits for room before it raises
-        and names the holders. ``access="read"`` opens a commit for reading, beside a job that died, or in a folder that cannot
-        be written: nothing there is created or changed, several processes may do so at once, and calls that would change a
-        tensor raise.
+        and names the holders. ``access="read"`` opens a commit for reading, in any number of processes, beside one that has the
+        store open for writing. The commit stays as it is until ``refresh`` or ``close``; calls that would change a tensor
+        raise. In a folder that cannot be written to, nothing is created, and readers and a writer exclude each other.
 
         ``paths`` are for several drives: a list of folders, one on each, which get one data file each; ``path`` then has the
         manifests only. Each tensor is stored whole on the drive with the fewest bytes in use. To reopen, give the same folders,
@@ -648,6 +652,45 @@ class TieredStore(TensorMapping):
         return self._committing(meta).commit_async(meta, self)
 
     @from_here
+    def refresh(self) -> int:
+        """Go to the newest commit, in a store that is open with ``access="read"``; return its generation.
+
+        Tensors that the two commits share stay in memory. The generation before is let go. Raises LeaseConflict under a lease
+        of a tensor that differs, and MisuseError where the store is open for writing, or a model is paged from it.
+        """
+        self._running()
+        return self._generations.refresh(self)
+
+    @from_here
+    def reader(self) -> StoreReader[TieredStore]:
+        """Return a handle on the newest commit (with ``access="read"``: on the one that is open) for other processes.
+
+        It can be pickled, and ``reader().open(dram=...)`` opens that generation for reading, in whichever process; the handle
+        keeps it until it is closed. ``TieredDataset`` reads with one from DataLoader workers. Raises MisuseError where nothing
+        is committed, or nothing can be.
+        """
+        self._running()
+        nvme = self._parts.nvme
+        if nvme is None or not self.generation:
+            raise MisuseError(f"{self._name} has no commit, and other processes see only what is committed: commit first")
+        while True:
+            generation = self.generation
+            try:
+                return StoreReader(TieredStore.open, nvme.folder, nvme.drive_folders, generation, self.identity).pin()
+            except MisuseError:
+                if generation == self.generation:  # otherwise another thread has committed meanwhile, and that one is dropped
+                    raise
+
+    @property
+    def identity(self) -> str:
+        """UUID of the store, 32 hexadecimal digits, which its files carry; empty for a store without a disk."""
+        return "" if self._parts.nvme is None else self._parts.nvme.uuid.hex()
+
+    def refuse_refresh(self, why: str) -> None:
+        """Make ``refresh`` raise MisuseError with ``why`` from now on."""
+        self._generations.stay(why)
+
+    @from_here
     def rollback(self, generation: int | None = None, *, needs: Sequence[Key] = ()) -> int:
         """Restore all tensors as of the newest commit, or of ``generation``, if that is kept; return its number.
 
@@ -773,8 +816,8 @@ class TieredStore(TensorMapping):
     def _running(self) -> Engine:
         if os.getpid() != self._pid:
             raise ForkedStore(
-                f"{self._name} was opened by process {self._pid} and cannot be used in its forked child; open stores after "
-                "forking, or start workers with 'spawn'"
+                f"{self._name} was opened by process {self._pid} and cannot be used in its forked child; give workers "
+                "store.reader(), or DataLoader a TieredDataset(store), with which each process opens a store of its own"
             )
         if self._closed:
             raise StoreClosed(f"{self._name} is closed")
