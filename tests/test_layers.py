@@ -84,7 +84,7 @@ USES: dict[str, tuple[str, ...]] = {
         *("tiered", "errors", "types", "system", "store.activations", "store.at_rest", "format.safetensors"),
         *("format.safetensors_writer", "packing"),
     ),
-    "integrations": ("tiered", "types", "store.at_rest", "zero", "packing"),
+    "integrations": ("tiered", "errors", "types", "store.at_rest", "format.safetensors", "zero", "packing"),
     "planning": ("tiered", "errors", "interfaces", "types", "allocator", "engine", "store", "zero", "integrations"),
     "cli": ("tiered", "", "format", "io", "tiers", "links", "engine", "store", "zero", "data", "integrations", "planning"),
 }
