@@ -33,6 +33,7 @@ from tiered.engine.state import Token
 from tiered.errors import ChangedInPlace, KeyNotFound, MisuseError
 from tiered.store.lease import TEMPORARY
 from tiered.store.store import TieredStore, is_stored
+from tiered.system import Trimmer
 from tiered.telemetry import ActivationStatistics
 from tiered.types import Access, parse_size
 
@@ -208,8 +209,10 @@ class _Books:
     """The numbers that name what one store has of activations, and the regions that are gone. ``lock`` guards all of the
     store's ``SavedTensors``: autograd unpacks in threads of its own where a graph has several devices."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: int) -> None:
         self.lock = threading.RLock()
+        self.trimmer = Trimmer(pool)
+        """Gives the system memory back that activations leave free between others: glibc would keep all of it."""
         self.free: list[int] = []
         self.used = 0
         self.traces: set[_Trace] = set()
@@ -217,7 +220,10 @@ class _Books:
 
     @staticmethod
     def of(store: TieredStore) -> _Books:
-        return _books.setdefault(store, _Books())
+        found = _books.get(store)
+        if found is None:
+            found = _books.setdefault(store, _Books(store.statistics().tier("dram").capacity))
+        return found
 
     def take(self) -> int:
         """Return the smallest number that is free: each step then has the same keys."""
@@ -396,6 +402,7 @@ class SavedTensors:
         self._in_store += region.nbytes
         region.keys, region.lifetime = keys, lifetime
         region.alias = None
+        self._books.trimmer.passed(region.nbytes)
 
     def _is_shared(self, region: _Region) -> bool:
         """Return whether somebody else keeps the memory of a region."""
@@ -448,6 +455,7 @@ class SavedTensors:
         self._counts["restored"] += region.nbytes
         region.hinted, region.stream = False, _stream(region.device)
         memory = memory.data  # whose version counter begins at 0
+        self._books.trimmer.passed(region.nbytes)  # as many will be freed soon
         self._forget_restored(region.trace)
         region.restored, region.trace.cached = memory, region.nbytes
         self._cached_bytes += region.nbytes
