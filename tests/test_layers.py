@@ -56,14 +56,16 @@ TREE: dict[str, tuple[str, ...]] = {
     ),
     "planning": ("simulated", "dry_run", "machine", "sources", "steps", "timing", "rehearsal", "plan"),
     "cli": (
-        *("arguments", "stop", "measure", "output", "machine", "info", "stores", "train", "generate", "bench", "completion"),
+        *("arguments", "stop", "measure", "output", "info", "stores", "train", "generate", "bench", "plan", "completion"),
         *("main",),
     ),
+    "cli.info": ("machine", "probes", "command"),
     "cli.stores": ("ls", "verify", "export", "import_"),
     "cli.train": (
         *("options", "model", "optimizers", "timeline", "ranks", "loop", "resume", "report", "run", "check", "command"),
         *("deepspeed_config",),
     ),
+    "cli.plan": ("plot", "run", "command"),
     "cli.generate": ("text", "live", "summary", "command"),
     "cli.bench": ("fio", "series", "plot", "io", "sweep", "sustained", "store", "step", "trainer", "train", "command"),
 }
@@ -96,7 +98,8 @@ LARGEST_PACKAGE = 12  # files and subpackages
 
 # The one thing that each file of more than 600 or fewer than 60 lines owns.
 LONG_OR_SHORT: dict[str, str] = {
-    "cli.info": "the options of `tiered info`; what they ask for imports torch, and --help must not",
+    "cli.info.command": "the options of `tiered info`; what they ask for imports torch, and --help must not",
+    "cli.plan.plot": "the one file of the command that needs matplotlib",
     "engine.engine": "the engine's thread and lock, and what callers do under them",
     "engine.state": "what the engine's lock guards, kept consistent; no decisions",
     "integrations.transformers.shapes": "a model of a config.json without values, of which planning needs no more",

@@ -51,7 +51,8 @@ MADE_BY = "tiered"
 """The first key of reports, and the first word of the Software field of pictures."""
 # The beginnings of files that tiered writes:
 _REPORT = re.compile(rf'\{{\s*"{MADE_BY}": "'.encode())
-_PICTURE = re.compile(rb"\x89PNG.*" + f"{MADE_BY} (bench|train)".encode(), re.DOTALL)
+_PICTURE = re.compile(rb"\x89PNG.*" + f"{MADE_BY} (bench|train|plan)".encode(), re.DOTALL)
+_DRAWING = re.compile(rb"<\?xml.*" + f"{MADE_BY} plan".encode(), re.DOTALL)
 _SEARCHED = 64 << 10
 
 
@@ -68,12 +69,13 @@ def refuse_unwritable(path: str | None, option: str = "--json") -> None:
         raise MisuseError(f"{path} exists already and is not a report of tiered, so it stays: name another file with {option}")
 
 
-def refuse_unplottable(path: str | None) -> None:
-    """Raise MisuseError where no picture could be written to ``path``: no matplotlib, wrong suffix, a foreign file."""
+def refuse_unplottable(path: str | None, kinds: tuple[str, ...] = (".png",)) -> None:
+    """Raise MisuseError where no picture could be written to ``path``: no matplotlib, wrong suffix, a foreign file. ``kinds``:
+    the suffixes that there are."""
     if path is None:
         return
-    if not path.endswith(".png"):
-        raise MisuseError(f"--plot {path} does not end in .png, but the picture is a PNG")
+    if not path.endswith(kinds):
+        raise MisuseError(f"--plot {path} does not end in {' or '.join(kinds)}, which the picture is")
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -108,7 +110,7 @@ def _may_be_replaced(path: str) -> bool:
         return True
     with Path(path).open("rb") as file:
         beginning = file.read(_SEARCHED)
-    return bool(_REPORT.match(beginning) or _PICTURE.match(beginning))
+    return bool(_REPORT.match(beginning) or _PICTURE.match(beginning) or _DRAWING.match(beginning))
 
 
 def write_report(path: str | None, report: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from tiered.types import parse_size
 
 __all__ = ["Machine"]
 
-FORMAT = "tiered-machine-1"
+FORMAT = "machine 1"
 MEASURE = "measure one with tiered info --machine FILE"
 
 
@@ -83,7 +83,7 @@ class Machine:
             raise MisuseError(f"cannot read the machine {what}: {error.strerror}; {MEASURE}") from error
         except ValueError as error:
             raise MisuseError(f"{what} is no machine: {error}; {MEASURE}") from error
-        if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+        if not isinstance(found, dict) or found.pop("tiered", None) != FORMAT:
             raise MisuseError(f"{what} is no machine: {MEASURE}")
         return cls._from(found, str(what))
 
@@ -103,7 +103,7 @@ class Machine:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the machine to a file. Raises MisuseError where that cannot be written."""
         try:
-            Path(path).write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+            Path(path).write_text(json.dumps({"tiered": FORMAT, **asdict(self)}, indent=1) + "\n")
         except OSError as error:
             raise MisuseError(f"cannot write the machine to {path}: {error.strerror}") from error
 

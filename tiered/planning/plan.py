@@ -21,7 +21,7 @@ from tiered.planning.machine import Machine
 from tiered.planning.rehearsal import Rehearsed, Seconds, no_time, rehearse
 from tiered.planning.simulated import DriveRates
 from tiered.planning.sources import Numbers, Subject, subject_of
-from tiered.planning.steps import Create, Lease, Steps, UnitSizes, Update, sizes_of
+from tiered.planning.steps import Create, Lease, Steps, UnitSizes, Update, Work, sizes_of
 from tiered.planning.timing import Timing, measure_operations
 from tiered.store.opening import SMALLEST_DRAM, default_dram
 from tiered.types import Use, format_size, parse_size
@@ -31,7 +31,7 @@ from tiered.zero.paging.micro_batch import split_modules
 from tiered.zero.paging.step_trace import LONGEST
 from tiered.zero.paging.units import Limits, ModelPlan, Policy, divide
 
-__all__ = ["Choice", "Memory", "Plan", "Prediction", "plan"]
+__all__ = ["Choice", "Memory", "Plan", "Prediction", "Ranks", "plan"]
 
 Activations = Literal["memory", "recompute"]
 Optimizer = Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "lion", "adamw8bit", "adamw4bit"]
@@ -51,9 +51,11 @@ _RULES: dict[str, rules.UpdateRule] = {
 NAME = "model"
 REHEARSED = 3000
 """Touches of a step that are played as they are; of a longer step chunks of states are taken together."""
-IN_TRANSIT = 24 << 20
+IN_TRANSIT = 32 << 20
 """Bytes beside the pool, the activations and the imports: pieces in transit, buffers of torch's libraries, and what the C
 library keeps of what was freed (``docs/memory.md``)."""
+PAYS = 0.5
+"""Of the tokens a second that so many more ranks would bring at best, what they must bring to pay."""
 OPEN, TABLES = 8 << 20, 256
 """Bytes beside a pool: of an open store, and one in so many of the pool for its page tables."""
 
@@ -108,12 +110,32 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """So many ranks with ZeRO stage 3, each with the batch that was asked for and a store of its own. Bytes are those of one
+    rank and step: ``sent`` over the network, ``read`` and ``written`` of its drive. ``network`` are seconds that it waits for
+    the other ranks' bytes. ``pays``: whether twice the ranks of the row before bring half as many more tokens a second, at
+    least."""
+
+    ranks: int
+    seconds: float
+    tokens_per_second: float
+    sent: float
+    read: float
+    written: float
+    waiting: float
+    network: float
+    process: int
+    pays: bool = True
+
+
+@dataclass(frozen=True)
 class Plan:
     """What ``tiered.plan`` found.
 
     ``chosen``: the prediction for what was asked, where that fits; ``others``: for other modes at the same budget, the fastest
-    first. ``smallest``: bytes of DRAM with which the model can be paged. ``refused`` says why it does not fit, ``changes`` what
-    would make it fit, or faster, the cheapest change first. ``notes`` say what the plan does not know.
+    first. ``curve``: predictions for other budgets, ``ranks`` for numbers of ranks, where these were asked for. ``smallest``:
+    bytes of DRAM with which the model can be paged. ``refused`` says why it does not fit, ``changes`` what would make it fit,
+    or faster, the cheapest change first. ``notes`` say what the plan does not know.
     """
 
     model: str
@@ -124,6 +146,8 @@ class Plan:
     smallest: int
     chosen: Prediction | None
     others: tuple[Prediction, ...] = ()
+    curve: tuple[Prediction, ...] = ()
+    ranks: tuple[Ranks, ...] = ()
     refused: str | None = None
     changes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -145,6 +169,11 @@ class Plan:
         life = self.machine.rated_life if self.machine is not None else 0.0
         return life / self.written_per_day if life and self.written_per_day else None
 
+    @property
+    def stops_paying(self) -> int | None:
+        """The number of ranks from which on twice as many no longer pay; None where there is none among ``ranks``."""
+        return next((before.ranks for before, row in zip(self.ranks, self.ranks[1:], strict=False) if not row.pays), None)
+
     def as_json(self) -> dict[str, Any]:
         """Return the plan as a value for ``json.dumps``; bytes, seconds and counts are numbers."""
         found = asdict(self)
@@ -164,9 +193,9 @@ class Planner:
         self._measures = measure
         self.notes: dict[str, None] = {}
 
-    def divided(self, dram: int) -> ModelPlan:
+    def divided(self, dram: int, ranks: int = 1) -> ModelPlan:
         """Return the model's units for a budget."""
-        return divide(self.subject.model, Limits.of(dram), {}, self._policy)
+        return divide(self.subject.model, Limits.of(dram, ranks), {}, self._policy, ranks)
 
     def smallest(self) -> int:
         """Return the bytes of the smallest budget with which ``zero.page`` takes the model."""
@@ -227,6 +256,34 @@ class Planner:
             by_work=found.by_work,
         )
 
+    def with_ranks(self, choice: Choice, ranks: int, tokens: int) -> Ranks:
+        """Play steps of one of several ranks. Raises CapacityError where they do not fit."""
+        machine = self.machine
+        assert machine is not None
+        plan = self.divided(choice.dram, ranks)
+        needed = smallest_pool(plan, self.subject.model, shares=ranks)
+        if needed > choice.dram:
+            raise CapacityError(f"{ranks} ranks need {format_size(needed)} of DRAM each")
+        run, sizes = self.run(choice.activations, plan), sizes_of(plan, NAME, self._rule)
+        touches = sum(2 * len(chunk) for one in sizes for _, chunk in one.chunks)
+        played = sizes if touches <= REHEARSED else self._coarser(plan, touches)
+        steps = Steps(self.subject.model, plan, played, run, choice.update, self._passes)
+        sharing = min(ranks, machine.ranks_per_node)
+        drive = DriveRates(machine.read / sharing, machine.write / sharing, machine.transfer)
+        found = rehearse(steps, choice.dram, drive, Timing(machine, self._measured, ranks), warm_up=2, counted=1)
+        sent = sum(one.nbytes for one in steps.step() if isinstance(one, Work) and one.kind in ("gather", "reduce"))
+        return Ranks(
+            ranks=ranks,
+            seconds=found.seconds,
+            tokens_per_second=ranks * tokens / found.seconds,
+            sent=sent * (ranks - 1) / ranks,
+            read=found.read,
+            written=found.written,
+            waiting=found.waiting,
+            network=found.by_work.get("network", 0.0),
+            process=self._memory(choice, sizes, run, found).process,
+        )
+
     def _coarser(self, plan: ModelPlan, touches: int) -> list[UnitSizes]:
         """Return units whose chunks of states are several together, so that a step has fewer touches."""
         larger = replace(plan.limits, chunk=plan.limits.chunk * -(-touches // REHEARSED))
@@ -269,6 +326,8 @@ def plan(
     accumulate: int = 1,
     storage: torch.dtype | None = None,
     measure: bool = False,
+    budgets: Sequence[int | str] = (),
+    ranks: Sequence[int] = (),
 ) -> Plan:
     """Plan a training: does ``model`` fit, what does a step move, and how long does it take?
 
@@ -281,7 +340,9 @@ def plan(
     of its forward, and ``target`` what ``loss(output, target)`` compares with (default: cross-entropy with the tokens).
     ``update``, ``activations``: "on_fetch" or "in_backward", "memory" or "recompute" (None: the fastest that fits is chosen).
     ``accumulate``: forwards and backwards of a step. ``storage``: as in ``zero.Policy``. ``measure``: time the operations of
-    the model on this machine's CPU, some seconds, instead of computing with the machine's rates.
+    the model on this machine's CPU, some seconds, instead of computing with the machine's rates. ``budgets``: other budgets to
+    predict (``Plan.curve``, for both update modes). ``ranks``: numbers of ranks, up to thousands, to simulate (``Plan.ranks``;
+    they need a ``machine``, whose ``network``, ``latency`` and ``ranks_per_node`` they use).
 
     Bytes are those of the store's own code, played in a store without memory; seconds are estimates. Raises MisuseError for
     what cannot be planned; a model that does not fit is an answer (``Plan.refused``), not an error.
@@ -324,15 +385,50 @@ def plan(
             f"activations, and the machine has {format_size(room)}"
         )
         changes = _to_fit(chosen, room, smallest)
+    if ranks and found is None:
+        raise MisuseError("ranks need machine=, with its network")
+    curve = _curve(planner, chosen.choice, [parse_size(one) for one in budgets], updates)
+    rows = _rows(planner, chosen.choice, ranks, tokens)
     return Plan(
         model=subject.name, parameters=parameters, tokens=tokens, optimizer=optimizer, machine=found, smallest=smallest,
-        chosen=chosen, others=others, refused=refused, changes=changes, notes=tuple(planner.notes),
+        chosen=chosen, others=others, curve=curve, ranks=rows, refused=refused, changes=changes, notes=tuple(planner.notes),
     )
 
 
-def _order(one: Prediction) -> tuple[float, float]:
-    """Rank predictions: the fastest first; where no time is known, the one that moves the fewest bytes."""
-    return one.seconds, one.read + one.written
+def _curve(planner: Planner, choice: Choice, budgets: Sequence[int], updates: Sequence[Update]) -> tuple[Prediction, ...]:
+    """Return predictions for each update mode and each of the budgets that work."""
+    smallest = planner.smallest() if budgets else 0
+    return tuple(
+        planner.predict(replace(choice, update=update, dram=dram), warm_up=2, counted=1)
+        for update in updates
+        for dram in sorted(budgets)
+        if dram >= smallest
+    )
+
+
+def _rows(planner: Planner, choice: Choice, ranks: Sequence[int], tokens: int) -> tuple[Ranks, ...]:
+    """Return one row for each number of ranks, with what each brings beside the one before."""
+    rows: list[Ranks] = []
+    for count in sorted(ranks):
+        if count < 1:
+            raise MisuseError(f"there is one rank at least, not {count}")
+        try:
+            row = planner.with_ranks(choice, count, tokens)
+        except CapacityError as error:
+            planner.notes[str(error)] = None
+            continue
+        if rows:
+            before = rows[-1]
+            more = row.tokens_per_second / max(1e-12, before.tokens_per_second) - 1
+            row = replace(row, pays=more >= PAYS * (count / before.ranks - 1))
+        rows.append(row)
+    return tuple(rows)
+
+
+def _order(one: Prediction) -> tuple[float, bool, float]:
+    """Rank predictions: the fastest first; where no time is known, those that compute nothing twice, by the bytes that they
+    move."""
+    return one.seconds, one.choice.activations == "recompute", one.read + one.written
 
 
 def _half(machine: Machine | None) -> int:

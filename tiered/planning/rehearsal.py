@@ -80,9 +80,13 @@ def rehearse(
 def _play(store: SimulatedStore, trace: StepTrace, steps: Steps, seconds: Seconds, work: dict[str, float]) -> int:
     open_leases: dict[int, AbstractContextManager[Any]] = {}
     touches = 0
+    begins = free = store.clock.now  # of the network: when the next gather may begin, and when the last exchange has ended
     trace.forward_begins("training", list)
     for operation in steps.step():
         kind, taken = seconds(operation)
+        if taken and kind == "network":  # it goes on beside computing, for the unit that follows
+            free = max(begins, free) + taken
+            taken, begins = max(0.0, free - store.clock.now), max(free, store.clock.now)
         if taken:
             work[kind] = work.get(kind, 0.0) + taken
             store.compute(taken)

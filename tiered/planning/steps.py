@@ -46,10 +46,11 @@ class Delete(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Work of the processor that is not the model's: an ``update`` of so many elements, or a ``gradient`` of so many bytes that
-    is copied into the store. ``nbytes``: bytes of memory that it reads and writes."""
+    """Work that is not the model's: an ``update`` of so many elements, a ``gradient`` of so many bytes that is copied into the
+    store, parameters that are ``cast``; and between ranks a ``gather`` or ``reduce`` of a unit of so many bytes. Of the others
+    ``nbytes`` are those of memory that are read and written."""
 
-    kind: Literal["update", "gradient", "cast"]
+    kind: Literal["update", "gradient", "cast", "gather", "reduce"]
     elements: int
     nbytes: int
     pieces: int
@@ -67,7 +68,8 @@ Operation = Create | Lease | End | Delete | Work | Pause
 @dataclass
 class UnitSizes:
     """The tensors that a store has of one unit, in bytes: parameters, gradient (0: nothing is trained), and the states of each
-    chunk by key. ``elements`` of a chunk are those that are updated there."""
+    chunk by key, with the elements that are updated there. Of one of several ranks they are its share, and ``gathered`` the
+    bytes of the whole unit."""
 
     key: str
     plan: UnitPlan
@@ -75,6 +77,7 @@ class UnitSizes:
     converted: int
     gradient: int
     chunks: list[tuple[int, dict[str, int]]]
+    gathered: int = 0
 
     @property
     def states(self) -> int:
@@ -98,9 +101,13 @@ def _unit_sizes(unit: UnitPlan, key: str, chunk: int, rule: UpdateRule) -> UnitS
     trained = [p for p in unit.placements if p.parameter.requires_grad and p.dtype.is_floating_point]
     gradient = max((p.offset + p.nbytes for p in trained), default=0)
     kinds = {placement.stored for placement in unit.placements}
-    states = States(cast(TensorStore, None), key, unit.placements, even_chunks(unit.elements, chunk), kinds)
+    parts = list(unit.parts(0).values())
+    states = States(cast(TensorStore, None), key, parts, even_chunks(unit.elements, chunk), kinds)
     for placement in trained:
         states.use(placement.name, kept_by(rule, states.wide))
+    trained = [part for part in parts if part.parameter.requires_grad and part.dtype.is_floating_point]
+    if unit.shares > 1:
+        gradient = max((part.offset + part.nbytes for part in trained), default=0)
     chunks = []
     for _, keys in states.chunks(trained):
         sizes = {one: max(states.sizes(one)) * states.form_of(one).dtype.itemsize for one in keys}
@@ -109,7 +116,8 @@ def _unit_sizes(unit: UnitPlan, key: str, chunk: int, rule: UpdateRule) -> UnitS
     if not chunks and trained:
         chunks.append((sum(p.numel for p in trained), {}))
     converted = unit.nbytes if unit.converted else 0
-    return UnitSizes(key, unit, unit.stored_nbytes, converted, gradient, chunks)
+    gathered = unit.stored_nbytes if unit.shares > 1 else 0
+    return UnitSizes(key, unit, unit.stored_nbytes // unit.shares, converted, gradient, chunks, gathered)
 
 
 class _Unit:
@@ -258,6 +266,15 @@ class Steps:
 
     def _materialize(self, unit: _Unit) -> Iterator[Operation]:
         sizes = unit.sizes
+        if sizes.gathered:
+            yield Create(f"{sizes.key}/gathered", sizes.gathered)
+            unit.lease = self._number()
+            yield Lease(unit.lease, (f"{sizes.key}/gathered",), True)
+            own = self._number()
+            yield Lease(own, (sizes.key,), False)
+            yield Work("gather", 0, sizes.gathered, 1)
+            yield End(own)
+            return
         if not sizes.converted:
             unit.lease = self._number()
             yield Lease(unit.lease, (sizes.key,), False)
@@ -274,7 +291,9 @@ class Steps:
         unit.holders -= 1
         if not unit.holders:
             yield End(unit.lease)
-            if unit.sizes.converted:
+            if unit.sizes.gathered:
+                yield Delete(f"{unit.sizes.key}/gathered")
+            elif unit.sizes.converted:
                 yield Delete(f"{unit.sizes.key}/converted")
 
     def _number(self) -> int:
@@ -348,11 +367,12 @@ class Steps:
         if unit.opened < 0:
             if unit.pending:
                 yield from self._apply(unit)
-            if not unit.has_gradient:
-                yield Create(f"{sizes.key}/grad", sizes.gradient)
+            key, nbytes = (f"{sizes.key}/local", sizes.gathered) if sizes.gathered else (f"{sizes.key}/grad", sizes.gradient)
+            if sizes.gathered or not unit.has_gradient:
+                yield Create(key, nbytes)
                 unit.has_gradient = True
             unit.opened = self._number()
-            yield Lease(unit.opened, (f"{sizes.key}/grad",), True)
+            yield Lease(unit.opened, (key,), True)
         yield Work("gradient", placement.numel, 2 * placement.nbytes, 1)
         unit.arrived.add(placement)
         if self._in_backward:
@@ -361,8 +381,15 @@ class Steps:
     def _close_gradients(self) -> Iterator[Operation]:
         unit, self._graded = self._graded, None
         if unit is not None and unit.opened >= 0:
+            sizes = unit.sizes
+            if sizes.gathered:
+                yield Work("reduce", 0, sizes.gathered, 1)
+                if sizes.gradient:
+                    yield Create(f"{sizes.key}/grad", sizes.gradient)
             yield End(unit.opened)
             unit.opened = -1
+            if sizes.gathered:
+                yield Delete(f"{sizes.key}/local")
 
     def _finish(self) -> Iterator[Operation]:
         yield from self._leave()

@@ -31,8 +31,8 @@ LONGEST = 2.0
 class Timing:
     """Seconds of the operations of a step on ``machine``; ``measured`` seconds by the signature of an operation go first."""
 
-    def __init__(self, machine: Machine, measured: Mapping[str, float] | None = None) -> None:
-        self.machine, self._measured = machine, dict(measured or {})
+    def __init__(self, machine: Machine, measured: Mapping[str, float] | None = None, ranks: int = 1) -> None:
+        self.machine, self._measured, self._ranks = machine, dict(measured or {}), ranks
         self._known: dict[int, float] = {}
 
     def __call__(self, operation: Operation) -> tuple[str, float]:
@@ -46,8 +46,18 @@ class Timing:
             moved = operation.nbytes / machine.memory
             if operation.kind == "update":
                 return "update", operation.elements / machine.update
+            if operation.kind in ("gather", "reduce"):
+                return "network", self.network(operation.nbytes)
             return "gradients", moved + machine.gradient * operation.pieces
         return "store", 0.0
+
+    def network(self, nbytes: float) -> float:
+        """Return the seconds in which a unit of so many bytes is gathered, or reduced: a ring, in which each rank sends all but
+        its share, a share at a time (Thakur, Rabenseifner and Gropp, 2005, https://doi.org/10.1177/1094342005051521). The ranks
+        of a node share its network."""
+        machine, others = self.machine, self._ranks - 1
+        rate = machine.network / min(self._ranks, machine.ranks_per_node)
+        return others * machine.latency + nbytes * others / self._ranks / rate
 
     def _of_pause(self, operation: Pause) -> float:
         found = self._known.get(id(operation.cost))

@@ -15,7 +15,7 @@ from torch import nn
 
 from tiered import CapacityError, MisuseError, TieredStore, zero
 from tiered.cli.bench import fio
-from tiered.cli.machine import store_facts
+from tiered.cli.info.machine import store_facts
 from tiered.cli.measure import (
     Meter,
     Noise,
