@@ -146,7 +146,7 @@ def test_a_rule_without_states_has_no_chunks() -> None:
     assert all(not sizes for unit in sizes_of(plan, "model", SGDRule()) for _, sizes in unit.chunks)
 
 
-@pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
+@pytest.mark.parametrize("update", ["on_fetch", pytest.param("in_backward", marks=pytest.mark.soak)])
 def test_the_bytes_of_a_rehearsal_are_those_of_a_real_run(tmp_path: Path, update: Update) -> None:
     """On demand, because what is fetched ahead depends on time. In a pool with holes of unequal sizes a slot may lie elsewhere,
     so that some tensors more or fewer move in a step: in one in twenty bytes the two may differ."""

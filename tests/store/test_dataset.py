@@ -97,6 +97,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.soak
 def test_a_loader_of_spawned_workers(store: TieredStore, tmp_path: Path) -> None:
     folder = store.folder
     store.close()
