@@ -627,7 +627,7 @@ def _staged(model: nn.Module, window: Window) -> dict[nn.Parameter, Staged]:
 
 def smallest_pool(plan: ModelPlan, model: nn.Module, *, saves: bool = False, shares: int = 1, beside: bool = False) -> int:
     """Return the bytes of the smallest pool for a model that is divided so.
-    has activations (``saves``), a piece of these has to fit, too; and the largest unit twice more, as it may lie in the middle.
+
     A unit, its gradient, and what the modules around it hold fit at the same time, wherever they happen to lie. Where the store
     has activations (``saves``), a piece of these has to fit, too; and the largest unit twice more, as it may lie in the middle.
     One of several ranks has what it gathers or sends of a unit beside what it receives, and its share. ``beside``: what is
