@@ -27,8 +27,8 @@ class Machine:
     of host memory. ``flops``: floating point operations of fp32 products (``flops_half``: of bf16 ones; 0: as fp32).
     ``memory``: bytes of operands of operations that compute little, ``operation``: seconds of the smallest operation of torch.
     ``lease``: seconds of a lease and of what paging does around it; ``update``: elements that Adam updates; ``gradient``:
-    seconds of storing a gradient, beside its bytes. ``hashing``: bytes that the thread of the store checks and submits, on the
-    same ``cores``. ``base``: bytes of a process after its imports. ``hbm``, ``link``: a device's memory, and the rate to it.
+    seconds of storing a gradient, beside its bytes. ``hashing``: bytes that the thread of the store checks, which takes time
+    from computing where torch has as many ``threads`` as there are ``cores``. ``base``: bytes of a process after its imports.
     ``network``, ``latency``: between nodes; ``ranks_per_node`` share drive and network. ``rated_life``: bytes that the drive
     may be written in its life (0: not known).
     """
@@ -46,9 +46,8 @@ class Machine:
     gradient: float = 1e-4
     hashing: float = 8e9
     cores: int = 2
+    threads: int = 1
     base: int = 240 << 20
-    hbm: int = 0
-    link: float = 0.0
     network: float = 1.25e9
     latency: float = 5e-5
     ranks_per_node: int = 1
@@ -60,8 +59,9 @@ class Machine:
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
                 raise MisuseError(f"a machine's {name} is a rate above 0, not {value!r}")
-        if self.cores < 1 or self.ranks_per_node < 1:
-            raise MisuseError(f"a machine has a core and a rank at least, not {self.cores} and {self.ranks_per_node}")
+        for name in ("cores", "threads", "ranks_per_node"):
+            if getattr(self, name) < 1:
+                raise MisuseError(f"a machine's {name} is at least 1, not {getattr(self, name)!r}")
 
     @property
     def drive(self) -> DriveRates:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from tiered.planning.simulated import DriveRates, SimulatedStore
 from tiered.planning.steps import Create, Delete, End, Lease, Operation, Pause, Steps, Work
@@ -16,8 +15,14 @@ __all__ = ["Rehearsed", "Seconds", "rehearse"]
 WARM_UP, COUNTED = 3, 2
 """Steps that are played before those that count, and those that count: the order is known after one."""
 
-Seconds = Callable[[Operation], tuple[str, float]]
-"""What an operation takes of the processor: the kind of work, and seconds."""
+class Seconds(Protocol):
+    """What steps take of the processor: each operation the kind of work, and seconds; and each byte that the store moves
+    ``checking`` seconds."""
+
+    @property
+    def checking(self) -> float: ...
+
+    def __call__(self, operation: Operation, /) -> tuple[str, float]: ...
 
 
 @dataclass(frozen=True)
@@ -36,9 +41,16 @@ class Rehearsed:
     by_work: dict[str, float] = field(default_factory=dict)
 
 
-def no_time(operation: Operation) -> tuple[str, float]:
-    """Take no time for anything: the drive sets the pace."""
-    return "none", 0.0
+class _NoTime:
+    """Takes no time for anything: the drive sets the pace."""
+
+    checking = 0.0
+
+    def __call__(self, operation: Operation) -> tuple[str, float]:
+        return "none", 0.0
+
+
+no_time = _NoTime()
 
 
 def rehearse(
@@ -82,7 +94,12 @@ def _play(store: SimulatedStore, trace: StepTrace, steps: Steps, seconds: Second
     touches = 0
     begins = free = store.clock.now  # of the network: when the next gather may begin, and when the last exchange has ended
     trace.forward_begins("training", list)
+    moved = sum(store.moved)
     for operation in steps.step():
+        if seconds.checking and (now := sum(store.moved)) > moved:
+            taken, moved = (now - moved) * seconds.checking, now
+            work["checksums"] = work.get("checksums", 0.0) + taken
+            store.compute(taken)
         kind, taken = seconds(operation)
         if taken and kind == "network":  # it goes on beside computing, for the unit that follows
             free = max(begins, free) + taken

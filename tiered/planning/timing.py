@@ -51,6 +51,12 @@ class Timing:
             return "gradients", moved + machine.gradient * operation.pieces
         return "store", 0.0
 
+    @property
+    def checking(self) -> float:
+        """Seconds that computing loses to the store's thread for each byte that it moves: none where a core is left for it."""
+        machine = self.machine
+        return 1 / machine.hashing if machine.threads >= machine.cores else 0.0
+
     def network(self, nbytes: float) -> float:
         """Return the seconds in which a unit of so many bytes is gathered, or reduced: a ring, in which each rank sends all but
         its share, a share at a time (Thakur, Rabenseifner and Gropp, 2005, https://doi.org/10.1177/1094342005051521). The ranks

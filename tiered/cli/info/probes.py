@@ -10,11 +10,13 @@ from importlib import import_module
 
 import psutil
 import torch
+import xxhash
 from torch import nn
 
 from tiered import MisuseError, TieredStore, zero
 from tiered.cli.measure import measure, scratch_store
 from tiered.planning.machine import Machine
+from tiered.types import PIECE_BYTES
 from tiered.zero.rules import AdamWRule
 
 __all__ = ["measured_machine"]
@@ -68,6 +70,8 @@ def measured_machine(folder: str, *, check: Callable[[], object] = lambda: None)
         lease=lease,
         gradient=lease,
         update=update,
+        hashing=_hashing(),
+        threads=torch.get_num_threads(),
         cores=psutil.cpu_count() or 1,
         base=base,
         name=f"{platform.node()}, {psutil.cpu_count()} cores, {torch.get_num_threads()} threads",
@@ -108,6 +112,12 @@ def _transfer(store: TieredStore, rate: float) -> float:
     for key in keys:
         store.delete(key)
     return max(1e-6, statistics.median(taken) / MANY - SMALL / rate)
+
+
+def _hashing() -> float:
+    """Return the bytes whose checksum is computed in a second."""
+    piece = bytes(PIECE_BYTES)
+    return PIECE_BYTES / _median(lambda: xxhash.xxh3_128_digest(piece), 9)
 
 
 def _update() -> float:

@@ -9,8 +9,6 @@ from tiered.types import format_size
 
 __all__ = ["plot"]
 
-GIB = 1 << 30
-
 
 def plot(path: str, plan: Plan) -> None:
     """Draw ``plan.curve`` as the file ``path``, which is .svg or .png. Where no time is known, bytes take its place."""
@@ -26,19 +24,20 @@ def plot(path: str, plan: Plan) -> None:
     axes = figure.subplots()
     for number, update in enumerate(dict.fromkeys(one.choice.update for one in plan.curve)):
         line = [one for one in plan.curve if one.choice.update == update]
-        axes.plot([one.choice.dram / GIB for one in line], [height(one) for one in line], marker="o", label=update, zorder=2)
+        axes.plot([one.choice.dram for one in line], [height(one) for one in line], marker="o", label=update, zorder=2)
         if timed:
             axes.plot(
-                [one.choice.dram / GIB for one in line], [one.processor for one in line],
+                [one.choice.dram for one in line], [one.processor for one in line],
                 linestyle=":", color=f"C{number}", label=f"{update}, without waiting", zorder=1,
             )
     chosen = plan.chosen.choice
     what = f"chosen: {chosen.update}, {chosen.activations}, {format_size(chosen.dram)}"
-    axes.plot([chosen.dram / GIB], [height(plan.chosen)], marker="*", markersize=16, color="black", linestyle="", label=what)
-    axes.axvline(plan.smallest / GIB, color="grey", linewidth=0.8, linestyle="--", label="smallest budget")
+    axes.plot([chosen.dram], [height(plan.chosen)], marker="*", markersize=16, color="black", linestyle="", label=what)
+    axes.axvline(plan.smallest, color="grey", linewidth=0.8, linestyle="--", label="smallest budget")
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("budget of DRAM, GiB")
+    axes.xaxis.set_major_formatter(lambda value, _: format_size(value))
+    axes.set_xlabel("budget of DRAM")
     axes.set_ylabel("seconds a step" if timed else "GB a step")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
