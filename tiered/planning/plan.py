@@ -51,7 +51,7 @@ _RULES: dict[str, rules.UpdateRule] = {
 NAME = "model"
 REHEARSED = 3000
 """Touches of a step that are played as they are; of a longer step chunks of states are taken together."""
-IN_TRANSIT = 32 << 20
+IN_TRANSIT = 56 << 20
 """Bytes beside the pool, the activations and the imports: pieces in transit, buffers of torch's libraries, and what the C
 library keeps of what was freed (``docs/memory.md``)."""
 PAYS = 0.5
