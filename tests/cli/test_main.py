@@ -36,7 +36,7 @@ def test_without_a_command_the_help_is_printed(words: list[str], usage: str, cap
     ("words", "says"),
     [
         (["trian"], "tiered: unknown command 'trian', did you mean train? (help: tiered --help)"),
-        (["nonsense"], "tiered: unknown command 'nonsense'; the commands are info, bench, train, "),
+        (["nonsense"], "tiered: unknown command 'nonsense'; the commands are info, plan, bench, train, "),
         (["bench", "stor"], "tiered bench: unknown command 'stor', did you mean store? (help: tiered bench --help)"),
         (["train", "--layer", "3"], "tiered train: unknown option --layer, did you mean --layers? (help: tiered train --help)"),
         (["train", "--step=3"], "tiered train: unknown option --step, did you mean --steps? "),
@@ -71,7 +71,8 @@ def test_one_word_for_one_thing(parser: argparse.ArgumentParser) -> None:
     for action in parser._actions:
         assert action.metavar not in ("DIR", "PATH"), action
         if action.dest in ("folder", "dir"):
-            assert action.metavar == ("FOLDER" if " bench " in parser.prog or parser.prog.endswith(" info") else "STORE")
+            measures = " bench " in parser.prog or parser.prog.endswith((" info", " plan"))
+            assert action.metavar == ("FOLDER" if measures else "STORE")
 
 
 @pytest.mark.parametrize(
