@@ -2,6 +2,7 @@
 
     .venv/bin/python -m bench.step            Markdown, some minutes
     .venv/bin/python -m bench.step --layers 8 --budget 50% --kind one
+    .venv/bin/python -m bench.step --kind one --optimizer adamw_bf16 --optimizer adamw8bit --optimizer adamw4bit
 
 The model is a stack of residual MLPs. Each line trains until the order of its steps is known, and counts some steps then. The
 optimum is ``bench/optimum.py``'s bound for what was leased, for as long as it was, gradients and kept inputs included, in the
@@ -13,12 +14,13 @@ Kinds: "one" pass a step; "accumulated", eight passes one after the other; "spli
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -28,6 +30,8 @@ from bench.watched import watch
 from tiered import TieredStore, zero
 from tiered.cli.measure import Meter, environment
 from tiered.cli.output import told_environment
+from tiered.cli.train.optimizers import kind_named
+from tiered.cli.train.options import OPTIMIZERS, UPDATES
 
 __all__ = ["Case", "Measured", "measure"]
 
@@ -65,7 +69,8 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    budget: float  # share of the state, which is 12 bytes per parameter
+    optimizer: str
+    budget: float  # share of the state: parameters, and what the optimizer keeps for them
     kind: Kind
     dtype: torch.dtype
     update: Literal["on_fetch", "in_backward"]
@@ -91,11 +96,12 @@ def measure(case: Case, layers: int, width: int, folder: str) -> Measured:
     torch.manual_seed(0)
     model = Model(layers, width)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    dram = max(1 << 20, int(case.budget * 12 * parameters))
+    kind = kind_named(case.optimizer)
+    dram = max(1 << 20, int(case.budget * kind.bytes_kept * parameters))
     with tempfile.TemporaryDirectory(dir=folder) as place, TieredStore.open(f"{place}/store", dram=dram) as store:
         policy = zero.Policy() if case.dtype is torch.float32 else zero.Policy(storage=case.dtype)
         zero.page(model, store, prefetch=case.prefetch, micro_batch=PARTS if case.kind == "split" else 1, policy=policy)
-        optimizer = zero.AdamW(model.parameters(), lr=1e-4, update=case.update)
+        optimizer = kind.ours(model.parameters(), lr=1e-4, update=case.update, **kind.settings)
         generator = torch.Generator().manual_seed(0)
 
         def step() -> None:
@@ -123,18 +129,16 @@ def measure(case: Case, layers: int, width: int, folder: str) -> Measured:
     return Measured(used.read / per, used.written / per, kernel, (four - two) / 2 / parameters, peak)
 
 
-def cases(budgets: list[float], kinds: list[Kind], dtypes: list[str]) -> Iterator[tuple[Case, Case]]:
+def cases(
+    optimizers: Sequence[str], budgets: Sequence[float], kinds: Sequence[Kind], dtypes: Sequence[str], updates: Sequence[str]
+) -> Iterator[tuple[Case, Case]]:
     """Each with fetching ahead, and without."""
-    for dtype in (getattr(torch, name) for name in dtypes):
-        for update in ("on_fetch", "in_backward"):
-            for kind in kinds:
-                if update == "in_backward" and kind == "accumulated":
-                    continue  # each backward is a step
-                for budget in budgets:
-                    yield (
-                        Case(budget, kind, dtype, update, "on"),  # type: ignore[arg-type]
-                        Case(budget, kind, dtype, update, "off"),  # type: ignore[arg-type]
-                    )
+    for optimizer, dtype, update, kind in itertools.product(optimizers, dtypes, updates, kinds):
+        if update == "in_backward" and kind == "accumulated":
+            continue  # each backward is a step
+        for budget in budgets:
+            given: Any = optimizer, budget, kind, getattr(torch, dtype), update
+            yield Case(*given, "on"), Case(*given, "off")
 
 
 def main() -> int:
@@ -145,21 +149,30 @@ def main() -> int:
     parser.add_argument("--budget", action="append", help="share of the state, like 50%% (default: 10%%, 50%%, 90%%)")
     parser.add_argument("--kind", action="append", choices=("one", "accumulated", "split"))
     parser.add_argument("--dtype", action="append", choices=("float32", "bfloat16"), help="in the store, not in modules")
+    parser.add_argument("--update", action="append", choices=UPDATES)
+    parser.add_argument("--optimizer", action="append", choices=OPTIMIZERS, help="(default: adamw)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     budgets = [float(text.rstrip("%")) / 100 for text in options.budget or ("10%", "50%", "90%")]
     print(told_environment(environment()) + "\n")
-    print("| dtype | update | kind | budget | read | written | by the kernel | optimum | ratio | on demand | pool's peak |")
-    print("|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+    columns = "optimizer | dtype | update | kind | budget | read | written | by the kernel | optimum | ratio | on demand"
+    print(f"| {columns} | pool's peak |")
+    print("|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     ratios = []
-    for ahead, demand in cases(budgets, options.kind or list(get_args(Kind)), options.dtype or ["float32", "bfloat16"]):
+    for ahead, demand in cases(
+        options.optimizer or ["adamw"],
+        budgets,
+        options.kind or get_args(Kind),
+        options.dtype or ["float32", "bfloat16"],
+        options.update or UPDATES,
+    ):
         found, plain = (measure(case, options.layers, options.width, options.dir) for case in (ahead, demand))
         ratios.append(found.ratio)
         kernel = "?" if found.kernel is None else f"{found.kernel:.2f}"
         print(
-            f"| {str(ahead.dtype).removeprefix('torch.')} | {ahead.update} | {ahead.kind} | {ahead.budget:.0%} "
-            f"| {found.read:.2f} | {found.written:.2f} | {kernel} | {found.optimum:.2f} | {found.ratio:.3f} "
-            f"| {plain.ratio:.3f} | {found.peak:.1%} |",
+            f"| {ahead.optimizer} | {str(ahead.dtype).removeprefix('torch.')} | {ahead.update} | {ahead.kind} "
+            f"| {ahead.budget:.0%} | {found.read:.2f} | {found.written:.2f} | {kernel} | {found.optimum:.2f} "
+            f"| {found.ratio:.3f} | {plain.ratio:.3f} | {found.peak:.1%} |",
             flush=True,
         )
     print(f"\nratio: median {statistics.median(ratios):.3f}, most {max(ratios):.3f}")

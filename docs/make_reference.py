@@ -21,15 +21,17 @@ PAGE = ROOT / "docs" / "reference.md"
 SECTIONS: list[tuple[str, str, list[str] | None, str]] = [
     ("The store", "tiered.store.store", ["TieredStore"], ""),
     ("The store as a mapping", "tiered.store.mapping", ["TensorMapping"], ""),
+    ("Several processes", "tiered.store.readers", None, ""),
     ("Leases", "tiered.store.lease", ["LeaseOfMany", "LeaseOfOne"], ""),
     ("Values", "tiered.types", ["Access", "TensorSpec", "Use"], ""),
     ("An order to follow", "tiered.engine.policy", ["Touch"], ""),
     ("Checking a store", "tiered.store.verify", None, ""),
     ("Importing", "tiered.store.importing", None, ""),
+    ("Activations", "tiered.store.activations", ["offload_activations"], ""),
     (
         "Statistics",
         "tiered.telemetry",
-        ["FlowStatistics", "LinkStatistics", "Offloaded", "StoreStatistics", "TierStatistics"],
+        ["ActivationStatistics", "FlowStatistics", "LinkStatistics", "Offloaded", "StoreStatistics", "TierStatistics"],
         "",
     ),
     (
@@ -38,6 +40,9 @@ SECTIONS: list[tuple[str, str, list[str] | None, str]] = [
         ["Timeline", "TransferEvent", "LeaseEvent", "StallEvent", "SpanEvent", "PoolEvent", "Span"],
         "",
     ),
+    ("A plan before the run", "tiered.planning.plan", None, ""),
+    ("Machines", "tiered.planning.machine", None, ""),
+    ("Models by numbers", "tiered.planning.sources", ["Numbers"], ""),
     ("Errors", "tiered.errors", None, ""),
     ("Training: tiered.zero", "tiered.zero", None, "zero."),
     ("Eviction", "tiered.engine.policy", ["LRU", "NextUse"], ""),
@@ -53,8 +58,9 @@ unless something else is said. What the words mean is in [glossary.md](glossary.
 WIDTH = 110
 """Signatures that are longer are broken."""
 MADE_BY_CALLERS = (
+    "TieredDataset",
     *("AdamW", "GradScaler", "Optimizer", "Elementwise", "SGD", "Adam", "Adagrad"),
-    *("RMSprop", "NAdam", "RAdam", "Adamax", "Lion", "Muon", "AdamW8bit", "AdamW4bit", "Init"),
+    *("RMSprop", "NAdam", "RAdam", "Adamax", "Lion", "Muon", "AdamW8bit", "AdamW4bit", "Init", "offload_activations"),
     *("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"),
 )
 """Classes that are not only handed out: the page shows what they are called with."""

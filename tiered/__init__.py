@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tiered.engine.policy import LRU, NextUse, Touch
     from tiered.errors import (
         CapacityError,
+        ChangedInPlace,
         CommitError,
         CorruptionError,
         ForkedStore,
@@ -34,10 +35,16 @@ if TYPE_CHECKING:
         WriteError,
     )
     from tiered.interfaces import EvictionPolicy, IOBackend
+    from tiered.planning.machine import Machine
+    from tiered.planning.plan import Plan, plan
+    from tiered.planning.sources import Numbers
+    from tiered.store.activations import offload_activations
     from tiered.store.importing import import_safetensors
+    from tiered.store.readers import StoreReader, TieredDataset
     from tiered.store.store import TieredStore
     from tiered.store.verify import CheckedGeneration, Damage, Verification, verify
     from tiered.telemetry import (
+        ActivationStatistics,
         FlowStatistics,
         LeaseEvent,
         LinkStatistics,
@@ -58,7 +65,9 @@ __version__ = "0.1.0"
 __all__ = [
     "LRU",
     "Access",
+    "ActivationStatistics",
     "CapacityError",
+    "ChangedInPlace",
     "CheckedGeneration",
     "CommitError",
     "CorruptionError",
@@ -73,10 +82,13 @@ __all__ = [
     "LeaseConflict",
     "LeaseEvent",
     "LinkStatistics",
+    "Machine",
     "ManifestError",
     "MisuseError",
     "NextUse",
+    "Numbers",
     "Offloaded",
+    "Plan",
     "PoolEvent",
     "RankError",
     "ReadError",
@@ -87,9 +99,11 @@ __all__ = [
     "StallEvent",
     "StoreClosed",
     "StoreLocked",
+    "StoreReader",
     "StoreStatistics",
     "TensorSpec",
     "TierStatistics",
+    "TieredDataset",
     "TieredError",
     "TieredStore",
     "Timeline",
@@ -100,6 +114,8 @@ __all__ = [
     "Verification",
     "WriteError",
     "import_safetensors",
+    "offload_activations",
+    "plan",
     "verify",
     "zero",
 ]
@@ -108,9 +124,14 @@ _HOME = {
     name: f"tiered.{module}"
     for module, names in {
         "engine.policy": ("LRU", "NextUse", "Touch"),
+        "store.activations": ("offload_activations",),
+        "planning.machine": ("Machine",),
+        "planning.plan": ("Plan", "plan"),
+        "planning.sources": ("Numbers",),
         "store.importing": ("import_safetensors",),
         "interfaces": ("EvictionPolicy", "IOBackend"),
         "telemetry": (
+            "ActivationStatistics",
             "FlowStatistics",
             "LeaseEvent",
             "LinkStatistics",
@@ -124,6 +145,7 @@ _HOME = {
             "Timeline",
             "TransferEvent",
         ),
+        "store.readers": ("StoreReader", "TieredDataset"),
         "store.store": ("TieredStore",),
         "types": ("Access", "TensorSpec", "Use"),
         "store.verify": ("CheckedGeneration", "Damage", "Verification", "verify"),

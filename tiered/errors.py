@@ -9,6 +9,7 @@
      |   +- StoreClosed
      |   +- StoreLocked
      |   +- ForkedStore
+     |   +- ChangedInPlace        (also a RuntimeError, as torch raises it)
      +- InterruptedStore          an exception struck a call and left a store that has to be reopened
      +- CapacityError             it does not fit: says what is needed, what there is, who holds it
      +- TransferError             bytes could not be moved: key, tier, path, offset, errno
@@ -35,6 +36,7 @@ WIDEST = 100
 
 __all__ = [
     "CapacityError",
+    "ChangedInPlace",
     "CommitError",
     "CorruptionError",
     "ForkedStore",
@@ -111,6 +113,10 @@ class TieredError(Exception):
 
 class MisuseError(TieredError):
     """The call is wrong as made; the message says how to make it right."""
+
+
+class ChangedInPlace(MisuseError, RuntimeError):
+    """A tensor that autograd saved for backward was modified in place after that."""
 
 
 class KeyNotFound(MisuseError, KeyError):

@@ -17,6 +17,7 @@ from tiered.types import Access, Direction, Key, Transfer, Urgency, format_size
 
 __all__ = [
     "NO_SPAN",
+    "ActivationStatistics",
     "FlowStatistics",
     "LeaseEvent",
     "LinkStatistics",
@@ -45,6 +46,28 @@ class FlowStatistics:
     bytes: int
     failed: int
     busy_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationStatistics:
+    """Counters of what autograd saved in one ``offload_activations``, or in one paged model.
+
+    ``saved``: tensors that autograd saved, of which ``left`` were left where they are. In bytes: ``shared`` is what other saved
+    tensors show as well, ``offloaded`` went into the store, ``restored`` came back, and ``hidden`` of these were in memory when
+    backward asked for them. ``in_memory`` and ``in_store`` are bytes at present. ``waited_in_forward`` is the time, in seconds,
+    that forward waited for room, ``waited_in_backward`` that backward waited for bytes.
+    """
+
+    saved: int
+    left: int
+    shared: int
+    offloaded: int
+    restored: int
+    hidden: int
+    in_memory: int
+    in_store: int
+    waited_in_forward: float
+    waited_in_backward: float
 
 
 @dataclass(frozen=True, slots=True)

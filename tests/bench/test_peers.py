@@ -41,6 +41,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     assert told.endswith("Another tensor then: right")
 
 
+@pytest.mark.soak
 def test_a_short_read_is_found(tmp_path: Path) -> None:
     told = suffered("short read", tmp_path)
     assert told == "the fault did not fire" or told.startswith("ShortTransfer: "), told

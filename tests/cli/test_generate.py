@@ -21,6 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
+from safetensors.torch import save_file  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
 
 from tests import programs  # noqa: E402
@@ -270,6 +271,27 @@ def test_import_refuses_and_overwrites(tmp_path: Path, capsys: pytest.CaptureFix
             for (one, ours), (another, theirs) in zip(model.named_parameters(), other.named_parameters(), strict=True):
                 assert one == another
                 assert torch.equal(ours + 0, theirs)
+
+
+@pytest.mark.parametrize("damage", ["missing", "of another shape"])
+def test_weights_that_are_not_those_of_the_model_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    """``transformers`` would initialise them at random, and only log it."""
+    weight = "model.layers.0.mlp.down_proj.weight"
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=300, num_key_value_heads=2, **sizes))
+    values = {name: value for name, value in model.state_dict().items() if damage != "missing" or name != weight}
+    if damage != "missing":
+        values[weight] = torch.zeros(32, 40)
+    model.config.save_pretrained(tmp_path / "model")
+    save_file(values, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    command = ["import", str(tmp_path / "model"), "--dir", str(tmp_path / "store"), "--model", "--dram", "16MiB"]
+    assert main(command) == 1
+    told = capsys.readouterr().err
+    assert repr(weight) in told
+    assert (f"lack {weight!r}" if damage == "missing" else "[32, 40], and [32, 48]") in told
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

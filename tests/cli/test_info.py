@@ -13,8 +13,8 @@ import torch
 from tests.cli.train.test_train import MIB, failure
 from tests.filesystems import mounted, root
 from tiered import TieredStore
-from tiered.cli import machine
-from tiered.cli import machine as facts
+from tiered.cli.info import machine
+from tiered.cli.info import machine as facts
 from tiered.cli.main import main
 from tiered.io import probe
 

@@ -307,6 +307,7 @@ def test_a_store_in_a_cycle_may_be_collected_by_its_own_engine(tmp_path: Path) -
 # -- what a tensor costs -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_ten_thousand_tensors(tmp_path: Path) -> None:
     """At most 2 KiB of Python's memory each, after a put, a lease and a commit."""
     count = 10_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -345,6 +346,27 @@ def test_other_sources_and_options_are_refused(folder: Path, tmp_path: Path, sou
         store.close()
     with opened(tmp_path, access="read") as store:
         assert_same(open_model(store), MixtralForCausalLM.from_pretrained(sources("mixtral")))
+
+
+@pytest.mark.parametrize(
+    ("file", "contents", "error", "says"),
+    [
+        ("config.json", "{}", MisuseError, r"cannot read .*config\.json"),
+        ("config.json", "[", MisuseError, r"cannot read .*config\.json"),
+        ("model.safetensors.index.json", "[]", SafetensorsError, "is not an index"),
+        (None, "", SafetensorsError, "which is missing"),
+    ],
+)
+def test_a_folder_that_is_damaged_is_named(
+    file: str | None, contents: str, error: type[Exception], says: str, folder: Path, tmp_path: Path
+) -> None:
+    damaged = shutil.copytree(folder, tmp_path / "damaged")
+    if file is None:
+        sorted(damaged.glob("*.safetensors"))[1].unlink()
+    else:
+        (damaged / file).write_text(contents)
+    with opened(tmp_path) as store, pytest.raises(error, match=says):
+        import_model(damaged, store)
 
 
 def test_other_memory_gives_other_units(folder: Path, tmp_path: Path) -> None:

@@ -197,6 +197,7 @@ def test_copies_are_not_written_to_while_something_refers_to_them(store: TieredS
     assert len(addresses) == 2
 
 
+@pytest.mark.soak
 def test_a_compiled_model(store: TieredStore) -> None:
     """The cache breaks the graph in each layer, and has the tokens of the forward."""
     model, ids = made(num_hidden_layers=2), prompt(20)

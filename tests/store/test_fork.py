@@ -74,7 +74,7 @@ def test_workers_of_a_data_loader(store: TieredStore, leased: bool) -> None:
     assert len(said) == 4
     for words in said:
         assert f"was opened by process {os.getpid()} and cannot be used in its forked child" in words
-        assert "open stores after forking, or start workers with 'spawn'" in words
+        assert "give workers store.reader(), or DataLoader a TieredDataset(store)" in words
     unharmed(store)
 
 

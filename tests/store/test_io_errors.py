@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tiered import CapacityError, CommitError, TieredError, TieredStore
-from tiered.format.generations import generations
+from tiered.format.generations import dropped, generations
 from tiered.io.probe import libaio_unavailable
 
 MIB = 1 << 20
@@ -46,12 +46,14 @@ def test_old_generations_that_cannot_be_dropped_are_no_error_of_the_commit(
             store.put("t", torch.ones(5))
             assert store.commit() == 2
         assert len(calls) == number
-        assert generations(store.folder) == ([1, 2] if call == "unlink" else [2])
+        assert generations(store.folder) == [2]
+        assert dropped(store.folder) == ([1] if call == "unlink" else [])
+        assert store._parts.nvme is not None
+        assert store._parts.nvme.generations == (1, 2)
         store.put("t", torch.full((5,), 3.0))
         assert store.commit() == 3
-        assert generations(store.folder) == [3]
+        assert (generations(store.folder), dropped(store.folder)) == ([3], [])
         assert store.get("t").eq(3).all()
-        assert store._parts.nvme is not None
         assert store._parts.nvme.generations == (3,)
 
 

@@ -18,7 +18,7 @@ from tests import programs
 from tests.filesystems import root
 from tests.store.chains import numbers
 from tiered import Damage, ManifestError, MisuseError, StoreLocked, TieredStore, Verification, verify
-from tiered.format.generations import load
+from tiered.format.generations import generations, load
 from tiered.format.manifest import TensorRecord
 from tiered.io.probe import libaio_unavailable
 from tiered.types import PIECE_BYTES, BackendName
@@ -453,26 +453,41 @@ class TestDrives:
             verify(folder, paths=[*paths, tmp_path / "copy"])
 
     def test_locked(self, tmp_path: Path, paths: list[Path]) -> None:
-        folder = made(tmp_path / "store", paths)
+        folder = tmp_path / "new"  # without a commit
         with TieredStore.open(folder, dram="32MiB", paths=paths), pytest.raises(StoreLocked, match="is in use by process"):
             verify(folder, paths=paths)
+
+    def test_beside_a_job(self, tmp_path: Path, paths: list[Path]) -> None:
+        folder = made(tmp_path / "store", paths)
+        with TieredStore.open(folder, dram="32MiB", paths=paths) as store:
+            store.put("x", numbers(10, 1))
+            assert verify(folder, paths=paths).sound
 
 
 class TestRefused:
     def test_locked(self, folder: Path) -> None:
-        with TieredStore.open(folder, dram="32MiB") as store:
-            with pytest.raises(StoreLocked, match=f"in use by process {os.getpid()}"):
-                verify(folder)
-            store.put("x", numbers(10, 1))
+        new, mine = folder.with_name("new"), f"in use by process {os.getpid()}"  # without a commit
+        with TieredStore.open(new, dram="32MiB"), pytest.raises(StoreLocked, match=mine):
+            verify(new)
 
-    def test_a_store_cannot_be_opened_meanwhile(self, folder: Path) -> None:
+    def test_a_job_goes_on_meanwhile(self, folder: Path) -> None:
+        """It commits and drops what is verified, whose bytes stay until they are read."""
+        before = verify(folder)
+
         def meanwhile(done: int, total: int) -> None:
-            with pytest.raises(StoreLocked):
-                TieredStore.open(folder, dram="32MiB")
+            for key in list(store):
+                store.put(key, numbers(3 * PIECE_BYTES // 4, store.generation))
+            store.commit()
             if done < 2 * PIECE_BYTES:
-                assert verify(folder, generation=1).sound  # but others may verify
+                assert verify(folder, generation=1).sound  # and others may verify
 
-        assert verify(folder, progress=meanwhile).sound
+        with TieredStore.open(folder, dram="64MiB", keep=1) as store:
+            assert verify(folder, progress=meanwhile) == before
+            assert generations(folder)[:2] == [1, 2]
+            store.commit()
+            assert generations(folder) == [store.generation], "nothing is kept for it afterwards"
+            store.close()
+        assert not [name for name in os.listdir(folder) if name.startswith("reader.")]
 
     def test_not_a_store(self, tmp_path: Path) -> None:
         (tmp_path / "thesis.txt").write_text("years of work")

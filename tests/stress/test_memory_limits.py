@@ -253,8 +253,8 @@ def values(name: str, nbytes: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "count"),
-    [(kind, 1) for kind in ("load", "train", "export")]
-    + [pytest.param(kind, 1, marks=pytest.mark.soak) for kind in ("build", "page")]
+    [("train", 1)]
+    + [pytest.param(kind, 1, marks=pytest.mark.soak) for kind in ("load", "export", "build", "page")]
     + [pytest.param(kind, 50, marks=pytest.mark.soak) for kind in KINDS if kind != "train"],
 )
 def test_limits(kind: str, weights: Path, count: int, tally: Tally) -> None:

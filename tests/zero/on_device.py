@@ -18,9 +18,11 @@ from torch import nn
 from torch.utils.checkpoint import DefaultDeviceType
 
 from tests import fake_device
+from tests.store.saved import nothing_is_left
 from tests.zero.models import Mixed, Tied, parameter_groups
 from tests.zero.ranks import on_ranks
 from tiered import MisuseError, TieredStore, zero
+from tiered.zero.paging.pager import pager_of
 from tiered.zero.paging.storage import UpdateTier
 
 STEPS = 4
@@ -107,6 +109,29 @@ def test_gradients_are_on_the_device_for_who_computes_with_them(
         optimizer = zero.AdamW(model.parameters())
         assert train(model, optimizer, partial(clip, model), device) == expected
         same(model, plain)
+        store.close()
+
+
+@pytest.mark.parametrize("activations", ["store", "recompute"])
+def test_activations_leave_the_device(tmp_path: Path, device: torch.device, activations: str) -> None:
+    plain, expected = in_memory(Tied, device, True)
+    torch.manual_seed(0)
+    model = Tied()
+    with open_store(tmp_path / "store", hbm="1MiB", dram="1MiB") as store:
+        zero.page(model, store, activations=activations)  # type: ignore[arg-type]
+        saved = pager_of(model).saved
+        if saved is not None:
+            saved.keep, saved._least = 0, 1024  # the model is small
+        optimizer = zero.AdamW(parameter_groups(model), lr=1e-3)
+        with store.trace() as order:
+            assert train(model, optimizer, optimizer.clip_grad_norm_, device) == expected
+        same(model, plain)
+        kept = [touch for touch in order if touch.key.startswith("tiered.saved/") or "/input/" in touch.key]
+        assert {touch.tier for touch in kept} == {"hbm"}
+        said = zero.statistics(model)
+        assert said.computed_again if saved is None else said.activations is not None and said.activations.restored
+        optimizer.zero_grad()
+        nothing_is_left(store)
         store.close()
 
 

@@ -16,10 +16,12 @@ from types import FrameType
 from typing import TextIO
 
 from tiered import __version__
-from tiered.cli import completion, info
+from tiered.cli import completion
 from tiered.cli.arguments import Formatter, Parser, launched
 from tiered.cli.bench import command as bench
 from tiered.cli.generate import command as generate
+from tiered.cli.info import command as info
+from tiered.cli.plan import command as plan
 from tiered.cli.stores import export, import_, ls, verify
 from tiered.cli.train import command as train
 from tiered.cli.train import deepspeed_config
@@ -36,6 +38,7 @@ EXAMPLES = """\
 examples:
   tiered info --dir /mnt/nvme
   tiered bench io --dir /mnt/nvme
+  tiered plan --dram 256MiB
   tiered train --dir my-store --dram 256MiB
   tiered generate --dir my-llama --prompt 'The sea is'
   tiered ls my-store
@@ -91,7 +94,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"tiered {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for module in info, bench, train, deepspeed_config, generate, ls, verify, export, import_:
+    for module in info, plan, bench, train, deepspeed_config, generate, ls, verify, export, import_:
         module.add_parser(commands)
     completion.add_parser(commands, parser)
     return parser

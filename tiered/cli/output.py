@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
 
+    from tiered import ActivationStatistics
     from tiered.cli.measure import Usage
 
 __all__ = [
@@ -50,7 +51,8 @@ MADE_BY = "tiered"
 """The first key of reports, and the first word of the Software field of pictures."""
 # The beginnings of files that tiered writes:
 _REPORT = re.compile(rf'\{{\s*"{MADE_BY}": "'.encode())
-_PICTURE = re.compile(rb"\x89PNG.*" + f"{MADE_BY} (bench|train)".encode(), re.DOTALL)
+_PICTURE = re.compile(rb"\x89PNG.*" + f"{MADE_BY} (bench|train|plan)".encode(), re.DOTALL)
+_DRAWING = re.compile(rb"<\?xml.*" + f"{MADE_BY} plan".encode(), re.DOTALL)
 _SEARCHED = 64 << 10
 
 
@@ -67,12 +69,13 @@ def refuse_unwritable(path: str | None, option: str = "--json") -> None:
         raise MisuseError(f"{path} exists already and is not a report of tiered, so it stays: name another file with {option}")
 
 
-def refuse_unplottable(path: str | None) -> None:
-    """Raise MisuseError where no picture could be written to ``path``: no matplotlib, wrong suffix, a foreign file."""
+def refuse_unplottable(path: str | None, kinds: tuple[str, ...] = (".png",)) -> None:
+    """Raise MisuseError where no picture could be written to ``path``: no matplotlib, wrong suffix, a foreign file. ``kinds``:
+    the suffixes that there are."""
     if path is None:
         return
-    if not path.endswith(".png"):
-        raise MisuseError(f"--plot {path} does not end in .png, but the picture is a PNG")
+    if not path.endswith(kinds):
+        raise MisuseError(f"--plot {path} does not end in {' or '.join(kinds)}, which the picture is")
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -107,7 +110,7 @@ def _may_be_replaced(path: str) -> bool:
         return True
     with Path(path).open("rb") as file:
         beginning = file.read(_SEARCHED)
-    return bool(_REPORT.match(beginning) or _PICTURE.match(beginning))
+    return bool(_REPORT.match(beginning) or _PICTURE.match(beginning) or _DRAWING.match(beginning))
 
 
 def write_report(path: str | None, report: dict[str, Any]) -> None:
@@ -212,6 +215,7 @@ class Progress:
         self._live: Live | None = None
         self._printed = float("-inf")
         self._began, self._from = time.monotonic(), 0.0
+        self._offloaded = 0
         if stream.isatty():
             from rich.console import Console
 
@@ -244,10 +248,18 @@ class Progress:
         self._printed = float("-inf")
 
     def stepped(
-        self, step: int, steps: int | None, share: float, loss: float, tokens: int, moved: Usage, pool: float
+        self,
+        step: int,
+        steps: int | None,
+        share: float,
+        loss: float,
+        tokens: int,
+        moved: Usage,
+        pool: float,
+        activations: ActivationStatistics | None = None,
     ) -> None:
         """Show a completed step. ``share``: of the whole training; ``tokens`` and ``moved``: of this step; ``pool``: the share
-        of the DRAM budget in use."""
+        of the DRAM budget in use. ``activations``: those of the training so far, where they go into the store."""
         gone = time.monotonic() - self._began
         what = f"step {step}/{steps}" if steps else f"step {step}"
         read, written = moved.disk_read / moved.seconds, moved.disk_written / moved.seconds
@@ -257,6 +269,9 @@ class Progress:
             f"read {read * factor:.2f} write {written * factor:.2f} {unit}  "
             f"stalled {moved.stalled / moved.seconds:.0%}  pool {pool:.0%}"
         )
+        if activations is not None:
+            nbytes, self._offloaded = activations.offloaded - self._offloaded, activations.offloaded
+            rates += f"  activations {nbytes / 1e6:.0f} MB"
         left = f"{_clock(gone / (share - self._from) * (1 - share))} left" if share < 1 else f"{_clock(gone)} in all"
         self._show(what, rates, share, left, last=share >= 1)
 

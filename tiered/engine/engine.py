@@ -240,7 +240,7 @@ class Engine:
     def _anything_to_do(self) -> bool:
         """Return whether the engine's thread has anything to decide or to start."""
         state = self.state
-        if self.requests.waiting or state.transfers.waiting or any(state.transfers.promotions):
+        if self.requests.waiting or state.transfers.waiting or state.doomed_due or any(state.transfers.promotions):
             return True
         return state.writeback_due and self.write_behind.due
 
@@ -551,6 +551,8 @@ class Engine:
                 if self.recorder is not None:
                     link = self.links[index]
                     self.recorder.transferred(link.src, link.dst, transfer, completion.error)
+            if self.state.doomed and (completions or self.state.doomed_due):
+                self.state.delete_doomed()
             finished = self.requests.advance()
             self._look_ahead()
             if self.state.writeback_due and not self._stopping:

@@ -13,7 +13,7 @@ from itertools import islice
 
 from tiered.engine.residency import Copy, Entry, State
 from tiered.engine.scheduler import Scheduler
-from tiered.engine.state import EngineState, Holder, LeaseHold, RoomHold, Ticket, Token
+from tiered.engine.state import EngineState, Holder, LeaseHold, RoomHold, TensorHold, Ticket, Token
 from tiered.errors import CapacityError, TieredError
 from tiered.types import Access, Fence, Key, Slot, TensorSpec, Urgency, Use
 
@@ -198,12 +198,16 @@ class Room(Request, RoomHold):
 class Install(Request):
     """Makes tensor ``key`` of what the caller filled ``room`` with, once transfers of the replaced tensor have ended.
 
-    ``fences`` pass when the work that fills the room has run. Where the room was given up meanwhile, nothing happens.
+    ``fences`` pass when the work that fills the room has run. Where the room was given up meanwhile, nothing happens. With
+    ``lifetime``, a reference to a token that ``Claims.watch`` gave, the tensor is temporary: in no commit, and deleted when
+    that token dies.
     """
 
-    def __init__(self, key: Key, spec: TensorSpec, room: Room, fences: tuple[Fence, ...] = ()) -> None:
+    def __init__(
+        self, key: Key, spec: TensorSpec, room: Room, fences: tuple[Fence, ...] = (), lifetime: Holder | None = None
+    ) -> None:
         super().__init__(Urgency.DEMAND, room.tier, room.holder)
-        self.key, self.spec, self.room, self.fences = key, spec, room, fences
+        self.key, self.spec, self.room, self.fences, self._lifetime = key, spec, room, fences, lifetime
         self.replaces = True
 
     def __str__(self) -> str:
@@ -231,10 +235,14 @@ class Install(Request):
         if slot is None or not state.claims.has(self.room):
             return
         state.changing = True
-        entry = state.directory.put(self.key, self.spec, self.tier, slot, self.fences)
+        entry = state.directory.put(self.key, self.spec, self.tier, slot, self.fences, temporary=self._lifetime is not None)
+        if self._lifetime is not None:
+            state.claims.grant(TensorHold(self._lifetime, self.key, entry.tensor_id))
         state.claims.take(self.room.holder)
         copy = entry.copies[self.tier]
         assert copy is not None
+        if entry.temporary:
+            state.write_at_once(copy)
         state.used(entry, self.tier, Use.PUT)
         state.planned_anew(copy)  # a plan says more of it from now on
         state.changing = False

@@ -211,6 +211,8 @@ class Entry:
     name: Key = field(init=False)
     writers: int = 0
     """Number of open WRITE leases: 0 or 1."""
+    temporary: bool = False
+    """Whether the tensor is in no commit, and is deleted when its holder dies."""
 
     def __post_init__(self) -> None:
         nbytes = self.spec.nbytes
@@ -304,13 +306,15 @@ class Directory:
 
     # -- coming and going ------------------------------------------------------------------------------------------------
 
-    def put(self, key: Key, spec: TensorSpec, tier: int, slot: Slot, fences: tuple[Fence, ...] = ()) -> Entry:
+    def put(
+        self, key: Key, spec: TensorSpec, tier: int, slot: Slot, fences: tuple[Fence, ...] = (), *, temporary: bool = False
+    ) -> Entry:
         """Replace the tensor ``key`` by the bytes in ``slot``, ready after ``fences``. Raises LeaseConflict while it is leased.
 
         One store into the dict is the change: before it the directory has the old tensor, after it the new one.
         """
         self.refuse_leased(key)
-        entry = Entry(key, spec, self.next_id, [None] * self.depth)
+        entry = Entry(key, spec, self.next_id, [None] * self.depth, temporary=temporary)
         copy = Copy(key, tier, slot, fences=fences)
         if tier == self.depth - 1:  # a chain of one tier: nothing below could be newer or older
             copy.become(State.FILLING)

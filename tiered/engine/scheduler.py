@@ -423,7 +423,7 @@ class Scheduler:
             state.install(below)
             state.planned_anew(below)
         else:
-            if state.arrived is not None:
+            if state.arrived is not None and not entry.temporary:
                 state.arrived(entry)
             if snapshot is not None and entry.key in snapshot.frozen:
                 del snapshot.frozen[entry.key]

@@ -33,7 +33,8 @@ class Draft(Protocol):
 
 
 class Flush(Request):
-    """Writes every tensor to the bottom as it is when the flush begins, which is at once, or when another flush has ended.
+    """Writes every tensor that is not temporary to the bottom, as it is when the flush begins: at once, or when another flush
+    has ended.
 
     ``frozen`` are the tensors that are not there yet: a request that would change one waits for its write-back, and for no
     other's. Tensors that are there may change, because what is at the bottom is never written over. A tensor that is replaced
@@ -106,17 +107,19 @@ class Flush(Request):
         state = scheduler.state
         if state.spoiled:
             for entry in state.directory.entries():
-                for copy in entry.copies:
+                for copy in entry.copies if not entry.temporary else ():
                     if copy is not None:
                         state.refuse_spoiled(copy)
         left = {entry.key for entry in state.directory.set_aside_entries()}  # by a flush that was given up
+        entries = [entry for entry in state.directory.entries() if not entry.temporary]
+        left.update(entry.key for entry in state.directory.entries() if entry.temporary)
         for copy in state.unsaved.values():
             if copy.writers:
                 raise LeaseConflict(f"tensor {copy.key!r} has an open WRITE lease: end it before a commit")
             copy.failure = None
         self._active.frozen = dict.fromkeys(key for key in state.unsaved if key not in left)
         state.snapshot = self._active
-        self._draft.begin(state.directory.entries(), self._active.frozen)
+        self._draft.begin(iter(entries), self._active.frozen)
         self.begun = True
         self.notify()
 

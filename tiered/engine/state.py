@@ -37,6 +37,7 @@ __all__ = [
     "LeaseHold",
     "LinkCounters",
     "RoomHold",
+    "TensorHold",
     "Ticket",
     "Token",
     "TransferQueue",
@@ -88,7 +89,16 @@ class RoomHold:
     stream: object
 
 
-Hold = LeaseHold | RoomHold | View
+class TensorHold:
+    """A temporary tensor, which is deleted when its holder dies. ``tensor_id`` tells it from others that have its key later."""
+
+    __slots__ = ("holder", "key", "tensor_id")
+
+    def __init__(self, holder: Holder, key: Key, tensor_id: int) -> None:
+        self.holder, self.key, self.tensor_id = holder, key, tensor_id
+
+
+Hold = LeaseHold | RoomHold | TensorHold | View
 
 
 class Claims:
@@ -106,7 +116,7 @@ class Claims:
         """Return a reference that reports the death of ``token``, whatever the token comes to stand for."""
         return weakref.ref(token, self.ended.append)
 
-    def grant(self, hold: LeaseHold | RoomHold) -> None:
+    def grant(self, hold: LeaseHold | RoomHold | TensorHold) -> None:
         """Record ``hold`` as its holder's."""
         if hold.holder is not None:
             self._holds[id(hold.holder)] = hold
@@ -129,6 +139,10 @@ class Claims:
     def has(self, hold: RoomHold) -> bool:
         """Whether the slot of ``hold`` still belongs to its holder."""
         return hold.holder is None or id(hold.holder) in self._holds
+
+    def find(self, holder: Holder) -> Hold | None:
+        """Return the hold of ``holder``, if there is one."""
+        return self._holds.get(id(holder))
 
     def take(self, holder: Holder | None) -> Hold | None:
         """Remove and return the hold of ``holder``; None where it was never granted, or was taken before."""
@@ -251,6 +265,14 @@ class TransferQueue:
         self._queue(transfer)[transfer.tag] = transfer
         return True
 
+    def remove(self, transfer: Transfer) -> bool:
+        """Remove a waiting transfer; return False when the transfer waits here no longer."""
+        if self._queue(transfer).pop(transfer.tag, None) is None:
+            return False
+        self.length -= 1
+        self.reads -= transfer.direction is Direction.UP
+        return True
+
     def _queue(self, transfer: Transfer) -> OrderedDict[int, Transfer]:
         return self._waiting[transfer.urgency, transfer.direction]
 
@@ -346,6 +368,18 @@ class TransferQueues:
         for index, transfer in self._moving.get(key, ()):
             if transfer.urgency > urgency and not self.queues[index].promote(transfer, urgency):
                 self.promotions[index][transfer.tag] = urgency
+
+    def withdraw(self, key: Key) -> int | None:
+        """Remove the transfer of ``key`` that is its only one, goes down and was not started; return its link."""
+        moving = self._moving.get(key, [])
+        if len(moving) != 1:
+            return None
+        index, transfer = moving[0]
+        if transfer.direction is Direction.UP or transfer.tag in self.snapshots or not self.queues[index].remove(transfer):
+            return None
+        self.waiting -= 1
+        del self._transfers[transfer.tag], self._moving[key]
+        return index
 
     def promoted(self, tag: int, urgency: Urgency) -> None:
         """Record that the link knows of the promotion."""
@@ -482,6 +516,8 @@ class EngineState:
         self.arrived: Callable[[Entry], None] | None = None  # called when all of a tensor is at the bottom
         self.evictions = self.prefetched = self.prefetched_unused = 0
         self.speculated = self.speculated_used = self.speculated_unused = 0
+        self.doomed: dict[tuple[Key, int], None] = {}  # temporary tensors whose holder died while something used them
+        self.doomed_due = False  # perhaps nothing uses one of them any more
         self.spoiled = 0  # tensors that were written to under a READ lease, and have no right bytes any more
         self.disturbances = 0  # write-backs that failed, WRITE leases that began
         self._sequence = 0
@@ -535,10 +571,20 @@ class EngineState:
         else:
             self._dropped_clean[tier].pop(copy.key, None)
 
+    def write_at_once(self, copy: Copy) -> None:
+        """Have ``copy``, which is new and of a temporary tensor, written behind, unless an order says what is."""
+        if self.order is None and copy.tier < self.bottom:
+            self.dropped_dirty[copy.tier, copy.key] = copy
+            self.writeback_due = True
+
     def writes_behind(self, copy: Copy) -> bool:
         """Whether ``copy`` should be written behind: not while a fill from it is under way, or was made for the next use."""
         order = self.order
-        if order is None or copy.evictability is not Evictability.DIRTY or copy.state is not State.DIRTY:
+        if order is None:
+            found = self.directory.find(copy.key)
+            mine = found is not None and found.temporary and found.copies[copy.tier] is copy
+            return mine and copy.evictability is Evictability.DIRTY and copy.state is State.DIRTY and copy.failure is None
+        if copy.evictability is not Evictability.DIRTY or copy.state is not State.DIRTY:
             return False
         if copy.failure is not None or not order.writes_behind(copy.key, copy.tier):
             return False
@@ -661,6 +707,8 @@ class EngineState:
         self.changing = False
 
     def _end(self, holder: Holder) -> None:
+        if isinstance(hold := self.claims.find(holder), TensorHold):
+            self._doom(hold)  # before it is taken: what strikes in between must not lose it
         hold = self.claims.take(holder)
         if isinstance(hold, tuple):
             self._view_ended(hold)
@@ -668,6 +716,33 @@ class EngineState:
             self.lease_ended(hold)
         elif isinstance(hold, RoomHold):
             self._room_ended(hold)
+
+    def _doom(self, hold: TensorHold) -> None:
+        """Delete a temporary tensor whose holder died: now, or once no lease and no transfer uses it."""
+        entry = self.directory.find(hold.key)
+        if entry is None or entry.tensor_id != hold.tensor_id:
+            return
+        if entry.in_flight or entry.leased:
+            self.doomed[hold.key, hold.tensor_id] = None
+            self.doomed_due = True
+        else:
+            self.directory.forget(hold.key)
+
+    def delete_doomed(self) -> None:
+        """Delete the doomed tensors that nothing uses any more. A write-back that was not started is withdrawn. Called by the
+        engine's thread, because transfers change."""
+        self.doomed_due = False
+        doomed, self.doomed = self.doomed, {}
+        for key, tensor_id in doomed:
+            entry = self.directory.find(key)
+            if entry is None or entry.tensor_id != tensor_id:
+                continue
+            if entry.in_flight and not entry.leased and (index := self.transfers.withdraw(key)) is not None:
+                self.directory.repeat_writeback(entry, index)
+            if entry.in_flight or entry.leased:
+                self.doomed[key, tensor_id] = None
+            else:
+                self.directory.forget(key)
 
     def _view_ended(self, view: View) -> None:
         _, copy, stream = view
@@ -688,6 +763,7 @@ class EngineState:
             if lease.access is Access.READ and copy.unsealed:
                 copy.spoiled, lease.misused = True, copy.key
             self.directory.release(copy, lease.access)
+            self.doomed_due = self.doomed_due or bool(self.doomed)
             if copy.spoiled:
                 self._spoil(copy)
 
@@ -733,6 +809,10 @@ class EngineState:
             found = next((copy for copy in hold.copies if copy.spoiled), None) if isinstance(hold, LeaseHold) else None
             if isinstance(hold, LeaseHold) and found is not None:
                 hold.misused = found.key
+        for hold in claims:
+            if isinstance(hold, TensorHold) and hold.holder() is None:
+                self.doomed[hold.key, hold.tensor_id] = None
+                self.doomed_due = True
         claims.drop_dead()
         taken = {(copy.tier, copy.slot) for copy in self._all_copies()}
         for hold in claims:

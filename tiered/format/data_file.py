@@ -289,7 +289,10 @@ def _decode(header: bytes, path: str) -> tuple[int, bytes, int]:
 
 def read_header(fd: int, path: str, *, direct: bool) -> tuple[int, bytes, int]:
     """Return the alignment, UUID and index in the header of an open data file. Raises ManifestError for damage, and OSError."""
-    return _decode(_read(fd, LARGEST_ALIGNMENT, direct), path)
+    first = _read(fd, MINIMUM_ALIGNMENT, direct)
+    alignment = _FIELDS.unpack_from(first)[2] if len(first) >= _FIELDS.size else 0
+    # No byte more: a writer may be writing to the extents that follow, past the page cache.
+    return _decode(_read(fd, max(MINIMUM_ALIGNMENT, min(alignment, LARGEST_ALIGNMENT)), direct), path)
 
 
 def _read(fd: int, nbytes: int, direct: bool) -> bytes:

@@ -1,7 +1,8 @@
 """The protocol that makes a manifest durable: one file ``manifest.G`` per generation G, in the store's folder.
 
-A generation exists from the moment its manifest has its name and the folder is synced. Opening never follows a symbolic link in
-the last part of a name and never waits on a FIFO. Needs no torch.
+A generation exists from the moment its manifest has its name and the folder is synced. One that is dropped has the name
+``manifest.G.dropped`` first, under which nobody opens it, until no reader has it pinned (see ``pins``). Opening never follows a
+symbolic link in the last part of a name and never waits on a FIFO. Needs no torch.
 """
 
 from __future__ import annotations
@@ -10,15 +11,34 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
 from tiered.errors import CommitError, ManifestError, MisuseError, TieredError
 from tiered.format.folder import SHORTAGES, OpenFolder
 from tiered.format.manifest import MAX_BYTES, Manifest, decode
+from tiered.format.pins import CANNOT_LOOK, Pin, Pins, look
 
-__all__ = ["Folder", "abandon", "clean", "drop", "folder_of", "generations", "load", "prepare", "present", "publish", "sync"]
+__all__ = [
+    "Folder",
+    "abandon",
+    "clean",
+    "drop",
+    "dropped",
+    "folder_of",
+    "generations",
+    "load",
+    "load_dropped",
+    "pinned",
+    "pins_in",
+    "prepare",
+    "present",
+    "publish",
+    "retire",
+    "set_aside",
+    "sync",
+]
 
 Folder = OpenFolder | int | str | os.PathLike[str]
 """A store's folder: held open, its descriptor, or its path."""
@@ -27,6 +47,7 @@ Folder = OpenFolder | int | str | os.PathLike[str]
 LISTINGS = 100
 """Attempts to read the newest generation before it is an error that each was dropped between its listing and its reading."""
 _NAME = re.compile(r"manifest\.([1-9][0-9]{0,17})", re.ASCII)
+_DROPPED_NAME = re.compile(r"manifest\.([1-9][0-9]{0,17})\.dropped", re.ASCII)
 _TMP_NAME = re.compile(r"manifest\.[1-9][0-9]{0,17}\.tmp", re.ASCII)
 
 
@@ -70,7 +91,7 @@ def publish(folder: Folder, generation: int) -> None:
 
     Raises ``CommitError``; then G must not be tried again: its name is removed as far as the file system allows, but after a
     failed sync of the folder the result of a power loss is unknown. Its extents must be treated as in use until a later
-    generation is durable.
+    generation is durable; where a reader has taken G already, its manifest stays as a dropped one.
 
     Order (rename(2), fsync(2)): a name must never appear before the bytes that it names, and a rename is durable only with the
     folder that holds it.
@@ -85,20 +106,73 @@ def publish(folder: Folder, generation: int) -> None:
             doing, ours = "sync the folder of", name
             os.fsync(at)
         except BaseException as error:
-            _remove(at, ours)
+            if ours == name and isinstance(folder, OpenFolder):
+                _withdraw(folder, generation)
+            else:
+                _remove(at, ours)
             if isinstance(error, OSError):
                 _fail(CommitError, f"cannot {doing}", folder, ours, error)
             raise
 
 
+def _withdraw(folder: OpenFolder, generation: int) -> None:
+    """Take the name from a generation that is not acknowledged, as far as the file system allows."""
+    try:
+        set_aside(folder, generation)
+        if not pins_in(folder).needs(generation):
+            drop(folder, generation)
+    except TieredError:
+        _remove(folder.fd, f"manifest.{generation}")
+
+
 def generations(folder: Folder) -> list[int]:
     """Return the generations whose manifest is in ``folder``, oldest first. Other names are ignored."""
+    return _numbers(folder, _NAME)
+
+
+def dropped(folder: Folder) -> list[int]:
+    """Return the generations that were dropped while readers had them, or whose drop was interrupted; oldest first."""
+    return _numbers(folder, _DROPPED_NAME)
+
+
+def _numbers(folder: Folder, pattern: re.Pattern[str]) -> list[int]:
     with _opened(folder, ManifestError) as at:
         try:
             names = os.listdir(at)
         except OSError as error:
             _fail(ManifestError, "cannot list", folder, "", error)
-    return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
+    return sorted(int(match[1]) for match in map(pattern.fullmatch, names) if match)
+
+
+def pins_in(folder: OpenFolder) -> Pins:
+    """Return the pins of living readers, and remove those of dead ones. Raises ManifestError, TieredError."""
+    try:
+        return look(folder)
+    except OSError as error:
+        _fail(ManifestError, CANNOT_LOOK, folder, "", error)
+
+
+def pinned(folder: OpenFolder, generation: int | None) -> tuple[Manifest, Pin]:
+    """Take ``generation``, or the newest one, for a reader: return its manifest, and the pin that keeps it until it is closed.
+
+    Pins of dead readers are removed before. Raises MisuseError where there is no such store or generation, ManifestError for
+    damage, and OSError where no pin can be made in the folder.
+    """
+    present(folder, generation)  # before anything is made or removed
+    pins_in(folder)
+    for _ in range(LISTINGS):
+        there = present(folder, generation)
+        number = there[-1] if generation is None else generation
+        pin = Pin(folder, number)
+        try:
+            manifest = load(folder, number)
+            assert manifest is not None
+            return manifest, pin
+        except BaseException as error:
+            pin.close()
+            if not isinstance(error, ManifestError) or number in generations(folder):
+                raise
+    raise ManifestError(f"{_where(folder, '')} changes too fast to be read: a job commits there; try again")
 
 
 def folder_of(path: Path) -> OpenFolder:
@@ -163,8 +237,68 @@ def load(folder: Folder, generation: int | None = None, *, limit: int = MAX_BYTE
         raise ManifestError(f"{_where(folder, name)}: {why}{advice}")
 
 
+def retire(folder: OpenFolder, numbers: Iterable[int]) -> list[int]:
+    """Drop those of the generations ``numbers`` that no reader has pinned, durably, and return them. Only after a newer one is
+    durable.
+
+    A manifest loses its name before the second look at the pins: a reader that took it before is seen then, and none can take
+    it later. Raises ManifestError, TieredError; then nothing may be used again that these generations reference.
+    """
+    there, aside = set(generations(folder)), set(dropped(folder))
+    first = pins_in(folder)
+    going = [number for number in numbers if not first.needs(number)]
+    renamed = [number for number in going if number in there]
+    for number in renamed:
+        set_aside(folder, number)
+    second = pins_in(folder) if renamed else first
+    gone = []
+    for number in going:
+        if not second.needs(number):
+            if number in there or number in aside:
+                drop(folder, number)
+            gone.append(number)
+        elif number in there:
+            _rename(folder, _dropped_name(number), f"manifest.{number}")
+    if gone:
+        sync(folder)
+    return gone
+
+
+def set_aside(folder: Folder, generation: int) -> None:
+    """Rename the manifest of ``generation``, so that nobody takes it from now on. Raises ManifestError, also for a
+    folder."""
+    name = f"manifest.{generation}"
+    with _opened(folder, ManifestError) as at, contextlib.suppress(OSError):
+        if stat.S_ISDIR(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode):
+            raise ManifestError(f"cannot remove {_where(folder, name)}: it is a folder")
+    _rename(folder, name, _dropped_name(generation))
+
+
+def _rename(folder: Folder, name: str, other: str) -> None:
+    with _opened(folder, ManifestError) as at:
+        try:
+            os.rename(name, other, src_dir_fd=at, dst_dir_fd=at)
+        except OSError as error:
+            _fail(ManifestError, "cannot rename", folder, name, error)
+
+
+def load_dropped(folder: Folder, generation: int) -> Manifest:
+    """Return the manifest of a generation that was dropped, for the extents that its readers need. Raises ManifestError, and
+    TieredError as ``load``."""
+    name = _dropped_name(generation)
+    with _opened(folder, ManifestError) as at:
+        try:
+            return decode(_read(at, name, MAX_BYTES), generation=generation)
+        except OSError as error:
+            _fail(ManifestError, "cannot read", folder, name, error)
+        except MemoryError:
+            raise TieredError(f"{_where(folder, name)} cannot be read: there is not enough memory") from None
+        except ManifestError as error:
+            raise ManifestError(f"{_where(folder, name)}: {error}") from None
+
+
 def drop(folder: Folder, generation: int) -> None:
-    """Remove the manifest of ``generation``, and nothing else. Only after a newer one is durable.
+    """Remove the manifest of ``generation``, set aside or not, and nothing else. Only after a newer one is durable.
 
     Not synced: should a power loss bring the name back, the newer generation still wins, and the extents that were reused since
     fail their checksums.
@@ -172,6 +306,9 @@ def drop(folder: Folder, generation: int) -> None:
     with _opened(folder, ManifestError) as at:
         name = f"manifest.{generation}"
         try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(_dropped_name(generation), dir_fd=at)
+                return
             os.unlink(name, dir_fd=at)
         except OSError as error:
             _fail(ManifestError, "cannot remove", folder, name, error)
@@ -218,6 +355,10 @@ def _opened(folder: Folder, kind: type[CommitError | ManifestError]) -> Iterator
 
 def _temporary(generation: int) -> str:
     return f"manifest.{generation}.tmp"
+
+
+def _dropped_name(generation: int) -> str:
+    return f"manifest.{generation}.dropped"
 
 
 def _remove(at: int, name: str) -> None:

@@ -19,7 +19,7 @@ from tiered.errors import MisuseError, StoreLocked
 from tiered.format.folder import OpenFolder, cannot_open, whereabouts
 from tiered.system import Once
 
-__all__ = ["LockedFile", "make_direct", "open_to_read"]
+__all__ = ["LockedFile", "holder", "make_direct", "open_to_lock", "open_to_read"]
 
 
 class LockedFile:
@@ -193,10 +193,10 @@ def _real_copy(folder: OpenFolder) -> str:
 
 
 def open_to_read(folder: Path, name: str, at: int | None = None) -> int:
-    """Open ``folder/name`` for reading, under a shared lock, and return the descriptor. ``at``: a descriptor of the folder.
+    """Open ``folder/name`` for reading, without a lock, and return the descriptor. ``at``: a descriptor of the folder.
 
-    Nothing is written, so a filesystem that is mounted read-only is enough. Raises StoreLocked while a store has the file open,
-    and OSError, also for a file that is not regular.
+    Nothing is written, so a filesystem that is mounted read-only is enough. The kernel reads nothing ahead: a writer may be
+    writing to the bytes that come next, past the page cache. Raises OSError, also for a file that is not regular.
     """
     path = str(folder / name)
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -204,6 +204,18 @@ def open_to_read(folder: Path, name: str, at: int | None = None) -> int:
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", path)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_to_lock(folder: Path, name: str, at: int | None = None) -> int:
+    """Open the file as ``open_to_read`` does, under a shared lock, which keeps writers out. Raises StoreLocked while a store
+    has the file open, and OSError."""
+    fd = open_to_read(folder, name, at)
+    try:
         _lock(fd, folder, fcntl.LOCK_SH)
     except BaseException:
         os.close(fd)
@@ -257,10 +269,11 @@ def _lock(fd: int, folder: Path, how: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             raise MisuseError(f"the filesystem of {folder} cannot lock files: {error.strerror}") from error
-        raise StoreLocked(f"{folder} is in use by {_holder(fd)}; close it there or name another folder") from error
+        beside = " (access='read' reads beside it)" if how == fcntl.LOCK_EX else ""
+        raise StoreLocked(f"{folder} is in use by {holder(fd)}; close it there or name another folder{beside}") from error
 
 
-def _holder(fd: int) -> str:
+def holder(fd: int) -> str:
     """Return who holds the file's lock, in words, as far as ``/proc`` shows it."""
     found = os.fstat(fd)
     inode = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"

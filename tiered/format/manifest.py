@@ -34,6 +34,7 @@ from tiered.types import CHECKSUM_BYTES, LARGEST, PIECE_BYTES, Key, TensorSpec
 __all__ = [
     "ALIGNMENT",
     "FORMAT_VERSION",
+    "LAST_GENERATION",
     "MAX_BYTES",
     "MAX_META_BYTES",
     "MAX_META_DEPTH",
@@ -70,10 +71,10 @@ _FIELDS = struct.Struct("<8sIQ16s")
 _SEAL = struct.Struct("<Q")
 _HEADER_BYTES = _FIELDS.size + _SEAL.size
 _META_INT_BITS = 256
-_LAST_GENERATION = 10**18 - 1
+LAST_GENERATION = 10**18 - 1
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-_Generation = Annotated[int, msgspec.Meta(ge=1, le=_LAST_GENERATION)]
+_Generation = Annotated[int, msgspec.Meta(ge=1, le=LAST_GENERATION)]
 _Uuid = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 
 

@@ -1,46 +1,64 @@
-"""Stores that are not open: their tensors, read and verified from the files of one generation, and lists of their contents.
+"""Stores as they are on the disk: tensors, read and verified from the files of one generation, and lists of their contents.
 
-``StoreAtRest`` opens the files for reading, with a shared lock that keeps stores out meanwhile, and compares every piece that
-is read with its checksum. ``listing`` reads the manifests only, without a lock, so it works while a job has the store open.
-Nothing is written.
+``StoreAtRest`` pins a generation, opens the files for reading, and compares every piece that is read with its checksum. A job
+may have the store open meanwhile; only where no pin can be made, in a folder that cannot be written to, a shared lock keeps
+jobs out. ``listing`` reads the manifests only, without a pin.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 import torch
+from msgspec import structs
 
-from tiered.errors import CorruptionError, KeyNotFound, ManifestError, MisuseError, ReadError
+from tiered.errors import CorruptionError, KeyNotFound, ManifestError, MisuseError, ReadError, StoreLocked, TieredError
 from tiered.format import generations
 from tiered.format.data_file import digest, read_header
 from tiered.format.drives import LIST_FILE, folders_of
-from tiered.format.folder import OpenFolder
-from tiered.format.locked_file import make_direct, open_to_read
+from tiered.format.folder import SHORTAGES, OpenFolder
+from tiered.format.locked_file import open_to_lock, open_to_read
 from tiered.format.manifest import Manifest, TensorRecord
+from tiered.format.pins import Pin
 from tiered.store.lease import dtype_of
-from tiered.system import direct_io_alignment
-from tiered.tiers.nvme import FILE_BITS, NvmeTier
-from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Key, Location, Slot, TensorSpec
+from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Key, TensorSpec
 
-__all__ = [
-    "NOWHERE",
-    "DiskAtRest",
-    "ListedGeneration",
-    "ListedTensor",
-    "Listing",
-    "StoreAtRest",
-    "listing",
-    "manifest_of",
-]
+__all__ = ["ListedGeneration", "ListedTensor", "Listing", "StoreAtRest", "Taken", "listing", "take"]
 
 
-def manifest_of(folder: generations.Folder, generation: int | None) -> Manifest:
+@dataclass
+class Taken:
+    """A generation that a reader has: its manifest, and the pin that keeps it.
+
+    Where no pin can be made, ``pin`` is None and ``why`` the system's reason: a lock on the data files has to keep writers out.
+    """
+
+    manifest: Manifest
+    pin: Pin | None = None
+    why: str = ""
+
+    def close(self) -> None:
+        """Let the generation go. Idempotent."""
+        if self.pin is not None:
+            self.pin.close()
+
+
+def take(folder: OpenFolder, generation: int | None) -> Taken:
+    """Take ``generation``, or the newest one. Raises MisuseError where there is none, ManifestError for damage."""
+    try:
+        return Taken(*generations.pinned(folder, generation))
+    except OSError as error:
+        if error.errno in SHORTAGES:
+            raise
+        return Taken(_manifest_of(folder, generation), why=os.strerror(error.errno or 0).lower())
+
+
+def _manifest_of(folder: generations.Folder, generation: int | None) -> Manifest:
     """Return the manifest of ``generation``, or of the newest one. Raises MisuseError where there is none, ManifestError for
     damage."""
     generations.present(folder, generation)
@@ -63,27 +81,30 @@ class StoreAtRest:
         """Open ``generation``, or the newest commit. ``paths``: the folders of the data files, where the store has several
         drives.
 
-        Raises MisuseError (no such store or generation, other paths), StoreLocked (it is open), ManifestError, and OSError.
+        Raises MisuseError (no such store or generation, other paths), ManifestError, OSError, and StoreLocked where the folder
+        cannot be written to and a job has the store open.
         """
         self.folder = Path(os.path.expanduser(path))
+        self.paths = None if paths is None else tuple(os.path.abspath(os.path.expanduser(place)) for place in paths)
+        """Absolute folders of the data files of a store on several drives."""
         self.descriptors: list[int] = []  # of the data files, by index; empty once closed
         self.places: list[str] = []
         self._opened = generations.folder_of(self.folder)  # all is read in this folder, wherever its path leads meanwhile
+        self._taken: Taken | None = None
         try:
-            self.manifest = manifest_of(self._opened, generation)
-            self._open(paths)
-            self.manifest = manifest_of(self._opened, generation)  # again, now that the lock keeps commits out
+            self._taken = take(self._opened, generation)
+            self._open(self._taken, paths)
+            if self._taken.pin is None:
+                self._taken = Taken(_manifest_of(self._opened, generation))  # again, now that the lock keeps commits out
+            self.adopt(self._taken)
         except BaseException:
             self.close()
             raise
-        self.records = {record.key: record for record in self.manifest.tensors}
-        self._store = bytes.fromhex(self.manifest.store)
-        self._last: tuple[Key, int, torch.Tensor] | None = None  # piece that was read last: adjacent ranges read it once
 
     def __str__(self) -> str:
         return f"the store in {self.folder}"
 
-    def _open(self, paths: Sequence[str | os.PathLike[str]] | None) -> None:
+    def _open(self, taken: Taken, paths: Sequence[str | os.PathLike[str]] | None) -> None:
         there = set(self._opened.names())
         if paths is None and LIST_FILE in there:
             where = folders_of(self.folder)
@@ -91,16 +112,56 @@ class StoreAtRest:
         if paths is not None and LIST_FILE not in there:
             raise MisuseError(f"{self.folder} keeps its tensors in its own folder: leave paths out")
         places = [self.folder] if paths is None else [Path(os.path.expanduser(place)) for place in paths]
-        for file in self.manifest.files:
+        opening = open_to_read if taken.pin is not None else open_to_lock
+        for file in taken.manifest.files:
             own = self._opened.fd if paths is None else None
             place = next((place for place in places if own is not None or (place / file.name).exists()), None)
             if place is None or (own is not None and file.name not in there):
                 raise ManifestError(f"the data file {file.name} of {self.folder} is missing in {', '.join(map(str, places))}")
             self.places.append(str(place / file.name))
-            self.descriptors.append(open_to_read(place, file.name, own))
+            try:
+                self.descriptors.append(opening(place, file.name, own))
+            except StoreLocked as error:
+                raise StoreLocked(f"{error}. (A reader beside it makes a file in {self.folder}: {taken.why})") from error
             uuid = read_header(self.descriptors[-1], self.places[-1], direct=False)[1]
             if uuid.hex() != file.uuid:
                 raise ManifestError(f"{self.places[-1]} is not the file that was committed to: its UUID is another")
+
+    def newest(self) -> Taken | None:
+        """Take the newest generation, to ``adopt`` or to close it; None where this is it. Raises as opening the store does."""
+        if generations.present(self._opened, None)[-1] == self.manifest.generation:
+            return None
+        try:
+            locked = self._taken is not None and self._taken.pin is None
+            found = Taken(_manifest_of(self._opened, None)) if locked else Taken(*generations.pinned(self._opened, None))
+        except OSError as error:
+            raise TieredError(
+                f"{self.folder} stays open at generation {self.manifest.generation}: a reader's file cannot be made there "
+                f"({error.strerror}, errno {error.errno}); mend that, and refresh again"
+            ) from error
+        if found.manifest.generation == self.manifest.generation:  # newer ones were dropped meanwhile
+            found.close()
+            return None
+        if [(file.name, file.uuid) for file in found.manifest.files] != [(one.name, one.uuid) for one in self.manifest.files]:
+            found.close()
+            raise ManifestError(f"{self.folder}: manifest.{found.manifest.generation} names other data files than before")
+        return found
+
+    def adopt(self, taken: Taken) -> Taken | None:
+        """Read ``taken`` from now on; return the generation before, to be closed when nothing of it is read any more."""
+        before, self._taken = self._taken, taken
+        self.manifest = taken.manifest
+        self.records = {record.key: record for record in taken.manifest.tensors}
+        self._store = bytes.fromhex(taken.manifest.store)
+        self._last: tuple[Key, int, torch.Tensor] | None = None  # piece that was read last: adjacent ranges read it once
+        return before
+
+    def forget_records(self) -> None:
+        """Give the memory of the records back: the generation stays pinned, and no tensor of it can be read here any more."""
+        self.records = {}
+        self.manifest = structs.replace(self.manifest, tensors=())
+        if self._taken is not None:
+            self._taken.manifest = self.manifest
 
     def __contains__(self, key: object) -> bool:
         return key in self.records
@@ -173,86 +234,18 @@ class StoreAtRest:
         self.close()
 
     def close(self) -> None:
-        """Close the files. Idempotent."""
-        self._opened.close()
+        """Close the files, and let the generation go. Idempotent."""
         while self.descriptors:
             os.close(self.descriptors.pop())
+        if self._taken is not None:
+            self._taken.close()
+        self._opened.close()
 
 
 def _failed(
     kind: type[ReadError] | type[CorruptionError], what: str, record: TensorRecord, path: str, offset: int, errno: int | None
 ) -> ReadError | CorruptionError:
     return kind(what, key=record.key, tier="nvme", path=path, offset=offset, errno=errno)
-
-
-NOWHERE = 1 << 62
-"""First offset of the slots of tensors without bytes. Reading one gives the header of the first file, which is ignored."""
-
-
-class DiskAtRest(NvmeTier):
-    """The data files of one generation, as a tier that allocates nothing. Closing the tier closes ``rest``."""
-
-    def __init__(self, rest: StoreAtRest) -> None:
-        self._rest = rest
-        self.folder = str(rest.folder.absolute())
-        self.uuid = bytes.fromhex(rest.manifest.store)
-        self.files, self.created = (), False
-        opened = list(zip(rest.descriptors, rest.places, strict=True))
-        self.alignment = max(read_header(fd, path, direct=False)[0] for fd, path in opened)
-        self._direct = all(self.alignment % (direct_io_alignment(fd) or 1) == 0 and make_direct(fd) for fd, _ in opened)
-        self._bytes = sum(os.fstat(fd).st_size for fd, _ in opened)
-
-    @property
-    def direct(self) -> bool:
-        return self._direct
-
-    @property
-    def capacity(self) -> int:
-        """Bytes of the data files."""
-        return self._bytes
-
-    @property
-    def used(self) -> int:
-        return sum(record.extent.nbytes for record in self._rest.manifest.tensors if record.extent)
-
-    @property
-    def file_bytes(self) -> int:
-        return self._bytes
-
-    @property
-    def refusal(self) -> str:
-        return f"{self.folder} is open for reading"
-
-    @property
-    def generations(self) -> tuple[int, ...]:
-        return (self._rest.manifest.generation,)
-
-    def free_on_device(self) -> int:
-        return 0
-
-    def allocate(self, nbytes: int) -> Slot | None:
-        return None
-
-    def restore(self, slots: Iterable[Slot]) -> None:
-        """Do nothing: no slot is ever allocated or freed."""
-
-    def slot(self, index: int, offset: int, nbytes: int) -> Slot:
-        """Return the slot at ``offset`` of a data file. Raises ManifestError for a range outside the file."""
-        size = os.fstat(self._rest.descriptors[index]).st_size if index < len(self._rest.descriptors) else 0
-        if offset % self.alignment or nbytes % self.alignment or offset + nbytes > size:
-            raise ManifestError(f"{self.folder}: the manifest names {nbytes} bytes at {offset} of data file {index}: not there")
-        return Slot(index << FILE_BITS | offset, nbytes)
-
-    def locate(self, slot: Slot) -> Location:
-        index, offset = (0, 0) if slot.offset >= NOWHERE else self.extent(slot)
-        return Location(self._rest.descriptors[index], offset, self._rest.places[index])
-
-    @property
-    def closed(self) -> bool:
-        return not self._rest.descriptors
-
-    def close(self) -> None:
-        self._rest.close()
 
 
 @dataclass(frozen=True)

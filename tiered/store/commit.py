@@ -2,15 +2,14 @@
 
 ``Commits`` runs a commit: it drafts the next generation, waits for the flush of all changed tensors, syncs the data files,
 publishes the manifest, and drops generations that are no longer kept. ``Encoding`` encodes what a manifest says of each tensor
-when the tensor arrives on the disk, so that a commit only joins the parts. ``OneGeneration`` is a store that is open for
-reading.
+when the tensor arrives on the disk, so that a commit only joins the parts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from tiered.engine.scheduler import Scheduler
 from tiered.engine.snapshot import Flush
 from tiered.engine.state import EngineState
 from tiered.engine.workers import Worker
-from tiered.errors import CapacityError, CommitError, LeaseConflict, ManifestError, MisuseError
+from tiered.errors import CapacityError, CommitError, LeaseConflict, ManifestError, MisuseError, TieredError
 from tiered.format import generations
 from tiered.format import manifest as manifests
 from tiered.tiers.nvme import NvmeTier
@@ -32,7 +31,7 @@ from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Access, Key, Slot, Urgency
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["Commits", "Encoding", "Generations", "OneGeneration"]
+__all__ = ["Commits", "Encoding", "Generations"]
 
 
 class Encoding:
@@ -129,39 +128,14 @@ class Generations:
         return ()
 
     def settle(self) -> None:
-        """Wait until no commit is open."""
+        """Wait until no commit or refresh is open."""
 
+    def refresh(self, store: object) -> int:
+        """Go to the newest generation, and return its number."""
+        raise MisuseError(f"{store} is open for writing, and has the newest state; what access='read' opens can be refreshed")
 
-class OneGeneration(Generations):
-    """The one generation at which a store is open for reading. Nothing may be changed."""
-
-    def __init__(self, manifest: manifests.Manifest) -> None:
-        super().__init__()
-        self._manifest = manifest
-
-    @property
-    def generation(self) -> int:
-        return self._manifest.generation
-
-    @property
-    def meta(self) -> dict[str, Any]:
-        return deepcopy(dict(self._manifest.meta))
-
-    def committing(self, store: object) -> Commits:
-        raise self._why(store)
-
-    @property
-    def access(self) -> Access:
-        return Access.READ
-
-    def refuse_change(self, store: object) -> None:
-        raise self._why(store)
-
-    def _why(self, store: object) -> MisuseError:
-        return MisuseError(
-            f"{store} is open for reading, at generation {self.generation}, and cannot be changed: open it without "
-            "access='read'"
-        )
+    def stay(self, why: str) -> None:
+        """Make ``refresh`` raise MisuseError with ``why`` from now on."""
 
 
 class Commits(Generations):
@@ -178,6 +152,8 @@ class Commits(Generations):
         self._encoding = Encoding(nvme)
         self._meta_bytes = 0
         self._kept: list[int] = []
+        self._dropped: list[int] = []  # they have no manifest that anybody opens, and stay for readers that have them
+        self._held: list[int] = []  # kept and dropped ones that would be gone without readers
         self._also: frozenset[int] = frozenset()
         self.unreadable: dict[int, str] = {}
         """Generations that exist and cannot be opened, with the reason."""
@@ -212,6 +188,7 @@ class Commits(Generations):
         leave room for manifests."""
         self._engine.state.arrived = self._encoding.arrived
         self._nvme.keep_free(self._for_manifests)
+        self._nvme.why_besides = self._told_readers
 
     def _for_manifests(self) -> int:
         """Return an upper estimate of the bytes of all manifests that may exist at once, the next one included."""
@@ -219,7 +196,18 @@ class Commits(Generations):
         words = sum(map(len, directory))
         pieces = self._nvme.used // PIECE_BYTES
         each = MANIFEST_BYTES + self._meta_bytes + TENSOR_BYTES * len(directory) + 4 * words + 4 * CHECKSUM_BYTES * pieces
-        return (self._keep + len(self._also) + 1) * each
+        return (self._keep + len(self._also) + len(self._held) + 1) * each
+
+    def _told_readers(self) -> str:
+        """Return which readers keep extents from being used again, in words; empty where none do."""
+        if not self._held:
+            return ""
+        folder = self._nvme.open_folder
+        try:
+            told = generations.pins_in(folder).told(folder, self._held)
+        except TieredError as error:
+            return f"; {error}"
+        return told and f". Older commits are kept for readers: {told}; close or refresh those, and commit"
 
     # -- opening ---------------------------------------------------------------------------------------------------------
 
@@ -227,7 +215,8 @@ class Commits(Generations):
         """Fill the directory from ``generation`` (None: the newest) and pin the extents of the other generations on disk.
 
         ``drop_newer`` removes the generations after it, durably; with generation 0, all of them. Older generations with a
-        damaged manifest are skipped (``unreadable``): nobody can go back to them, so their extents are not pinned.
+        damaged manifest are skipped (``unreadable``): nobody can go back to them, so their extents are not pinned. Extents of
+        dropped generations that readers have stay pinned.
 
         Raises ManifestError, also where there is no such generation.
         """
@@ -237,10 +226,17 @@ class Commits(Generations):
         newer = [number for number in there if drop_newer and generation is not None and number > generation]
         chosen = None if drop_newer and generation == 0 else generations.load(folder, generation)
         for number in reversed(newer):  # the newest first: what is left is always the state after a commit
-            generations.drop(folder, number)
+            generations.set_aside(folder, number)
         if newer:
             generations.sync(folder)
-        self._engine.state.generation = max(there, default=0) + 1
+        pins, aside = generations.pins_in(folder), generations.dropped(folder)
+        # A number that a reader has is not used again: it would not be known which one is meant.
+        self._engine.state.generation = max([*there, *aside, pins.newest], default=0) + 1
+        if aside:
+            with contextlib.suppress(ManifestError):  # what cannot be removed stays pinned until the next commit
+                generations.retire(folder, aside)
+            for number in generations.dropped(folder):
+                self._pin_dropped(number)
         if chosen is None:
             if not there:
                 nvme.leave_nothing()  # in case nothing is ever committed
@@ -253,19 +249,7 @@ class Commits(Generations):
                 self.unreadable[number] = str(error)
                 continue
             assert manifest is not None
-            if manifest.store != nvme.uuid.hex():
-                raise ManifestError(f"{folder}: manifest.{number} belongs to another store than {nvme.files[0].path}")
-            for named, file in zip(manifest.files, nvme.files, strict=False):
-                if (named.name, named.uuid) != (file.name, file.uuid.hex()):
-                    raise ManifestError(f"{folder}: manifest.{number} names another data file than {file.path}")
-            if len(manifest.files) != len(nvme.files):
-                raise ManifestError(
-                    f"{folder}: manifest.{number} names {len(manifest.files)} data files; there are {len(nvme.files)}"
-                )
-            slots = [self._slot(record.extent) for record in manifest.tensors if record.extent]
-            for slot in slots:
-                nvme.claim(slot)
-            nvme.retain(number, slots)
+            slots = self._pin_extents(manifest)
             if manifest is not chosen:
                 for slot in slots:
                     nvme.free(slot)
@@ -277,6 +261,34 @@ class Commits(Generations):
         state = self._engine.state
         state.directory.next_id = max(state.directory.next_id, chosen.next_tensor_id)
         self._kept, self.newest, self._meta_bytes = there, newest, len(newest.meta)
+        self._held = [number for number in there[: -self._keep] if pins.needs(number)]
+
+    def _pin_extents(self, manifest: manifests.Manifest) -> list[Slot]:
+        """Pin the extents of a generation and return them; the store has a reference to each, too. Raises ManifestError."""
+        nvme, name = self._nvme, f"{self._nvme.folder}: manifest.{manifest.generation}"
+        if manifest.store != nvme.uuid.hex():
+            raise ManifestError(f"{name} belongs to another store than {nvme.files[0].path}")
+        for named, file in zip(manifest.files, nvme.files, strict=False):
+            if (named.name, named.uuid) != (file.name, file.uuid.hex()):
+                raise ManifestError(f"{name} names another data file than {file.path}")
+        if len(manifest.files) != len(nvme.files):
+            raise ManifestError(f"{name} names {len(manifest.files)} data files; there are {len(nvme.files)}")
+        slots = [self._slot(record.extent) for record in manifest.tensors if record.extent]
+        for slot in slots:
+            nvme.claim(slot)
+        nvme.retain(manifest.generation, slots)
+        return slots
+
+    def _pin_dropped(self, number: int) -> None:
+        """Pin the extents of a generation that was dropped, and that a reader has."""
+        try:
+            manifest = generations.load_dropped(self._nvme.open_folder, number)
+        except ManifestError as error:  # its reader finds out by checksums
+            self.unreadable[number] = str(error)
+            return
+        for slot in self._pin_extents(manifest):
+            self._nvme.free(slot)
+        self._dropped.append(number)
 
     def empty_slots(self, records: Iterable[manifests.TensorRecord], going: Sequence[Slot] = ()) -> dict[Key, Slot] | None:
         """Allocate a slot for each tensor without bytes, which has no extent in the manifest. All of them or none.
@@ -433,6 +445,8 @@ class Commits(Generations):
             raise CommitError(self._sync_failure)
         if self.refused is not None:
             raise MisuseError(self.refused)
+        if (self._held or self._dropped) and self._nvme.strayed() is None:
+            self._drop_old()  # what readers have let go since makes room for this commit
         before = self.newest.meta if self.newest else manifests.encode_meta({})
         encoded = before if meta is None else meta
         if len(encoded) > self._meta_bytes + MANIFEST_BYTES:  # more than the room that was left for manifests
@@ -496,30 +510,27 @@ class Commits(Generations):
         return self._nvme.slot(extent.file, extent.offset, extent.nbytes)
 
     def _drop_old(self) -> None:
-        """Drop the generations that are no longer kept: first their manifests, durably; only then may their extents be
-        reused."""
+        """Drop the generations that are no longer kept and that no reader has: first their manifests, durably; only then may
+        their extents be reused."""
         folder = self._nvme.open_folder
         try:
             there = generations.generations(folder)
-        except ManifestError:  # the same as below
-            return
-        # A commit that failed left no manifest, and one that is unreadable is no fallback.
-        retained = [one for one in self._kept if one in there and one not in self.unreadable][-self._keep :]
-        old = [one for one in self._kept if retained and one < retained[0] and one not in self._also]
-        if not old:
-            return
-        try:
-            for generation in old:
-                if generation in there:
-                    generations.drop(folder, generation)
-            generations.sync(folder)
-        except ManifestError:  # the commit holds nevertheless; they stay pinned and are dropped with the next one
+            # A commit that failed left no manifest, and one that is unreadable is no fallback.
+            retained = [one for one in self._kept if one in there and one not in self.unreadable][-self._keep :]
+            old = [one for one in self._kept if retained and one < retained[0] and one not in self._also]
+            self._held = [*old, *self._dropped]
+            if not self._held:
+                return
+            gone = set(generations.retire(folder, self._held))
+        except TieredError:  # the commit holds nevertheless; they stay pinned and are dropped with the next one
             return
         with self._engine.lock:
-            for generation in old:
+            for generation in gone:
                 if generation in self._nvme.generations:  # Ctrl-C may have struck between this line and the next
                     self._nvme.release(generation)
-        self._kept = [generation for generation in self._kept if generation not in old]
+        self._kept = [generation for generation in self._kept if generation not in gone]
+        self._dropped = [generation for generation in self._dropped if generation not in gone]
+        self._held = [generation for generation in self._held if generation not in gone]
 
 
 class _Draft:

@@ -24,6 +24,7 @@ from tiered.interfaces import Memory
 from tiered.types import LARGEST, Access, Key, TensorSpec
 
 __all__ = [
+    "TEMPORARY",
     "LeaseOfMany",
     "LeaseOfOne",
     "copied",
@@ -80,10 +81,16 @@ def specified(key: Key, spec: TensorSpec | Sequence[int] | int, dtype: torch.dty
     return TensorSpec(str(kind).removeprefix("torch."), shape, kind.itemsize if isinstance(kind, torch.dtype) else 0)
 
 
+TEMPORARY = "tiered.saved/"
+"""The keys of temporary tensors begin with it, and no others."""
+
+
 def refuse_name(key: object) -> None:
     """Raise MisuseError for what cannot be a new tensor's key: the manifest holds keys as UTF-8."""
     if not isinstance(key, str):
         raise MisuseError(f"a key is a str, not {type(key).__name__}: {key!r}")
+    if key.startswith(TEMPORARY):
+        raise MisuseError(f"keys that begin with {TEMPORARY!r} are those of saved activations: give {key!r} another name")
     if not key.isascii():
         try:
             key.encode()

@@ -19,12 +19,12 @@ from tiered.engine.policy import LRU
 from tiered.engine.residency import Copy
 from tiered.errors import CapacityError, MisuseError, TieredError
 from tiered.format.generations import generations
-from tiered.format.manifest import Manifest
 from tiered.interfaces import EvictionPolicy, IOBackend, Link, Memory, Tier
 from tiered.io.posix import PosixBackend, PosixConfig
 from tiered.links.disk import DiskConfig, DiskLink
-from tiered.store.at_rest import NOWHERE, DiskAtRest, StoreAtRest
-from tiered.store.commit import Commits, Generations, OneGeneration
+from tiered.store.at_rest import StoreAtRest
+from tiered.store.commit import Commits, Generations
+from tiered.store.reading import DiskAtRest, OneGeneration
 from tiered.system import cgroup_room, headroom
 from tiered.tiers.dram import DramConfig, DramTier
 from tiered.tiers.hbm import HbmConfig, HbmTier
@@ -268,11 +268,8 @@ def assemble(options: OpenOptions) -> tuple[Parts, Engine, Generations]:
 
 
 def _assemble_to_read(options: OpenOptions) -> tuple[Parts, Engine, Generations]:
-    """Open one generation of a store for reading.
-
-    The files are opened for reading, under a lock that keeps writers out and that other readers share; so a filesystem that is
-    mounted read-only will do. The manifest says what lies where.
-    """
+    """Open one generation of a store for reading, which a pin keeps, or a lock where no pin can be made. The manifest says what
+    lies where."""
     if options.path is None or options.scratch or options.nvme is not None:
         raise MisuseError("access='read' opens a commit on a disk, and changes nothing: a folder, no durability, no nvme")
     try:
@@ -281,32 +278,20 @@ def _assemble_to_read(options: OpenOptions) -> tuple[Parts, Engine, Generations]
         where = error.filename or options.path
         raise TieredError(f"cannot open the store: {where}: {error.strerror} (errno {error.errno})") from error
     try:
-        parts, engine = _begin(options, replace(_config_of(options), disk=lambda: DiskAtRest(rest)))
+        disk = DiskAtRest(rest)
+        parts, engine = _begin(options, replace(_config_of(options), disk=lambda: disk))
     except BaseException:
         rest.close()
         raise
     try:
-        _restore_to_read(parts, engine, rest.manifest)
+        known = OneGeneration(engine, disk, rest)
         if parts.nvme is not None and not parts.nvme.direct:
             _warn_buffered(parts.nvme.folder, 6)
     except BaseException:  # a warning may be made an error
         engine.stop()
         parts.close()
         raise
-    return parts, engine, OneGeneration(rest.manifest)
-
-
-def _restore_to_read(parts: Parts, engine: Engine, manifest: Manifest) -> None:
-    """Fill the directory with the tensors of ``manifest``."""
-    nvme, state = parts.nvme, engine.state
-    assert nvme is not None
-    for number, record in enumerate(manifest.tensors):
-        extent = record.extent
-        slot = Slot(NOWHERE + number * nvme.alignment, nvme.alignment)
-        if extent is not None:
-            slot = nvme.slot(extent.file, extent.offset, extent.nbytes)
-        state.pools[-1].account(slot)
-        state.directory.restore(record.key, record.spec, record.tensor_id, slot, record.checksums, record.generation)
+    return parts, engine, known
 
 
 def _begin(options: OpenOptions, config: StoreConfig) -> tuple[Parts, Engine]:

@@ -39,13 +39,14 @@ from tiered.store.lease import (
 )
 from tiered.store.mapping import MISSING, Default, TensorMapping
 from tiered.store.opening import Existing, Newer, OpenOptions, Parts, access_of, assemble
+from tiered.store.readers import StoreReader
 from tiered.telemetry import NO_SPAN, Offloaded, Span, StoreStatistics, Timeline
 from tiered.types import Access, BackendName, Key, TensorSpec, Urgency, format_size
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["TieredStore"]
+__all__ = ["TieredStore", "is_stored"]
 
 TOGETHER = 32 << 20
 """Bytes of tensors that are leased together to be copied."""
@@ -71,10 +72,14 @@ class TieredStore(TensorMapping):
         self._name = f"the store in {parts.nvme.folder}" if parts.nvme else "the store without a disk"
         self._rest = (engine, parts, self._pid, scratch)
         self._shutdown = weakref.finalize(self, _shut_down, *self._rest)
+        _open.add(self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse copy and pickle."""
-        raise MisuseError(f"{self._name} cannot be copied or pickled: open a store of its own in each process that needs one")
+        raise MisuseError(
+            f"{self._name} cannot be copied or pickled: give other processes store.reader(), or DataLoader a "
+            "TieredDataset(store), with which each process opens a store of its own"
+        )
 
     # -- opening and closing ----------------------------------------------------------------------------------------------
 
@@ -107,9 +112,9 @@ class TieredStore(TensorMapping):
         removed at close. ``keep`` is the number of generations that stay on disk; ``newer="drop"`` removes the generations
         after ``generation`` (all, with 0). ``existing`` is "must" where a folder without a commit is an error, and
         "must-not" where one with a commit is. ``deadline`` is the number of seconds that a call waits for room before it raises
-        and names the holders. ``access="read"`` opens a commit for reading, beside a job that died, or in a folder that cannot
-        be written: nothing there is created or changed, several processes may do so at once, and calls that would change a
-        tensor raise.
+        and names the holders. ``access="read"`` opens a commit for reading, in any number of processes, beside one that has the
+        store open for writing. The commit stays as it is until ``refresh`` or ``close``; calls that would change a tensor
+        raise. In a folder that cannot be written to, nothing is created, and readers and a writer exclude each other.
 
         ``paths`` are for several drives: a list of folders, one on each, which get one data file each; ``path`` then has the
         manifests only. Each tensor is stored whole on the drive with the fewest bytes in use. To reopen, give the same folders,
@@ -184,7 +189,7 @@ class TieredStore(TensorMapping):
         refuse_name(key)
         refuse_unstorable(key, tensor)
         source = tensor.detach().resolve_conj().resolve_neg()
-        tier = self._parts.dram if source.device.type == "cpu" else 0
+        tier = self._tier_for(source.device)
         self._put(key, spec_of(source), tier, lambda target: copy_bytes(target, source, queued=self._queued(tier)))
 
     @from_here
@@ -207,7 +212,14 @@ class TieredStore(TensorMapping):
         refuse_spec(key, spec)
         self._put(key, spec, self._tier_index(tier), None)
 
-    def _put(self, key: Key, spec: TensorSpec, tier: int, fill: Callable[[torch.Tensor], None] | None) -> None:
+    def _put(
+        self,
+        key: Key,
+        spec: TensorSpec,
+        tier: int,
+        fill: Callable[[torch.Tensor], None] | None,
+        lifetime: Token | None = None,
+    ) -> None:
         engine = self._running()
         self._generations.refuse_change(self)
         if spec.nbytes > self._parts.tiers[tier].capacity or spec.nbytes > self._parts.tiers[self._parts.dram].capacity:
@@ -220,7 +232,8 @@ class TieredStore(TensorMapping):
             room.stream = engine.guard(tier, room.slot)
             if fill is not None and spec.nbytes:
                 fill(self._parts.memories[tier].tensor(room.slot, spec.nbytes)[0])
-            engine.wait(Install(key, spec, room, engine.fences(tier)))
+            watched = None if lifetime is None else engine.state.claims.watch(lifetime)
+            engine.wait(Install(key, spec, room, engine.fences(tier), watched))
         except BaseException:
             del token  # gives the room back, unless the tensor was installed
             engine.released()
@@ -541,12 +554,15 @@ class TieredStore(TensorMapping):
     def __iter__(self) -> Iterator[Key]:
         """Iterate over the keys as of now, in no particular order."""
         engine = self._running()
+        engine.look()
         with engine.lock:
             return iter(list(engine.state.directory))
 
     def __len__(self) -> int:
         """Return the number of tensors."""
-        return len(self._running().state.directory)
+        engine = self._running()
+        engine.look()
+        return len(engine.state.directory)
 
     @from_here
     def spec(self, key: Key) -> TensorSpec:
@@ -636,6 +652,45 @@ class TieredStore(TensorMapping):
         return self._committing(meta).commit_async(meta, self)
 
     @from_here
+    def refresh(self) -> int:
+        """Go to the newest commit, in a store that is open with ``access="read"``; return its generation.
+
+        Tensors that the two commits share stay in memory. The generation before is let go. Raises LeaseConflict under a lease
+        of a tensor that differs, and MisuseError where the store is open for writing, or a model is paged from it.
+        """
+        self._running()
+        return self._generations.refresh(self)
+
+    @from_here
+    def reader(self) -> StoreReader[TieredStore]:
+        """Return a handle on the newest commit (with ``access="read"``: on the one that is open) for other processes.
+
+        It can be pickled, and ``reader().open(dram=...)`` opens that generation for reading, in whichever process; the handle
+        keeps it until it is closed. ``TieredDataset`` reads with one from DataLoader workers. Raises MisuseError where nothing
+        is committed, or nothing can be.
+        """
+        self._running()
+        nvme = self._parts.nvme
+        if nvme is None or not self.generation:
+            raise MisuseError(f"{self._name} has no commit, and other processes see only what is committed: commit first")
+        while True:
+            generation = self.generation
+            try:
+                return StoreReader(TieredStore.open, nvme.folder, nvme.drive_folders, generation, self.identity).pin()
+            except MisuseError:
+                if generation == self.generation:  # otherwise another thread has committed meanwhile, and that one is dropped
+                    raise
+
+    @property
+    def identity(self) -> str:
+        """UUID of the store, 32 hexadecimal digits, which its files carry; empty for a store without a disk."""
+        return "" if self._parts.nvme is None else self._parts.nvme.uuid.hex()
+
+    def refuse_refresh(self, why: str) -> None:
+        """Make ``refresh`` raise MisuseError with ``why`` from now on."""
+        self._generations.stay(why)
+
+    @from_here
     def rollback(self, generation: int | None = None, *, needs: Sequence[Key] = ()) -> int:
         """Restore all tensors as of the newest commit, or of ``generation``, if that is kept; return its number.
 
@@ -715,15 +770,71 @@ class TieredStore(TensorMapping):
 
     # -- within -----------------------------------------------------------------------------------------------------------
 
+    def _put_temporary(self, key: Key, contents: torch.Tensor, lifetime: Token) -> None:
+        """Store a copy of ``contents``, uint8 of one dimension, as a temporary tensor: it is in no commit, its write-back
+        begins at once unless an order is followed, and it is deleted when ``lifetime`` dies. Waits and raises as ``put``."""
+        tier = self._tier_for(contents.device)
+        copy: Callable[[torch.Tensor], None] = lambda target: copy_bytes(target, contents, queued=self._queued(tier))  # noqa: E731
+        self._put(key, spec_of(contents), tier, copy, lifetime)
+
+    def _copy_into(self, target: torch.Tensor, key: Key) -> bool:
+        """Copy ``key`` into ``target``, contiguous and of its dtype and shape, on any device; return whether its bytes were in
+        memory already. Waits and raises as ``get``."""
+        lease = self._lease_to_copy(key)
+        engine = self._running()
+        try:
+            there = key in engine.present([key], lease.tier)
+            target.copy_(lease.__enter__())
+            return there
+        finally:
+            lease.token = None  # not __exit__: Ctrl-C may strike a call before its first line
+            engine.released()
+
+    def _tier_for(self, device: torch.device) -> int:
+        """Return the tier to which ``put`` copies a tensor on ``device``."""
+        return self._parts.dram if device.type == "cpu" else 0
+
+    def _fetch_ahead(self, keys: Sequence[Key], device: torch.device) -> None:
+        """Prefetch ``keys``, which were put from ``device``, beside other hints; where an order is followed, it says what is
+        fetched, and when."""
+        engine = self._running()
+        if engine.read_ahead is None:
+            engine.ahead(keys, self._tier_for(device))
+
+    def _waited(self) -> float:
+        """Return the seconds that callers have waited so far."""
+        engine = self._running()
+        return engine.stalled_for_reads + engine.stalled_for_room
+
+    def _has_memory(self, address: int) -> bool:
+        """Return whether memory at ``address`` is of this store, as far as its tiers say where they are."""
+        if self._closed:
+            return False
+        spans = ((getattr(memory, "address", 0), memory.capacity) for memory in self._parts.memories)
+        return any(begin <= address < begin + nbytes for begin, nbytes in spans if begin)
+
     def _running(self) -> Engine:
         if os.getpid() != self._pid:
             raise ForkedStore(
-                f"{self._name} was opened by process {self._pid} and cannot be used in its forked child; open stores after "
-                "forking, or start workers with 'spawn'"
+                f"{self._name} was opened by process {self._pid} and cannot be used in its forked child; give workers "
+                "store.reader(), or DataLoader a TieredDataset(store), with which each process opens a store of its own"
             )
         if self._closed:
             raise StoreClosed(f"{self._name} is closed")
         return self._engine
+
+
+_open: weakref.WeakSet[TieredStore] = weakref.WeakSet()
+"""The stores of this process."""
+
+
+def is_stored(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` lies in the memory of a store that is open."""
+    try:
+        address = tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # a subclass, or within a transform
+        return False
+    return any(store._has_memory(address) for store in list(_open))
 
 
 def _shut_down(engine: Engine, parts: Parts, pid: int, scratch: bool) -> None:

@@ -1,8 +1,8 @@
 """``tiered.verify``: reads back every byte that a store's commits reference and compares it with its checksum.
 
-Nothing is written and no store is opened: the files are opened for reading, with a lock that keeps stores out meanwhile. Bytes
-that several generations share are read once, in the order of their offsets on the drives, through a few buffers of one piece
-each.
+No store is opened: the files are opened for reading, and the generations are pinned as readers pin them, so a job may have the
+store open meanwhile. Where no pin can be made, a lock keeps jobs out. Bytes that several generations share are read once, in
+the order of their offsets on the drives, through a few buffers of one piece each.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from tiered.format import generations
 from tiered.format.data_file import MINIMUM_ALIGNMENT, digest, read_header
 from tiered.format.drives import DATA_FILE, DRIVE, LIST_FILE, Record, folders_of, read_record
 from tiered.format.folder import SHORTAGES, OpenFolder, cannot_open
-from tiered.format.locked_file import make_direct, open_to_read
+from tiered.format.locked_file import make_direct, open_to_lock, open_to_read
 from tiered.format.manifest import Manifest, TensorRecord
+from tiered.format.pins import Pin
+from tiered.store.at_rest import take
 from tiered.store.opening import open_backend
 from tiered.system import direct_io_alignment
 from tiered.tiers.dram import DramConfig, DramTier
@@ -101,20 +103,27 @@ def verify(
 ) -> Verification:
     """Read back all that the store in folder ``path`` has committed, or what ``generation`` needs, and return what is damaged.
 
-    The store must not be open. Nothing is changed, and the store of a process that died needs no repair before. ``paths`` are
-    the folders of its data files where it has several drives; one that is left out counts as missing. ``progress`` is called
-    with the bytes read so far and in all, after each piece; it may raise, to stop. Memory: 32 MiB, and the manifests.
+    A job may have the store open: what it has committed by now is verified, and kept until the end. No tensor is changed, and
+    the store of a process that died needs no repair before. ``paths`` are the folders of its data files where it has several
+    drives; one that is left out counts as missing. ``progress`` is called with the bytes read so far and in all, after each
+    piece; it may raise, to stop. Memory: 32 MiB, and the manifests.
 
     Damage, of a manifest too, is part of the result and no error. Raises MisuseError (no store there, no such generation, other
-    paths than the store's), StoreLocked, and TieredError where the process has no descriptor, thread or memory left.
+    paths than the store's), StoreLocked (a job has the store open, and has no sound commit yet, or the folder cannot be written
+    to), and TieredError where the process has no descriptor, thread or memory left.
     """
     folder = _named(path)
     with contextlib.ExitStack() as stack:
         opened = _open_folder(folder)  # all files are opened in this folder, wherever its path leads meanwhile
         stack.callback(opened.close)
-        files, listed, damages = _open_files(opened, paths, stack)
-        manifests, checked, more = _load(opened, generation)
-        damages += more
+        manifests, checked, problems, pins = _load(opened, generation)
+        stack.callback(_close, pins)
+        opening = open_to_read if manifests and len(pins) == len(manifests) else open_to_lock
+        files, listed, damages = _open_files(opened, paths, stack, opening)
+        if opening is open_to_lock:  # again, now that the lock keeps commits out
+            manifests, checked, problems, more = _load(opened, generation)
+            stack.callback(_close, more)
+        damages += problems
         if not files and not checked:
             raise MisuseError(f"{folder} is not a tiered store: it has neither a data file nor a manifest")
         damages += _compare(folder, files, listed, manifests)
@@ -140,6 +149,9 @@ def _obstacle(number: int, damages: Sequence[Damage], ends: Mapping[tuple[str, i
 
 
 # Files
+
+
+_Opening = Callable[[Path, str, int | None], int]
 
 
 def _named(path: str | os.PathLike[str]) -> Path:
@@ -173,7 +185,7 @@ class _File:
 
 
 def _open_files(
-    opened: OpenFolder, paths: Sequence[str | os.PathLike[str]] | None, stack: contextlib.ExitStack
+    opened: OpenFolder, paths: Sequence[str | os.PathLike[str]] | None, stack: contextlib.ExitStack, opening: _Opening
 ) -> tuple[dict[int, _File], Record | None, list[Damage]]:
     """Return the data files that exist, by index, the list of drives, and what is wrong with these files."""
     folder = opened.path
@@ -186,7 +198,7 @@ def _open_files(
             raise MisuseError(f"{folder} keeps its tensors in other folders, which have to be named: {folders_of(folder)}")
         if DATA_FILE not in names:
             return {}, None, []
-        file, damages = _open_file(folder, DATA_FILE, 0, stack, opened.fd)
+        file, damages = _open_file(folder, DATA_FILE, 0, stack, opening, opened.fd)
         return {0: file}, None, damages
     if DATA_FILE in names:
         raise MisuseError(f"{folder} keeps its tensors in its own folder: verify it without paths")
@@ -195,7 +207,7 @@ def _open_files(
     record = None
     if LIST_FILE in names:
         try:
-            stack.callback(os.close, open_to_read(folder, LIST_FILE, opened.fd))
+            stack.callback(os.close, opening(folder, LIST_FILE, opened.fd))
             record = read_record(folder, opened.fd)
             if record is None:
                 damages.append(Damage("is empty", str(folder / LIST_FILE)))
@@ -214,7 +226,7 @@ def _open_files(
         for index in indices:
             if index in found:
                 raise MisuseError(f"{place} and {os.path.dirname(found[index].path)} both have a drive.{index}")
-            found[index], more = _open_file(place, f"drive.{index}", index, stack)
+            found[index], more = _open_file(place, f"drive.{index}", index, stack, opening)
             damages += more
     if record is not None and len(paths) > len(record.folders):
         raise MisuseError(f"{folder} keeps its tensors on {len(record.folders)} drives, not {len(paths)}: {folders_of(folder)}")
@@ -232,11 +244,11 @@ def _indices(place: Path) -> list[int]:
 
 
 def _open_file(
-    folder: Path, name: str, index: int, stack: contextlib.ExitStack, at: int | None = None
+    folder: Path, name: str, index: int, stack: contextlib.ExitStack, opening: _Opening, at: int | None = None
 ) -> tuple[_File, list[Damage]]:
     path = str(folder / name)
     try:
-        fd = open_to_read(folder, name, at)
+        fd = opening(folder, name, at)
     except PermissionError as error:
         raise MisuseError(f"cannot open {path}: {error.strerror}; run as the store's owner") from error
     except OSError as error:
@@ -279,8 +291,16 @@ def _without(message: str, path: object) -> str:
 # Manifests
 
 
-def _load(opened: OpenFolder, generation: int | None) -> tuple[list[Manifest], list[CheckedGeneration], list[Damage]]:
-    """Return the manifests that can be read, newest first; the entry of each that exists; what is wrong with the others."""
+def _close(pins: Sequence[Pin]) -> None:
+    for pin in pins:
+        pin.close()
+
+
+def _load(
+    opened: OpenFolder, generation: int | None
+) -> tuple[list[Manifest], list[CheckedGeneration], list[Damage], list[Pin]]:
+    """Return the manifests that can be read, newest first; the entry of each that exists; what is wrong with the others; and
+    the pins of the generations, as far as they can be made."""
     folder = opened.path
     there = generations.generations(opened)
     if generation is not None:
@@ -288,19 +308,31 @@ def _load(opened: OpenFolder, generation: int | None) -> tuple[list[Manifest], l
             raise MisuseError(f"{folder} has no generation {generation}; there are: {', '.join(map(str, there)) or 'none'}")
         there = [generation]
     manifests, checked, damages = [], [], []
-    for number in reversed(there):
-        path = str(folder / f"manifest.{number}")
-        try:
-            manifest = generations.load(opened, number)
-            assert manifest is not None
-        except ManifestError as error:
-            damages.append(Damage(_without(str(error), path), path, generations=(number,)))
-            checked.append(CheckedGeneration(number, None, None, None))
-            continue
-        manifests.append(manifest)
-        nbytes = sum(record.spec.nbytes for record in manifest.tensors)
-        checked.append(CheckedGeneration(number, len(manifest.tensors), nbytes, 0))
-    return manifests, checked, damages
+    pins: list[Pin] = []
+    try:
+        for number in reversed(there):
+            path = str(folder / f"manifest.{number}")
+            try:
+                taken = take(opened, number)
+            except ManifestError as error:
+                damages.append(Damage(_without(str(error), path), path, generations=(number,)))
+                checked.append(CheckedGeneration(number, None, None, None))
+                continue
+            except MisuseError:
+                if generation is None:  # a job has dropped it meanwhile
+                    continue
+                raise
+            except OSError as error:
+                raise cannot_open(folder, error) from error
+            if taken.pin is not None:
+                pins.append(taken.pin)
+            manifests.append(taken.manifest)
+            nbytes = sum(record.spec.nbytes for record in taken.manifest.tensors)
+            checked.append(CheckedGeneration(number, len(taken.manifest.tensors), nbytes, 0))
+    except BaseException:
+        _close(pins)
+        raise
+    return manifests, checked, damages, pins
 
 
 def _compare(folder: Path, files: Mapping[int, _File], listed: Record | None, manifests: Sequence[Manifest]) -> list[Damage]:

@@ -88,6 +88,11 @@ class HbmTier:
         return self._streams
 
     @property
+    def address(self) -> int:
+        """Address of the arena on the device; 0 once the tier is closed."""
+        return 0 if self._arena is None else self._arena.data_ptr()
+
+    @property
     def used(self) -> int:
         """Bytes in allocated slots, padding included."""
         return self._space.used_bytes

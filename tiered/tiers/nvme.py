@@ -53,6 +53,8 @@ class NvmeTier:
     """The store's folder, held open: all operations use it, because the path may lead elsewhere by now."""
     uuid: bytes
     """The store's UUID, 16 bytes; every checksum covers it."""
+    why_besides: Callable[[], str] = staticmethod(lambda: "")
+    """Returns what takes room besides the store and the generations that it keeps, in words; empty where nothing does."""
     alignment: int
     """Alignment in bytes of every extent's offset and size: what direct I/O requires here, at least 4096."""
 
@@ -165,11 +167,16 @@ class NvmeTier:
     @property
     def refusal(self) -> str | None:
         """Why the last ``allocate`` returned None, in one line; None when it did not."""
-        return self._refusal
+        return self._refusal and self._refusal + self.why_besides()
 
     def free_on_device(self) -> int:
         """Return the bytes that the filesystems have free, each counted once; 0 once closed."""
         return sum({file.device: file.free_on_device() for file in self.files}.values())
+
+    @property
+    def drive_folders(self) -> tuple[str, ...] | None:
+        """Folders of the data files of a store on several drives; None where the data file is in the store's folder."""
+        return tuple(file.folder for file in self.files) if self._drives else None
 
     # Extents
 

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tiered import Access, CapacityError, MisuseError, TieredError, TieredStore
+from tiered import Access, ActivationStatistics, CapacityError, MisuseError, TieredError, TieredStore
+from tiered.store.activations import refuse_one_tier
 from tiered.system import Trimmer, refuse_little_room, returned_at_once
 from tiered.zero.build.construct import unguard
 from tiered.zero.build.deferred import Deferred, expect
@@ -28,7 +29,7 @@ from tiered.zero.checkpoint.safetensors import Pretrained
 from tiered.zero.collectives import Ranks
 from tiered.zero.optimizers.optimizer import Optimizer, refuse_others
 from tiered.zero.paging.micro_batch import SAVED_SHARE, refuse_batch_dependent, split_modules
-from tiered.zero.paging.pager import Pager, PagerConfig, owner_of, pager_of, placements_of
+from tiered.zero.paging.pager import Activations, Pager, PagerConfig, owner_of, pager_of, placements_of
 from tiered.zero.paging.sharding import Partition, Sharded, Stage, Stage3, Unsharded
 from tiered.zero.paging.step_trace import Prefetch
 from tiered.zero.paging.storage import UpdateTier, in_update_tier
@@ -38,7 +39,7 @@ from tiered.zero.rank_stores import newest_set, number_of
 
 __all__ = [
     *("Filling", "Moved", "PagingStatistics", "differing", "gathered", "no_sync", "offload", "onload", "page", "page_filling"),
-    "statistics",
+    *("smallest_pool", "statistics"),
 ]
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,9 @@ class PagingStatistics:
 
     ``units``: how many there are. ``largest_unit``: bytes of the largest one's parameters. ``updates``: how many updates of a
     unit were applied, ``update_seconds``: what they took, without the time that they waited for the store. ``split``: names of
-    the modules that divide the batch (``micro_batch=``).
+    the modules that divide the batch (``micro_batch=``), or whose inside backward computes again
+    (``activations="recompute"``); ``computed_again``: how often forward came to one of these. ``activations``: what went into
+    the store with ``activations="store"``, else None.
     """
 
     units: int
@@ -55,6 +58,8 @@ class PagingStatistics:
     updates: int
     update_seconds: float
     split: tuple[str, ...]
+    computed_again: int = 0
+    activations: ActivationStatistics | None = None
 
 
 def statistics(model: nn.Module) -> PagingStatistics:
@@ -67,6 +72,8 @@ def statistics(model: nn.Module) -> PagingStatistics:
         updates=sum(unit.updates for unit in units),
         update_seconds=sum(unit.states.update_seconds for unit in units),
         split=pager.splitter.split if pager.splitter is not None else (),
+        computed_again=pager.splitter.computed_again if pager.splitter is not None else 0,
+        activations=None if pager.saved is None else pager.saved.statistics(),
     )
 
 
@@ -216,6 +223,7 @@ def page(
     existing: str = "refuse",
     prefetch: Prefetch = "on",
     micro_batch: int = 1,
+    activations: Activations = "memory",
     param_init_fn: Init | None = None,
     policy: Policy = AS_IT_IS,
     weights: str | os.PathLike[str] | None = None,
@@ -255,6 +263,12 @@ def page(
     model is called, names a module that computes across the batch (BatchNorm in training, one of yours with an attribute
     ``batch_dependent = True``, one that changes a buffer), has it in the second dimension, or cannot be split otherwise.
 
+    ``activations``: where what backward needs of forward is meanwhile: in "memory"; "recompute": nowhere, the modules named in
+    ``statistics(model).split`` are computed again from their inputs, which wait in the store, as with ``micro_batch``; "store":
+    in the store, but for the newest eighth of the budget (64 MiB at most) and small tensors, as with
+    ``tiered.offload_activations``. Results are the same, bit for bit. ``statistics(model).activations`` says how much went
+    there, and what backward waited for.
+
     ``source``: with ``existing="resume"``, where the store has no checkpoint of ``name`` yet: the folder of another store, or
     of the stores of all ranks (``zero.open_store``), whose last checkpoint is taken over: of any number of ranks, with any
     stage, and any budget. It is not changed.
@@ -291,6 +305,7 @@ def page(
         existing=existing,
         prefetch=prefetch,
         micro_batch=micro_batch,
+        activations=activations,
         param_init_fn=param_init_fn,
         policy=policy,
         weights=weights,
@@ -304,7 +319,9 @@ def page(
         slice_weights=slice_weights,
     )
     options.refuse_contradictions()
-    return _page(model, store, options)
+    paged = _page(model, store, options)
+    store.refuse_refresh(f"a model is paged from {store}, and is of the commit that was opened: open the newest one anew")
+    return paged
 
 
 class Filling(Protocol):
@@ -350,6 +367,7 @@ class _Options:
     existing: str = "refuse"
     prefetch: Prefetch = "on"
     micro_batch: int = 1
+    activations: Activations = "memory"
     param_init_fn: Init | None = None
     policy: Policy = AS_IT_IS
     weights: str | os.PathLike[str] | None = None
@@ -377,6 +395,15 @@ class _Options:
             raise MisuseError(
                 f"micro_batch is into how many parts units divide the batch, at least 1, not {self.micro_batch!r}"
             )
+        if self.activations == "auto":  # type: ignore[comparison-overlap]
+            raise MisuseError("activations='auto' needs a plan, and there is none: choose 'memory', 'recompute' or 'store'")
+        if self.activations not in ("memory", "recompute", "store"):
+            raise MisuseError(f"activations is 'memory', 'recompute' or 'store', not {self.activations!r}")
+        if self.activations == "store" and self.micro_batch > 1:
+            raise MisuseError(
+                "micro_batch computes the inside of units again, so that nothing of it is left for activations='store': leave "
+                "one of them out"
+            )
         if self.source is not None and self.existing != "resume":
             raise MisuseError("source= is for existing='resume': where the checkpoint is that this model goes on from")
         if self.weights is not None and (self.existing == "resume" or self.param_init_fn is not None):
@@ -390,6 +417,8 @@ class _Options:
 def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     refuse_others()
     in_update_tier(store, options.update_tier)
+    if options.activations == "store":
+        refuse_one_tier(store)
     window = Window.of(store)
     held = [key for key in store if key.startswith(f"{options.name}/")]
     if held and options.existing == "refuse" and options.filling is None:
@@ -429,12 +458,19 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
             slicing = Slicing(only={sliced.name: None for sliced in usual.sliced.values()})
         limits = replace(limits, unit=min(limits.unit, options.largest_unit))
     tentative = divide(model, limits, strides, options.policy, partition.shares, slicing)
-    _refuse_small_pool(tentative, model, store, pool, options.micro_batch, partition.shares)
+    _refuse_small_pool(tentative, model, store, pool, options, partition.shares)
     together = 0 if options.existing == "resume" or options.weights is not None else _largest_meta(model)
     refuse_little_room(store, "paging this model", largest=together)
     for module, qualified in split_modules(model, tentative).items() if options.micro_batch > 1 else ():
         refuse_batch_dependent(module, qualified)
-    config = PagerConfig(options.name, pool, partition, options.prefetch, options.micro_batch, options.update_tier)
+    if options.activations == "recompute" and not split_modules(model, tentative):
+        raise MisuseError(
+            "activations='recompute': no module of this model holds all of its parameters while it runs, so none can be "
+            "computed again: use activations='store', or a larger memory budget"
+        )
+    config = PagerConfig(
+        *(options.name, pool, partition, options.prefetch, options.micro_batch, options.update_tier, options.activations)
+    )
     if options.existing == "resume":
         checkpoint.refuse_other(store, options.name, tentative, partition, model)
         strides |= {fresh: strides[meta] for fresh, meta in _replace_meta(model, store).items() if meta in strides}
@@ -518,7 +554,7 @@ def _take_over(
         strides = {p: there.stride(qualified) for qualified, p in model.named_parameters()}
         slicing = Slicing(experts=options.experts == "sliced")
         plan = divide(model, limits, strides, options.policy, partition.shares, slicing)
-        _refuse_small_pool(plan, model, store, pool, options.micro_batch, partition.shares)
+        _refuse_small_pool(plan, model, store, pool, options, partition.shares)
         reshard(there, store, plan, partition)
         partition.goes_on(number_of(stores[0].manifest.meta))
 
@@ -589,14 +625,14 @@ def _staged(model: nn.Module, window: Window) -> dict[nn.Parameter, Staged]:
     return staged
 
 
-def _refuse_small_pool(
-    plan: ModelPlan, model: nn.Module, store: TieredStore, pool: int, micro_batch: int, shares: int
-) -> None:
-    """Raise CapacityError for a pool in which a unit, its gradient, and what the modules around it hold do not fit at the same
-    time, wherever they happen to lie. Where units divide the batch, a piece of the saved activations has to fit, too; and the
-    largest unit twice more, for it may lie in the middle. One of several ranks has what it gathers or sends of a unit beside
-    what it receives, and its share."""
-    beside = store.access is Access.READ  # then what is converted is in memory beside the pool
+def smallest_pool(plan: ModelPlan, model: nn.Module, *, saves: bool = False, shares: int = 1, beside: bool = False) -> int:
+    """Return the bytes of the smallest pool for a model that is divided so.
+
+    A unit, its gradient, and what the modules around it hold fit at the same time, wherever they happen to lie. Where the store
+    has activations (``saves``), a piece of these has to fit, too; and the largest unit twice more, as it may lie in the middle.
+    One of several ranks has what it gathers or sends of a unit beside what it receives, and its share. ``beside``: what is
+    converted is in memory beside the pool, as in a store that is open for reading.
+    """
     sizes = [-(-(unit.stored_nbytes if beside and unit.converted else unit.nbytes) // 4096) * 4096 for unit in plan.units]
 
     def deepest(module: nn.Module, above: frozenset[int]) -> int:
@@ -607,10 +643,18 @@ def _refuse_small_pool(
     converted = max((unit.stored_nbytes for unit in plan.units if unit.converted), default=0)  # it is there twice meanwhile
     converted = 0 if beside else converted
     together += (max(sizes, default=0) if shares == 1 else 4 * max(sizes, default=0)) + converted
-    if micro_batch > 1:
+    if saves:
         together += 2 * max(sizes, default=0)
         together = -(-together * SAVED_SHARE // (SAVED_SHARE - 1) // 4096) * 4096
-    needed = -(-max(3 * max(sizes, default=0) + converted, together, 1 << 20) // 4096) * 4096
+    return -(-max(3 * max(sizes, default=0) + converted, together, 1 << 20) // 4096) * 4096
+
+
+def _refuse_small_pool(
+    plan: ModelPlan, model: nn.Module, store: TieredStore, pool: int, options: _Options, shares: int
+) -> None:
+    """Raise CapacityError for a pool that is smaller than ``smallest_pool``."""
+    saves = options.micro_batch > 1 or options.activations != "memory"
+    needed = smallest_pool(plan, model, saves=saves, shares=shares, beside=store.access is Access.READ)
     if pool < needed:
         largest = max(plan.units, key=lambda unit: unit.nbytes)
         tier = min((tier for tier in store.statistics().tiers if tier.name != "nvme"), key=lambda tier: tier.capacity)

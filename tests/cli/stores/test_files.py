@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ from tests.store.test_verify import flip, place
 from tests.zero.models import Tied
 from tiered import TieredStore, zero
 from tiered.cli.main import main
+from tiered.format import generations
 
 
 @pytest.fixture
@@ -74,7 +76,9 @@ def test_ls(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert state(plain) == before
 
 
-def test_ls_of_a_model_also_while_it_is_open(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_of_a_model_also_while_it_is_open(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     count = sum(parameter.numel() for parameter in Tied().parameters())
     assert main(["ls", str(model), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -91,10 +95,21 @@ def test_ls_of_a_model_also_while_it_is_open(model: Path, capsys: pytest.Capture
     with TieredStore.open(model, dram="2MiB") as store:
         assert main(["ls", str(model)]) == 0
         shown = capsys.readouterr().out
-        assert shown.splitlines()[1].split()[:3] == ["model", "?", str(units)]
-        assert f"{model} is in use by process {os.getpid()}" in shown
-        assert main(["export", str(model), "--out", str(model.parent / "out")]) == 1
-        assert f"in use by process {os.getpid()}" in capsys.readouterr().err
+        assert shown.splitlines()[1].split()[:3] == ["model", f"{count:,}", str(units)]
+        with monkeypatch.context() as patched:  # as in a folder that cannot be written to
+
+            def refuse(*given: object) -> None:
+                raise PermissionError(errno.EACCES, "Permission denied")
+
+            patched.setattr(generations, "Pin", refuse)
+            assert main(["ls", str(model)]) == 0
+            shown = capsys.readouterr().out
+            assert shown.splitlines()[1].split()[:3] == ["model", "?", str(units)]
+            assert f"{model} is in use by process {os.getpid()}" in shown
+            assert main(["export", str(model), "--out", str(model.parent / "out")]) == 1
+            assert f"in use by process {os.getpid()}" in capsys.readouterr().err
+        assert main(["export", str(model), "--out", str(model.parent / "out")]) == 0
+        assert not [name for name in os.listdir(model) if name.startswith("reader.")]
         store.close()
 
 

@@ -99,8 +99,10 @@ def test_several_drives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with TieredStore.open(tmp_path / "new", dram="32MiB"):  # without a commit
+        assert f"tiered: {tmp_path / 'new'} is in use by process" in failure(capsys, "verify", tmp_path / "new")
     with TieredStore.open(folder, dram="32MiB"):
-        assert f"tiered: {folder} is in use by process" in failure(capsys, "verify", folder)
+        assert main(["verify", str(folder)]) == 0
     assert "is not a tiered store" in failure(capsys, "verify", tmp_path / "none")
     assert "a store's folder has a name" in failure(capsys, "verify", "")
     assert "there are: 1, 2" in failure(capsys, "verify", folder, "--generation", 3)

@@ -14,11 +14,9 @@ from tests.cli.train.trainings import TINY, losses, same, stop_at, values
 from tiered.cli.main import main
 from tiered.cli.train import resume as resuming
 from tiered.cli.train.optimizers import kind_of
-from tiered.cli.train.options import OPTIMIZERS, Options, default_of
+from tiered.cli.train.options import OPTIMIZERS, WITHOUT_REFERENCE, Options, default_of
 from tiered.zero.optimizers.optimizer import NAMED
 
-OWN = ("lion", "adamw8bit", "adamw4bit")
-"""Which torch does not have."""
 PARAMETERS = 117_504
 """The model of TINY has a few more."""
 
@@ -27,7 +25,7 @@ def options(**changes: Any) -> Options:
     return Options(**{name: default_of(name) for name in Options.__dataclass_fields__} | changes)
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in OWN])
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in WITHOUT_REFERENCE])
 def test_same_numbers_as_in_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
@@ -41,7 +39,7 @@ def test_same_numbers_as_in_memory(name: str, tmp_path: Path, monkeypatch: pytes
     assert report["compared"]["optimizer states"]["numbers"] >= kind_of(options(optimizer=name)).states * PARAMETERS
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", WITHOUT_REFERENCE)
 def test_no_reference(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--check", *TINY, "--optimizer", name]) == 2
     assert f"torch has no {name}" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tiered import ActivationStatistics
 from tiered.cli.measure import Rates, Usage
 from tiered.cli.train.report import Summary, describe
 
@@ -55,3 +56,22 @@ def test_it_ends_with_what_to_do_next(ranks: int, exported: str) -> None:
         "text of your own: tiered train --text FILE --dir STORE",
         "model of your own: docs/training.md",
     ]
+
+
+def test_it_says_where_activations_were() -> None:
+    assert "\nbackward" not in describe(summary(7), None, "")
+    found = ActivationStatistics(
+        saved=9, left=2, shared=0, offloaded=4 * 10**9, restored=2 * 10**9, hidden=10**9, in_memory=0, in_store=0,
+        waited_in_forward=0.5, waited_in_backward=1.0,
+    )  # fmt: skip
+    stored = summary(7, steps=2, activations="store", offloaded=found)
+    shown = describe(stored, None, "")
+    assert "backward  2.00 GB per step went into the store, 1.00 GB came back, 50% of them in time;" in shown
+    assert "forward waited 0.25 s per step for room, backward 0.50 s for bytes" in shown
+    assert stored.as_json()["activations"] == {
+        "where": "store", "offloaded_bytes": 4 * 10**9, "restored_bytes": 2 * 10**9, "hidden_bytes": 10**9,
+        "waited_in_forward_seconds": 0.5, "waited_in_backward_seconds": 1.0,
+    }  # fmt: skip
+    again = summary(7, steps=2, activations="recompute", computed_again=12)
+    assert "backward  computed the insides of 6 modules per step again" in describe(again, None, "")
+    assert again.as_json()["activations"] == {"where": "recompute", "modules_computed_again": 12}

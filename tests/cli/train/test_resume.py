@@ -214,6 +214,7 @@ def test_room_for_every_generation_is_planned(tmp_path: Path, capsys: pytest.Cap
         ["--accumulate", "2", "--checkpoint"],
         ["--micro-batch", "2", "--commit-every", "1"],
         ["--update", "in_backward"],
+        ["--activations", "store"],
     ],
     ids=" ".join,
 )

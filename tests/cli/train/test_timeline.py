@@ -206,6 +206,9 @@ class TestUsage:
             (["--check", "--timeline", "it.json"], "--check"),
             (["--timeline-steps", "2"], "--timeline-steps"),
             (["--micro-batch", "2", "--checkpoint"], "--micro-batch"),
+            (["--micro-batch", "2", "--activations", "store"], "--activations store"),
+            (["--checkpoint", "--activations", "recompute"], "--checkpoint"),
+            (["--activations", "disk"], "disk"),
             (["--update", "in_backward", "--clip", "1"], "--clip"),
             (["--update", "in_backward", "--accumulate", "2"], "--accumulate"),
         ],
@@ -220,7 +223,7 @@ class TestUsage:
         assert "not a report of tiered, so it stays: name another file with --timeline" in shown
 
 
-@pytest.mark.parametrize("more", [["--micro-batch", "2"], ["--update", "in_backward"]])
+@pytest.mark.parametrize("more", [["--micro-batch", "2"], ["--update", "in_backward"], ["--activations", "store"]])
 def test_check_finds_the_same_numbers(more: list[str], tmp_path: Path) -> None:
     done = tiered("train", "--check", *TINY, "--steps", 3, *more, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -22,7 +22,7 @@ from tiered.cli.arguments import (
     size,
     sizes,
 )
-from tiered.cli.train.options import MODEL_HELP, UPDATES, default_of
+from tiered.cli.train.options import MODEL_HELP, OPTIMIZERS, UPDATES, default_of
 
 if TYPE_CHECKING:
     from tiered.cli.arguments import Commands
@@ -77,9 +77,9 @@ examples:
 """
 
 STEP_DESCRIPTION = """\
-Run optimizer steps whose parameters and Adam states are on disk and which compute almost nothing. The table has the
-time of a step, the bytes that it moves per parameter, and the time that the disk alone needs for these bytes. The
-rates of the disk are measured between the steps, with --fio by fio.
+Run optimizer steps whose parameters and states are on disk and which compute almost nothing. The table has the time
+of a step, the bytes that it moves per parameter, and the time that the disk alone needs for these bytes. The rates of
+the disk are measured between the steps, with --fio by fio.
 """
 
 STEP_EXAMPLES = """\
@@ -87,6 +87,7 @@ examples:
   tiered bench step --dir /mnt/nvme --fio
   tiered bench step --dir /mnt/nvme --parameters 200000000 --dram 1GiB --dtype bfloat16
   tiered bench step --dir /mnt/nvme --update in_backward --json result.json
+  tiered bench step --dir /mnt/nvme --optimizer adamw8bit
 """
 
 TRAIN_DESCRIPTION = """\
@@ -194,6 +195,9 @@ def _add_step(below: Commands) -> None:
     step.add_argument("--dram", metavar="SIZE", type=size, help="host memory of the store (default: a tenth of the state)")
     step.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="type of parameters (default: %(default)s)"
+    )
+    step.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="adamw", help="what updates the parameters (default: %(default)s)"
     )
     _add_update(step)
     step.add_argument(

@@ -19,7 +19,7 @@ from tiered import TieredError, TieredStore
 from tiered.cli.bench import fio
 from tiered.cli.bench.plot import plot_rounds
 from tiered.cli.bench.series import Run, Series, Setup, Workload, in_rounds, ratios, refuse_full_disk, series_as_json
-from tiered.cli.machine import store_facts
+from tiered.cli.info.machine import store_facts
 from tiered.cli.measure import DATA_FILE, Noise, Spread, Usage, environment, quantiles, scratch_folder, scratch_store
 from tiered.cli.output import (
     Progress,

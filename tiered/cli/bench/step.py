@@ -15,7 +15,7 @@ from torch import nn
 
 from tiered import CapacityError, MisuseError, TieredStore, zero
 from tiered.cli.bench import fio
-from tiered.cli.machine import store_facts
+from tiered.cli.info.machine import store_facts
 from tiered.cli.measure import (
     Meter,
     Noise,
@@ -40,14 +40,13 @@ from tiered.cli.output import (
     write_report,
 )
 from tiered.cli.stop import Stopped, StopRequest
+from tiered.cli.train.optimizers import kind_named
 from tiered.store.opening import SMALLEST_DRAM
 from tiered.types import BackendName, format_size
 
 __all__ = ["Options", "Stack", "Stepper", "bench"]
 
 Dtype = Literal["float32", "bfloat16"]
-STATE_BYTES = {"float32": 12, "bfloat16": 12}
-"""Bytes per parameter without gradients: the fp32 value (of which a bf16 parameter is the upper half) and two moments."""
 WARM_UP = 4
 """Steps that do not count: the first has no updates, the second makes the moments, in the third the store learns the order."""
 TOKENS = 4
@@ -73,11 +72,12 @@ class Options:
     rounds: int
     beside: Literal["fio", "nothing"]
     threads: int | None = None
+    optimizer: str = "adamw"
 
     @property
     def state(self) -> int:
-        """Bytes of parameters and moments."""
-        return self.parameters * STATE_BYTES[self.dtype]
+        """Bytes of parameters, of which a bf16 one is the upper half of its master, and what the optimizer keeps for them."""
+        return int(self.parameters * kind_named(self.optimizer).bytes_kept)
 
     @property
     def pool(self) -> int:
@@ -116,7 +116,8 @@ class Stepper:
         stack = Stack.of(options)
         self.parameters = sum(parameter.numel() for parameter in stack.parameters())
         self.model = zero.page(stack, store, micro_batch=options.micro_batch)
-        self._optimizer = zero.AdamW(self.model.parameters(), lr=1e-4, update=options.update)
+        kind = kind_named(options.optimizer)
+        self._optimizer = kind.ours(self.model.parameters(), lr=1e-4, update=options.update, **kind.settings)
         self._inputs = torch.ones(TOKENS * options.micro_batch, stack.width, dtype=next(stack.parameters()).dtype)
         self._passes, self._meter = options.passes, Meter(store)
 
@@ -138,7 +139,8 @@ def bench(options: Options, json: str | None) -> int:
     if options.update == "in_backward" and options.passes > 1:
         raise MisuseError("--update in_backward makes each pass a step: without --passes")
     report: dict[str, Any] = environment() | {
-        "parameters": options.parameters, "dtype": options.dtype, "update": options.update, "passes": options.passes,
+        "parameters": options.parameters, "dtype": options.dtype,
+        "optimizer": options.optimizer, "update": options.update, "passes": options.passes,
         "micro_batch": options.micro_batch, "pool_bytes": options.pool, "rounds": options.rounds,
     }  # fmt: skip
     noise, threads = Noise(), torch.get_num_threads()
@@ -263,6 +265,7 @@ def _describe(report: dict[str, Any]) -> str:
             told_environment(report),
             told_io(report),
             f"{report['parameters']:,} parameters, {report['dtype']}, in {counted(report['units'], 'unit')}; "
+            f"{report['optimizer']}, "
             f"{report['update']}, {counted(report['passes'], 'pass')} of {counted(report['micro_batch'], 'part')}, "
             f"{counted(report['threads'], 'thread')} of torch; "
             f"{format_size(report['pool_bytes'])} of memory, {format_size(report['peak_bytes'])} used at most",

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from tiered import MisuseError, TieredStore
-from tiered.cli.machine import store_facts
+from tiered.cli.info.machine import store_facts
 from tiered.cli.measure import Noise, bytes_of, environment, free_on, percentile, scratch_store
 from tiered.cli.output import (
     Progress,

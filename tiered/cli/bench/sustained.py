@@ -12,7 +12,7 @@ from typing import Any
 from tiered import TieredStore
 from tiered.cli.bench.plot import plot_sustained
 from tiered.cli.bench.series import Setup, Workload, refuse_full_disk
-from tiered.cli.machine import store_facts
+from tiered.cli.info.machine import store_facts
 from tiered.cli.measure import Noise, environment, scratch_store
 from tiered.cli.output import (
     Progress,

@@ -23,7 +23,7 @@ from tiered.cli.bench.fio import Mode
 from tiered.cli.bench.io import Beside
 from tiered.cli.bench.plot import plot_sweep
 from tiered.cli.bench.series import Order, Run, Series, in_rounds, ratios, refuse_full_disk, series_as_json
-from tiered.cli.machine import IN_MEMORY, backends, filesystem
+from tiered.cli.info.machine import IN_MEMORY, backends, filesystem
 from tiered.cli.measure import GIB, Meter, Noise, Spread, Usage, bytes_of, environment, scratch_folder
 from tiered.cli.output import (
     Progress,

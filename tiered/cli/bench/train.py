@@ -14,7 +14,7 @@ import psutil
 
 from tiered import CapacityError, MisuseError, TieredError
 from tiered.cli.bench.trainer import PHASES, Options, Variant, as_lines
-from tiered.cli.machine import store_facts
+from tiered.cli.info.machine import store_facts
 from tiered.cli.measure import Noise, Spread, environment, free_on, scratch_folder
 from tiered.cli.output import Progress, counted, refuse_unwritable, table, told_environment, told_io, told_noise, write_report
 from tiered.cli.stop import Stopped, StopRequest

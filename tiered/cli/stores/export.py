@@ -17,9 +17,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 DESCRIPTION = """\
 Write the parameters of a model that was committed with zero.commit, or all tensors of a store without a model, as
-safetensors files with an index, which safetensors and transformers can load. The store must not be open for writing
-by another process. Nothing in it is changed. Pending optimizer updates are applied to the exported values. The
-command needs little memory, however large the model is.
+safetensors files with an index, which safetensors and transformers can load. A job may have the store open meanwhile,
+and goes on: the commit that is exported is kept until the command ends. No tensor is changed. Pending optimizer
+updates are applied to the exported values. The command needs little memory, however large the model is.
 """
 
 EXAMPLES = """\

@@ -186,6 +186,7 @@ def _model(parsed: argparse.Namespace, store: TieredStore, stop: StopRequest, pr
         compute=None if parsed.compute is None else getattr(torch, parsed.compute),
         quantize=parsed.quantize,
         verify=parsed.verify,
+        missing="refuse",  # what transformers logs of them is not shown
         progress=advanced,
     )
     stored = sum(store.spec(key).nbytes for key in store if key.startswith(f"{parsed.name or 'model'}/param/"))

@@ -1,4 +1,4 @@
-"""``tiered ls``: list the models, generations and tensors of a store, also while another process has it open."""
+"""``tiered ls``: list the models, generations and tensors of a store, also while a job has it open."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["add_parser"]
 DESCRIPTION = """\
 List what the commits in a store hold: the models that have a checkpoint, the generations with their meta, and the
 tensors of one generation. The tensors that a model consists of are listed with --all, or where PATTERN matches.
-Nothing is changed. The command works while another process has the store open, and after one died; parameters are
-only counted while no process has the store open for writing.
+Nothing is changed. The command works while a job has the store open, and after one died. In a folder that cannot be
+written to, parameters are only counted while no process has the store open for writing.
 
 The exit code is 1 where a manifest is damaged. Control characters in names and meta are escaped, and long names
 are shortened in the middle; --json has all of them.
@@ -70,7 +70,7 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
 def _models(found: Listing, meta: Mapping[str, object], paths: list[str] | None) -> tuple[list[dict[str, Any]], str | None]:
     """List the models that have a checkpoint, and say why their parameters could not be counted (None where they were).
 
-    Counting reads the data files, which needs the lock that readers share."""
+    Counting reads the data files, for which the generation is pinned."""
     names = sorted(one.key.removesuffix("/checkpoint") for one in found.tensors if one.key.endswith("/checkpoint"))
     if not names:
         return [], None

@@ -18,8 +18,9 @@ __all__ = ["add_parser"]
 
 DESCRIPTION = """\
 Read every byte that the commits of a store need, compare the checksums, and name all damage by tensor, generation,
-file and offset. The store must not be open for writing by another process. Nothing in it is changed. The exit code
-is 0 where all bytes are sound, and 1 otherwise.
+file and offset. A job may have the store open meanwhile, and goes on: what it has committed when the command begins
+is checked, and kept until the command ends. No tensor is changed. The exit code is 0 where all bytes are sound, and 1
+otherwise.
 """
 
 LINE = 1000

@@ -83,7 +83,7 @@ def check(options: Options) -> int:
         model = build(shape_of(options))
         print(
             f"{describe_model(options, parameters)}\n"
-            f"{counted(options.steps or 0, 'step')}, activations {'recomputed' if options.recompute else 'kept'} for backward\n"
+            f"{counted(options.steps or 0, 'step')}, activations {_activations(options)} for backward\n"
             f"first in the store with {format_size(options.dram)} of memory, then in memory",
             file=stream,
             flush=True,
@@ -123,12 +123,17 @@ def check(options: Options) -> int:
     return 0 if same else 1
 
 
+def _activations(options: Options) -> str:
+    told = {"memory": "kept", "recompute": "recomputed", "store": "kept in the store"}
+    return "recomputed" if options.recompute else told[options.activations]
+
+
 def _in_memory(
     start: dict[str, torch.Tensor], text: Text, options: Options, split: Iterable[str], stop: StopRequest
 ) -> Outcome:
     model = GPT(shape_of(options))
     model.load_state_dict(start)
-    in_parts(model, split, options.micro_batch)
+    in_parts(model, split if options.micro_batch > 1 else (), options.micro_batch)
     parameters = list(model.parameters())
     optimizer = kind_of(options).in_memory(model, options)
 

@@ -9,7 +9,16 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from tiered.cli.arguments import add_backend, command, count, fraction, launched, positive, seconds, seed, size, size_or_none
-from tiered.cli.train.options import DEFAULT_FOLDER, MODEL_HELP, OPTIMIZERS, UPDATES, Options, default_of
+from tiered.cli.train.options import (
+    ACTIVATIONS,
+    DEFAULT_FOLDER,
+    MODEL_HELP,
+    OPTIMIZERS,
+    UPDATES,
+    WITHOUT_REFERENCE,
+    Options,
+    default_of,
+)
 from tiered.types import format_size
 
 if TYPE_CHECKING:
@@ -28,8 +37,8 @@ resuming:
   Ctrl-C or SIGTERM commits the last complete step and stops; a second signal stops at once, without a commit.
   --resume continues from the newest commit in --dir, bit for bit as if the training had never stopped, with the
   options of its beginning. These options may be given again with other values: --steps, --minutes, --dram, --hbm,
-  --device, --update-tier, --backend, --commit-every, --checkpoint, --no-prefetch, --text (a copy of the same text),
-  --stage (with another number of ranks) and all options of the group "outcome".
+  --device, --update-tier, --backend, --commit-every, --checkpoint, --activations, --no-prefetch,
+  --text (a copy of the same text), --stage (with another number of ranks) and all options of the group "outcome".
   --steps and --minutes count from the beginning of the training. The learning rate follows them: with a larger
   number it continues at the place on the new curve that the steps or minutes so far have reached. After a
   training that had completed its curve, the learning rate therefore rises again.
@@ -118,6 +127,12 @@ def add_parser(commands: Commands) -> None:
         const=True,
         help="recompute the activations of each block in backward instead of keeping them in memory",
     )
+    model.add_argument(
+        "--activations",
+        choices=ACTIVATIONS,
+        help="where backward has the activations of units from: memory, computed again from inputs that wait in the store, or "
+        f"the store; the numbers are the same {_default('activations')}",
+    )
     training = parser.add_argument_group("training")
     for name in "batch", "accumulate", "micro_batch":
         option = "--" + name.replace("_", "-")
@@ -126,8 +141,8 @@ def add_parser(commands: Commands) -> None:
         "--optimizer",
         choices=OPTIMIZERS,
         help="what updates the parameters, bit for bit as torch's class of that name (torch has no lion, and none of the "
-        "inexact adamw8bit and adamw4bit, which keep moments in 8 and 4 bits); sgd has a momentum of 0.9. sgd, adagrad, "
-        "rmsprop and lion keep one state and not two, and need another --lr "
+        "inexact adamw_bf16, adamw8bit and adamw4bit, which keep moments in 16, 8 and 4 bits); sgd has a momentum of 0.9. "
+        "sgd, adagrad, rmsprop and lion keep one state and not two, and need another --lr "
         f"{_default('optimizer')}",
     )
     training.add_argument(
@@ -186,7 +201,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.set_defaults(
         run=lambda parsed, given: _run(parser, parsed, given),
-        memory_mend="lower --batch, --context or --dram, or add --checkpoint",
+        memory_mend="lower --batch, --context or --dram, or add --activations store or --checkpoint",
     )
 
 
@@ -208,6 +223,10 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: lis
         parser.error("--timeline-steps needs --timeline or --plot")
     if parsed.recompute and (parsed.micro_batch or 1) > 1:
         parser.error("--micro-batch recomputes activations already: leave out --checkpoint")
+    if parsed.activations == "store" and (parsed.micro_batch or 1) > 1:
+        parser.error("--micro-batch recomputes activations, so that none are left for the store: leave out --activations store")
+    if parsed.recompute and (parsed.activations or "memory") != "memory":
+        parser.error(f"--checkpoint recomputes activations: leave it out, or --activations {parsed.activations}")
     if in_backward and (parsed.clip or (parsed.accumulate or 1) > 1):
         parser.error("--update in_backward uses each gradient as soon as it exists: leave out --clip and --accumulate")
     here = launched()
@@ -241,7 +260,7 @@ def _options(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given:
     if parsed.update == "in_backward":
         values |= {"accumulate": 1, "clip": 0.0}
     options = Options(**values)
-    if parsed.check and options.optimizer in ("lion", "adamw8bit", "adamw4bit"):
+    if parsed.check and options.optimizer in WITHOUT_REFERENCE:
         parser.error(
             f"--check compares with an optimizer of torch's, and torch has no {options.optimizer}: give another --optimizer"
         )

@@ -13,7 +13,7 @@ from tiered import MisuseError, zero
 from tiered.cli.train.model import GRADIENT_BYTES
 from tiered.cli.train.options import OPTIMIZERS, Options
 
-__all__ = ["OptimizerKind", "decayed", "kind_of"]
+__all__ = ["OptimizerKind", "decayed", "kind_named", "kind_of"]
 
 FP32_BYTES = 4
 
@@ -67,6 +67,7 @@ _KINDS = {
     "adagrad": OptimizerKind(zero.Adagrad, torch.optim.Adagrad, 1, {}, _FUSED),
     "rmsprop": OptimizerKind(zero.RMSprop, torch.optim.RMSprop, 1, {}, _SINGLE),
     "lion": OptimizerKind(zero.Lion, None, 1),
+    "adamw_bf16": OptimizerKind(zero.AdamW, None, 2 / 2, _BETAS | {"moments": torch.bfloat16}),
     "adamw8bit": OptimizerKind(zero.AdamW8bit, None, 2 / 4 + 2 / 256, _BETAS),
     "adamw4bit": OptimizerKind(zero.AdamW4bit, None, 1 / 4 + 2 / 128, _BETAS),
 }
@@ -75,7 +76,12 @@ assert tuple(_KINDS) == OPTIMIZERS
 
 def kind_of(options: Options) -> OptimizerKind:
     """Return the optimizer that the options name."""
-    return _KINDS[options.optimizer]
+    return kind_named(options.optimizer)
+
+
+def kind_named(name: str) -> OptimizerKind:
+    """Return one of ``OPTIMIZERS``."""
+    return _KINDS[name]
 
 
 def decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

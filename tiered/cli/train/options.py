@@ -8,11 +8,13 @@ from typing import Any, Literal
 from tiered.types import BackendName
 
 __all__ = [
+    "ACTIVATIONS",
     "DEFAULT_FOLDER",
     "MODEL_HELP",
     "NAME",
     "OPTIMIZERS",
     "UPDATES",
+    "WITHOUT_REFERENCE",
     "Options",
     "Role",
     "StoreOptions",
@@ -25,7 +27,13 @@ NAME = "model"
 """The model's name in the store."""
 
 UPDATES = ("on_fetch", "in_backward")
-OPTIMIZERS = ("adamw", "adam", "nadam", "radam", "adamax", "sgd", "adagrad", "rmsprop", "lion", "adamw8bit", "adamw4bit")
+ACTIVATIONS = ("memory", "recompute", "store")
+OPTIMIZERS = (
+    *("adamw", "adam", "nadam", "radam", "adamax", "sgd", "adagrad", "rmsprop", "lion"),
+    *("adamw_bf16", "adamw8bit", "adamw4bit"),
+)
+WITHOUT_REFERENCE = ("lion", "adamw_bf16", "adamw8bit", "adamw4bit")
+"""Of these, optimizers that torch does not have."""
 MODEL_HELP = {
     "layers": "transformer blocks",
     "width": "width of the model, a multiple of --heads",
@@ -82,6 +90,7 @@ class Options(StoreOptions):
     optimizer: str = field(metadata=_option("model", "adamw"))
     update: Literal["on_fetch", "in_backward"] = field(metadata=_option("model", "on_fetch"))
     recompute: bool = field(metadata=_option("changeable", False))
+    activations: Literal["memory", "recompute", "store"] = field(metadata=_option("changeable", "memory"))
     steps: int | None = field(metadata=_option("changeable", 50, with_check=20))
     minutes: float | None = field(metadata=_option("changeable"))
     lr: float = field(metadata=_option("model", 1e-4))

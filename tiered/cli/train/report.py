@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiered import TieredStore, Timeline
+from tiered import ActivationStatistics, TieredStore, Timeline
 from tiered.cli.measure import Rates, Usage
 from tiered.cli.output import counted, rate_unit, refuse_unplottable, refuse_unwritable
 from tiered.cli.train.timeline import describe_timeline, plot_timeline, write_timeline
@@ -30,7 +30,8 @@ class Summary:
 
     In a resumed training, only ``earlier_losses`` are of the steps before. With several ``ranks`` the losses are means,
     ``tokens`` are those of all ranks, and everything else is rank 0's. ``kept`` and ``in_memory``: bytes of a parameter in the
-    store, and in training in memory.
+    store, and in training in memory. ``activations``: where they were; ``offloaded``: what of them went into the store,
+    ``computed_again``: how many modules' insides were computed again.
     """
 
     steps: int
@@ -52,6 +53,9 @@ class Summary:
     optimizer: str = "adamw"
     kept: float = 12
     in_memory: float = 16
+    activations: str = "memory"
+    offloaded: ActivationStatistics | None = None
+    computed_again: int = 0
 
     @property
     def last_loss(self) -> float:
@@ -73,6 +77,18 @@ class Summary:
     def fitted(self) -> bool:
         """Whether the store evicted nothing from memory."""
         return self.seen.evictions == 0
+
+    def _activations(self) -> dict[str, Any]:
+        found = self.offloaded
+        if found is None:
+            return {"modules_computed_again": self.computed_again}
+        return {
+            "offloaded_bytes": found.offloaded,
+            "restored_bytes": found.restored,
+            "hidden_bytes": found.hidden,
+            "waited_in_forward_seconds": found.waited_in_forward,
+            "waited_in_backward_seconds": found.waited_in_backward,
+        }
 
     def as_json(self) -> dict[str, Any]:
         """Return the summary in bytes and seconds."""
@@ -109,6 +125,7 @@ class Summary:
                 "write_bytes_per_second_alone": self.rates.write if self.rates else None,
                 "counted_by": moved.counted_by,
             },
+            "activations": {"where": self.activations, **self._activations()},
             "peak_rss_bytes": self.peak_rss,
             "baseline_rss_bytes": self.baseline_rss,
             "in_memory_bytes": round(self.in_memory * self.parameters),
@@ -119,6 +136,22 @@ class Summary:
             "generation": self.generation,
             "folder": self.folder,
         }
+
+
+def _told(summary: Summary) -> list[str]:
+    """Describe where activations were, where not in memory."""
+    found, steps = summary.offloaded, summary.steps
+    if summary.activations == "recompute":
+        return [f"backward  computed the insides of {counted(summary.computed_again // steps, 'module')} per step again"]
+    if found is None:
+        return []
+    hidden = f"{found.hidden / found.restored:.0%} of them in time" if found.restored else "none came back"
+    return [
+        f"backward  {_amount(found.offloaded / steps)} per step went into the store, "
+        f"{_amount(found.restored / steps)} came back, {hidden};",
+        f"          forward waited {found.waited_in_forward / steps:.2f} s per step for room, backward "
+        f"{found.waited_in_backward / steps:.2f} s for bytes",
+    ]
 
 
 def describe(summary: Summary, other_way: str | None, again: str) -> str:
@@ -153,6 +186,7 @@ def describe(summary: Summary, other_way: str | None, again: str) -> str:
             f"{format_size(round(summary.in_memory * summary.parameters))}",
             f"disk      {flow('read', moved.disk_read)}",
             f"          {flow('wrote', moved.disk_written)}; {how}",
+            *_told(summary),
             "time      per step",
             spent("forward and backward", moved.seconds - moved.stalled - summary.update_seconds),
             spent("optimizer", summary.update_seconds),

@@ -89,7 +89,8 @@ def page(
             block.register_forward_pre_hook(pass_by)
     zero.page(
         model, store, name=NAME, existing=existing, prefetch=options.prefetch, micro_batch=options.micro_batch,
-        param_init_fn=initialise_one, source=source, update_tier=options.update_tier, **staged,
+        param_init_fn=initialise_one, source=source, update_tier=options.update_tier, activations=options.activations,
+        **staged,
     )
 
 
@@ -366,7 +367,8 @@ def _train(session: _Session, model: GPT, stop: StopRequest) -> Summary:
                 losses.append(result.loss)
                 share, dram = schedule.share(result.step), store.statistics().tier("dram")
                 used = dram.used / dram.capacity
-                progress.stepped(result.step, options.steps, share, result.loss, tokens, step.lap(), used)
+                offloaded = zero.statistics(model).activations
+                progress.stepped(result.step, options.steps, share, result.loss, tokens, step.lap(), used, offloaded)
                 checkpointer.stepped()
                 peers.check()
         except StopNoted as noted:
@@ -403,6 +405,9 @@ def _train(session: _Session, model: GPT, stop: StopRequest) -> Summary:
         optimizer=options.optimizer,
         kept=kind_of(options).bytes_kept,
         in_memory=kind_of(options).bytes_in_memory,
+        activations=options.activations,
+        offloaded=zero.statistics(model).activations,
+        computed_again=zero.statistics(model).computed_again,
     )
 
 

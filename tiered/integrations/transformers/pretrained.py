@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, mod
 from transformers.utils import logging
 
 from tiered import Access, ManifestError, MisuseError, TieredStore, zero
+from tiered.errors import shown
+from tiered.format.safetensors import INDEX, SINGLE, WeightFiles
 from tiered.integrations.importing import Import, Record, Source, Told, begun, files_in
 from tiered.integrations.kept import CONFIG, UNFINISHED, files_of, keep, kept_folder, only_model, opening_of
 from tiered.integrations.transformers.experts import around_experts
@@ -37,7 +39,8 @@ __all__ = ["UNIT", "from_pretrained", "import_model", "open_model", "open_tokeni
 
 # -- reading pretrained models -------------------------------------------------------------------------------------------------
 
-PAGING = {"prefetch", "micro_batch", "policy", "source", "stage", "group", "timeout", "update_tier", "experts"}
+Missing = Literal["initialise", "refuse"]
+PAGING = {"prefetch", "micro_batch", "activations", "policy", "source", "stage", "group", "timeout", "update_tier", "experts"}
 PAGING |= {"largest_unit", "slice_weights"}
 """Arguments of ``from_pretrained`` that are ``zero.page``'s."""
 
@@ -93,6 +96,7 @@ def _read(
     existing: str,
     prepare: Callable[[Any], Any] | None,
     options: dict[str, Any],
+    missing: Missing = "initialise",
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Give the model in ``path`` as it is to be paged within the block, and those of ``options`` that are ``zero.page``'s."""
     for option, why in REFUSED.items():
@@ -116,7 +120,13 @@ def _read(
 
     def load() -> Any:
         with reading_one_at_a_time(), zero.init(store):
-            model = cls.from_pretrained(path, config=config, dtype=dtype, local_files_only=True, **options)
+            given = {"config": config, "dtype": dtype, "local_files_only": True, **options}
+            if missing == "refuse":
+                given |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+                model, found = cls.from_pretrained(path, **given)
+                _refuse_missing(path, found)
+            else:
+                model = cls.from_pretrained(path, **given)
             if getattr(model, "hf_quantizer", None) is not None:
                 raise MisuseError(f"{path}: {REFUSED['quantization_config']}")
             files.at_once = True
@@ -135,6 +145,18 @@ def _read(
             torch.set_rng_state(drawn)
             model = load()
         yield model, paging
+
+
+def _refuse_missing(path: Path, found: dict[str, Any]) -> None:
+    """Raise MisuseError where ``found``, what ``transformers`` says of the files, is not all weights of the model."""
+    mend = "get the files again; in Python, import_model(..., missing='initialise') initialises what they lack"
+    for name, given, wanted in sorted(found["mismatched_keys"]):
+        raise MisuseError(
+            f"weight {name!r} in {path} is of shape {list(given)}, and {list(wanted)} by its config.json: {mend}"
+        )
+    if lacking := sorted(found["missing_keys"]):
+        more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
+        raise MisuseError(f"the files in {path} lack {lacking[0]!r}{more}, which the model has: {mend}")
 
 
 @contextmanager
@@ -211,6 +233,21 @@ def _refuse_folder(path: Path) -> None:
         )
 
 
+def _config_of(path: Path) -> Any:
+    """Return the configuration in ``path``. Raises MisuseError where ``transformers`` cannot read it."""
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise MisuseError(f"transformers cannot read {path / 'config.json'}: {shown(str(error), 300)}") from error
+
+
+def _refuse_damaged(path: Path, options: dict[str, Any]) -> None:
+    """Raise SafetensorsError for safetensors files that are damaged or missing, and an index that is none. ``transformers``
+    looks at them one by one, and raises errors of its own."""
+    if "variant" not in options and ((path / SINGLE).exists() or (path / INDEX).exists()):
+        WeightFiles(path).close()
+
+
 def _refuse_pickled(path: Path) -> None:
     if not any(path.glob("*.safetensors")):
         raise MisuseError(
@@ -261,6 +298,7 @@ def import_model(
     quantize: Quantize | None = None,
     largest_unit: int = UNIT,
     verify: bool = False,
+    missing: Missing = "initialise",
     progress: Told | None = None,
     **options: Any,
 ) -> Any:
@@ -275,6 +313,8 @@ def import_model(
     ``existing``: "refuse" a store that has a model of that ``name``, or "overwrite" it, which stays until the new one is
     committed. ``progress`` is called with what is done now and the share of that which is done; it may raise, to stop.
     ``verify``: read everything from the disk again, and from the files, and compare, before the model is committed.
+    ``missing``: "initialise" weights that the files lack (a new head), which ``transformers`` logs; or "refuse" them, and those
+    of another shape, with MisuseError, as the command does.
     ``options``: as in ``from_pretrained``.
 
     All changes in the store are committed every few seconds. An import that ends early (an exception, SIGKILL, power loss) goes
@@ -290,12 +330,15 @@ def import_model(
     path = Path(folder)
     if existing not in ("refuse", "overwrite"):
         raise MisuseError(f"existing is 'refuse' or 'overwrite', not {existing!r}")
+    if missing not in ("initialise", "refuse"):
+        raise MisuseError(f"missing is 'initialise' or 'refuse', not {missing!r}")
     if compute not in (None, torch.float32):
         raise MisuseError(f"compute is torch.float32, or None for the checkpoint's own type, not {compute!r}")
     _refuse_folder(path)
     _refuse_pickled(path)
+    _refuse_damaged(path, options)
     files = files_of(path)
-    stored = _dtype_of(path, options.get("config") or AutoConfig.from_pretrained(path, local_files_only=True))
+    stored = _dtype_of(path, options.get("config") or _config_of(path))
     dtype = stored if compute is None else compute
     policy = zero.Policy(storage=None if dtype is stored else stored, quantize=quantize)
     source = _source(path, cls, dtype, policy, largest_unit, options)
@@ -312,7 +355,7 @@ def import_model(
     try:
         with (
             nullcontext() if progress is None else _telling(progress),
-            _read(cls, path, store, dtype, existing, prepare, options) as (model, paging),
+            _read(cls, path, store, dtype, existing, prepare, options, missing) as (model, paging),
         ):
             paging |= {"name": name, "policy": policy, "largest_unit": largest_unit, "slice_weights": True}
             around_experts(page_filling(model, store, filling, **paging))

@@ -182,6 +182,8 @@ class Splitter:
         self.anywhere = torch.empty(0, device=store.device)
         """Of an argument like this checkpoint learns on which device random numbers are drawn, and draws the same again."""
         self.activations = ActivationStore(store, name, max(4096, piece))
+        self.computed_again = 0
+        """Calls of split modules of which backward computes the inside again."""
         self._batch: int | None = None  # of the forward of the model that is running
         self._before: int | None = None  # of the one before
         self._inside = False
@@ -204,6 +206,8 @@ class Splitter:
     @unentered
     def _run_model(self, original: Forward, args: Any, kwargs: Any) -> Any:
         """Run the model's forward. The leading size of the first tensor that it is given is the batch."""
+        if self.parts == 1:
+            return self._run_undivided(original, args, kwargs)
         if self._batch is not None:
             return original(*args, **kwargs)
         leaves, _ = flatten((args, kwargs))
@@ -217,6 +221,18 @@ class Splitter:
             return original(*args, **kwargs)
         finally:
             self._batch = None
+
+    def _run_undivided(self, original: Forward, args: Any, kwargs: Any) -> Any:
+        """Run the model's forward where modules compute the whole batch at once."""
+        before, result = self.computed_again, original(*args, **kwargs)
+        if self.computed_again == before and torch.is_grad_enabled() and not in_backward() and not self._inside:
+            leaves, _ = flatten(result)
+            if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+                raise MisuseError(
+                    f"activations='recompute': nothing of {type(self._model).__name__} is computed again, because no module "
+                    f"of {', '.join(self.split[:3])} is given a tensor: use activations='store' or 'memory'"
+                )
+        return result
 
     def _batch_of(self, leaves: Sequence[Any]) -> int | None:
         """Return the batch of the model; of a module that is called by itself, its own. A recomputation finds what the forward
@@ -232,6 +248,8 @@ class Splitter:
         if self._inside:
             return original(*args, **kwargs)
         leaves, structure = flatten((args, kwargs))
+        if self.parts == 1:
+            return self._run_again(module, name, original, leaves, structure)
         if any(isinstance(leaf, torch.Tensor) and leaf.is_nested for leaf in leaves) or _packed(structure):
             raise MisuseError(f"micro_batch: {name!r} is given a packed or nested batch, which cannot be split")
         batch = self._batch_of(leaves)
@@ -239,10 +257,7 @@ class Splitter:
         if not split or batch is None:
             return original(*args, **kwargs)
         parts = max(1, min(self.parts, batch))
-        trains = torch.is_grad_enabled() and (
-            any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
-            or any(parameter.requires_grad for parameter in module.parameters())
-        )
+        trains = _trains(module, leaves)
         if parts == 1 and not trains:
             return original(*args, **kwargs)
         refuse_batch_dependent(module, name)
@@ -254,17 +269,37 @@ class Splitter:
                 "dimension, so it is not clear which of them are to be split; use a batch of another size"
             )
         sizes = [batch // parts + (part < batch % parts) for part in range(parts)]
-        buffers = [(inner, buffer, buffer._version) for inner, buffer in module.named_buffers() if not buffer.is_inference()]
+        buffers = _versions_of_buffers(module)
         call = _Call(self, module, original, structure, leaves, split, sizes)
         outputs = call.checkpointed(name) if trains else call.plain()
-        after = dict(module.named_buffers())
-        for inner, buffer, version in buffers:
-            if after.get(inner) is not buffer or buffer._version != version:
-                raise MisuseError(
-                    f"micro_batch: {name!r} changes its buffer {inner!r} in forward: it would change with every part, and "
-                    "again when the part is computed anew in backward; use micro_batch=1"
-                )
+        self._refuse_changed(module, name, buffers)
         return outputs[0] if parts == 1 else _merge(outputs, sizes, name)
+
+    def _run_again(
+        self, module: nn.Module, name: str, original: Forward, leaves: list[Any], structure: Structure | None
+    ) -> Any:
+        """Run ``module``'s forward, of which backward computes the inside again; what it is given is in the store meanwhile."""
+        given = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and self._is_given(leaf)]
+        if not given or not _trains(module, leaves):
+            return _compute(original, structure, leaves)
+        buffers = _versions_of_buffers(module)
+        (output,) = _Call(self, module, original, structure, leaves, given, [1]).checkpointed(name)
+        self._refuse_changed(module, name, buffers)
+        self.computed_again += 1
+        return output
+
+    def _refuse_changed(self, module: nn.Module, name: str, before: list[tuple[str, torch.Tensor, int]]) -> None:
+        """Raise MisuseError where forward has changed a buffer of ``module``."""
+        after = dict(module.named_buffers())
+        for inner, buffer, version in before:
+            if after.get(inner) is not buffer or buffer._version != version:
+                option, mend = "micro_batch", "micro_batch=1"
+                if self.parts == 1:
+                    option, mend = "activations='recompute'", "activations='store' or 'memory'"
+                raise MisuseError(
+                    f"{option}: {name!r} changes its buffer {inner!r} in forward: it would change with every part, and again "
+                    f"when the part is computed anew in backward; use {mend}"
+                )
 
     def _is_batch(self, leaf: Any, batch: int) -> bool:
         """Return whether ``leaf`` has the batch. Parameters, buffers and views of them are shared, whatever their size, unless
@@ -273,7 +308,13 @@ class Splitter:
             return False
         if leaf.layout is not torch.strided or leaf.stride(0) == 0:
             return leaf.layout is torch.strided
-        return not (isinstance(leaf, nn.Parameter) or self.references.reference(leaf) is not None or self._is_buffer(leaf))
+        return self._is_given(leaf)
+
+    def _is_given(self, leaf: torch.Tensor) -> bool:
+        """Return whether ``leaf`` is neither a parameter, nor a buffer, nor a view of one."""
+        if leaf.layout is not torch.strided or isinstance(leaf, nn.Parameter) or leaf.is_nested:
+            return False
+        return self.references.reference(leaf) is None and not self._is_buffer(leaf)
 
     def _is_buffer(self, tensor: torch.Tensor) -> bool:
         if tensor.requires_grad:
@@ -396,6 +437,18 @@ class _Part:
                 else:
                     leaves.append(leaf)
             return self._splitter.undivided(self._compute, leaves)
+
+
+def _trains(module: nn.Module, leaves: Sequence[Any]) -> bool:
+    """Return whether backward will need the inside of ``module``."""
+    return torch.is_grad_enabled() and (
+        any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+        or any(parameter.requires_grad for parameter in module.parameters())
+    )
+
+
+def _versions_of_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor, int]]:
+    return [(inner, buffer, buffer._version) for inner, buffer in module.named_buffers() if not buffer.is_inference()]
 
 
 def _merge(outputs: list[Any], sizes: list[int], name: str) -> Any:

@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial, wraps
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_dynamo_compiling
 
 from tiered import CapacityError, MisuseError, Span, TieredError, TieredStore, Touch
+from tiered.store.activations import Hooks, Left, SavedTensors, hooks_active, pop_hooks, push_hooks
 from tiered.system import Trimmer
 from tiered.types import Access
 from tiered.zero.intent import Intent
@@ -40,18 +41,14 @@ from tiered.zero.leases import Leases
 from tiered.zero.paging.micro_batch import Splitter
 from tiered.zero.paging.reduction import ReduceScatter, gradient_sync
 from tiered.zero.paging.saved_tensors import (
-    Hooks,
     OverHooks,
     SavedActivation,
     drop_queued,
     graph_task,
-    hooks_active,
     in_backward,
     is_called_within,
     memory_of,
     of_checkpoint,
-    pop_hooks,
-    push_hooks,
     refuse_tracing,
     refuse_transforms,
     restore_recording,
@@ -67,6 +64,7 @@ from tiered.zero.paging.unit import BackwardUpdates, Unit
 from tiered.zero.paging.units import ModelPlan, Placement, Sliced, is_called
 
 __all__ = [
+    "Activations",
     "Backward",
     "Frame",
     "Listing",
@@ -86,6 +84,13 @@ __all__ = [
     "placements_of",
     "weak_hook",
 ]
+
+Activations = Literal["memory", "recompute", "store"]
+"""Where what backward needs of forward is meanwhile: in memory, nowhere (it is computed again), or in the store."""
+NEWEST = 64 << 20
+"""Bytes of saved activations that stay in memory with "store", at most, and at most an eighth of the memory budget."""
+LEAST = 256 << 10
+"""Bytes: smaller ones stay in memory, too; with a budget below 16 MiB, those smaller than a 64th of it."""
 
 IN_ONE_THREAD = "another thread is computing with this model: use it in one thread at a time, or take a lock around it"
 HELD = 4
@@ -205,6 +210,7 @@ class PagerConfig:
     prefetch: Prefetch = "on"
     micro_batch: int = 1
     update_tier: UpdateTier = "dram"
+    activations: Activations = "memory"
 
 
 class Pager:
@@ -248,9 +254,10 @@ class Pager:
             (self.step_trace.looked_up if tied else self.step_trace.leave_out)(keys)
         self._trimmer = Trimmer(pool, max((placement.nbytes for placement in self.placements), default=0))
         self._watch()
-        self.splitter = (
-            Splitter(model, store, name, plan, pool, config.micro_batch, self) if config.micro_batch > 1 else None
-        )
+        computes_again = config.micro_batch > 1 or config.activations == "recompute"
+        self.splitter = Splitter(model, store, name, plan, pool, config.micro_batch, self) if computes_again else None
+        offloads = config.activations == "store"
+        self.saved = SavedTensors(store, min(NEWEST, pool // 8), min(LEAST, pool // 64)) if offloads else None
         for module in self.model.modules():
             module.__dict__["__prepare_scriptable__"] = _refuse_scripting  # torch.jit.script calls it first
             if self._is_hooked(module):
@@ -368,6 +375,8 @@ class Pager:
             self._leave(self._frames.pop())
         if not self._frames:
             self._claimed.pop("by", None)
+            if self.saved is not None and output is not None and not in_backward():
+                self.saved.look_again()  # what the modules had in their hands
 
     def _leave(self, frame: Frame) -> None:
         frame.end_span()
@@ -704,18 +713,25 @@ class Pager:
 
     def _pack(self, tensor: torch.Tensor) -> object:
         if not (self._frames or self._accesses):  # an exception left these hooks behind, and this is another model's
-            return tensor
+            return Left(tensor)
         reference = self.reference(tensor)
-        if reference is not None or self.splitter is None:
-            return tensor if reference is None else reference
-        return self.splitter.pack(tensor)
+        if reference is not None:
+            return reference
+        if self.saved is not None:
+            return self.saved.pack(tensor)
+        packed = tensor if self.splitter is None else self.splitter.pack(tensor)
+        return Left(tensor) if packed is tensor else packed
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
+        if isinstance(packed, Left):
+            return packed.tensor()
         if isinstance(packed, SavedActivation):
             return packed.restore()
-        assert isinstance(packed, Reference)
+        if not isinstance(packed, Reference):
+            assert self.saved is not None
+            return self.saved.unpack(packed)
         unit = packed.unit
         _refuse_updated(unit, packed.version)
         if not self._frames:
@@ -826,6 +842,8 @@ class Pager:
         self._close_gradients()
         if self.splitter is not None:
             self.splitter.activations.sweep()
+        if self.saved is not None:
+            self.saved.sweep()
         self._backward = None
 
     # -- gradients ---------------------------------------------------------------------------------------------------------

@@ -23,24 +23,21 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tiered import MisuseError, TieredStore
+from tiered.store.activations import Hooks, are_offloading
 from tiered.zero.paging.storage import TensorStore, in_top_tier
 
 __all__ = [
     "SMALL",
     "ActivationStore",
-    "Hooks",
     "OverHooks",
     "ParameterReferences",
     "SavedActivation",
     "drop_queued",
     "graph_task",
-    "hooks_active",
     "in_backward",
     "is_called_within",
     "memory_of",
     "of_checkpoint",
-    "pop_hooks",
-    "push_hooks",
     "refuse_tracing",
     "refuse_transforms",
     "restore_recording",
@@ -49,8 +46,6 @@ __all__ = [
 
 _MODES = torch._C._TorchDispatchModeKey
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
-Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-"""What packs a tensor that is saved for backward, and what unpacks it."""
 
 
 def graph_task() -> int:
@@ -62,23 +57,6 @@ def graph_task() -> int:
 def in_backward() -> bool:
     """Return whether a backward pass runs this function: a hook, or a part of forward that is computed again."""
     return graph_task() != -1
-
-
-def hooks_active() -> Any:
-    """Return the saved-tensor hooks in force, whoever pushed them (torch.utils.checkpoint, for one); the innermost pair wins.
-    """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-def push_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
-    """Put a pair of saved-tensor hooks in force until ``pop_hooks``. The context manager of torch would keep an object for the
-    pair, which an exception may lose."""
-    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-def pop_hooks() -> None:
-    """Take the innermost pair of saved-tensor hooks out of force."""
-    torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def of_checkpoint(hooks: Hooks | None) -> bool:
@@ -121,7 +99,10 @@ class OverHooks:
         self.model, self._below = model, below
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        shown = tensor if self.model.reference(tensor) is None else tensor.detach()
+        reference = self.model.reference(tensor)
+        if reference is not None and are_offloading(self._below):  # what these keep cannot be looked through
+            return _Kept(self, reference)
+        shown = tensor if reference is None else tensor.detach()
         return tree_map(self._referred, self._below[0](shown))
 
     def unpack(self, packed: Any) -> torch.Tensor:

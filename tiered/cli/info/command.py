@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING
 
 from tiered.cli.arguments import add_json, add_scratch_folder, command
@@ -23,6 +24,7 @@ examples:
   tiered info                               the drive of the current folder
   tiered info --dir /mnt/nvme
   tiered info --no-measure --json           prints at once
+  tiered info --machine server.json         for tiered plan --machine server.json, anywhere
 """
 
 
@@ -31,11 +33,19 @@ def add_parser(commands: Commands) -> None:
     parser = command(commands, "info", "describe this machine and measure its drive", DESCRIPTION, EXAMPLES)
     add_scratch_folder(parser)
     parser.add_argument("--no-measure", dest="measure", action="store_false", help="measure no rates")
+    parser.add_argument("--machine", metavar="FILE", help="measure what tiered plan needs, too, and write it to FILE")
     add_json(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(parsed: argparse.Namespace, given: list[str]) -> int:
-    from tiered.cli.machine import info
+    if parsed.machine is not None:
+        from tiered.cli.info.probes import measured_machine
+        from tiered.cli.output import refuse_unwritable
+
+        refuse_unwritable(parsed.machine, "--machine")
+        measured_machine(parsed.folder).save(parsed.machine)
+        print(f"machine     {parsed.machine}: read it with tiered plan --machine {parsed.machine}", file=sys.stderr)
+    from tiered.cli.info.machine import info
 
     return info(parsed.folder, "rates" if parsed.measure else "none", parsed.json)

@@ -1,0 +1,210 @@
+"""What a plan says, beside what runs do: seconds of a step, bytes of the drive, and the most memory of the process.
+
+    .venv/bin/python -m bench.plan --dir /mnt/nvme > bench/results/plan_<hardware>_<date>.md
+    .venv/bin/python -m bench.plan --model gpt --budget 50% --update on_fetch       one row
+
+Four models, budgets of 10, 50 and 90 % of the state, and both update modes: 24 rows. The machine is measured first, in the same
+run and the same folder. Each row trains in a process of its own: some steps until their order is known, then the median of
+five. The plan is made in this process before, with the operations of the model timed by shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tiered
+from bench.step import Model as Mlp
+from tiered import TieredStore, zero
+from tiered.cli.info.probes import measured_machine
+from tiered.cli.measure import Meter, environment, peak_memory
+from tiered.cli.output import told_environment
+from tiered.cli.train.model import GPT, Shape
+from tiered.planning.machine import Machine
+from tiered.planning.plan import Plan
+
+Update = Literal["on_fetch", "in_backward"]
+
+__all__ = ["CASES", "Case", "Measured", "measure", "predict"]
+
+WARM_UP, STEPS = 5, 5
+STATE = 12
+"""Bytes of parameters and moments, for each parameter."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and its tokens."""
+
+    make: Callable[[], nn.Module]
+    batch: int
+    tokens: int
+
+
+MODELS = {
+    "gpt": Subject(lambda: GPT(Shape(8, 384, 6, 128)), 4, 128),
+    "gpt-wide": Subject(lambda: GPT(Shape(3, 768, 12, 64)), 2, 64),
+    "gpt-recomputed": Subject(lambda: GPT(Shape(6, 512, 8, 128, recompute=True)), 2, 128),
+    "mlp": Subject(lambda: Mlp(16, 384), 8, 32),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: ``budget`` is a share of the state."""
+
+    model: str
+    budget: float
+    update: Update
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians of a step, and the most bytes of memory of the process, and of its pool."""
+
+    seconds: float
+    spread: tuple[float, float]
+    moved: float
+    process: int
+    pool: int
+
+
+UPDATES: tuple[Update, ...] = ("on_fetch", "in_backward")
+CASES = [Case(model, budget, update) for model in MODELS for budget in (0.1, 0.5, 0.9) for update in UPDATES]
+
+
+def dram_of(case: Case) -> int:
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in MODELS[case.model].make().parameters())
+    return max(1 << 20, int(case.budget * STATE * parameters))
+
+
+def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def train(case: Case, folder: str) -> dict[str, Any]:
+    """Train in this process; medians of a step."""
+    subject = MODELS[case.model]
+    torch.manual_seed(0)
+    dram = dram_of(case)
+    with torch.device("meta"):
+        model = subject.make()
+    with tempfile.TemporaryDirectory(dir=folder) as at, TieredStore.open(f"{at}/s", dram=dram, durability="none") as store:
+        zero.page(model, store)
+        optimizer = zero.AdamW(model.parameters(), lr=1e-4, update=case.update)
+        generator = torch.Generator().manual_seed(0)
+        taken, moved = [], []
+        meter = Meter(store)
+        for number in range(WARM_UP + STEPS):
+            tokens = torch.randint(0, 256, (subject.batch, subject.tokens), generator=generator)
+            meter.lap()
+            loss_of(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            used = meter.lap()
+            if number >= WARM_UP:
+                taken.append(used.seconds)
+                moved.append(used.bytes)
+        pool = store.statistics().tier("dram").peak
+    return {
+        "seconds": statistics.median(taken), "spread": (min(taken), max(taken)), "moved": statistics.fmean(moved),
+        "process": peak_memory(), "pool": pool,
+    }
+
+
+def measure(case: Case, folder: str, threads: int) -> Measured:
+    """Train in a process of its own."""
+    given = json.dumps({"case": case.__dict__, "folder": folder, "threads": threads})
+    done = subprocess.run([sys.executable, "-m", "bench.plan", "--worker", given], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"training failed ({done.returncode}): {done.stderr.strip()[-2000:]}")
+    return Measured(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def predict(case: Case, machine: Machine) -> Plan:
+    """Plan a case. The model is on the meta device."""
+    subject = MODELS[case.model]
+    with torch.device("meta"):
+        model = subject.make()
+    found: Plan = tiered.plan(
+        model, machine=machine, dram=dram_of(case), batch=subject.batch, sequence=subject.tokens, update=case.update,
+        activations="memory", measure=True,
+    )
+    return found
+
+
+def rows(cases: list[Case], machine: Machine, folder: str, threads: int) -> Iterator[tuple[Case, Plan, Measured]]:
+    for case in cases:
+        yield case, predict(case, machine), measure(case, folder, threads)
+
+
+def row(case: Case, plan: Plan, measured: Measured) -> tuple[str, tuple[float, float, float]]:
+    chosen = plan.chosen
+    assert chosen is not None
+    moved, process = chosen.read + chosen.written, chosen.memory.process
+    errors = chosen.seconds / measured.seconds - 1, moved / max(1.0, measured.moved) - 1, process / measured.process - 1
+    low, high = measured.spread
+    parts = ", ".join(f"{kind} {seconds:.2f}" for kind, seconds in chosen.by_work.items() if seconds >= 0.005)
+    return (
+        f"| {case.model} | {case.budget:.0%} | {case.update} | {chosen.seconds:.3f} "
+        f"| {measured.seconds:.3f} [{low:.3f}, {high:.3f}] | {errors[0]:+.0%} | {moved / 1e6:.1f} "
+        f"| {measured.moved / 1e6:.1f} | {errors[1]:+.1%} | {process / 2**20:.0f} "
+        f"| {measured.process / 2**20:.0f} | {errors[2]:+.0%} "
+        f"| {parts}, waiting {chosen.waiting:.2f} |"
+    ), errors
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", default=".", help="a folder on the drive")
+    parser.add_argument("--model", action="append", choices=MODELS)
+    parser.add_argument("--budget", action="append", help="share of the state, like 50%%")
+    parser.add_argument("--update", action="append", choices=UPDATES)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
+    parser.add_argument("--machine", help="the file of a machine, instead of measuring one")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        given = json.loads(options.worker)
+        torch.set_num_threads(given["threads"])
+        print(json.dumps(train(Case(**given["case"]), given["folder"])))
+        return 0
+    torch.set_num_threads(options.threads)
+    began = time.monotonic()
+    machine = Machine.of(options.machine) if options.machine else measured_machine(options.dir)
+    budgets = [float(text.rstrip("%")) / 100 for text in options.budget or ()]
+    chosen = [
+        case for case in CASES
+        if case.model in (options.model or MODELS) and (not budgets or case.budget in budgets)
+        and case.update in (options.update or UPDATES)
+    ]
+    print(told_environment(environment()) + f", {options.threads} threads of torch\n")
+    print(f"Machine: {machine}\n")
+    print("| model | budget | update | s planned | s measured [least, most] | error | MB planned | MB measured | error "
+          "| MiB planned | MiB measured | error | planned seconds |\n|---|---:|---|" + "---:|" * 9 + "---|")
+    errors = []
+    for case, plan, measured in rows(chosen, machine, options.dir, options.threads):
+        text, error = row(case, plan, measured)
+        errors.append(error)
+        print(text, flush=True)
+    for name, found in zip(("seconds", "bytes", "memory"), zip(*errors, strict=True), strict=True):
+        print(f"\n{name}: median error {statistics.median(found):+.1%}, from {min(found):+.1%} to {max(found):+.1%}", end="")
+    print(f"\n\n{time.monotonic() - began:.0f} s in all")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

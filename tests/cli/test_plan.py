@@ -1,0 +1,86 @@
+"""``tiered plan``: what it prints, writes and draws, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.train.test_train import failure
+from tiered import Machine
+from tiered.cli.main import main
+
+SMALL = ["plan", "--layers", "2", "--width", "64", "--heads", "4", "--context", "16", "--batch", "1", "--dram", "1MiB"]
+ONE = ["--update", "on_fetch", "--activations", "memory"]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> str:
+    path = tmp_path / "machine.json"
+    Machine(read=1e8, write=1e8, dram=1 << 30, name="a box").save(path)
+    return str(path)
+
+
+def test_a_plan_on_one_screen(machine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--machine", machine, "--rated-life", "1TB"]) == 0
+    printed = capsys.readouterr().out
+    assert "GPT of 117,504 parameters" in printed
+    for said in ("a box: drive 0.10 GB/s", "1.0 MiB of DRAM", "activations", "waiting", "TB written", "its rated life lasts"):
+        assert said in printed, printed
+    assert printed.count("\n") <= 24
+    assert max(map(len, printed.splitlines())) <= 128
+    assert len([line for line in printed.splitlines() if line.startswith(("on_fetch", "in_backward"))]) == 4
+
+
+def test_a_report_a_picture_and_ranks(machine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    report, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
+    asked = [*SMALL, *ONE, "--machine", machine, "--ranks", "1,2", "--network", "1", "--json", str(report)]
+    for _ in range(2):  # the second replaces what the first wrote
+        assert main([*asked, "--plot", str(picture)]) == 0
+    found = json.loads(report.read_text())
+    assert found["fits"] is True
+    assert [row["ranks"] for row in found["ranks"]] == [1, 2]
+    assert found["machine"]["network"] == 1e9
+    assert len(found["curve"]) >= 3
+    drawn = picture.read_text()
+    assert "<svg" in drawn
+    assert "without waiting" not in drawn or len(drawn) > 1000
+    assert "rank" in capsys.readouterr().out
+
+
+def test_without_a_measurement_there_are_bytes_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, *ONE, "--no-measure", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["chosen"]["seconds"] == 0
+    assert found["chosen"]["read"] > 0
+    assert found["machine"] is None
+
+
+def test_what_does_not_fit_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = tmp_path / "small.json"
+    Machine(read=1e9, write=1e9, dram=64 << 20, base=60 << 20).save(small)
+    assert main([*SMALL, *ONE, "--machine", str(small)]) == 0
+    printed = capsys.readouterr().out
+    assert "fits      no: " in printed
+    assert "would fit" in printed
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--heads", "5"], "multiple"),
+        (["--model", "folder"], "--layers, --width, --heads"),
+        (["--no-measure", "--ranks", "2"], "--machine"),
+    ],
+)
+def test_what_is_no_usage(given: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, *given]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_errors_name_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "tiered info --machine" in failure(capsys, *SMALL, "--machine", tmp_path / "none.json")
+    (tmp_path / "mine.svg").write_text("mine")
+    assert "--plot" in failure(capsys, *SMALL, "--no-measure", "--plot", tmp_path / "mine.svg")

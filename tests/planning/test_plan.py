@@ -1,0 +1,183 @@
+"""Plans: what they say of memory, budgets, modes and ranks, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tiered
+from tiered import Machine, MisuseError, Numbers, TieredStore, zero
+from tiered.planning.dry_run import dry_run
+from tiered.planning.sources import subject_of
+from tiered.planning.timing import Timing, measure_operations
+
+SMALL = Numbers(layers=3, width=64, heads=4, vocabulary=256)
+RATES: dict[str, Any] = {"read": 1e9, "write": 2e9, "dram": "1GiB"}
+ASKED: dict[str, Any] = {"batch": 2, "sequence": 32, "dram": "1MiB"}
+
+
+def test_memory_by_kind_and_what_a_step_moves() -> None:
+    found = tiered.plan(SMALL, machine={**RATES, "rated_life": 1e12}, update="on_fetch", activations="memory", **ASKED)
+    chosen = found.chosen
+    assert chosen is not None
+    parameters = 4 * SMALL.parameters
+    assert found.parameters == SMALL.parameters
+    assert chosen.memory.parameters == pytest.approx(parameters, rel=0.02)  # and what aligns them
+    assert chosen.memory.states == pytest.approx(2 * parameters, rel=0.02)
+    assert chosen.memory.gradients == pytest.approx(parameters, rel=0.02)
+    assert 0 < chosen.memory.pool <= 1 << 20
+    assert chosen.memory.process > chosen.memory.pool + chosen.memory.activations
+    assert chosen.read + chosen.written >= chosen.least_bytes > 0
+    assert chosen.seconds == pytest.approx(chosen.processor + chosen.waiting)
+    assert found.days_of_life == pytest.approx(1e12 / found.written_per_day)
+    assert json.loads(json.dumps(found.as_json()))["fits"] is True
+
+
+def test_a_plan_without_a_machine_has_bytes_and_no_seconds() -> None:
+    found = tiered.plan(SMALL, **ASKED)
+    assert found.chosen is not None
+    assert found.chosen.seconds == found.written_per_day == 0
+    assert found.chosen.read > 0
+    assert found.days_of_life is None
+    assert {(one.choice.update, one.choice.activations) for one in (found.chosen, *found.others)} == {
+        (update, way) for update in ("on_fetch", "in_backward") for way in ("memory", "recompute")
+    }
+
+
+def test_the_smallest_budget_is_the_one_that_paging_takes(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv1d(64, 600, 9), nn.Flatten(), nn.Tanh())  # a parameter that is not sliced
+    found = tiered.plan(model, inputs=torch.zeros(1, 64, 9), dram="1MiB")
+    assert found.chosen is None
+    assert not found.fits
+    assert "smallest budget" in (found.refused or "")
+    assert str(found.smallest) in found.changes[0]
+    for dram, fits in ((found.smallest, True), (found.smallest - 4096, False)):
+        with TieredStore.open(tmp_path / str(dram), dram=dram, durability="none") as store:
+            if fits:
+                zero.page(nn.Sequential(nn.Conv1d(64, 600, 9)), store)
+            else:
+                with pytest.raises(tiered.CapacityError, match="smallest"):
+                    zero.page(nn.Sequential(nn.Conv1d(64, 600, 9)), store)
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    found = tiered.plan(SMALL, machine={**RATES, "dram": "64MiB", "base": 1 << 20}, **{**ASKED, "batch": 512})
+    assert not found.fits
+    assert "activations" in (found.refused or "")
+    assert any("micro_batch" in one for one in found.changes)
+
+
+def test_recomputing_takes_less_memory_and_more_time() -> None:
+    ways = {
+        way: tiered.plan(SMALL, machine=RATES, update="on_fetch", activations=way, batch=8, sequence=64, dram="8MiB").chosen
+        for way in ("memory", "recompute")
+    }
+    kept, again = ways["memory"], ways["recompute"]
+    assert kept is not None
+    assert again is not None
+    assert again.memory.activations < kept.memory.activations
+    assert again.processor > kept.processor
+
+
+def test_other_budgets_and_ranks() -> None:
+    machine = {**RATES, "network": 1e7, "latency": 1e-3}
+    found = tiered.plan(
+        SMALL, machine=machine, update="on_fetch", activations="memory", budgets=["1MiB", 4 << 20], ranks=[1, 2, 1024], **ASKED
+    )
+    assert [one.choice.dram for one in found.curve] == [1 << 20, 4 << 20]
+    assert found.curve[0].read + found.curve[0].written > found.curve[1].read + found.curve[1].written == 0
+    one, two, many = found.ranks
+    assert one.sent == 0
+    assert one.seconds <= two.seconds < many.seconds
+    nbytes = 4 * SMALL.parameters
+    assert 2.5 * nbytes / 2 < two.sent < 4.5 * nbytes / 2  # gathered in forward and in backward, and reduced once
+    assert many.network > 1023 * 1e-3
+    assert found.stops_paying == 1, "a network of 10 MB/s"
+
+
+def test_attention_keeps_no_scores() -> None:
+    """As on the CPU: what a step keeps grows with the length of a sequence, and not with its square."""
+    once, twice = (subject_of(SMALL, sequence=length).run().saved for length in (64, 128))
+    assert twice == pytest.approx(2 * once, rel=0.1)
+
+
+def test_live_bytes_are_those_of_tensors_that_are_alive() -> None:
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 8, bias=False)).to("meta")
+    found = dry_run(model, (torch.empty(4, 8, device="meta"),), {}, lambda out, _: out.sum())
+    after_relu, output, loss = 4 * 16 * 4, 4 * 8 * 4, 4
+    assert found.saved == after_relu + loss  # the output is gone: a sum keeps its shape
+    assert found.peak >= found.saved + output
+    assert found.flops == 2 * 4 * (8 * 16 + 16 * 8) + 2 * 4 * 8 * 16 * 3  # backward: no gradient of the input
+
+
+def test_operations_are_timed_by_shape() -> None:
+    run, machine = subject_of(SMALL, sequence=16).run(), Machine.of(RATES)
+    found = measure_operations(run, machine, seconds=2.0)
+    assert found
+    assert all(seconds > 0 for seconds in found.values())
+    slow = dict.fromkeys(found, 1.0)
+    assert sum(Timing(machine, slow).compute(run)) > len(found) > sum(Timing(machine).compute(run))
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"optimizer": "muon"}, "adamw"),
+        ({"update": "later"}, "on_fetch"),
+        ({"machine": {"read": 1e9}}, "write="),
+        ({"machine": {"read": 1e9, "write": 1e9, "speed": 1}}, "has no speed"),
+        ({"machine": {"read": 1e9, "write": 0}}, "above 0"),
+        ({"machine": "/nowhere/machine.json"}, "tiered info --machine"),
+        ({"accumulate": 2, "update": "in_backward"}, "on_fetch"),
+        ({"ranks": [2]}, "need machine="),
+        ({"batch": 0}, "at least 1"),
+    ],
+)
+def test_what_cannot_be_planned(asked: dict[str, Any], told: str) -> None:
+    with pytest.raises(MisuseError, match=told):
+        tiered.plan(SMALL, **{**ASKED, **asked})
+
+
+def test_models_that_cannot_be_planned(tmp_path: Path) -> None:
+    class ByValue(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) if x.sum().item() > 0 else x
+
+    with pytest.raises(MisuseError, match="meta device"):
+        tiered.plan(ByValue(), inputs=torch.zeros(1, 4), dram="1MiB")
+    with pytest.raises(MisuseError, match=r"config\.json"):
+        tiered.plan(tmp_path)
+    with pytest.raises(MisuseError, match="heads"):
+        Numbers(1, 10, 3, 256)
+    with TieredStore.open(tmp_path / "store", dram="1MiB", durability="none") as store:
+        paged = zero.page(nn.Linear(4, 4), store)
+        with pytest.raises(MisuseError, match="paged already"):
+            tiered.plan(paged, inputs=torch.zeros(1, 4))
+
+
+def test_a_machine_is_kept_as_a_file(tmp_path: Path) -> None:
+    machine = Machine(read=1e9, write=2e9, name="here")
+    machine.save(tmp_path / "machine.json")
+    assert Machine.of(tmp_path / "machine.json") == machine
+    (tmp_path / "machine.json").write_text("{}")
+    with pytest.raises(MisuseError, match="no machine"):
+        Machine.of(tmp_path / "machine.json")
+
+
+def test_a_model_stays_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert tiered.plan(model, inputs=torch.zeros(1, 4), dram="1MiB").parameters == 24
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert model[0].weight.grad is None
+    assert not model[0]._forward_hooks

@@ -1,0 +1,171 @@
+"""Measure a machine for plans: drive, memory, processor, and what paging costs per tensor. Takes some ten seconds."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from importlib import import_module
+
+import psutil
+import torch
+import xxhash
+from torch import nn
+
+from tiered import MisuseError, TieredStore, zero
+from tiered.cli.measure import measure, scratch_store
+from tiered.planning.machine import Machine
+from tiered.types import PIECE_BYTES
+from tiered.zero.rules import AdamWRule
+
+__all__ = ["measured_machine"]
+
+POOL = 64 << 20
+SMALL, MANY = 16 << 10, 256
+"""Bytes of a small tensor, and how many are read to see what one takes beside its bytes."""
+PRODUCT = (512, 1024, 2048)
+MOVED = 16 << 20
+"""Bytes of an operand that is only moved: larger than caches."""
+UPDATED = 1 << 20
+UNITS, WIDTH = 24, 64
+STEPS = 6
+
+
+def measured_machine(folder: str, *, check: Callable[[], object] = lambda: None) -> Machine:
+    """Measure this machine with a scratch store in ``folder``; ``check`` is called between the parts and may raise.
+
+    Raises MisuseError where the folder cannot have a store, or its filesystem has no room.
+    """
+    import_module("torch._dynamo")  # torch imports it with its first optimizer, so it is part of what a process takes
+    (torch.ones(512, 512) @ torch.ones(512, 512)).sum()  # and the buffers of its libraries
+    base = psutil.Process().memory_info().rss
+    with scratch_store(folder, dram=POOL) as store:
+        rates = measure(store)
+        if rates is None:
+            raise MisuseError(f"{folder} has no room for a measurement: free some, or name another folder with --dir")
+        check()
+        transfer = _transfer(store, rates.read)
+    check()
+    flops = {dtype: _product(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    check()
+    a, b = (torch.ones(MOVED // 4) for _ in range(2))
+    memory = 3 * MOVED / _median(lambda: a + b, 9)
+    one = torch.ones(4, requires_grad=True)
+    operation = _median(lambda: one + 1, 500)
+    check()
+    update = _update()
+    check()
+    lease = _lease(folder)
+    import_module("torch._dynamo")  # torch imports it with its first optimizer, so it is part of what a process takes
+    return Machine(
+        read=rates.read,
+        write=rates.write,
+        transfer=transfer,
+        dram=psutil.virtual_memory().total,
+        flops=flops[torch.float32],
+        flops_half=flops[torch.bfloat16],
+        memory=memory,
+        operation=operation,
+        lease=lease,
+        gradient=lease,
+        update=update,
+        hashing=_hashing(),
+        threads=torch.get_num_threads(),
+        cores=psutil.cpu_count() or 1,
+        base=base,
+        name=f"{platform.node()}, {psutil.cpu_count()} cores, {torch.get_num_threads()} threads",
+    )
+
+
+def _median(work: Callable[[], object], times: int) -> float:
+    """Return the median seconds of ``work``, after one call that does not count."""
+    work()
+    taken = []
+    for _ in range(times):
+        began = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken)
+
+
+def _product(dtype: torch.dtype) -> float:
+    rows, inner, columns = PRODUCT
+    a, b = torch.ones(rows, inner, dtype=dtype), torch.ones(inner, columns, dtype=dtype)
+    return 2.0 * rows * inner * columns / _median(lambda: a @ b, 5)
+
+
+def _transfer(store: TieredStore, rate: float) -> float:
+    """Return the seconds that a small tensor takes to be read, beside its bytes."""
+    keys = [f"small/{number}" for number in range(MANY)]
+    for key in keys:
+        store.put(key, torch.zeros(SMALL, dtype=torch.uint8))
+    taken = []
+    for _ in range(3):
+        store.offload(keys)
+        began = time.perf_counter()
+        store.prefetch(keys)
+        for key in keys:
+            with store.lease(key):
+                pass
+        taken.append(time.perf_counter() - began)
+    for key in keys:
+        store.delete(key)
+    return max(1e-6, statistics.median(taken) / MANY - SMALL / rate)
+
+
+def _hashing() -> float:
+    """Return the bytes whose checksum is computed in a second."""
+    piece = bytes(PIECE_BYTES)
+    return PIECE_BYTES / _median(lambda: xxhash.xxh3_128_digest(piece), 9)
+
+
+def _update() -> float:
+    """Return the elements that Adam updates in a second, in pieces as paging makes them."""
+    rule = AdamWRule(1e-3, (0.9, 0.999), 1e-8, 0.01, False)
+    parameter, gradient, m, v = (torch.zeros(8 * UPDATED) for _ in range(4))
+    piece = 1 << 18
+
+    def work() -> None:
+        for start in range(0, parameter.numel(), piece):
+            here = slice(start, start + piece)
+            rule.update(parameter[here], gradient[here], {"m": m[here], "v": v[here]}, 2)
+
+    return parameter.numel() / _median(work, 3)
+
+
+class _Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _lease(folder: str) -> float:
+    """Return what paging takes for a lease or a gradient, all being resident: a step of a small paged model, less that of the
+    same model in memory."""
+    x = torch.ones(4, WIDTH)
+
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        def step() -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        return _median(step, STEPS)
+
+    plain = _Small()
+    alone = trained(plain, torch.optim.AdamW(plain.parameters(), fused=True))
+    with scratch_store(folder, dram=POOL) as store:
+        paged = zero.page(_Small(), store, largest_unit=5 * WIDTH * WIDTH)
+        optimizer = zero.AdamW(paged.parameters())
+        taken = trained(paged, optimizer)
+        with store.trace() as touches:
+            paged(x).square().mean().backward()
+            optimizer.step()
+        return max(1e-6, (taken - alone) / (len(touches) + 2 * UNITS))

@@ -1,0 +1,64 @@
+"""``tiered plan``: the parser. What the command computes is in ``run.py``, which imports torch."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from tiered.cli.arguments import add_json, add_scratch_folder, command, count, counts, positive, size
+from tiered.cli.train.options import MODEL_HELP, OPTIMIZERS, UPDATES, default_of
+
+if TYPE_CHECKING:
+    from tiered.cli.arguments import Commands
+
+__all__ = ["add_parser"]
+
+DESCRIPTION = """\
+Say before a training whether it fits, how many bytes each step moves, how long it takes and what would make it
+better. The model runs once without memory, and its steps are played in a store that has no memory either. Without
+options the model is that of tiered train. The machine is measured for some seconds, or read from a file.
+"""
+
+EXAMPLES = """\
+examples:
+  tiered plan --dram 256MiB                                 the model of tiered train, on this machine
+  tiered plan --layers 24 --width 1024 --heads 16 --batch 8 --plot plan.svg
+  tiered plan --model my-llama --context 2048 --dram 16GiB --machine server.json
+  tiered plan --layers 80 --width 8192 --heads 64 --vocabulary 128256 --machine server.json --ranks 1,8,64,1024
+"""
+
+PLANNED = tuple(name for name in OPTIMIZERS if name not in ("nadam", "radam", "adamax"))
+
+
+def add_parser(commands: Commands) -> None:
+    """Add ``plan`` to the commands."""
+    parser = command(commands, "plan", "what fits, how many bytes, how long, before a run", DESCRIPTION, EXAMPLES)
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", metavar="FOLDER", help="a folder with the config.json of a transformers model")
+    for name in ("layers", "width", "heads", "context", "batch"):
+        model.add_argument(f"--{name}", type=count, metavar="N", help=f"{MODEL_HELP[name]} (default: {default_of(name)})")
+    model.add_argument("--vocabulary", type=count, metavar="N", help="tokens that there are (default: 256, bytes)")
+    model.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the parameters")
+    how = parser.add_argument_group("training")
+    how.add_argument("--dram", type=size, metavar="SIZE", help="budget of host memory (default: half of the machine's)")
+    how.add_argument("--optimizer", choices=PLANNED, default="adamw", help="default: adamw")
+    how.add_argument("--update", choices=UPDATES, help="when units are updated (default: the faster one)")
+    how.add_argument("--activations", choices=("memory", "recompute"), help="default: the faster that fits")
+    how.add_argument("--accumulate", type=count, metavar="N", default=1, help=f"{MODEL_HELP['accumulate']} (default: 1)")
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--machine", metavar="FILE", help="file of tiered info --machine (default: measured here)")
+    add_scratch_folder(parser)
+    machine.add_argument("--no-measure", dest="measure", action="store_false", help="measure nothing: bytes, and no seconds")
+    machine.add_argument("--rated-life", type=size, metavar="SIZE", help="what the drive may be written, like 600TB")
+    machine.add_argument("--network", type=positive, metavar="GB/S", help="network of a node (default: the file's, or 1.25)")
+    outcome = parser.add_argument_group("results")
+    outcome.add_argument("--ranks", type=counts, metavar="N,N", default=(), help="simulate so many ranks, like 1,8,64,1024")
+    outcome.add_argument("--plot", metavar="FILE", help="draw seconds by budget, as .svg or .png (pip install '.[plot]')")
+    add_json(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(parsed: argparse.Namespace, given: list[str]) -> int:
+    from tiered.cli.plan.run import planned
+
+    return planned(parsed)

@@ -1,0 +1,190 @@
+"""``tiered plan`` from its options to what it prints: the model, the machine, the plan, and its picture."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+import tiered
+from tiered.cli.arguments import Parser
+from tiered.cli.info.probes import measured_machine
+from tiered.cli.measure import environment
+from tiered.cli.output import counted, refuse_unplottable, refuse_unwritable, table, write_report
+from tiered.cli.plan.plot import plot
+from tiered.cli.stop import Stopped, StopRequest
+from tiered.cli.train.model import Shape, build
+from tiered.cli.train.options import default_of
+from tiered.planning.machine import Machine
+from tiered.planning.plan import Plan, Prediction
+from tiered.planning.sources import Numbers
+from tiered.types import format_size
+
+__all__ = ["describe", "planned"]
+
+POINTS = 5
+"""Budgets of the picture, from the smallest to the one that holds everything."""
+
+
+def planned(parsed: argparse.Namespace) -> int:
+    """Plan, print, and draw; returns the exit code: 0 also where the model does not fit, which is an answer."""
+    parser: Parser = parsed.parser
+    refuse_unplottable(parsed.plot, (".svg", ".png"))
+    refuse_unwritable(parsed.json)
+    model = _model(parsed, parser)
+    try:
+        with StopRequest() as stop:
+            machine = _machine(parsed, stop)
+    except Stopped as stopped:
+        print("tiered: stopped while measuring; the scratch store is removed", file=sys.stderr)
+        return stopped.exit_code
+    if parsed.ranks and machine is None:
+        parser.error("--ranks needs a machine: leave out --no-measure, or give --machine")
+    here = parsed.machine is None and machine is not None
+    asked: dict[str, Any] = {
+        "machine": machine, "dram": parsed.dram, "batch": parsed.batch or default_of("batch"),
+        "sequence": parsed.context or default_of("context"), "optimizer": parsed.optimizer, "update": parsed.update,
+        "activations": parsed.activations, "accumulate": parsed.accumulate, "measure": here, "ranks": parsed.ranks,
+    }
+    plan = tiered.plan(model, **asked)
+    if parsed.plot is not None and plan.chosen is not None:
+        mode = {"activations": plan.chosen.choice.activations, "ranks": ()}
+        curve = tiered.plan(model, **{**asked, **mode, "budgets": _budgets(plan)}).curve
+        plan = replace(plan, curve=curve)
+    if parsed.json != "-":
+        print(describe(plan))
+    if parsed.plot is not None and plan.chosen is not None:
+        plot(parsed.plot, plan)
+        print(f"\npicture   {parsed.plot}", file=sys.stderr if parsed.json == "-" else sys.stdout)
+    write_report(parsed.json, environment() | plan.as_json())
+    return 0
+
+
+def _model(parsed: argparse.Namespace, parser: Parser) -> nn.Module | str | Numbers:
+    """Return what is planned for: a folder, numbers, or the model of ``tiered train``."""
+    numbers = {name: getattr(parsed, name) for name in ("layers", "width", "heads", "vocabulary")}
+    if parsed.model is not None:
+        given = [f"--{name}" for name, value in numbers.items() if value is not None]
+        if given:
+            parser.error(f"{', '.join(given)}: the folder of --model says that")
+        folder: str = parsed.model
+        return folder
+    shape = {name: numbers[name] or default_of(name) for name in ("layers", "width", "heads")}
+    if shape["width"] % shape["heads"]:
+        parser.error(f"--width {shape['width']} is not a multiple of --heads {shape['heads']}")
+    if numbers["vocabulary"] is not None or parsed.dtype != "float32":
+        return Numbers(**shape, vocabulary=numbers["vocabulary"] or 256, dtype=parsed.dtype)
+    return build(Shape(**shape, context=parsed.context or default_of("context")))
+
+
+def _machine(parsed: argparse.Namespace, stop: StopRequest) -> Machine | None:
+    if parsed.machine is not None:
+        machine = Machine.of(parsed.machine)
+    elif parsed.measure:
+        machine = measured_machine(parsed.folder, check=stop.check)
+    else:
+        return None
+    if parsed.rated_life is not None:
+        machine = machine.but(rated_life=float(parsed.rated_life))
+    return machine if parsed.network is None else machine.but(network=parsed.network * 1e9)
+
+
+def _budgets(plan: Plan) -> list[int]:
+    """Return budgets from a sixteenth of all bytes of the state, or the smallest that works, to one that holds everything."""
+    assert plan.chosen is not None
+    memory = plan.chosen.memory
+    most = int(1.1 * (memory.parameters + memory.states + memory.gradients)) + (4 << 20)
+    least = max(plan.smallest, most // 16)
+    steps = [least * (most / least) ** (number / (POINTS - 1)) for number in range(POINTS)]
+    return sorted({math.ceil(one / 4096) * 4096 for one in (*steps, plan.chosen.choice.dram)})
+
+
+def describe(plan: Plan) -> str:
+    """Format a plan on one screen."""
+    lines = [f"model     {plan.model} of {plan.parameters:,} parameters, {_tokens(plan)}{plan.optimizer}"]
+    machine = plan.machine
+    if machine is not None:
+        named = f"{machine.name}: " if machine.name else ""
+        lines.append(
+            f"machine   {named}drive {machine.read / 1e9:.2f} GB/s read, {machine.write / 1e9:.2f} written; "
+            f"products {machine.flops / 1e9:,.0f} GFLOP/s"
+        )
+    found = plan.chosen
+    if found is None:
+        lines.append(f"fits      no: {plan.refused}")
+        return "\n".join([*lines, *_listed("would fit", plan.changes)])
+    if plan.refused is None:
+        lines.append(
+            f"fits      with {format_size(found.choice.dram)} of DRAM; the smallest budget is {format_size(plan.smallest)}"
+        )
+    else:
+        lines += [f"fits      no: {plan.refused}", *_listed("would fit", plan.changes)]
+    lines += [*_memory(found, plan), *_step(found, plan)]
+    if len(plan.others):
+        lines += ["", _modes([found, *plan.others], bool(found.seconds))]
+    if plan.ranks:
+        lines += ["", _ranks(plan)]
+    if plan.refused is None:
+        lines += _listed("faster", plan.changes)
+    return "\n".join([*lines, *_listed("note", plan.notes)])
+
+
+def _tokens(plan: Plan) -> str:
+    return f"{plan.tokens:,} tokens a step, " if plan.tokens else ""
+
+
+def _listed(label: str, lines: tuple[str, ...]) -> list[str]:
+    return [f"{label if number == 0 else '':9} {line}" for number, line in enumerate(lines)]
+
+
+def _memory(found: Prediction, plan: Plan) -> list[str]:
+    memory = found.memory
+    base = f", {format_size(plan.machine.base)} of it imports" if plan.machine is not None else ", and its imports"
+    return [
+        f"state     parameters {format_size(memory.parameters)}, gradients {format_size(memory.gradients)}, optimizer "
+        f"{format_size(memory.states)}; on the drive {format_size(memory.drive)}",
+        f"process   {format_size(memory.process)}: pool {format_size(memory.pool)}, activations "
+        f"{format_size(memory.activations)}, workspace {format_size(memory.workspace)}{base}",
+    ]
+
+
+def _step(found: Prediction, plan: Plan) -> list[str]:
+    moved = found.read + found.written
+    beside = f" ({moved / found.least_bytes:.2f} x the best plan on demand)" if found.least_bytes else ""
+    lines = [f"drive     {found.read / 1e9:.2f} GB read, {found.written / 1e9:.2f} GB written a step{beside}"]
+    if not found.seconds:
+        return lines
+    kinds = ", ".join(f"{kind} {seconds:.2f}" for kind, seconds in found.by_work.items() if seconds >= 0.005)
+    lines.append(
+        f"step      {found.seconds:.2f} s: {kinds}, waiting {found.waiting:.2f}; the drive works {found.drive_busy:.2f} s of it"
+    )
+    life = plan.days_of_life
+    rated = f"; its rated life lasts {life:,.0f} days" if life is not None else ""
+    lines.append(f"a day     {86_400 / found.seconds:,.0f} steps, {plan.written_per_day / 1e12:.2f} TB written{rated}")
+    return lines
+
+
+def _modes(found: list[Prediction], timed: bool) -> str:
+    rows = [["update", "activations", *(["s/step"] if timed else []), "GB/step", "process"]]
+    for one in found:
+        seconds = [f"{one.seconds:.2f}"] if timed else []
+        moved = f"{(one.read + one.written) / 1e9:.2f}"
+        rows.append([one.choice.update, one.choice.activations, *seconds, moved, format_size(one.memory.process)])
+    return table(rows, "ll" + "r" * (len(rows[0]) - 2))
+
+
+def _ranks(plan: Plan) -> str:
+    rows = [["ranks", "s/step", "tokens/s", "GB sent", "GB drive", "waiting", "network"]]
+    for one in plan.ranks:
+        moved = f"{(one.read + one.written) / 1e9:.2f}"
+        numbers = f"{one.seconds:.2f}", f"{one.tokens_per_second:,.0f}", f"{one.sent / 1e9:.2f}", moved
+        rows.append([f"{one.ranks:,}", *numbers, f"{one.waiting:.2f}", f"{one.network:.2f}"])
+    stops = plan.stops_paying
+    most = counted(plan.ranks[-1].ranks, "rank")
+    verdict = f"more than {counted(stops, 'rank')} do not pay" if stops else f"each step up to {most} pays"
+    return f"{table(rows, 'r' * 7)}\n{verdict}: twice as many bring half as many more tokens a second, at least, where they pay"
+

@@ -1,0 +1,112 @@
+"""A machine as numbers: rates of its drive, its memory, its processor and its network. Kept as a JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from tiered.errors import MisuseError
+from tiered.planning.simulated import DriveRates
+from tiered.types import parse_size
+
+__all__ = ["Machine"]
+
+FORMAT = "machine 1"
+MEASURE = "measure one with tiered info --machine FILE"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a plan needs to know of a machine: rates in bytes, operations or elements per second, others in seconds or bytes.
+
+    ``read``, ``write``: the drive, one way at a time. ``transfer``: seconds for each tensor beside its bytes. ``dram``: bytes
+    of host memory. ``flops``: floating point operations of fp32 products (``flops_half``: of bf16 ones; 0: as fp32).
+    ``memory``: bytes of operands of operations that compute little, ``operation``: seconds of the smallest operation of torch.
+    ``lease``: seconds of a lease and of what paging does around it; ``update``: elements that Adam updates; ``gradient``:
+    seconds of storing a gradient, beside its bytes. ``hashing``: bytes that the thread of the store checks, which takes time
+    from computing where torch has as many ``threads`` as there are ``cores``. ``base``: bytes of a process after its imports.
+    ``network``, ``latency``: between nodes; ``ranks_per_node`` share drive and network. ``rated_life``: bytes that the drive
+    may be written in its life (0: not known).
+    """
+
+    read: float
+    write: float
+    transfer: float = 1e-4
+    dram: int = 0
+    flops: float = 1e11
+    flops_half: float = 0.0
+    memory: float = 1e10
+    operation: float = 5e-6
+    lease: float = 1.5e-4
+    update: float = 5e8
+    gradient: float = 1e-4
+    hashing: float = 8e9
+    cores: int = 2
+    threads: int = 1
+    base: int = 240 << 20
+    network: float = 1.25e9
+    latency: float = 5e-5
+    ranks_per_node: int = 1
+    rated_life: float = 0.0
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("read", "write", "flops", "memory", "update", "hashing", "network"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+                raise MisuseError(f"a machine's {name} is a rate above 0, not {value!r}")
+        for name in ("cores", "threads", "ranks_per_node"):
+            if getattr(self, name) < 1:
+                raise MisuseError(f"a machine's {name} is at least 1, not {getattr(self, name)!r}")
+
+    @property
+    def drive(self) -> DriveRates:
+        return DriveRates(self.read, self.write, self.transfer)
+
+    @classmethod
+    def of(cls, what: Machine | str | os.PathLike[str] | Mapping[str, Any]) -> Machine:
+        """Return a machine from itself, from a file, or from numbers by name ("2GB" is a number of bytes, too).
+
+        Raises MisuseError for a file that is none, and for numbers that are unknown or missing.
+        """
+        if isinstance(what, Machine):
+            return what
+        if isinstance(what, Mapping):
+            return cls._from(what, "these numbers")
+        try:
+            found = json.loads(Path(what).read_text())
+        except OSError as error:
+            raise MisuseError(f"cannot read the machine {what}: {error.strerror}; {MEASURE}") from error
+        except ValueError as error:
+            raise MisuseError(f"{what} is no machine: {error}; {MEASURE}") from error
+        if not isinstance(found, dict) or found.pop("tiered", None) != FORMAT:
+            raise MisuseError(f"{what} is no machine: {MEASURE}")
+        return cls._from(found, str(what))
+
+    @classmethod
+    def _from(cls, found: Mapping[str, Any], where: str) -> Machine:
+        known = {one.name: one.type for one in fields(cls)}
+        unknown = sorted(set(found) - set(known))
+        if unknown:
+            raise MisuseError(f"{where}: a machine has no {', '.join(unknown)}; it has {', '.join(known)}")
+        if not {"read", "write"} <= set(found):
+            raise MisuseError(f"{where}: a machine has read= and write= at least, the drive's bytes per second")
+        values: dict[str, Any] = {
+            name: parse_size(value) if isinstance(value, str) and name != "name" else value for name, value in found.items()
+        }
+        return cls(**values)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the machine to a file. Raises MisuseError where that cannot be written."""
+        try:
+            Path(path).write_text(json.dumps({"tiered": FORMAT, **asdict(self)}, indent=1) + "\n")
+        except OSError as error:
+            raise MisuseError(f"cannot write the machine to {path}: {error.strerror}") from error
+
+    def but(self, **numbers: Any) -> Machine:
+        """Return this machine with other numbers."""
+        return replace(self, **numbers)

@@ -1,0 +1,505 @@
+"""A plan before the run: what fits, how many bytes a step moves, how long it takes, and what would be better.
+
+``plan`` runs the model on the meta device (``dry_run``), lists what its steps ask of a store (``steps``), and plays them in a
+simulated store (``rehearsal``): by the store's own eviction and read-ahead, over a drive of the machine's rates.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from tiered.engine.retention import bytes_moved, decide
+from tiered.errors import CapacityError, MisuseError
+from tiered.planning.dry_run import DryRun, Loss
+from tiered.planning.machine import Machine
+from tiered.planning.rehearsal import Rehearsed, Seconds, no_time, rehearse
+from tiered.planning.simulated import DriveRates
+from tiered.planning.sources import Numbers, Subject, subject_of
+from tiered.planning.steps import Create, Lease, Steps, UnitSizes, Update, Work, sizes_of
+from tiered.planning.timing import Timing, measure_operations
+from tiered.store.opening import SMALLEST_DRAM, default_dram
+from tiered.types import Use, format_size, parse_size
+from tiered.zero import rules
+from tiered.zero.page import smallest_pool
+from tiered.zero.paging.micro_batch import split_modules
+from tiered.zero.paging.step_trace import LONGEST
+from tiered.zero.paging.units import Limits, ModelPlan, Policy, divide
+
+__all__ = ["Choice", "Memory", "Plan", "Prediction", "Ranks", "plan"]
+
+Activations = Literal["memory", "recompute"]
+Optimizer = Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "lion", "adamw8bit", "adamw4bit"]
+
+_RULES: dict[str, rules.UpdateRule] = {
+    "adamw": rules.AdamWRule(1e-3, (0.9, 0.999), 1e-8, 0.01, False),
+    "adam": rules.AdamRule(),
+    "sgd": rules.SGDRule(momentum=0.9),
+    "adagrad": rules.AdagradRule(),
+    "rmsprop": rules.RMSpropRule(),
+    "lion": rules.LionRule(),
+    "adamw8bit": rules.AdamW8bitRule(),
+    "adamw4bit": rules.AdamW4bitRule(),
+}
+"""By the names of ``tiered train --optimizer``: the rules whose states a plan counts."""
+
+NAME = "model"
+REHEARSED = 3000
+"""Touches of a step that are played as they are; of a longer step chunks of states are taken together."""
+IN_TRANSIT = 56 << 20
+"""Bytes beside the pool, the activations and the imports: pieces in transit, buffers of torch's libraries, and what the C
+library keeps of what was freed (``docs/memory.md``)."""
+PAYS = 0.5
+"""Of the tokens a second that so many more ranks would bring at best, what they must bring to pay."""
+OPEN, TABLES = 8 << 20, 256
+"""Bytes beside a pool: of an open store, and one in so many of the pool for its page tables."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a model is trained: ``update`` as in ``zero.AdamW``, ``activations`` as in ``zero.page``, ``dram`` bytes of pool."""
+
+    update: Update = "on_fetch"
+    activations: Activations = "memory"
+    dram: int = 0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by kind. ``parameters``, ``gradients`` and ``states`` are tensors of the store, in the pool and on the drive;
+    ``activations`` are at most alive at a time, beside the pool, one gradient included. ``pool`` is the most of the budget that
+    is used, ``drive`` what has to have room there, ``process`` the most that the process takes, its imports included."""
+
+    parameters: int
+    gradients: int
+    states: int
+    activations: int
+    workspace: int
+    pool: int
+    drive: int
+    process: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One choice, and what a step of it does. Bytes of the drive are each step's. ``seconds`` is 0 where no machine was given;
+    ``by_work`` are the processor's, by kind ("forward", "backward", "update", "gradients", "store"), ``waiting`` those in which
+    it waits for the drive, ``drive_busy`` those in which the drive works. ``least_bytes``: read and written by the best that
+    could be done on demand with all of the budget, knowing the whole order. ``touches``: leases and creations of tensors."""
+
+    choice: Choice
+    read: float
+    written: float
+    least_bytes: float
+    seconds: float
+    waiting: float
+    drive_busy: float
+    memory: Memory
+    touches: int
+    by_work: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def processor(self) -> float:
+        """Seconds in which the processor works."""
+        return sum(self.by_work.values())
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """So many ranks with ZeRO stage 3, each with the batch that was asked for and a store of its own. Bytes are those of one
+    rank and step: ``sent`` over the network, ``read`` and ``written`` of its drive. ``network`` are seconds that it waits for
+    the other ranks' bytes. ``pays``: whether twice the ranks of the row before bring half as many more tokens a second, at
+    least."""
+
+    ranks: int
+    seconds: float
+    tokens_per_second: float
+    sent: float
+    read: float
+    written: float
+    waiting: float
+    network: float
+    process: int
+    pays: bool = True
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What ``tiered.plan`` found.
+
+    ``chosen``: the prediction for what was asked, where that fits; ``others``: for other modes at the same budget, the fastest
+    first. ``curve``: predictions for other budgets, ``ranks`` for numbers of ranks, where these were asked for. ``smallest``:
+    bytes of DRAM with which the model can be paged. ``refused`` says why it does not fit, ``changes`` what would make it fit,
+    or faster, the cheapest change first. ``notes`` say what the plan does not know.
+    """
+
+    model: str
+    parameters: int
+    tokens: int
+    optimizer: str
+    machine: Machine | None
+    smallest: int
+    chosen: Prediction | None
+    others: tuple[Prediction, ...] = ()
+    curve: tuple[Prediction, ...] = ()
+    ranks: tuple[Ranks, ...] = ()
+    refused: str | None = None
+    changes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the model can be trained as asked."""
+        return self.chosen is not None and self.refused is None
+
+    @property
+    def written_per_day(self) -> float:
+        """Bytes written to the drive in a day of steps; 0 where the time of a step is not known."""
+        found = self.chosen
+        return found.written * 86_400 / found.seconds if found is not None and found.seconds else 0.0
+
+    @property
+    def days_of_life(self) -> float | None:
+        """Days of training after which the drive's rated life is written; None where either is not known."""
+        life = self.machine.rated_life if self.machine is not None else 0.0
+        return life / self.written_per_day if life and self.written_per_day else None
+
+    @property
+    def stops_paying(self) -> int | None:
+        """The number of ranks from which on twice as many no longer pay; None where there is none among ``ranks``."""
+        return next((before.ranks for before, row in zip(self.ranks, self.ranks[1:], strict=False) if not row.pays), None)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the plan as a value for ``json.dumps``; bytes, seconds and counts are numbers."""
+        found = asdict(self)
+        return found | {"fits": self.fits, "written_per_day": self.written_per_day, "days_of_life": self.days_of_life}
+
+
+class Planner:
+    """Predictions for one model on one machine: dry runs are kept, because budgets and modes share them."""
+
+    def __init__(
+        self, subject: Subject, machine: Machine | None, rule: rules.UpdateRule, policy: Policy, passes: int,
+        measure: bool = False,
+    ) -> None:
+        self.subject, self.machine, self._rule, self._policy, self._passes = subject, machine, rule, policy, passes
+        self._runs: dict[tuple[Activations, tuple[str, ...]], DryRun] = {}
+        self._measured: dict[str, float] = {}
+        self._measures = measure
+        self.notes: dict[str, None] = {}
+
+    def divided(self, dram: int, ranks: int = 1) -> ModelPlan:
+        """Return the model's units for a budget."""
+        return divide(self.subject.model, Limits.of(dram, ranks), {}, self._policy, ranks)
+
+    def smallest(self) -> int:
+        """Return the bytes of the smallest budget with which ``zero.page`` takes the model."""
+        dram = SMALLEST_DRAM
+        while True:
+            needed = smallest_pool(self.divided(dram), self.subject.model)
+            if needed <= dram:
+                return dram
+            dram = needed
+
+    def run(self, activations: Activations, plan: ModelPlan) -> DryRun:
+        """Return the dry run of forward and backward."""
+        modules = {} if activations == "memory" else split_modules(self.subject.model, plan)
+        key = activations, tuple(modules.values())
+        if key not in self._runs:
+            found = self.subject.run() if activations == "memory" else self.subject.recomputed(modules)
+            self._runs[key] = found
+            if self._measures and self.machine is not None:
+                self._measured |= measure_operations(found, self.machine)
+        return self._runs[key]
+
+    def seconds(self) -> Seconds:
+        return no_time if self.machine is None else Timing(self.machine, self._measured)
+
+    def predict(self, choice: Choice, *, warm_up: int = 3, counted: int = 2) -> Prediction:
+        """Play steps of a choice. Raises CapacityError where it does not fit."""
+        plan = self.divided(choice.dram)
+        needed = smallest_pool(plan, self.subject.model)
+        if needed > choice.dram:
+            raise CapacityError(
+                f"a budget of {choice.dram:,} bytes of DRAM is too small for this model: the smallest that works is "
+                f"{self.smallest():,} bytes"
+            )
+        run = self.run(choice.activations, plan)
+        sizes = sizes_of(plan, NAME, self._rule)
+        whole = Steps(self.subject.model, plan, sizes, run, choice.update, self._passes)
+        touches = sum(isinstance(one, Create) or (isinstance(one, Lease) and len(one.keys)) for one in whole.step())
+        if touches > LONGEST:
+            self.notes[
+                f"a step leases {touches:,} tensors, and a store follows orders of up to {LONGEST:,}: it would evict by last "
+                "use, and move more bytes than this plan says"
+            ] = None
+        played = sizes if touches <= REHEARSED else self._coarser(plan, touches)
+        steps = Steps(self.subject.model, plan, played, run, choice.update, self._passes)
+        rates = DriveRates(1e9, 1e9) if self.machine is None else self.machine.drive
+        least = bytes_moved(*uses_of(steps), choice.dram, decide(*uses_of(steps), choice.dram))
+        found = rehearse(steps, choice.dram, rates, self.seconds(), warm_up=warm_up, counted=counted)
+        return Prediction(
+            choice=choice,
+            read=found.read,
+            written=found.written,
+            least_bytes=float(least),
+            seconds=found.seconds if self.machine is not None else 0.0,
+            waiting=found.waiting if self.machine is not None else 0.0,
+            drive_busy=found.busy if self.machine is not None else 0.0,
+            memory=self._memory(choice, sizes, run, found),
+            touches=touches,
+            by_work=found.by_work,
+        )
+
+    def with_ranks(self, choice: Choice, ranks: int, tokens: int) -> Ranks:
+        """Play steps of one of several ranks. Raises CapacityError where they do not fit."""
+        machine = self.machine
+        assert machine is not None
+        plan = self.divided(choice.dram, ranks)
+        needed = smallest_pool(plan, self.subject.model, shares=ranks)
+        if needed > choice.dram:
+            raise CapacityError(f"{ranks} ranks need {format_size(needed)} of DRAM each")
+        run, sizes = self.run(choice.activations, plan), sizes_of(plan, NAME, self._rule)
+        touches = sum(2 * len(chunk) for one in sizes for _, chunk in one.chunks)
+        played = sizes if touches <= REHEARSED else self._coarser(plan, touches)
+        steps = Steps(self.subject.model, plan, played, run, choice.update, self._passes)
+        sharing = min(ranks, machine.ranks_per_node)
+        drive = DriveRates(machine.read / sharing, machine.write / sharing, machine.transfer)
+        found = rehearse(steps, choice.dram, drive, Timing(machine, self._measured, ranks), warm_up=2, counted=1)
+        sent = sum(one.nbytes for one in steps.step() if isinstance(one, Work) and one.kind in ("gather", "reduce"))
+        return Ranks(
+            ranks=ranks,
+            seconds=found.seconds,
+            tokens_per_second=ranks * tokens / found.seconds,
+            sent=sent * (ranks - 1) / ranks,
+            read=found.read,
+            written=found.written,
+            waiting=found.waiting,
+            network=found.by_work.get("network", 0.0),
+            process=self._memory(choice, sizes, run, found).process,
+        )
+
+    def _coarser(self, plan: ModelPlan, touches: int) -> list[UnitSizes]:
+        """Return units whose chunks of states are several together, so that a step has fewer touches."""
+        larger = replace(plan.limits, chunk=plan.limits.chunk * -(-touches // REHEARSED))
+        self.notes["chunks of optimizer states are taken together in the rehearsal, of which a step has very many"] = None
+        return sizes_of(replace(plan, limits=larger), NAME, self._rule)
+
+    def _memory(self, choice: Choice, sizes: Sequence[UnitSizes], run: DryRun, found: Rehearsed) -> Memory:
+        parameters, states = sum(one.nbytes for one in sizes), sum(one.states for one in sizes)
+        gradients = sum(one.gradient for one in sizes)
+        if choice.update == "in_backward":
+            gradients = max((one.gradient for one in sizes), default=0)
+        everything = parameters + states + gradients
+        workspace = IN_TRANSIT + OPEN + choice.dram // TABLES
+        base = self.machine.base if self.machine is not None else 0
+        return Memory(
+            parameters=parameters,
+            gradients=gradients,
+            states=states,
+            activations=run.peak,
+            workspace=workspace,
+            pool=found.peak,
+            drive=max(0, everything if everything > choice.dram else parameters + states),
+            process=base + found.peak + run.peak + workspace,
+        )
+
+
+def plan(
+    model: nn.Module | str | os.PathLike[str] | Numbers | Mapping[str, Any],
+    *,
+    machine: Machine | str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    dram: int | str | None = None,
+    batch: int = 1,
+    sequence: int = 1024,
+    inputs: Any = None,
+    target: Any = None,
+    loss: Loss | None = None,
+    optimizer: Optimizer = "adamw",
+    update: Update | None = None,
+    activations: Activations | None = None,
+    accumulate: int = 1,
+    storage: torch.dtype | None = None,
+    measure: bool = False,
+    budgets: Sequence[int | str] = (),
+    ranks: Sequence[int] = (),
+) -> Plan:
+    """Plan a training: does ``model`` fit, what does a step move, and how long does it take?
+
+    ``model``: an ``nn.Module`` (on any device; its values are not looked at), a folder with a ``config.json`` of transformers,
+    or numbers (``tiered.Numbers``, or a mapping of them). It is run once on the meta device, without memory.
+    ``machine``: a ``tiered.Machine``, the file of one (``tiered info --machine FILE`` measures it), or numbers by name
+    (``read`` and ``write``, the drive's bytes per second, at least). Without it the plan has bytes and no seconds.
+    ``dram``: the budget, bytes or "2GiB" (default: half of the machine's memory, or of what is available here).
+    ``batch``, ``sequence``: tokens of shape (batch, sequence), int64, that the model is given; ``inputs`` are other arguments
+    of its forward, and ``target`` what ``loss(output, target)`` compares with (default: cross-entropy with the tokens).
+    ``update``, ``activations``: "on_fetch" or "in_backward", "memory" or "recompute" (None: the fastest that fits is chosen).
+    ``accumulate``: forwards and backwards of a step. ``storage``: as in ``zero.Policy``. ``measure``: time the operations of
+    the model on this machine's CPU, some seconds, instead of computing with the machine's rates. ``budgets``: other budgets to
+    predict (``Plan.curve``, for both update modes). ``ranks``: numbers of ranks, up to thousands, to simulate (``Plan.ranks``;
+    they need a ``machine``, whose ``network``, ``latency`` and ``ranks_per_node`` they use).
+
+    Bytes are those of the store's own code, played in a store without memory; seconds are estimates. Raises MisuseError for
+    what cannot be planned; a model that does not fit is an answer (``Plan.refused``), not an error.
+    """
+    if optimizer not in _RULES:
+        raise MisuseError(f"a plan knows the optimizers {', '.join(_RULES)}, not {optimizer!r}")
+    for name, value, known in (("update", update, get_args(Update)), ("activations", activations, get_args(Activations))):
+        if value is not None and value not in known:
+            raise MisuseError(f"{name} is {' or '.join(map(repr, known))}, or None for the better one, not {value!r}")
+    if accumulate < 1:
+        raise MisuseError(f"a step has a forward and a backward at least: accumulate={accumulate}")
+    if accumulate > 1 and update == "in_backward":
+        raise MisuseError("update='in_backward' makes each backward a step: leave accumulate out, or use update='on_fetch'")
+    found = None if machine is None else Machine.of(machine)
+    subject = subject_of(model, batch=batch, sequence=sequence, inputs=inputs, target=target, loss=loss)
+    planner = Planner(subject, found, _RULES[optimizer], Policy(storage=storage), accumulate, measure)
+    budget = parse_size(dram) if dram is not None else _half(found)
+    tokens = _tokens(subject) * accumulate
+    smallest = planner.smallest()
+    parameters = subject.parameters
+    if budget < smallest:
+        return Plan(
+            model=subject.name, parameters=parameters, tokens=tokens, optimizer=optimizer, machine=found, smallest=smallest,
+            chosen=None,
+            refused=f"{format_size(budget)} of DRAM is too little: the smallest budget that works is {format_size(smallest)}",
+            changes=(f"a budget of {format_size(smallest)} (dram={smallest})", *_smaller_units(planner, budget)),
+        )
+    updates: Sequence[Update] = [update] if update else (["on_fetch"] if accumulate > 1 else ["on_fetch", "in_backward"])
+    ways: Sequence[Activations] = [activations] if activations else ["memory", "recompute"]
+    predictions = [planner.predict(Choice(one, way, budget)) for way in ways for one in updates]
+    room = found.dram if found is not None and found.dram else None
+    fitting = [one for one in predictions if room is None or one.memory.process <= room]
+    ranked = sorted(fitting or predictions, key=_order)
+    chosen, others = ranked[0], tuple(sorted((one for one in predictions if one is not ranked[0]), key=_order))
+    refused, changes = None, _faster(chosen, others, planner, update, activations)
+    if not fitting:
+        assert room is not None
+        refused = (
+            f"the process would take {format_size(chosen.memory.process)}, {format_size(chosen.memory.activations)} of it for "
+            f"activations, and the machine has {format_size(room)}"
+        )
+        changes = _to_fit(chosen, room, smallest)
+    if ranks and found is None:
+        raise MisuseError("ranks need machine=, with its network")
+    curve = _curve(planner, chosen.choice, [parse_size(one) for one in budgets], updates)
+    rows = _rows(planner, chosen.choice, ranks, tokens)
+    return Plan(
+        model=subject.name, parameters=parameters, tokens=tokens, optimizer=optimizer, machine=found, smallest=smallest,
+        chosen=chosen, others=others, curve=curve, ranks=rows, refused=refused, changes=changes, notes=tuple(planner.notes),
+    )
+
+
+def _curve(planner: Planner, choice: Choice, budgets: Sequence[int], updates: Sequence[Update]) -> tuple[Prediction, ...]:
+    """Return predictions for each update mode and each of the budgets that work."""
+    smallest = planner.smallest() if budgets else 0
+    return tuple(
+        planner.predict(replace(choice, update=update, dram=dram), warm_up=2, counted=1)
+        for update in updates
+        for dram in sorted(budgets)
+        if dram >= smallest
+    )
+
+
+def _rows(planner: Planner, choice: Choice, ranks: Sequence[int], tokens: int) -> tuple[Ranks, ...]:
+    """Return one row for each number of ranks, with what each brings beside the one before."""
+    rows: list[Ranks] = []
+    for count in sorted(ranks):
+        if count < 1:
+            raise MisuseError(f"there is one rank at least, not {count}")
+        try:
+            row = planner.with_ranks(choice, count, tokens)
+        except CapacityError as error:
+            planner.notes[str(error)] = None
+            continue
+        if rows:
+            before = rows[-1]
+            more = row.tokens_per_second / max(1e-12, before.tokens_per_second) - 1
+            row = replace(row, pays=more >= PAYS * (count / before.ranks - 1))
+        rows.append(row)
+    return tuple(rows)
+
+
+def _order(one: Prediction) -> tuple[float, bool, float]:
+    """Rank predictions: the fastest first; where no time is known, those that compute nothing twice, by the bytes that they
+    move."""
+    return one.seconds, one.choice.activations == "recompute", one.read + one.written
+
+
+def _half(machine: Machine | None) -> int:
+    return max(SMALLEST_DRAM, machine.dram // 2) if machine is not None and machine.dram else default_dram()
+
+
+def _tokens(subject: Subject) -> int:
+    """Return the elements of the first whole-number input; 0 where there is none."""
+    given = (*subject.args, *subject.kwargs.values())
+    found = next((one for one in given if isinstance(one, torch.Tensor) and not one.is_floating_point()), None)
+    return 0 if found is None else found.numel()
+
+
+def _smaller_units(planner: Planner, budget: int) -> list[str]:
+    plan = planner.divided(budget)
+    largest = max(plan.units, key=lambda unit: unit.nbytes, default=None)
+    if largest is None:
+        return []
+    found = [f"a largest unit of less than {format_size(budget / 4)}: {largest.name!r} has {format_size(largest.nbytes)}"]
+    if any(p.dtype is torch.float32 for p in planner.subject.model.parameters()):
+        found.append("parameters stored as bf16 (storage=torch.bfloat16), which take half of the room")
+    return found
+
+
+def _faster(
+    chosen: Prediction, others: Sequence[Prediction], planner: Planner, update: Update | None, activations: Activations | None
+) -> tuple[str, ...]:
+    """Return what would make a step faster, the cheapest change first."""
+    if not chosen.seconds:
+        return ()
+    found = []
+    if update is not None or activations is not None:
+        modes: list[tuple[Update, Activations]] = [
+            (one, way) for one in get_args(Update) for way in get_args(Activations)
+            if (one, way) != (chosen.choice.update, chosen.choice.activations)
+        ]
+        for one, way in modes if chosen.waiting > 0.1 * chosen.seconds else ():
+            other = planner.predict(replace(chosen.choice, update=one, activations=way))
+            if other.seconds < 0.95 * chosen.seconds:
+                mode = f"update={one!r}, activations={way!r}"
+                found.append(f"{mode}: {other.seconds:.2f} s a step instead of {chosen.seconds:.2f}")
+    if chosen.waiting > 0.1 * chosen.seconds:
+        more = planner.predict(replace(chosen.choice, dram=2 * chosen.choice.dram))
+        if more.seconds < 0.95 * chosen.seconds:
+            found.append(f"twice the budget: {more.seconds:.2f} s a step instead of {chosen.seconds:.2f}")
+        found.append("more tokens in a step: the drive moves as many bytes for a larger batch")
+    return tuple(found)
+
+
+def _to_fit(chosen: Prediction, room: int, smallest: int) -> tuple[str, ...]:
+    """Return what would make the process fit into ``room`` bytes, the cheapest change first."""
+    memory, found = chosen.memory, []
+    over = memory.process - room
+    if memory.pool - over >= smallest:
+        found.append(f"a budget of {format_size(memory.pool - over)}")
+    if chosen.choice.activations == "memory":
+        found.append("activations='recompute': about a third more computing")
+    found.append(f"micro_batch=, or a smaller batch or sequence: activations are {format_size(memory.activations)}")
+    return tuple(found)
+
+
+def uses_of(steps: Steps) -> tuple[list[str], list[Use], list[int]]:
+    """Return the touches of one step: keys, uses, and bytes in whole slots."""
+    sizes = steps.initial()
+    keys, uses = list[str](), list[Use]()
+    for one in steps.step():
+        if isinstance(one, Create):
+            sizes[one.key] = one.nbytes
+            keys.append(one.key)
+            uses.append(Use.PUT)
+        elif isinstance(one, Lease):
+            keys += one.keys
+            uses += [Use.WRITE if one.write else Use.READ] * len(one.keys)
+    return keys, uses, [-(-sizes[key] // 4096) * 4096 for key in keys]

@@ -1,0 +1,125 @@
+"""Steps that are played in a simulated store: the bytes that they move, the time that they take, and what they wait for."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tiered.planning.simulated import DriveRates, SimulatedStore
+from tiered.planning.steps import Create, Delete, End, Lease, Operation, Pause, Steps, Work
+from tiered.zero.paging.step_trace import StepTrace
+
+__all__ = ["Rehearsed", "Seconds", "rehearse"]
+
+WARM_UP, COUNTED = 3, 2
+"""Steps that are played before those that count, and those that count: the order is known after one."""
+
+class Seconds(Protocol):
+    """What steps take of the processor: each operation the kind of work, and seconds; and each byte that the store moves
+    ``checking`` seconds."""
+
+    @property
+    def checking(self) -> float: ...
+
+    def __call__(self, operation: Operation, /) -> tuple[str, float]: ...
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """One step, on average over those that count. Bytes of the drive; ``seconds`` in all; ``by_work`` seconds of the processor
+    by kind; ``waiting`` for reads and for room; ``busy``: seconds that the drive worked; ``peak``: bytes of the pool in use at
+    most; ``touches``: leases and creations."""
+
+    read: float
+    written: float
+    seconds: float
+    waiting: float
+    busy: float
+    peak: int
+    touches: int
+    by_work: dict[str, float] = field(default_factory=dict)
+
+
+class _NoTime:
+    """Takes no time for anything: the drive sets the pace."""
+
+    checking = 0.0
+
+    def __call__(self, operation: Operation) -> tuple[str, float]:
+        return "none", 0.0
+
+
+no_time = _NoTime()
+
+
+def rehearse(
+    steps: Steps,
+    dram: int,
+    drive: DriveRates,
+    seconds: Seconds = no_time,
+    *,
+    prefetch: str = "on",
+    warm_up: int = WARM_UP,
+    counted: int = COUNTED,
+) -> Rehearsed:
+    """Play some steps in a store of ``dram`` bytes. Raises CapacityError where they do not fit."""
+    with SimulatedStore(dram, drive).closing() as store:
+        store.place(steps.initial())
+        trace = StepTrace.of(store)
+        trace.prefetch = "on" if prefetch == "on" else "off"
+        for _ in range(warm_up):
+            _play(store, trace, steps, seconds, {})
+        before, began, busy = store.moved, store.clock.now, store.drive.busy
+        stalled = store.statistics().stalled
+        work: dict[str, float] = {}
+        touches = 0
+        for _ in range(counted):
+            touches += _play(store, trace, steps, seconds, work)
+        after, seen = store.moved, store.statistics()
+        return Rehearsed(
+            read=(after[0] - before[0]) / counted,
+            written=(after[1] - before[1]) / counted,
+            seconds=(store.clock.now - began) / counted,
+            waiting=(seen.stalled - stalled) / counted,
+            busy=(store.drive.busy - busy) / counted,
+            peak=seen.tier("dram").peak,
+            touches=touches // counted,
+            by_work={kind: total / counted for kind, total in work.items()},
+        )
+
+
+def _play(store: SimulatedStore, trace: StepTrace, steps: Steps, seconds: Seconds, work: dict[str, float]) -> int:
+    open_leases: dict[int, AbstractContextManager[Any]] = {}
+    touches = 0
+    begins = free = store.clock.now  # of the network: when the next gather may begin, and when the last exchange has ended
+    trace.forward_begins("training", list)
+    moved = sum(store.moved)
+    for operation in steps.step():
+        if seconds.checking and (now := sum(store.moved)) > moved:
+            taken, moved = (now - moved) * seconds.checking, now
+            work["checksums"] = work.get("checksums", 0.0) + taken
+            store.compute(taken)
+        kind, taken = seconds(operation)
+        if taken and kind == "network":  # it goes on beside computing, for the unit that follows
+            free = max(begins, free) + taken
+            taken, begins = max(0.0, free - store.clock.now), max(free, store.clock.now)
+        if taken:
+            work[kind] = work.get(kind, 0.0) + taken
+            store.compute(taken)
+        if isinstance(operation, Lease):
+            touches += len(operation.keys)
+            access = "write" if operation.write else "read"
+            lease = open_leases[operation.number] = store.lease(list(operation.keys), access=access)
+            lease.__enter__()
+        elif isinstance(operation, End):
+            open_leases.pop(operation.number).__exit__(None, None, None)
+        elif isinstance(operation, Create):
+            touches += 1
+            store.make(operation.key, operation.nbytes)
+        elif isinstance(operation, Delete):
+            store.delete(operation.key)
+        else:
+            assert isinstance(operation, Pause | Work)
+    trace.step_ended()
+    return touches

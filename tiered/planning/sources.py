@@ -1,0 +1,238 @@
+"""What is planned for: a model on the meta device, what its forward is given, and its loss.
+
+From an ``nn.Module``, from a folder with a ``config.json`` of Hugging Face, or from numbers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tiered.errors import MisuseError
+from tiered.planning.dry_run import DryRun, Loss, dry_run, on_meta
+
+__all__ = ["Numbers", "Subject", "subject_of"]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A decoder-only transformer by its numbers: pre-norm blocks of attention and MLP, as GPT's, or as Llama's with ``gated``
+    (three matrices in the MLP, no biases). ``inner``: width within the MLP (default: 4 times ``width``); ``kv_heads``: heads of
+    keys and values (default: ``heads``). ``tied``: the output layer has the weights of the embedding.
+
+    Raises MisuseError for a number below 1, and a width that is no multiple of the heads.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    inner: int | None = None
+    kv_heads: int | None = None
+    gated: bool = False
+    tied: bool = True
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "vocabulary"):
+            if getattr(self, name) < 1:
+                raise MisuseError(f"{name} is at least 1, not {getattr(self, name)}")
+        if self.width % self.heads or self.heads % (self.kv_heads or self.heads):
+            raise MisuseError(
+                f"width {self.width} is a multiple of {self.heads} heads, and these of {self.kv_heads or self.heads} heads "
+                "of keys and values"
+            )
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise MisuseError(f"torch has no type {self.dtype!r}: float32, bfloat16, float16")
+
+    @property
+    def parameters(self) -> int:
+        """Count the parameters."""
+        return sum(parameter.numel() for parameter in self.build().parameters())
+
+    def build(self) -> nn.Module:
+        """Return the model, on the meta device."""
+        with torch.device("meta"):
+            return _Decoder(self).to(getattr(torch, self.dtype))
+
+
+class _Block(nn.Module):
+    def __init__(self, numbers: Numbers) -> None:
+        super().__init__()
+        width, inner, bias = numbers.width, numbers.inner or 4 * numbers.width, not numbers.gated
+        self.heads, self.kv_heads = numbers.heads, numbers.kv_heads or numbers.heads
+        self.of_head = width // numbers.heads
+        self.norm_attention, self.norm_mlp = (_norm(numbers) for _ in range(2))
+        self.qkv = nn.Linear(width, width + 2 * self.kv_heads * self.of_head, bias=bias)
+        self.project = nn.Linear(width, width, bias=bias)
+        self.gate = nn.Linear(width, inner, bias=bias) if numbers.gated else None
+        self.expand, self.contract = nn.Linear(width, inner, bias=bias), nn.Linear(inner, width, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        mine, theirs = self.heads * self.of_head, self.kv_heads * self.of_head
+        query, key, value = (
+            part.view(batch, length, -1, self.of_head).transpose(1, 2)
+            for part in self.qkv(self.norm_attention(x)).split((mine, theirs, theirs), dim=-1)
+        )
+        if self.kv_heads != self.heads:
+            key, value = (part.repeat_interleave(self.heads // self.kv_heads, 1) for part in (key, value))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.project(attended.transpose(1, 2).reshape(batch, length, width))
+        hidden = self.norm_mlp(x)
+        wide = F.gelu(self.expand(hidden)) if self.gate is None else F.silu(self.gate(hidden)) * self.expand(hidden)
+        result: torch.Tensor = x + self.contract(wide)
+        return result
+
+
+class _Decoder(nn.Module):
+    """Tokens, shape (batch, length), to logits, shape (batch, length, vocabulary)."""
+
+    def __init__(self, numbers: Numbers) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(numbers.vocabulary, numbers.width)
+        self.blocks = nn.ModuleList(_Block(numbers) for _ in range(numbers.layers))
+        self.norm = _norm(numbers)
+        self.head = nn.Linear(numbers.width, numbers.vocabulary, bias=False)
+        if numbers.tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+def _norm(numbers: Numbers) -> nn.Module:
+    return nn.RMSNorm(numbers.width) if numbers.gated else nn.LayerNorm(numbers.width)
+
+
+@dataclass
+class Subject:
+    """What is planned for: ``model``, on the meta device; the arguments of its forward; and its loss, which is given the output
+    and ``target``."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    loss: Loss
+    target: Any
+    name: str
+
+    @property
+    def parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def run(self) -> DryRun:
+        """Run forward and backward on the meta device. Raises MisuseError where that cannot be done."""
+        return dry_run(self.model, self.args, self.kwargs, self.loss, self.target)
+
+    def recomputed(self, modules: Mapping[nn.Module, str]) -> DryRun:
+        """Run with the activations within these modules computed again in backward."""
+        with _Checkpointed(modules):
+            return self.run()
+
+
+class _Checkpointed:
+    def __init__(self, modules: Mapping[nn.Module, str]) -> None:
+        self._modules = list(modules)
+
+    def __enter__(self) -> None:
+        for module in self._modules:
+            module.forward = _again(module.forward)
+
+    def __exit__(self, *_: object) -> None:
+        for module in self._modules:
+            del module.__dict__["forward"]
+
+
+def _again(forward: Any) -> Any:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return checkpointed
+
+
+def subject_of(
+    what: nn.Module | str | os.PathLike[str] | Numbers | Mapping[str, Any],
+    *,
+    batch: int = 1,
+    sequence: int = 1024,
+    inputs: Any = None,
+    target: Any = None,
+    loss: Loss | None = None,
+) -> Subject:
+    """Return what is planned for.
+
+    ``inputs``: a tensor, or a tuple of positional or a mapping of keyword arguments, of any values and device; only shapes
+    count. Without it the forward is given tokens, int64 of shape (batch, sequence). Without ``loss`` it is the cross-entropy of
+    logits against tokens where there are tokens, and the mean of squares otherwise.
+    """
+    if isinstance(what, Mapping):
+        try:
+            what = Numbers(**what)
+        except TypeError as error:
+            raise MisuseError(f"numbers of a model are those of tiered.Numbers: {error}") from error
+    if isinstance(what, Numbers):
+        model, name = what.build(), f"{what.layers} layers of width {what.width}"
+    elif isinstance(what, nn.Module):
+        model, name = on_meta(what), type(what).__name__
+    else:
+        model, name = _of_folder(os.fspath(what)), os.path.basename(os.path.abspath(os.fspath(what)))
+    args, kwargs = _arguments(inputs, batch, sequence)
+    tokens = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
+    if target is not None:
+        target = _on_meta(target)
+    elif tokens is not None and not tokens.is_floating_point():
+        target = tokens
+    return Subject(model, args, kwargs, _loss if loss is None else loss, target, name)
+
+
+def _arguments(inputs: Any, batch: int, sequence: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if inputs is None:
+        if batch < 1 or sequence < 1:
+            raise MisuseError(f"a batch of {batch} sequences of {sequence} tokens has none: both are at least 1")
+        return (torch.zeros(batch, sequence, dtype=torch.int64, device="meta"),), {}
+    if isinstance(inputs, Mapping):
+        return (), {name: _on_meta(value) for name, value in inputs.items()}
+    if isinstance(inputs, tuple | list):
+        return tuple(_on_meta(value) for value in inputs), {}
+    return (_on_meta(inputs),), {}
+
+
+def _on_meta(value: Any) -> Any:
+    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
+
+
+def _loss(output: Any, target: Any) -> torch.Tensor:
+    """Return a loss of what a model gave: of its ``loss``, of its logits, or of its first tensor."""
+    own = getattr(output, "loss", None)
+    if isinstance(own, torch.Tensor):
+        return own
+    value = getattr(output, "logits", output)
+    if not isinstance(value, torch.Tensor):
+        found = value.values() if isinstance(value, Mapping) else value
+        value = next(one for one in found if isinstance(one, torch.Tensor) and one.is_floating_point())
+    if isinstance(target, torch.Tensor) and not target.is_floating_point() and value.shape[:-1] == target.shape:
+        return F.cross_entropy(value.flatten(0, -2), target.flatten())
+    return value.float().square().mean()
+
+
+def _of_folder(folder: str) -> nn.Module:
+    if not Path(folder, "config.json").is_file():
+        raise MisuseError(f"{folder} has no config.json: name a folder of a transformers model, or give numbers of the model")
+    try:
+        from tiered.integrations.transformers.shapes import model_of
+    except ImportError as error:
+        raise MisuseError(f"a folder with config.json needs transformers ({error}): pip install 'tiered[hf]'") from error
+    return model_of(folder)

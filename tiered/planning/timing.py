@@ -1,0 +1,147 @@
+"""How long operations take on a machine: measured on this one, shape by shape, or from a machine's rates.
+
+An operation that was not measured takes the longer of its floating point operations and of the bytes of its operands, at the
+machine's rates (the roofline of Williams, Waterman and Patterson, 2009, https://doi.org/10.1145/1498765.1498785), and what the
+smallest operation takes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from tiered.planning.dry_run import Described, DryRun, Kind, OperationKind
+from tiered.planning.machine import Machine
+from tiered.planning.steps import Create, Delete, Lease, Operation, Pause, Work
+
+__all__ = ["Timing", "measure_operations"]
+
+LARGEST = 1 << 30
+"""Bytes of operands of an operation that is measured; a larger one takes the time that its rates say."""
+LONGEST = 2.0
+"""Seconds that the operations of one shape are expected to take, of those that are measured."""
+
+
+class Timing:
+    """Seconds of the operations of a step on ``machine``; ``measured`` seconds by the signature of an operation go first."""
+
+    def __init__(self, machine: Machine, measured: Mapping[str, float] | None = None, ranks: int = 1) -> None:
+        self.machine, self._measured, self._ranks = machine, dict(measured or {}), ranks
+        self._known: dict[int, float] = {}
+
+    def __call__(self, operation: Operation) -> tuple[str, float]:
+        """Return the kind of work of an operation, and the seconds that it takes of the processor."""
+        machine = self.machine
+        if isinstance(operation, Pause):
+            return "backward" if operation.cost.backward else "forward", self._of_pause(operation)
+        if isinstance(operation, Lease | Create | Delete):
+            return "store", machine.lease
+        if isinstance(operation, Work):
+            moved = operation.nbytes / machine.memory
+            if operation.kind == "update":
+                return "update", operation.elements / machine.update
+            if operation.kind in ("gather", "reduce"):
+                return "network", self.network(operation.nbytes)
+            return "gradients", moved + machine.gradient * operation.pieces
+        return "store", 0.0
+
+    @property
+    def checking(self) -> float:
+        """Seconds that computing loses to the store's thread for each byte that it moves: none where a core is left for it."""
+        machine = self.machine
+        return 1 / machine.hashing if machine.threads >= machine.cores else 0.0
+
+    def network(self, nbytes: float) -> float:
+        """Return the seconds in which a unit of so many bytes is gathered, or reduced: a ring, in which each rank sends all but
+        its share, a share at a time (Thakur, Rabenseifner and Gropp, 2005, https://doi.org/10.1177/1094342005051521). The ranks
+        of a node share its network."""
+        machine, others = self.machine, self._ranks - 1
+        rate = machine.network / min(self._ranks, machine.ranks_per_node)
+        return others * machine.latency + nbytes * others / self._ranks / rate
+
+    def _of_pause(self, operation: Pause) -> float:
+        found = self._known.get(id(operation.cost))
+        if found is None:
+            found = self._known[id(operation.cost)] = sum(self.seconds(one) for one in operation.cost.operations)
+        return found
+
+    def seconds(self, operation: OperationKind) -> float:
+        """Return the seconds of one operation of torch."""
+        machine = self.machine
+        found = self._measured.get(operation.signature)
+        if found is not None:
+            return found
+        narrow = any(isinstance(one, Described) and one.dtype.itemsize == 2 for one in _leaves(operation.call[1]))
+        flops = machine.flops_half or machine.flops if narrow else machine.flops
+        return max(operation.flops / flops, operation.nbytes / machine.memory) + machine.operation
+
+    def compute(self, run: DryRun) -> tuple[float, float]:
+        """Return the seconds of forward and of backward of a dry run."""
+        found = [0.0, 0.0]
+        for event in run.events:
+            if event.kind is Kind.COST and event.cost is not None:
+                found[event.cost.backward] += self._of_pause(Pause(event.cost))
+        return found[0], found[1]
+
+
+def _leaves(value: Any) -> list[Any]:
+    found: list[Any] = []
+    tree_map(found.append, value, is_leaf=lambda one: isinstance(one, Described))
+    return found
+
+
+def measure_operations(run: DryRun, machine: Machine, seconds: float = 5.0) -> dict[str, float]:
+    """Time the operations of a dry run on this machine's CPU, those of one shape once: seconds by signature.
+
+    Takes about ``seconds`` at most, the shapes that take most of the time first; operations that cannot be run by themselves,
+    or are too large, are left out. Values are random; indices are 0.
+    """
+    timing, counts = Timing(machine), Counter[str]()
+    kinds: dict[str, OperationKind] = {}
+    for event in run.events:
+        if event.kind is Kind.COST and event.cost is not None:
+            for one in event.cost.operations:
+                counts[one.signature] += 1
+                kinds[one.signature] = one
+    expected = {name: timing.seconds(kind) for name, kind in kinds.items()}
+    found: dict[str, float] = {}
+    deadline = time.perf_counter() + seconds
+    for name in sorted(kinds, key=lambda name: -expected[name] * counts[name]):
+        if time.perf_counter() > deadline:
+            break
+        if kinds[name].nbytes <= LARGEST and expected[name] <= LONGEST:
+            taken = _timed(kinds[name])
+            if taken is not None:
+                found[name] = taken
+    return found
+
+
+def _timed(kind: OperationKind) -> float | None:
+    func, args, kwargs = kind.call
+    try:
+        with torch.no_grad():
+            args, kwargs = tree_map(_made, (args, kwargs), is_leaf=lambda one: isinstance(one, Described))
+            kwargs = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
+            taken: list[float] = []
+            while len(taken) < 3 or (len(taken) < 20 and sum(taken) < 0.01):
+                began = time.perf_counter()
+                func(*args, **kwargs)
+                taken.append(time.perf_counter() - began)
+    except (RuntimeError, TypeError, IndexError, NotImplementedError):
+        return None
+    return statistics.median(taken[1:])
+
+
+def _made(value: Any) -> Any:
+    if not isinstance(value, Described):
+        return value
+    made = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
+    if not value.dtype.is_floating_point:
+        return made.zero_()
+    return made.uniform_(0.01, 1.0) if value.dtype.itemsize >= 4 else made.copy_(torch.rand(value.shape))

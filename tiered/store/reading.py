@@ -1,0 +1,261 @@
+"""A store that is open for reading: its data files as a tier, and the generation that it shows, which ``refresh`` exchanges."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from typing import Any
+
+from tiered.engine.engine import Engine
+from tiered.engine.requests import Request
+from tiered.engine.residency import Entry
+from tiered.engine.scheduler import Scheduler
+from tiered.engine.state import EngineState
+from tiered.engine.workers import Worker
+from tiered.errors import LeaseConflict, ManifestError, MisuseError, TieredError
+from tiered.format.data_file import read_header
+from tiered.format.locked_file import make_direct
+from tiered.format.manifest import TensorRecord
+from tiered.store.at_rest import StoreAtRest, Taken
+from tiered.store.commit import Commits, Generations
+from tiered.system import direct_io_alignment
+from tiered.tiers.nvme import FILE_BITS, NvmeTier
+from tiered.types import Access, Location, Slot
+
+__all__ = ["DiskAtRest", "OneGeneration"]
+
+NOWHERE = 1 << 62
+"""First offset of the slots of tensors without bytes. Reading one gives the header of the first file, which is ignored."""
+
+
+class DiskAtRest(NvmeTier):
+    """The data files of one generation, as a tier that allocates nothing. Closing the tier closes ``rest``."""
+
+    def __init__(self, rest: StoreAtRest) -> None:
+        self._rest = rest
+        self.folder = str(rest.folder.absolute())
+        self.uuid = bytes.fromhex(rest.manifest.store)
+        self.files, self.created = (), False
+        opened = list(zip(rest.descriptors, rest.places, strict=True))
+        self.alignment = max(read_header(fd, path, direct=False)[0] for fd, path in opened)
+        self._direct = all(self.alignment % (direct_io_alignment(fd) or 1) == 0 and make_direct(fd) for fd, _ in opened)
+        self._nowhere = NOWHERE
+
+    @property
+    def direct(self) -> bool:
+        return self._direct
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of the data files, which a writer may extend meanwhile."""
+        return sum(os.fstat(fd).st_size for fd in self._rest.descriptors)
+
+    @property
+    def used(self) -> int:
+        return sum(record.extent.nbytes for record in self._rest.manifest.tensors if record.extent)
+
+    @property
+    def file_bytes(self) -> int:
+        return self.capacity
+
+    @property
+    def refusal(self) -> str:
+        return f"{self.folder} is open for reading"
+
+    @property
+    def generations(self) -> tuple[int, ...]:
+        return (self._rest.manifest.generation,)
+
+    @property
+    def drive_folders(self) -> tuple[str, ...] | None:
+        return self._rest.paths
+
+    def free_on_device(self) -> int:
+        return 0
+
+    def allocate(self, nbytes: int) -> Slot | None:
+        return None
+
+    def free(self, slot: Slot) -> None:
+        """Do nothing: the bytes are another process's to free."""
+
+    def restore(self, slots: Iterable[Slot]) -> None:
+        """Do nothing: no slot is ever allocated."""
+
+    def slot_of(self, record: TensorRecord) -> Slot:
+        """Return the slot of a tensor, a new one for a tensor without bytes. Raises ManifestError for a range outside its
+        file."""
+        if record.extent is not None:
+            return self.slot(record.extent.file, record.extent.offset, record.extent.nbytes)
+        self._nowhere += self.alignment
+        return Slot(self._nowhere, self.alignment)
+
+    def slot(self, index: int, offset: int, nbytes: int) -> Slot:
+        """Return the slot at ``offset`` of a data file. Raises ManifestError for a range outside the file."""
+        size = os.fstat(self._rest.descriptors[index]).st_size if index < len(self._rest.descriptors) else 0
+        if offset % self.alignment or nbytes % self.alignment or offset + nbytes > size:
+            raise ManifestError(f"{self.folder}: the manifest names {nbytes} bytes at {offset} of data file {index}: not there")
+        return Slot(index << FILE_BITS | offset, nbytes)
+
+    def locate(self, slot: Slot) -> Location:
+        index, offset = (0, 0) if slot.offset >= NOWHERE else self.extent(slot)
+        return Location(self._rest.descriptors[index], offset, self._rest.places[index])
+
+    @property
+    def closed(self) -> bool:
+        return not self._rest.descriptors
+
+    def close(self) -> None:
+        self._rest.close()
+
+
+class OneGeneration(Generations):
+    """The one generation at which a store is open for reading. Nothing may be changed.
+
+    The engine's directory is filled from it when this is made.
+    """
+
+    def __init__(self, engine: Engine, nvme: DiskAtRest, rest: StoreAtRest) -> None:
+        """Raises ManifestError where the manifest names bytes that no data file has."""
+        super().__init__()
+        self._engine, self._nvme, self._rest = engine, nvme, rest
+        self._fixed: str | None = None
+        for record in rest.manifest.tensors:
+            self.restore_tensor(record, nvme.slot_of(record))
+
+    @property
+    def generation(self) -> int:
+        return self._rest.manifest.generation
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        return deepcopy(dict(self._rest.manifest.meta))
+
+    def committing(self, store: object) -> Commits:
+        raise self._why(store)
+
+    @property
+    def access(self) -> Access:
+        return Access.READ
+
+    def refuse_change(self, store: object) -> None:
+        raise self._why(store)
+
+    def _why(self, store: object) -> MisuseError:
+        return MisuseError(
+            f"{store} is open for reading, at generation {self.generation}, and cannot be changed: open it without "
+            "access='read'"
+        )
+
+    def settle(self) -> None:
+        with self._engine.commits:
+            return
+
+    def restore_tensor(self, record: TensorRecord, slot: Slot) -> None:
+        state = self._engine.state
+        state.pools[-1].account(slot)
+        state.directory.restore(record.key, record.spec, record.tensor_id, slot, record.checksums, record.generation)
+
+    def show(self, taken: Taken) -> Taken | None:
+        """Record that the directory has the tensors of ``taken``; return what it had before."""
+        return self._rest.adopt(taken)
+
+    def stay(self, why: str) -> None:
+        """Make ``refresh`` raise MisuseError with ``why`` from now on."""
+        self._fixed = why
+
+    def refresh(self, store: object) -> int:
+        """Go to the newest generation, in a thread that no signal handler enters; return its number.
+
+        The generation before stays pinned until its last tensor is gone from the directory.
+        """
+        if self._fixed is not None:
+            raise MisuseError(self._fixed)
+        self._engine.refuse_nested()
+        self._engine.end_struck()
+
+        def work() -> int:
+            with self._engine.commits:
+                taken = self._rest.newest()
+                if taken is None:
+                    return self.generation
+                request = _Refresh(taken, self, self._nvme, lambda: worker.cancelled)
+                try:
+                    self._engine.wait(request)
+                except BaseException:
+                    taken.close()
+                    raise
+                if request.before is not None:
+                    request.before.close()
+                return taken.manifest.generation
+
+        worker = Worker("tiered-refresh", work)
+        try:
+            self._engine.launch(worker)
+            worker.wait()
+        except BaseException:
+            worker.cancelled = True
+            self._engine.released()
+            raise
+        return worker.future.result()
+
+
+class _Refresh(Request):
+    """A request to show ``taken``: to exchange the tensors that differ. All others, and their copies in memory, stay.
+
+    ``before``: the generation that was shown until then.
+    """
+
+    deferred = True
+
+    def __init__(
+        self, taken: Taken, shown: OneGeneration, nvme: DiskAtRest, cancelled: Callable[[], bool]
+    ) -> None:
+        super().__init__()
+        self.before: Taken | None = None
+        self._taken, self._shown, self._nvme, self._cancelled = taken, shown, nvme, cancelled
+
+    @property
+    def unwanted(self) -> bool:
+        return super().unwanted or self._cancelled()
+
+    def abandon(self, state: EngineState) -> None:
+        if not self.done:
+            self.error, self.done = TieredError("this refresh was cancelled: an exception struck the waiting caller"), True
+
+    def __str__(self) -> str:
+        return "a refresh"
+
+    def attempt(self, scheduler: Scheduler) -> bool:
+        state = scheduler.state
+        missing, changed = {record.key: record for record in self._taken.manifest.tensors}, list[Entry]()
+        for entry in state.directory.entries():
+            record = missing.get(entry.key)
+            if record is not None and _same(entry, record, self._nvme):
+                del missing[entry.key]
+            else:
+                changed.append(entry)
+        for entry in changed:
+            if entry.leased:
+                raise LeaseConflict(f"tensor {entry.key!r} is leased, and differs in the newest commit: end its leases first")
+        if sum(scheduler.busy(entry, self) for entry in changed):  # all of them: busy() raises the urgency of transfers
+            return False
+        arriving = [(record, self._nvme.slot_of(record)) for record in missing.values()]  # the last step that may be refused
+        for entry in changed:
+            state.directory.forget(entry.key)
+        for record, slot in arriving:
+            self._shown.restore_tensor(record, slot)
+        self.before = self._shown.show(self._taken)
+        return True
+
+
+def _same(entry: Entry, record: TensorRecord, nvme: DiskAtRest) -> bool:
+    """Return whether the tensor's bytes and spec are those of the record."""
+    copy, extent = entry.copies[-1], record.extent
+    assert copy is not None
+    if (entry.tensor_id, copy.generation, entry.spec) != (record.tensor_id, record.generation, record.spec):
+        return False
+    if extent is None:
+        return True
+    return copy.checksums == record.checksums and copy.slot == Slot(extent.file << FILE_BITS | extent.offset, extent.nbytes)
