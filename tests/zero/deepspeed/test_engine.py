@@ -411,6 +411,20 @@ def test_it_computes_on_a_device(tmp_path: Path) -> None:
         engine.destroy()
 
 
+def test_activations_leave_a_device_where_it_is_asked(tmp_path: Path) -> None:
+    reference = made()
+    for number, hbm in enumerate(("1MiB", None)):
+        more: dict[str, Any] = {"tiered": {"hbm": hbm, "device": "cpu"} if hbm else {}}
+        engine = engine_of(
+            tmp_path / str(number), copy.deepcopy(reference), activation_checkpointing={"cpu_checkpointing": True}, **more
+        )
+        theirs = copy.deepcopy(reference)
+        expected = plain(theirs, torch.optim.AdamW(theirs.parameters(), 1e-2, weight_decay=0.1, fused=True))
+        assert train(engine) == expected
+        assert (zero.statistics(engine.module).activations is not None) is (hbm is not None)
+        engine.destroy()
+
+
 def test_without_nvme_a_step_reads_and_writes_nothing(tmp_path: Path) -> None:
     engine, *_ = zero.initialize(
         model=nn.Sequential(*(nn.Linear(128, 128) for _ in range(8))),

@@ -109,11 +109,6 @@ def initialize(
         store, owned = _store_for(model, read)
         if owned:
             stack.callback(store.close)
-        if read.cpu_checkpointing and store.device.type != "cpu":
-            raise MisuseError(
-                'activation_checkpointing.cpu_checkpointing: activations stay on the device here; "tiered": '
-                '{"micro_batch": 4} divides the batch inside units and keeps their inputs in the store'
-            )
         if not _is_paged(model):
             _convert(model, read)
             offloaded = read.place.states_offloaded or store.device.type == "cpu"
@@ -125,6 +120,7 @@ def initialize(
                 stage=STAGES[read.stage]() if ranks > 1 else None,
                 update_tier="dram" if offloaded else "hbm",
                 micro_batch=read.place.micro_batch,
+                activations="store" if _leaves_device(read, store) else "memory",
             )
         made = _optimizer(optimizer, groups, model, read, split=model_parameters is None)
         scheduler = _scheduler(lr_scheduler, made, optimizer, read)
@@ -233,6 +229,12 @@ def _budget_before(folder: Path) -> int | None:
     found = metas[-1].get(BUDGET) if metas else None
     dram = found.get("dram") if isinstance(found, dict) else None
     return dram if type(dram) is int and 0 < dram < headroom() else None
+
+
+def _leaves_device(config: Config, store: TieredStore) -> bool:
+    """Return whether activations are to leave the device; with ``micro_batch`` inputs of units do so anyway."""
+    on_device = any(tier.name == "hbm" for tier in store.statistics().tiers)
+    return config.cpu_checkpointing and on_device and config.place.micro_batch == 1
 
 
 def _budgets(store: TieredStore) -> str:
