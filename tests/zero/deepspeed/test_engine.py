@@ -232,6 +232,10 @@ def test_what_it_is_called(tmp_path: Path) -> None:
     assert engine.get_batch_info() == (12, 4, 3)
     with pytest.raises(MisuseError, match="no multiple"):
         engine.set_train_batch_size(13)
+    engine.set_train_micro_batch_size(5)
+    assert engine.get_batch_info() == (15, 5, 3)
+    with pytest.raises(MisuseError, match="at least one sample"):
+        engine.set_train_micro_batch_size(0)
     engine.set_lr(0.5)
     assert engine.get_lr() == [0.5]
     assert engine.eval() is engine
@@ -242,6 +246,30 @@ def test_what_it_is_called(tmp_path: Path) -> None:
     train(engine, passes=3)
     assert engine.was_step_applied()
     engine.destroy()
+    engine.destroy()
+
+
+def test_its_states_move_out_of_memory_and_back(tmp_path: Path) -> None:
+    reference = made()
+    engine = engine_of(tmp_path, copy.deepcopy(reference))
+    train(engine, passes=4)
+    used = engine.store.statistics().tier("dram").used
+    engine.offload_states()
+    assert engine.store.statistics().tier("dram").used < used
+    engine.reload_states()
+    train(engine, 4, 4)
+    plain(reference, torch.optim.AdamW(reference.parameters(), 1e-2, weight_decay=0.1, fused=True))
+    assert equal(engine.module_state_dict(), reference.state_dict())
+    engine.destroy()
+
+
+def test_it_compiles_the_model(tmp_path: Path) -> None:
+    reference = made()
+    engine = engine_of(tmp_path, copy.deepcopy(reference))
+    engine.compile(backend="eager")
+    assert train(engine) == plain(reference, torch.optim.AdamW(reference.parameters(), 1e-2, weight_decay=0.1, fused=True))
+    with pytest.raises(MisuseError, match="DeepCompile"):
+        engine.compile(schedule=[(0, [])])
     engine.destroy()
 
 
@@ -383,6 +411,20 @@ def test_it_computes_on_a_device(tmp_path: Path) -> None:
         engine.destroy()
 
 
+def test_activations_leave_a_device_where_it_is_asked(tmp_path: Path) -> None:
+    reference = made()
+    for number, hbm in enumerate(("1MiB", None)):
+        more: dict[str, Any] = {"tiered": {"hbm": hbm, "device": "cpu"} if hbm else {}}
+        engine = engine_of(
+            tmp_path / str(number), copy.deepcopy(reference), activation_checkpointing={"cpu_checkpointing": True}, **more
+        )
+        theirs = copy.deepcopy(reference)
+        expected = plain(theirs, torch.optim.AdamW(theirs.parameters(), 1e-2, weight_decay=0.1, fused=True))
+        assert train(engine) == expected
+        assert (zero.statistics(engine.module).activations is not None) is (hbm is not None)
+        engine.destroy()
+
+
 def test_without_nvme_a_step_reads_and_writes_nothing(tmp_path: Path) -> None:
     engine, *_ = zero.initialize(
         model=nn.Sequential(*(nn.Linear(128, 128) for _ in range(8))),
@@ -420,6 +462,11 @@ def test_without_nvme_a_step_reads_and_writes_nothing(tmp_path: Path) -> None:
         ({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)}, "not the model's"),
         ({"model_parameters": nn.Linear(1, 1).parameters()}, "not the model's"),
         ({"lr_scheduler": 3}, "lr_scheduler= is a scheduler"),
+        ({"lr_scheduler": lambda optimizer: SimpleNamespace(step=print)}, "which has no state_dict"),
+        (
+            {"lr_scheduler": torch.optim.lr_scheduler.StepLR(torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1), 1)},
+            "for another optimizer",
+        ),
         ({"config": {"optimizer": {"type": "Nadamax"}}}, "'Nadamax' is no optimizer"),
         ({"config": {"optimizer": {"type": "AdamW", "params": {"momentum": 0.9}}}}, "optimizer.params of AdamW: .*momentum"),
         ({"config": {"optimizer": {"type": "LBFGS"}}}, "LBFGS"),

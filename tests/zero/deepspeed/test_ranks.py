@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,17 @@ def trained(rank: int, folder: Path) -> dict[int, Any]:
     for stage in range(4):
         engine = engine_for(folder / str(stage), rank, stage)
         losses = train(engine, numbers(rank, 0, 4))
-        engine.save_checkpoint(folder / str(stage) / "saved", client_state={"rank": "both"})
+        tagged = folder / str(stage) / f"saved{rank}"  # each rank sees another folder, as on nodes without a shared one
+        for tag in ("kept", "given up", "another", None):
+            engine.save_checkpoint(tagged, tag, client_state={"rank": "both"})
+            if rank == 0 and tag == "another":
+                shutil.rmtree(tagged / "given up")
+        generations = len(engine.store.generations)
         losses += train(engine, numbers(rank, 4, 2))
         engine.destroy()
         engine = engine_for(folder / str(stage), rank, stage)
-        path, state = engine.load_checkpoint(folder / str(stage) / "saved")
+        path, state = engine.load_checkpoint(tagged, "kept")
+        assert engine.load_checkpoint(tagged)[0] == str(tagged / "global_step2")
         assert path is not None
         assert state == {"rank": "both"}
         again = train(engine, numbers(rank, 4, 4))
@@ -55,6 +62,7 @@ def trained(rank: int, folder: Path) -> dict[int, Any]:
             "as before": losses[4:] == again[:2],
             "norm": engine.get_global_grad_norm(),
             "parameters": engine.module_state_dict(),
+            "generations": generations,
             "counters": (engine.global_steps, engine.global_samples, engine.world_size),
         }
         engine.save_16bit_model(folder / str(stage))
@@ -88,6 +96,7 @@ def test_every_stage_is_the_same_training(tmp_path: Path) -> None:
         for stage, seen in found.items():
             assert seen["as before"], stage
             assert seen["counters"] == (4, 64, 2)
+            assert seen["generations"] == 3
             assert seen["losses"] == pytest.approx(losses[rank], rel=1e-5), stage
             assert seen["norm"] == pytest.approx(norms[-1], rel=1e-4)
             for name, value in expected.items():

@@ -25,7 +25,7 @@ from tiered.zero.deepspeed.config import Config
 from tiered.zero.deepspeed.loss_scale import LossScale
 from tiered.zero.deepspeed.monitors import Event, Monitors
 from tiered.zero.optimizers.optimizer import Optimizer
-from tiered.zero.page import no_sync
+from tiered.zero.page import no_sync, offload, onload
 from tiered.zero.rank_stores import shared_json
 
 __all__ = ["Engine"]
@@ -42,10 +42,22 @@ class Loaded(NamedTuple):
 
 
 class _Saving(msgspec.Struct, forbid_unknown_fields=True):
-    """What each rank says before a commit with a tag."""
+    """What each rank says before a commit with a tag: the mark of the commit, and those of earlier ones that stay. Those of
+    rank 0 hold, because another one may not see the folder of tags."""
 
     tag: str
     mark: str
+    marks: list[str]
+
+
+class _Loading(msgspec.Struct, forbid_unknown_fields=True):
+    """What rank 0 finds of a tag: the commit, or what is wrong, or neither where there is no checkpoint."""
+
+    tag: str = ""
+    problem: str = ""
+    mark: str = ""
+    generations: list[int] = []
+    store: str = ""
 
 
 class Engine(nn.Module):
@@ -77,6 +89,7 @@ class Engine(nn.Module):
         self.loaded_checkpoint_tag: str | None = None
         self._config, self._owned = config, owned
         self._accumulation_steps, self._train_batch_size = config.accumulation_steps, config.train_batch_size
+        self._micro_batch_size = config.micro_batch_size
         self._scale = LossScale(config.fp16)
         self._ranks = Ranks.of(None) if _several() else None
         self._monitors = Monitors(config.reports, store, first=self.global_rank == 0)
@@ -193,6 +206,7 @@ class Engine(nn.Module):
 
     @property
     def _samples_of_a_pass(self) -> int:
+        """Return the samples of a pass, of all ranks together."""
         return self._train_batch_size // self._accumulation_steps
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -254,7 +268,7 @@ class Engine(nn.Module):
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Return the samples of a pass on one rank."""
-        return self._config.micro_batch_size
+        return self._micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
         """Return the passes of a step."""
@@ -266,6 +280,13 @@ class Engine(nn.Module):
         if train_batch_size < 1 or train_batch_size % one:
             raise MisuseError(f"a step has {one} samples a pass, and {train_batch_size} is no multiple of that")
         self._accumulation_steps, self._train_batch_size = train_batch_size // one, train_batch_size
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Say that a pass has so many samples on each rank from now on, with as many passes a step as before."""
+        if micro_batch_size < 1:
+            raise MisuseError(f"a pass has at least one sample, not {micro_batch_size}")
+        self._micro_batch_size = micro_batch_size
+        self._train_batch_size = micro_batch_size * self._accumulation_steps * self.world_size
 
     def gradient_clipping(self) -> float:
         """Return the largest norm of gradients; 0: they are not clipped."""
@@ -359,18 +380,19 @@ class Engine(nn.Module):
             Path(save_dir).expanduser().absolute(),
         )
         tags.refuse_tag(name)
-        mark = self._agreed(name, uuid4().hex)
-        tags.keep_tagged(self.store)
+        mine = _Saving(name, uuid4().hex, tags.marks_of(self.store) if self.global_rank == 0 else [])
+        first = self._agreed(mine)
+        mark = first.mark
+        tags.keep(self.store, first.marks)
         extra = {
             "engine": {counter: getattr(self, counter) for counter in COUNTERS},
-            "accumulation": (self._accumulation_steps, self._train_batch_size, self._passes),
+            "sizes": (self._accumulation_steps, self._train_batch_size, self._micro_batch_size, self._passes),
             "loss_scale": self._scale.state_dict(),
             "client_state": dict(client_state or {}),
         }
         meta = {**self.store.meta, "step": self.global_steps, tags.META: {"folder": str(folder), "tag": name, "mark": mark}}
-        meta[BUDGET] = budget_of(self.store)
-        scheduler = self._stateful()
-        generation = checkpoint.commit(self.module, self.optimizer, scheduler=scheduler, extra=extra, meta=meta)
+        meta[tags.BUDGET] = tags.budget_of(self.store)
+        generation = checkpoint.commit(self.module, self.optimizer, scheduler=self.lr_scheduler, extra=extra, meta=meta)
         generations = [generation] if self._ranks is None else shared_json(self._ranks, generation, int)
         if self.global_rank == 0:
             tags.write(folder, name, tags.Tagged(mark, tuple(generations), self.store.folder), as_latest=save_latest)
@@ -400,16 +422,16 @@ class Engine(nn.Module):
         if custom_load_fn is not None:
             raise MisuseError("custom_load_fn= loads tensors, and a checkpoint here is a commit: leave it out")
         folder = Path(load_dir).expanduser().absolute()
-        name = tags.latest(folder) if tag is None else str(tag)
-        tagged = None if name is None else tags.found(folder, name)
-        if name is None or tagged is None:
-            what = f"{folder / tags.LATEST}" if name is None else f"{folder / name}"
+        there = self._found(folder, tag)
+        if not there.mark:
+            what = folder / (there.tag or tags.LATEST)
             warnings.warn(f"there is no checkpoint to load: {what} does not exist", stacklevel=2)
             return Loaded(None, None)
-        generation = self._generation(tagged, folder / name)
+        name = there.tag
+        generation = self._generation(tags.Tagged(there.mark, tuple(there.generations), there.store), folder / name)
         anew = load_module_only or not load_optimizer_states
         groups = [dict(group) for group in self.optimizer.param_groups] if self.optimizer is not None else []
-        scheduler = self._stateful()
+        scheduler: Stateful | None = self.lr_scheduler
         before = scheduler.state_dict() if scheduler is not None else None
         extra = checkpoint.rollback(self.module, self.optimizer, scheduler=scheduler, generation=generation)
         if anew and self.optimizer is not None:
@@ -424,7 +446,7 @@ class Engine(nn.Module):
         if not load_module_only:
             for counter in COUNTERS:
                 setattr(self, counter, extra["engine"][counter])
-            self._accumulation_steps, self._train_batch_size, self._passes = extra["accumulation"]
+            self._accumulation_steps, self._train_batch_size, self._micro_batch_size, self._passes = extra["sizes"]
             self._scale.load_state_dict(extra["loss_scale"])
         self._losses.clear()
         self._norm, self.loaded_checkpoint_tag = None, name
@@ -448,26 +470,42 @@ class Engine(nn.Module):
                 f"{where} names generation {generation} of the store in {tagged.store}, and {self.store} does not have it: "
                 f'open that one ("tiered": {{"path": ...}}), or bring it back'
             )
-        budget = said.get(BUDGET)
-        if isinstance(budget, Mapping) and dict(budget) != budget_of(self.store):
+        budget = said.get(tags.BUDGET)
+        if isinstance(budget, Mapping) and dict(budget) != tags.budget_of(self.store):
             raise MisuseError(
                 f"{where} was saved with a budget of {dict(budget)}, by which the model is divided, and this store has "
-                f'{budget_of(self.store)}: give "tiered" the same'
+                f'{tags.budget_of(self.store)}: give "tiered" the same'
             )
         return generation
 
-    def _agreed(self, tag: str, mark: str) -> str:
-        """Return the mark of rank 0. Raises RankError where another rank saves another tag."""
+    def _agreed(self, mine: _Saving) -> _Saving:
+        """Return what rank 0 says. Raises RankError where another rank saves another tag."""
         if self._ranks is None:
-            return mark
-        said = shared_json(self._ranks, {"tag": tag, "mark": mark}, _Saving)
+            return mine
+        said: list[_Saving] = shared_json(self._ranks, msgspec.to_builtins(mine), _Saving)
         for rank, one in enumerate(said):
             if one.tag != said[0].tag:
                 raise RankError(f"rank 0 saves the checkpoint {said[0].tag!r}, and rank {rank} {one.tag!r}: use one tag")
-        return str(said[0].mark)
+        return said[0]
 
-    def _stateful(self) -> Stateful | None:
-        return self.lr_scheduler if hasattr(self.lr_scheduler, "state_dict") else None
+    def _found(self, folder: Path, tag: str | None) -> _Loading:
+        """Return what rank 0 finds of a tag. Raises MisuseError on all ranks where that is wrong."""
+        mine = _Loading()
+        if self.global_rank == 0:
+            try:
+                mine.tag = (tags.latest(folder) or "") if tag is None else str(tag)
+                tagged = tags.found(folder, mine.tag) if mine.tag else None
+                if tagged is not None:
+                    mine.mark, mine.generations, mine.store = tagged.mark, list(tagged.generations), tagged.store
+            except MisuseError as error:
+                mine.problem = str(error)
+            except OSError as error:
+                mine.problem = f"cannot read {error.filename or folder}: {error.strerror}"
+        if self._ranks is not None:
+            mine = shared_json(self._ranks, msgspec.to_builtins(mine), _Loading)[0]
+        if mine.problem:
+            raise MisuseError(mine.problem)
+        return mine
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -505,22 +543,28 @@ class Engine(nn.Module):
         """Load values into the model."""
         self.module.load_state_dict(state_dict, strict=strict)
 
-    # -- the end -----------------------------------------------------------------------------------------------------------
+    # -- the rest ------------------------------------------------------------------------------------------------------------
+
+    def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **others: Any) -> None:
+        """Compile the model in place, as ``module.compile(backend=...)``. Raises MisuseError for DeepCompile's ``schedule``."""
+        if others.get("schedule") is not None:
+            raise MisuseError("schedule= is for DeepCompile, which moves parameters itself: leave it out")
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
+
+    def offload_states(self, include: object = None, device: object = None, **others: object) -> None:
+        """Move parameters, gradients and optimizer states out of memory, to the disk: ``zero.offload``. ``include`` and the
+        others choose buffers of DeepSpeed's, and are not needed."""
+        offload(self.module)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring what ``offload_states`` moved back, as far as it fits: ``zero.onload``. The next step would do so, too."""
+        onload(self.module)
 
     def destroy(self) -> None:
         """Close what the engine opened: its store (what no checkpoint committed is gone) and its logs. Idempotent."""
         self._monitors.close()
         if self._owned:
             self.store.close()
-
-
-BUDGET = "tiered.budget"
-"""Where the meta of a commit says by which budgets the model was divided."""
-
-
-def budget_of(store: TieredStore) -> dict[str, int]:
-    """Return the bytes of each tier in memory."""
-    return {tier.name: tier.capacity for tier in store.statistics().tiers if tier.name != "nvme"}
 
 
 def _packed(optimizer: Optimizer) -> list[dict[str, Any]]:

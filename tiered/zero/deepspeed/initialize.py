@@ -25,8 +25,9 @@ from tiered.zero.build.construct import init
 from tiered.zero.build.staging import find
 from tiered.zero.deepspeed import optimizers
 from tiered.zero.deepspeed.config import Config, Place, place_of, told
-from tiered.zero.deepspeed.engine import BUDGET, NARROW, Engine, budget_of
+from tiered.zero.deepspeed.engine import NARROW, Engine
 from tiered.zero.deepspeed.schedules import scheduler_of
+from tiered.zero.deepspeed.tags import BUDGET, budget_of
 from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.page import page
 from tiered.zero.paging.pager import owner_of
@@ -108,11 +109,6 @@ def initialize(
         store, owned = _store_for(model, read)
         if owned:
             stack.callback(store.close)
-        if read.cpu_checkpointing and store.device.type != "cpu":
-            raise MisuseError(
-                'activation_checkpointing.cpu_checkpointing: activations stay on the device here; "tiered": '
-                '{"micro_batch": 4} divides the batch inside units and keeps their inputs in the store'
-            )
         if not _is_paged(model):
             _convert(model, read)
             offloaded = read.place.states_offloaded or store.device.type == "cpu"
@@ -124,6 +120,7 @@ def initialize(
                 stage=STAGES[read.stage]() if ranks > 1 else None,
                 update_tier="dram" if offloaded else "hbm",
                 micro_batch=read.place.micro_batch,
+                activations="store" if _leaves_device(read, store) else "memory",
             )
         made = _optimizer(optimizer, groups, model, read, split=model_parameters is None)
         scheduler = _scheduler(lr_scheduler, made, optimizer, read)
@@ -206,7 +203,7 @@ def _opened(place: Place, needed: int | None) -> TieredStore:
     for name in ("nvme", "backend", "paths"):
         if getattr(place, name) is not None:
             options[name] = getattr(place, name)
-    device = place.device or ("cuda" if torch.cuda.is_available() else None)
+    device = place.device or (f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else None)
     if place.hbm != 0 and device is not None and (place.hbm is not None or device.startswith("cuda")):
         options["device"] = device
         options["hbm"] = place.hbm if place.hbm is not None else torch.cuda.mem_get_info(device)[0] // 2
@@ -232,6 +229,12 @@ def _budget_before(folder: Path) -> int | None:
     found = metas[-1].get(BUDGET) if metas else None
     dram = found.get("dram") if isinstance(found, dict) else None
     return dram if type(dram) is int and 0 < dram < headroom() else None
+
+
+def _leaves_device(config: Config, store: TieredStore) -> bool:
+    """Return whether activations are to leave the device; with ``micro_batch`` inputs of units do so anyway."""
+    on_device = any(tier.name == "hbm" for tier in store.statistics().tiers)
+    return config.cpu_checkpointing and on_device and config.place.micro_batch == 1
 
 
 def _budgets(store: TieredStore) -> str:
@@ -293,7 +296,11 @@ def _scheduler(given: Schedulers | None, optimizer: Optimizer | None, before: An
     if not isinstance(given, LRScheduler):
         if not callable(given):
             raise MisuseError(f"lr_scheduler= is a scheduler of torch's, or a function that makes one, not {given!r:.100}")
-        return given(optimizer)
+        made = given(optimizer)
+        lacks = [name for name in ("step", "state_dict", "load_state_dict") if not callable(getattr(made, name, None))]
+        if lacks:
+            raise MisuseError(f"lr_scheduler= made {made!r:.100}, which has no {lacks[0]}: checkpoints need its state")
+        return made
     if given.optimizer is not optimizer:
         if given.optimizer is not before:
             raise MisuseError("lr_scheduler= is for another optimizer than optimizer=: give a function that makes it of one")

@@ -143,8 +143,9 @@ def converted(optimizer: torch.optim.Optimizer, groups: Groups, model: nn.Module
         return optimizer
     name = type(optimizer).__name__
     found = _resolved(groups, model)
-    if name in CLASSES and type(optimizer).__module__.startswith("torch."):
-        kind = CLASSES[name]
+    ours = {**CLASSES, "Muon": named.Muon}
+    if name in ours and type(optimizer).__module__.startswith("torch."):
+        kind = ours[name]
         known = inspect.signature(kind).parameters
         kept = known.keys() - {"foreach", "fused"}
         settings = {key: value for key, value in optimizer.defaults.items() if key in kept}

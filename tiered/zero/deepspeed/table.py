@@ -459,7 +459,7 @@ KEYS: tuple[Key, ...] = (
     _honoured(
         "activation_checkpointing.cpu_checkpointing",
         "bool",
-        'on a CPU they are there already; on a device "tiered": {"micro_batch": k} keeps them in the store',
+        'on a device, zero.page(activations="store"); elsewhere they are in host memory already',
     ),
     # -- other engines
     _refused(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,27 @@ from typing import Any
 from tiered import MisuseError, TieredStore
 from tiered.store.at_rest import listing
 
-__all__ = ["FILE", "LATEST", "META", "Tagged", "commit_of", "found", "keep_tagged", "latest", "refuse_tag", "write"]
+__all__ = [
+    "BUDGET",
+    "FILE",
+    "LATEST",
+    "META",
+    "Tagged",
+    "budget_of",
+    "commit_of",
+    "found",
+    "keep",
+    "latest",
+    "marks_of",
+    "refuse_tag",
+    "write",
+]
 
 FILE, LATEST = "tiered.json", "latest"
 META = "tiered.tag"
 """Where the meta of a commit says its tag, its folder, and its mark."""
+BUDGET = "tiered.budget"
+"""Where the meta of a commit says by which budgets the model was divided."""
 FOREIGN = (
     "mp_rank_00_model_states.pt",
     "zero_pp_rank_0_mp_rank_00_model_states.pt",
@@ -104,11 +120,32 @@ def _tagged(read: Any, path: Path) -> Tagged:
     return Tagged(mark, tuple(numbers), read["store"])
 
 
-def keep_tagged(store: TieredStore) -> None:
-    """Have the store keep the commits whose tags are there, however old they are, and the two newest ones."""
+def marks_of(store: TieredStore) -> list[str]:
+    """Return the marks of the store's commits whose tags still name them. A tag whose folder cannot be seen counts as one."""
+    return sorted({mark for _, said in _tagged_commits(store) if _is_there(said) and isinstance(mark := said["mark"], str)})
+
+
+def keep(store: TieredStore, marks: Collection[str]) -> None:
+    """Have the store keep the commits with these marks, however old they are, and the two newest ones."""
+    store.retain(2, also=[number for number, said in _tagged_commits(store) if said["mark"] in marks])
+
+
+def _tagged_commits(store: TieredStore) -> list[tuple[int, Mapping[str, object]]]:
+    """Return the commits that were made for a tag: their generations, and what their meta says of it."""
     kept = set(store.generations)
-    there = listing(store.folder).generations if kept else ()
-    store.retain(2, also=[one.number for one in there if one.number in kept and _is_there(one.meta.get(META))])
+    there = [(one.number, one.meta.get(META)) for one in (listing(store.folder).generations if kept else ())]
+    return [
+        (number, said)
+        for number, said in there
+        if number in kept
+        and isinstance(said, Mapping)
+        and all(isinstance(said.get(name), str) for name in ("folder", "tag", "mark"))
+    ]
+
+
+def budget_of(store: TieredStore) -> dict[str, int]:
+    """Return the bytes of each tier in memory."""
+    return {tier.name: tier.capacity for tier in store.statistics().tiers if tier.name != "nvme"}
 
 
 def commit_of(store: TieredStore, generation: int) -> Mapping[str, object]:
@@ -118,10 +155,8 @@ def commit_of(store: TieredStore, generation: int) -> Mapping[str, object]:
     return next((one.meta for one in listing(store.folder).generations if one.number == generation), {})
 
 
-def _is_there(said: object) -> bool:
-    """Return whether the tag that a commit's meta names still names it. So it is where its folder cannot be seen."""
-    if not isinstance(said, Mapping) or not all(isinstance(said.get(name), str) for name in ("folder", "tag", "mark")):
-        return False
+def _is_there(said: Mapping[str, object]) -> bool:
+    """Return whether the tag that a commit's meta names still names it."""
     folder = Path(str(said["folder"]))
     if not folder.is_dir():
         return True
