@@ -163,7 +163,7 @@ def test_another_store_in_the_same_place(store: TieredStore, tmp_path: Path) -> 
     shutil.move(store.folder, tmp_path / "elsewhere")
     with TieredStore.open(tmp_path / "state", dram=MIB) as other:
         fill(other, 7)
-    with pytest.raises(MisuseError, match="another store by now"):
+    with pytest.raises(MisuseError, match="is not the one of this handle any more"):
         handle.open(dram=MIB)
     shutil.rmtree(tmp_path / "state")
     with pytest.raises(MisuseError, match="is not a folder"):
@@ -241,3 +241,21 @@ def test_a_tensor_larger_than_the_smallest_budget(tmp_path: Path) -> None:
         assert data[0].numel() == 70 * MIB
         data.close()
         store.close()
+
+
+def test_a_number_that_was_given_again(store: TieredStore) -> None:
+    """The job went back, and commits something else under the number that a closed handle has."""
+    fill(store, 2)
+    handle = store.reader()
+    handle.close()
+    folder = store.folder
+    fill(store, 3)
+    store.close()
+    for _ in range(2):
+        TieredStore.open(folder, dram=MIB, generation=0, newer="drop").close()
+    with TieredStore.open(folder, dram=MIB) as again:
+        fill(again, 8)
+        fill(again, 9)
+        assert again.generation == handle.generation
+    with pytest.raises(MisuseError, match="is not the one of this handle any more"):
+        handle.open(dram=MIB)

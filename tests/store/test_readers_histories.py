@@ -100,8 +100,9 @@ class BesideAWriter(RuleBasedStateMachine):
 
     @rule()
     def commit(self) -> None:
+        had = {*generations(self.folder), *dropped(self.folder), *(reader.generation for reader in self.readers)}
         number = self.writer.commit({"versions": self.versions})
-        assert number not in self.committed, "no number is used twice"
+        assert number not in had, "a number that a generation has, or a reader, is not used again"
         self.committed[number] = dict(self.now)
         self.dead = 0
         pinned = {reader.generation for reader in self.readers}

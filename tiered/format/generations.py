@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from tiered.errors import CommitError, ManifestError, MisuseError, TieredError
 from tiered.format.folder import SHORTAGES, OpenFolder
-from tiered.format.manifest import MAX_BYTES, Manifest, decode
+from tiered.format.manifest import HEADER_BYTES, MAX_BYTES, Manifest, decode
 from tiered.format.pins import CANNOT_LOOK, Pin, Pins, look
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "clean",
     "drop",
     "dropped",
+    "fingerprint",
     "folder_of",
     "generations",
     "load",
@@ -295,6 +296,19 @@ def load_dropped(folder: Folder, generation: int) -> Manifest:
             raise TieredError(f"{_where(folder, name)} cannot be read: there is not enough memory") from None
         except ManifestError as error:
             raise ManifestError(f"{_where(folder, name)}: {error}") from None
+
+
+def fingerprint(folder: Folder, generation: int) -> str:
+    """Return what tells ``generation`` from any other that has, or had, its number or its folder; empty where it is absent."""
+    with _opened(folder, ManifestError) as at:
+        try:
+            fd = os.open(f"manifest.{generation}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
+        except OSError:
+            return ""
+        try:
+            return os.read(fd, HEADER_BYTES).hex()  # it has the checksum of all that follows
+        finally:
+            os.close(fd)
 
 
 def drop(folder: Folder, generation: int) -> None:

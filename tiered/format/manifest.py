@@ -34,6 +34,7 @@ from tiered.types import CHECKSUM_BYTES, LARGEST, PIECE_BYTES, Key, TensorSpec
 __all__ = [
     "ALIGNMENT",
     "FORMAT_VERSION",
+    "HEADER_BYTES",
     "LAST_GENERATION",
     "MAX_BYTES",
     "MAX_META_BYTES",
@@ -69,7 +70,7 @@ _T = TypeVar("_T")
 _MAGIC = b"TIEREDMF"
 _FIELDS = struct.Struct("<8sIQ16s")
 _SEAL = struct.Struct("<Q")
-_HEADER_BYTES = _FIELDS.size + _SEAL.size
+HEADER_BYTES = _FIELDS.size + _SEAL.size
 _META_INT_BITS = 256
 LAST_GENERATION = 10**18 - 1
 
@@ -235,16 +236,16 @@ def assemble(head: Head, tensors: Iterable[bytes], *, limit: int = MAX_BYTES) ->
     _check_files(again.files)
     parts = list(tensors)
     if parts:
-        parts[0] = b"".join((bytes(_HEADER_BYTES), data[:-1], b',"tensors":[', parts[0]))
+        parts[0] = b"".join((bytes(HEADER_BYTES), data[:-1], b',"tensors":[', parts[0]))
         parts[-1] += b"]}"
     else:
-        parts = [b"".join((bytes(_HEADER_BYTES), data[:-1], b',"tensors":[]}'))]
+        parts = [b"".join((bytes(HEADER_BYTES), data[:-1], b',"tensors":[]}'))]
     whole = bytearray(b",").join(parts)
     if len(whole) > limit:
         raise ManifestError(f"the manifest would be {len(whole)} bytes; the limit is {limit}")
     with memoryview(whole) as view:
-        digest = xxhash.xxh3_128_digest(view[_HEADER_BYTES:])
-        _FIELDS.pack_into(view, 0, _MAGIC, FORMAT_VERSION, len(whole) - _HEADER_BYTES, digest)
+        digest = xxhash.xxh3_128_digest(view[HEADER_BYTES:])
+        _FIELDS.pack_into(view, 0, _MAGIC, FORMAT_VERSION, len(whole) - HEADER_BYTES, digest)
         _SEAL.pack_into(view, _FIELDS.size, xxhash.xxh3_64_intdigest(view[: _FIELDS.size]))
     return whole
 
@@ -256,8 +257,8 @@ def decode(data: bytes | bytearray, *, generation: int | None = None, limit: int
     """
     if len(data) > limit:
         raise ManifestError(f"{len(data)} bytes are more than the limit of {limit}")
-    if len(data) < _HEADER_BYTES:
-        raise ManifestError(f"cut short: {len(data)} bytes, the header alone has {_HEADER_BYTES}")
+    if len(data) < HEADER_BYTES:
+        raise ManifestError(f"cut short: {len(data)} bytes, the header alone has {HEADER_BYTES}")
     magic, version, length, digest = _FIELDS.unpack_from(data)
     if magic != _MAGIC:
         raise ManifestError("not a manifest (it does not begin with TIEREDMF)")
@@ -265,9 +266,9 @@ def decode(data: bytes | bytearray, *, generation: int | None = None, limit: int
         raise ManifestError("the header is damaged (its checksum does not match)")
     if version != FORMAT_VERSION:
         raise ManifestError(f"format version {version}; this release reads version {FORMAT_VERSION}")
-    if length != len(data) - _HEADER_BYTES:
-        raise ManifestError(f"the header says {length} bytes of payload, there are {len(data) - _HEADER_BYTES}")
-    body = memoryview(data)[_HEADER_BYTES:]
+    if length != len(data) - HEADER_BYTES:
+        raise ManifestError(f"the header says {length} bytes of payload, there are {len(data) - HEADER_BYTES}")
+    body = memoryview(data)[HEADER_BYTES:]
     if xxhash.xxh3_128_digest(body) != digest:
         raise ManifestError("the payload is damaged (its checksum does not match)")
     manifest = _parse(body)

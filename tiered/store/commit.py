@@ -520,6 +520,7 @@ class Commits(Generations):
             old = [one for one in self._kept if retained and one < retained[0] and one not in self._also]
             self._held = [*old, *self._dropped]
             if not self._held:
+                generations.pins_in(folder)  # removes those of dead readers
                 return
             gone = set(generations.retire(folder, self._held))
         except TieredError:  # the commit holds nevertheless; they stay pinned and are dropped with the next one

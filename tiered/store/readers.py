@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from tiered.errors import MisuseError, TieredError, from_here, shown
-from tiered.format.generations import generations
+from tiered.format.generations import fingerprint, generations
 from tiered.store.at_rest import StoreAtRest
 from tiered.store.lease import listed, refuse_keys
 from tiered.types import Key
@@ -45,11 +45,11 @@ class StoreReader(Generic[_Store]):
     """
 
     def __init__(
-        self, opening: Callable[..., _Store], folder: str, paths: tuple[str, ...] | None, generation: int, identity: str
+        self, opening: Callable[..., _Store], folder: str, paths: tuple[str, ...] | None, generation: int, mark: str = ""
     ) -> None:
         self.folder, self.paths, self.generation = folder, paths, generation
         """The store's folder, the folders of its data files (None: the same), and the number of the generation."""
-        self._opening, self._identity = opening, identity
+        self._opening, self._mark = opening, mark
         self._pinned_by = 0
         self._letting_go: Callable[[], object] | None = None
 
@@ -61,12 +61,13 @@ class StoreReader(Generic[_Store]):
             where = error.filename or self.folder
             raise TieredError(f"cannot read {where}: {error.strerror} (errno {error.errno})") from error
         rest.forget_records()
+        self._mark = fingerprint(self.folder, self.generation)
         self._letting_go = weakref.finalize(self, rest.close)
         self._pinned_by = os.getpid()
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StoreReader, (self._opening, self.folder, self.paths, self.generation, self._identity)
+        return StoreReader, (self._opening, self.folder, self.paths, self.generation, self._mark)
 
     def __repr__(self) -> str:
         pinned = f"pinned by process {self._pinned_by}" if self._pinned_by else "not pinned by this process"
@@ -77,8 +78,8 @@ class StoreReader(Generic[_Store]):
         """Open the generation for reading, in this process: ``TieredStore.open(..., access="read")``, with ``options`` such as
         ``dram``, ``hbm`` and ``backend``.
 
-        Raises as that does; MisuseError where the generation is gone, because no process keeps it any more, and where the
-        folder has another store by now.
+        Raises as that does; MisuseError where the generation is gone, because no process keeps it any more, and where another
+        one has its place or number by now.
         """
         given = {"access", "generation", "paths", "path", "durability", "nvme"} & options.keys()
         if given:
@@ -90,14 +91,11 @@ class StoreReader(Generic[_Store]):
                 raise
             kept = "a handle keeps its generation until the process that made it closes it or ends"
             raise MisuseError(f"{error} ({kept})") from error
-        if self._identity_of(store) != self._identity:
+        if fingerprint(self.folder, self.generation) != self._mark:
             store.close()
-            raise MisuseError(f"{self.folder} has another store by now than when this handle was made: make a new one")
+            here = f"generation {self.generation} in {self.folder}"
+            raise MisuseError(f"{here} is not the one of this handle any more: make a new one")
         return store
-
-    @staticmethod
-    def _identity_of(store: Any) -> str:
-        return str(store.identity)
 
     def close(self) -> None:
         """Let the generation go; what this process, or another one, has opened stays open. Idempotent."""

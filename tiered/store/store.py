@@ -676,15 +676,10 @@ class TieredStore(TensorMapping):
         while True:
             generation = self.generation
             try:
-                return StoreReader(TieredStore.open, nvme.folder, nvme.drive_folders, generation, self.identity).pin()
+                return StoreReader(TieredStore.open, nvme.folder, nvme.drive_folders, generation).pin()
             except MisuseError:
                 if generation == self.generation:  # otherwise another thread has committed meanwhile, and that one is dropped
                     raise
-
-    @property
-    def identity(self) -> str:
-        """UUID of the store, 32 hexadecimal digits, which its files carry; empty for a store without a disk."""
-        return "" if self._parts.nvme is None else self._parts.nvme.uuid.hex()
 
     def refuse_refresh(self, why: str) -> None:
         """Make ``refresh`` raise MisuseError with ``why`` from now on."""
