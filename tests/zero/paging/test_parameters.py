@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -404,11 +405,14 @@ class Chain(nn.Sequential):
         return x @ self.extra
 
 
-@pytest.mark.parametrize("write", [shrink, clamp, replace_row])
-@pytest.mark.parametrize("moment", MOMENTS)
+SAVED_BEFORE = ("after the module", clamp)
+"""torch refuses it in backward, because what was saved has changed."""
+
+
+@pytest.mark.parametrize(
+    ("moment", "write"), [pair for pair in product(MOMENTS, [shrink, clamp, replace_row]) if pair != SAVED_BEFORE]
+)
 def test_a_write_in_a_step_lands_in_the_store(store: TieredStore, moment: str, write: Callable[[nn.Parameter], None]) -> None:
-    if moment == "after the module" and write is clamp:
-        pytest.skip("torch refuses it in backward: what was saved has changed")
     memory, paged = Chain(), zero.page(Chain(), store)
     x = torch.randn(6, 48, generator=torch.Generator().manual_seed(1))
     losses = []
