@@ -296,6 +296,33 @@ def test_recomputing_what_changes_a_buffer_is_refused(store: TieredStore) -> Non
         model.loss(1)
 
 
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(24, 4)
+        self.last = nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, _ = self.attention(x, x, x, need_weights=False)
+        found: torch.Tensor = self.last(x)
+        return found
+
+    def loss(self, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        found: torch.Tensor = self(torch.randn(8, 4, 24, generator=generator, requires_grad=True)).square().mean()
+        return found
+
+
+def test_one_tensor_that_is_given_thrice_comes_back_as_one(store: TieredStore) -> None:
+    torch.manual_seed(0)
+    reference = Attending()
+    paged = copy.deepcopy(reference)
+    zero.page(paged, store, activations="recompute")
+    wanted = train(reference, torch.optim.AdamW(reference.parameters(), lr=1e-3, fused=True), steps=3)
+    assert train(paged, zero.AdamW(paged.parameters(), lr=1e-3), steps=3) == wanted
+    assert zero.statistics(paged).computed_again > 0
+
+
 class Constant(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -382,15 +382,20 @@ class _Call:
         for part in range(len(self._sizes)):
             given = self._given(part)
             again: list[Any] = []
+            same: dict[int, Any] = {}  # attention takes another path where query, key and value are one tensor
             for i, leaf in enumerate(given):
                 found = kept.get(i)
-                if not isinstance(leaf, torch.Tensor):
+                if id(leaf) in same:
+                    again.append(same[id(leaf)])
+                elif not isinstance(leaf, torch.Tensor):
                     again.append(leaf)
                 elif found is not None:
                     again.append(_Again(found[part], leaf.requires_grad))
                 else:
                     reference = self._splitter.references.reference(leaf)
                     again.append(_Again(leaf.detach() if reference is None else reference, leaf.requires_grad))
+                if isinstance(leaf, torch.Tensor):
+                    same[id(leaf)] = again[-1]
             run = _Part(self._splitter, self._module, self._compute, given, again)
             outputs.append(checkpoint(run, self._splitter.anywhere, use_reentrant=False))
         return outputs
@@ -430,12 +435,11 @@ class _Part:
             return self._splitter.undivided(self._compute, given)
         self._splitter.activations.sweep()
         with self._splitter.references.recomputing(self._module, self._versions) as unpack:
-            leaves = []
+            restored: dict[_Again, torch.Tensor] = {}
             for leaf in self._again:
-                if isinstance(leaf, _Again):
-                    leaves.append(unpack(leaf.source).detach().requires_grad_(leaf.requires_grad))
-                else:
-                    leaves.append(leaf)
+                if isinstance(leaf, _Again) and leaf not in restored:
+                    restored[leaf] = unpack(leaf.source).detach().requires_grad_(leaf.requires_grad)
+            leaves = [restored[leaf] if isinstance(leaf, _Again) else leaf for leaf in self._again]
             return self._splitter.undivided(self._compute, leaves)
 
 
