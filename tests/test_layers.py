@@ -35,6 +35,7 @@ TREE: dict[str, tuple[str, ...]] = {
         "importing",
     ),
     "packing": ("quantised", "moments"),
+    "tuning": ("program", "adaptive"),
     "zero": (
         *("intent", "leases", "collectives", "rank_stores", "rules", "paging", "build", "record", "optimizers", "checkpoint"),
         *("page", "deepspeed"),
@@ -82,9 +83,10 @@ USES: dict[str, tuple[str, ...]] = {
     "engine": ("",),
     "store": ("", "format", "io", "tiers", "links", "engine"),
     "packing": ("",),
+    "tuning": ("", "store"),
     "zero": (
         *("tiered", "errors", "types", "system", "store.activations", "store.at_rest", "format.safetensors"),
-        *("format.safetensors_writer", "packing"),
+        *("format.safetensors_writer", "packing", "tuning"),
     ),
     "integrations": ("tiered", "errors", "types", "store.at_rest", "format.safetensors", "zero", "packing"),
     "planning": ("tiered", "errors", "interfaces", "types", "allocator", "engine", "store", "zero", "integrations"),

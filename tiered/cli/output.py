@@ -242,6 +242,13 @@ class Progress:
         """Show that ``done`` of ``total`` parameters have their initial values and are in the store."""
         self._show(f"writing initial values {done / total:4.0%}", "", done / total, last=done == total)
 
+    def note(self, what: str) -> None:
+        """Show a line that stays."""
+        if self._live is not None:
+            self._live.console.print(what, markup=False, soft_wrap=True)
+        else:
+            print(what, file=self._stream, flush=True)
+
     def begin(self, share: float = 0.0) -> None:
         """Start the clock of the first step; ``share`` of the training was done before."""
         self._began, self._from = time.monotonic(), share

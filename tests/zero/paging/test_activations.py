@@ -267,7 +267,6 @@ def test_the_model_may_have_checkpoints_of_its_own_around_it(store: TieredStore)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"activations": "auto"}, "needs a plan"),
         ({"activations": "disk"}, "not 'disk'"),
         ({"activations": "store", "micro_batch": 2}, "leave one of them out"),
     ],

@@ -90,7 +90,7 @@ def page(
     zero.page(
         model, store, name=NAME, existing=existing, prefetch=options.prefetch, micro_batch=options.micro_batch,
         param_init_fn=initialise_one, source=source, update_tier=options.update_tier, activations=options.activations,
-        **staged,
+        plan=zero.AutoPlan(memory=options.activation_memory) if options.activations == "auto" else None, **staged,
     )
 
 
@@ -360,6 +360,7 @@ def _train(session: _Session, model: GPT, stop: StopRequest) -> Summary:
         whole, step = Meter(store), Meter(store)
         progress.begin(schedule.share(loop.done))
         stopped: Stopped | None = None
+        told = ""
         try:
             stop.interrupt_nothing(leave)
             peers.check()
@@ -367,7 +368,11 @@ def _train(session: _Session, model: GPT, stop: StopRequest) -> Summary:
                 losses.append(result.loss)
                 share, dram = schedule.share(result.step), store.statistics().tier("dram")
                 used = dram.used / dram.capacity
-                offloaded = zero.statistics(model).activations
+                paging = zero.statistics(model)
+                offloaded = paging.activations
+                if paging.plan is not None and paging.plan.why != told:
+                    told = paging.plan.why
+                    progress.note(f"plan      {told}" if paging.plan.choices else f"plan      {told} for some steps")
                 progress.stepped(result.step, options.steps, share, result.loss, tokens, step.lap(), used, offloaded)
                 checkpointer.stepped()
                 peers.check()
@@ -408,6 +413,7 @@ def _train(session: _Session, model: GPT, stop: StopRequest) -> Summary:
         activations=options.activations,
         offloaded=zero.statistics(model).activations,
         computed_again=zero.statistics(model).computed_again,
+        plan=zero.statistics(model).plan,
     )
 
 
