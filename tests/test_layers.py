@@ -32,7 +32,7 @@ TREE: dict[str, tuple[str, ...]] = {
     ),
     "store": (
         *("lease", "mapping", "commit", "at_rest", "reading", "opening", "readers", "store", "activations", "verify"),
-        "importing",
+        *("memory_watch", "importing"),
     ),
     "packing": ("quantised", "moments"),
     "tuning": ("program", "adaptive"),
@@ -85,7 +85,8 @@ USES: dict[str, tuple[str, ...]] = {
     "packing": ("",),
     "tuning": ("", "store"),
     "zero": (
-        *("tiered", "errors", "types", "system", "store.activations", "store.at_rest", "format.safetensors"),
+        *("tiered", "errors", "types", "system", "store.activations", "store.memory_watch", "store.at_rest"),
+        "format.safetensors",
         *("format.safetensors_writer", "packing", "tuning"),
     ),
     "integrations": ("tiered", "errors", "types", "store.at_rest", "format.safetensors", "zero", "packing"),

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import psutil
 
 from tiered.errors import CapacityError
-from tiered.telemetry import StoreStatistics
+from tiered.telemetry import MemoryStatistics, StoreStatistics
 
 __all__ = [
     "LARGEST_ALIGNMENT",
@@ -44,6 +44,7 @@ __all__ = [
     "direct_io_alignment",
     "free_in_heap",
     "headroom",
+    "memory_of_process",
     "refuse_little_room",
     "refuse_without_room",
     "returned_at_once",
@@ -147,6 +148,14 @@ def headroom() -> int:
     available: int = psutil.virtual_memory().available
     room = cgroup_room()
     return available if room is None else min(available, room.headroom)
+
+
+def memory_of_process() -> MemoryStatistics:
+    """Return what memory this process has and may still take. The numbers of a pool are 0: they are for the store to fill in.
+    """
+    available, room = int(psutil.virtual_memory().available), cgroup_room()
+    left = available if room is None else min(available, room.headroom)
+    return MemoryStatistics(0, 0, 0, anonymous(), left, None if room is None else room.limit)
 
 
 def free_in_heap() -> int:

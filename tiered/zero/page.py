@@ -51,8 +51,9 @@ class PagingStatistics:
     ``units``: how many there are. ``largest_unit``: bytes of the largest one's parameters. ``updates``: how many updates of a
     unit were applied, ``update_seconds``: what they took, without the time that they waited for the store. ``split``: names of
     the modules that divide the batch (``micro_batch=``), or whose inside backward computes again
-    (``activations="recompute"``), or may (``"auto"``); ``computed_again``: how often forward came to one of these. ``activations``: what went into
-    the store with ``activations="store"`` or "auto", else None. ``plan``: what "auto" chose, else None.
+    (``activations="recompute"``), or may (``"auto"``); ``computed_again``: how often forward came to one of these.
+    ``activations``: what went into the store with ``activations="store"`` or "auto", else None. ``plan``: what "auto" chose,
+    else None.
     """
 
     units: int

@@ -15,7 +15,7 @@ import psutil
 import torch
 from torch import nn
 
-from tiered import CapacityError, MisuseError, RankError, TieredStore, zero
+from tiered import CapacityError, MemoryWatch, MisuseError, RankError, TieredStore, zero
 from tiered.cli.arguments import Launched, launched
 from tiered.cli.measure import Meter, measure, peak_memory
 from tiered.cli.output import Progress, Silent, counted, refuse_unwritable, write_report
@@ -339,6 +339,7 @@ def _train(session: _Session, model: GPT, stop: StopRequest) -> Summary:
     with Progress(stream) as progress:
         existing = options.existing if earlier is None else "resume"
         peers.watch(stop)
+        MemoryWatch(store, lambda notice: progress.note(f"memory    {notice}"))
         try:
             page(
                 model, store, options, existing, lambda done: progress.preparing(done, session.parameters), stop, peers,
@@ -366,14 +367,16 @@ def _train(session: _Session, model: GPT, stop: StopRequest) -> Summary:
             peers.check()
             for result in session.recording.of(loop.steps(), store):
                 losses.append(result.loss)
-                share, dram = schedule.share(result.step), store.statistics().tier("dram")
-                used = dram.used / dram.capacity
+                share, seen = schedule.share(result.step), store.statistics()
+                used = seen.tier("dram").used / seen.tier("dram").capacity
                 paging = zero.statistics(model)
                 offloaded = paging.activations
                 if paging.plan is not None and paging.plan.why != told:
                     told = paging.plan.why
                     progress.note(f"plan      {told}" if paging.plan.choices else f"plan      {told} for some steps")
-                progress.stepped(result.step, options.steps, share, result.loss, tokens, step.lap(), used, offloaded)
+                progress.stepped(
+                    result.step, options.steps, share, result.loss, tokens, step.lap(), used, offloaded, seen.memory
+                )
                 checkpointer.stepped()
                 peers.check()
         except StopNoted as noted:

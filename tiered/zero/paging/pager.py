@@ -34,6 +34,7 @@ from torch.compiler import is_dynamo_compiling
 
 from tiered import CapacityError, MisuseError, Span, TieredError, TieredStore, Touch
 from tiered.store.activations import Hooks, Left, SavedTensors, hooks_active, pop_hooks, push_hooks
+from tiered.store.memory_watch import MemoryWatch
 from tiered.system import Trimmer
 from tiered.tuning.adaptive import AdaptiveActivations, AutoPlan
 from tiered.types import Access
@@ -256,6 +257,7 @@ class Pager:
         self.step_trace.leave_out(unit.key for unit in self.units if unit.plan.of_expert)
         for tied, keys in self._sliced_embeddings():
             (self.step_trace.looked_up if tied else self.step_trace.leave_out)(keys)
+        self._memory = MemoryWatch.of(store)
         self._trimmer = Trimmer(pool, max((placement.nbytes for placement in self.placements), default=0))
         self._watch()
         offloads = config.activations in ("store", "auto")
@@ -391,8 +393,10 @@ class Pager:
             self._leave(self._frames.pop())
         if not self._frames:
             self._claimed.pop("by", None)
-            if self.saved is not None and output is not None and not in_backward():
-                self.saved.look_again()  # what the modules had in their hands
+            if output is not None and not in_backward():
+                if self.saved is not None:
+                    self.saved.look_again()  # what the modules had in their hands
+                self._memory.look()
 
     def _leave(self, frame: Frame) -> None:
         frame.end_span()
