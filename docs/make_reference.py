@@ -31,9 +31,13 @@ SECTIONS: list[tuple[str, str, list[str] | None, str]] = [
     (
         "Statistics",
         "tiered.telemetry",
-        ["ActivationStatistics", "FlowStatistics", "LinkStatistics", "Offloaded", "StoreStatistics", "TierStatistics"],
+        [
+            *("ActivationStatistics", "FlowStatistics", "LinkStatistics", "MemoryStatistics", "Offloaded"),
+            *("StoreStatistics", "TierStatistics"),
+        ],
         "",
     ),
+    ("Memory that gets tight", "tiered.store.memory_watch", None, ""),
     (
         "Timelines",
         "tiered.telemetry",

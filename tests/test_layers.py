@@ -32,9 +32,10 @@ TREE: dict[str, tuple[str, ...]] = {
     ),
     "store": (
         *("lease", "mapping", "commit", "at_rest", "reading", "opening", "readers", "store", "activations", "verify"),
-        "importing",
+        *("memory_watch", "importing"),
     ),
     "packing": ("quantised", "moments"),
+    "tuning": ("program", "adaptive"),
     "zero": (
         *("intent", "leases", "collectives", "rank_stores", "rules", "paging", "build", "record", "optimizers", "checkpoint"),
         *("page", "deepspeed"),
@@ -82,9 +83,11 @@ USES: dict[str, tuple[str, ...]] = {
     "engine": ("",),
     "store": ("", "format", "io", "tiers", "links", "engine"),
     "packing": ("",),
+    "tuning": ("", "store"),
     "zero": (
-        *("tiered", "errors", "types", "system", "store.activations", "store.at_rest", "format.safetensors"),
-        *("format.safetensors_writer", "packing"),
+        *("tiered", "errors", "types", "system", "store.activations", "store.memory_watch", "store.at_rest"),
+        "format.safetensors",
+        *("format.safetensors_writer", "packing", "tuning"),
     ),
     "integrations": ("tiered", "errors", "types", "store.at_rest", "format.safetensors", "zero", "packing"),
     "planning": ("tiered", "errors", "interfaces", "types", "allocator", "engine", "store", "zero", "integrations"),

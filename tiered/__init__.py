@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tiered.planning.sources import Numbers
     from tiered.store.activations import offload_activations
     from tiered.store.importing import import_safetensors
+    from tiered.store.memory_watch import MemoryNotice, MemoryWatch
     from tiered.store.readers import StoreReader, TieredDataset
     from tiered.store.store import TieredStore
     from tiered.store.verify import CheckedGeneration, Damage, Verification, verify
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
         FlowStatistics,
         LeaseEvent,
         LinkStatistics,
+        MemoryStatistics,
         Offloaded,
         PoolEvent,
         Span,
@@ -84,6 +86,9 @@ __all__ = [
     "LinkStatistics",
     "Machine",
     "ManifestError",
+    "MemoryNotice",
+    "MemoryStatistics",
+    "MemoryWatch",
     "MisuseError",
     "NextUse",
     "Numbers",
@@ -129,12 +134,14 @@ _HOME = {
         "planning.plan": ("Plan", "plan"),
         "planning.sources": ("Numbers",),
         "store.importing": ("import_safetensors",),
+        "store.memory_watch": ("MemoryNotice", "MemoryWatch"),
         "interfaces": ("EvictionPolicy", "IOBackend"),
         "telemetry": (
             "ActivationStatistics",
             "FlowStatistics",
             "LeaseEvent",
             "LinkStatistics",
+            "MemoryStatistics",
             "Offloaded",
             "PoolEvent",
             "Span",

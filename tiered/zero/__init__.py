@@ -1,5 +1,6 @@
 """ZeRO-Infinity on a ``TieredStore``: parameters and optimizer states paged around each layer's forward and backward."""
 
+from tiered.tuning.adaptive import AutoPlan, AutoPlanStatistics
 from tiered.zero.build.construct import Construction, ConstructionStatistics, init
 from tiered.zero.checkpoint.checkpoint import commit, commit_async, resume, rollback
 from tiered.zero.checkpoint.safetensors import export
@@ -46,6 +47,8 @@ __all__ = [
     "AdamWRule",
     "Adamax",
     "AdamaxRule",
+    "AutoPlan",
+    "AutoPlanStatistics",
     "Construction",
     "ConstructionStatistics",
     "Elementwise",
