@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         StoreClosed,
         StoreLocked,
         TieredError,
+        TorchFileError,
         TransferError,
         WriteError,
     )
@@ -107,6 +108,7 @@ __all__ = [
     "TieredError",
     "TieredStore",
     "Timeline",
+    "TorchFileError",
     "Touch",
     "TransferError",
     "TransferEvent",

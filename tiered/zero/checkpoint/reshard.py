@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -28,7 +28,7 @@ from tiered.zero.rank_stores import has_commit, newest_set, sets_in
 from tiered.zero.record import plans, refuse_other_tensors, states_shown, states_used, type_named
 from tiered.zero.rules import SMALLEST_BLOCK, Kept
 
-__all__ = ["Copies", "Source", "opened", "reshard"]
+__all__ = ["Copies", "Elements", "Source", "opened", "reshard"]
 
 class Copies:
     """``TensorStore`` over ``store`` whose leases give copies. ``kept``: copies stay as their holders leave them, for the next
@@ -268,6 +268,25 @@ class Source:
         return share
 
 
+class Elements(Protocol):
+    """What ``reshard`` reads: the elements of the parameters of a checkpoint, whatever program wrote it. ``Source`` is one."""
+
+    name: str
+    ranks: int
+    records: list[dict[str, Any]]
+
+    @property
+    def names(self) -> set[str]: ...
+
+    def refuse_other(self, placement: Placement) -> None: ...
+
+    def pieces(self, placement: Placement, begin: int, end: int) -> list[tuple[str, int, int]]: ...
+
+    def of_gradient(self, placement: Placement) -> Mapping[str, Any] | None: ...
+
+    def all_values(self, placement: Placement, kind: str, begin: int, end: int) -> torch.Tensor | None: ...
+
+
 def _graded(record: Mapping[str, Any]) -> list[str]:
     """Return the names of the parameters that have a gradient."""
     return sorted(name for unit in record["units"] for name, said in unit["gradients"].items() if said["there"])
@@ -288,7 +307,7 @@ def opened(path: str | os.PathLike[str], stack: ExitStack) -> list[StoreAtRest]:
     return [stack.enter_context(StoreAtRest(path))]
 
 
-def reshard(source: Source, store: TieredStore, plan: ModelPlan, partition: Partition) -> None:
+def reshard(source: Elements, store: TieredStore, plan: ModelPlan, partition: Partition) -> None:
     """Write this rank's share under ``plan`` of ``source`` to ``store``, with a checkpoint: as if as many ranks with that stage
     had committed it.
 
@@ -314,7 +333,7 @@ def reshard(source: Source, store: TieredStore, plan: ModelPlan, partition: Part
         raise
 
 
-def _steps(source: Source, plan: ModelPlan, steps: Mapping[str, int]) -> dict[str, int]:
+def _steps(source: Elements, plan: ModelPlan, steps: Mapping[str, int]) -> dict[str, int]:
     """Return how many steps each placement of ``plan`` has had."""
     made = {}
     for unit in plan.units:
@@ -330,7 +349,7 @@ def _row_major_of(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _reshard_unit(
-    source: Source, store: TieredStore, unit: UnitPlan, limits: Limits, partition: Partition
+    source: Elements, store: TieredStore, unit: UnitPlan, limits: Limits, partition: Partition
 ) -> dict[str, Any]:
     key, parts = f"{source.name}/param/{unit.name}", unit.parts(partition.rank)
     for placement in unit.placements:
@@ -380,7 +399,7 @@ def _reshard_unit(
 
 
 def _put_gradients(
-    source: Source,
+    source: Elements,
     store: TieredStore,
     key: str,
     unit: UnitPlan,
