@@ -50,7 +50,7 @@ TREE: dict[str, tuple[str, ...]] = {
     "zero.paging.tensors": ("compiling", "parameters", "copies", "states", "sliced", "gradients"),
     "zero.optimizers": ("resident_shard", "resident", "optimizer", "named", "elementwise"),
     "zero.build": ("staging", "construct", "deferred"),
-    "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors", "foreign"),
+    "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors", "foreign", "exports", "dcp"),
     "integrations": ("saves", "kept", "importing", "transformers", "axolotl", "accelerate", "lightning"),
     "integrations.transformers": (
         *("shapes", "experts", "pretrained", "training", "kv_layer", "kv_record", "kv_model", "kv_cache"),

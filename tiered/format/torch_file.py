@@ -53,7 +53,7 @@ class Name:
     text: str
 
 
-@dataclass
+@dataclass(eq=False)
 class Instance:
     """Object of a class that stands in the caller's list: its arguments and its state, as the pickle has them."""
 
@@ -462,7 +462,7 @@ class _Machine:
         if isinstance(key, tuple):
             plain = all(type(one) in (str, int, float, bool, bytes, type(None)) for one in key)
         else:
-            plain = type(key) in (str, int, float, bool, bytes, type(None), Name)
+            plain = type(key) in (str, int, float, bool, bytes, type(None), Name, Instance)
         if not plain:
             raise ValueError(f"a {type(key).__name__} is a key")
         return key

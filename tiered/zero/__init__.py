@@ -2,6 +2,7 @@
 
 from tiered.zero.build.construct import Construction, ConstructionStatistics, init
 from tiered.zero.checkpoint.checkpoint import commit, commit_async, resume, rollback
+from tiered.zero.checkpoint.dcp import Committed, load_dcp
 from tiered.zero.checkpoint.safetensors import export
 from tiered.zero.deepspeed.engine import Engine
 from tiered.zero.deepspeed.initialize import Init, initialize
@@ -46,6 +47,7 @@ __all__ = [
     "AdamWRule",
     "Adamax",
     "AdamaxRule",
+    "Committed",
     "Construction",
     "ConstructionStatistics",
     "Elementwise",
@@ -83,6 +85,7 @@ __all__ = [
     "gathered",
     "init",
     "initialize",
+    "load_dcp",
     "no_sync",
     "offload",
     "onload",

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from tiered import MisuseError, TieredStore
+from tiered import MisuseError, TensorSpec, TieredStore
 from tiered.zero.checkpoint.checkpoint import recall
 from tiered.zero.checkpoint.loaders import random_states
 from tiered.zero.checkpoint.reshard import Elements, reshard
@@ -25,9 +25,11 @@ from tiered.zero.paging.update import flat_view, split
 from tiered.zero.record import VERSION
 from tiered.zero.rules import AdamWRule, UpdateRule, kept_by, name_of, settings_of, torch_name
 
-__all__ = ["Described", "Foreign", "ForeignGroup", "put", "record_of", "replace", "take_over"]
+__all__ = ["ONE", "Described", "Foreign", "ForeignGroup", "put", "record_of", "replace", "take_over"]
 
 HALF_TAKEN = "a checkpoint was being taken over, and did not come to its end: load it again, or call zero.rollback"
+ONE = TensorSpec("float32", (4, 4), 4)
+"""What a rule is asked about, for the names of its states."""
 MASTERS = (torch.bfloat16, torch.float16)
 
 

@@ -144,6 +144,15 @@ class Source:
         """Return the strides that a parameter had. Raises as ``named``."""
         return _row_major_of(self._shape(name)) if name in self._slices else self.named(name).stride
 
+    def described(self, name: str) -> tuple[torch.Size, torch.dtype, torch.dtype]:
+        """Return the shape of a parameter, the type that the model has it in, and that of the store."""
+        one = self._slices[name][0] if name in self._slices else self.named(name)
+        return self._shape(name), one.dtype, one.stored
+
+    def first_part(self, name: str) -> str:
+        """Return the name of the first placement of a parameter: itself, or its first slice."""
+        return self._slices[name][0].name if name in self._slices else name
+
     def _shape(self, name: str) -> torch.Size:
         if name not in self._slices:
             return self.named(name).shape
@@ -202,6 +211,26 @@ class Source:
             raise ManifestError(f"{placement.name!r} has {kind!r} in a part of it only: the checkpoint is damaged")
         zeros = [torch.zeros(stop - start, dtype=present[0].dtype, device="cpu") for _, start, stop in pieces]
         return torch.cat([zero if one is None else one for one, zero in zip(found, zeros, strict=True)])
+
+    def whole(self, name: str, kind: str) -> torch.Tensor | None:
+        """Return all of a parameter in its shape: of itself as the model has it ("param"), of its fp32 "master", or of a
+        state with a value for each element. None where there is none. Raises MisuseError for a state of blocks."""
+        parts = self._slices[name] if name in self._slices else [self.named(name)]
+        found = []
+        for part in parts:
+            form = states_used(self.records[0]["units"][self._home[part.name]]).get(part.name, {}).get(kind)
+            if form is not None and not form.elementwise:
+                raise MisuseError(f"{part.name!r} keeps {kind!r} in codes of blocks, which only this project reads")
+            values = self.values(part.name, kind, 0, part.numel)
+            if values is None and part.numel:
+                return None
+            if values is None:
+                values = torch.empty(0, dtype=part.dtype if kind == "param" else torch.float32, device="cpu")
+            shaped = values.as_strided(part.shape, part.stride)
+            found.append(shaped.to(part.dtype) if kind == "param" else shaped)
+        if name not in self._slices:
+            return found[0]
+        return torch.stack(found) if name in self._stacked else torch.cat(found)
 
     def values(self, name: str, kind: str, begin: int, end: int) -> torch.Tensor | None:
         """Return elements ``begin`` to ``end`` of a parameter in memory order: of itself ("param", as it was stored), "m", "v",
@@ -292,19 +321,19 @@ def _graded(record: Mapping[str, Any]) -> list[str]:
     return sorted(name for unit in record["units"] for name, said in unit["gradients"].items() if said["there"])
 
 
-def opened(path: str | os.PathLike[str], stack: ExitStack) -> list[StoreAtRest]:
+def opened(path: str | os.PathLike[str], stack: ExitStack, generation: int | None = None) -> list[StoreAtRest]:
     """Open the stores of the last training below ``path`` for reading: of all of its ranks as of the last commit that all of
-    them have, or the one store that ``path`` is, where none of its ranks committed together.
+    them have, or the one store that ``path`` is, where none of its ranks committed together, or ``generation`` is given.
 
     Raises MisuseError where there is none, ManifestError where ranks have no commit in common.
     """
-    newest = newest_set(path)
+    newest = newest_set(path) if generation is None else None
     if newest is not None:
         both = zip(newest.folders, newest.joints, strict=True)
         return [stack.enter_context(StoreAtRest(folder, generation=joint.generation)) for folder, joint in both]
-    if sets_in(path) and not has_commit(Path(os.path.expanduser(path))):
+    if generation is None and sets_in(path) and not has_commit(Path(os.path.expanduser(path))):
         raise ManifestError(f"the ranks' stores in {Path(path)} have no commit in common")
-    return [stack.enter_context(StoreAtRest(path))]
+    return [stack.enter_context(StoreAtRest(path, generation=generation))]
 
 
 def reshard(source: Elements, store: TieredStore, plan: ModelPlan, partition: Partition) -> None:

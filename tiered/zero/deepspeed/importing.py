@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from tiered import MisuseError, TensorSpec, TieredStore
+from tiered import MisuseError, TieredStore
 from tiered.errors import TorchFileError
 from tiered.format.torch_file import Instance
 from tiered.zero.checkpoint import checkpoint
-from tiered.zero.checkpoint.foreign import ForeignGroup, put, record_of, replace, take_over
+from tiered.zero.checkpoint.foreign import ONE, ForeignGroup, put, record_of, replace, take_over
 from tiered.zero.checkpoint.loaders import Stateful
 from tiered.zero.checkpoint.reshard import Source, opened
 from tiered.zero.deepspeed.saved import Saved, SavedGroup
@@ -44,7 +44,6 @@ USUAL: Mapping[str, type[Any]] = {
 SCALE = (("left", "cur_hysteresis", 1), ("steps", "cur_iter", 0), ("last_overflow", "last_overflow_iter", -1))
 """Of a dynamic loss scale: our name, DeepSpeed's, and what holds where that is missing."""
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "maximize": False}
-_ONE = TensorSpec("float32", (4, 4), 4)
 
 
 def load_saved(
@@ -162,9 +161,10 @@ def _groups_of(optimizer: Optimizer, saved: Saved) -> list[ForeignGroup]:
         theirs = [home[one] for name in names if (one := saved.aliases.get(name, name)) in home]
         rule = optimizer.rule_of(index)
         first = theirs[0].settings if theirs else {}
-        settings = {key: _setting(first[key]) for key in settings_of(rule) if key in first}
+        known = {key: _setting(first[key]) for key in settings_of(rule) if key in first}
+        settings = {**{key: group[key] for key in settings_of(rule)}, **known}
         for other in theirs:
-            if any(_setting(other.settings.get(key)) != value for key, value in settings.items()):
+            if any(_setting(other.settings.get(key)) != value for key, value in known.items()):
                 raise MisuseError(
                     f"param group {index} of this optimizer has parameters of several groups of {saved.where}, with other "
                     "settings: divide the parameters as they were divided for DeepSpeed"
@@ -206,7 +206,7 @@ def _refuse_stateless(groups: list[ForeignGroup], saved: Saved) -> None:
             known = saved.aliases.get(name, name)
             if known not in saved.parameters or not saved.parameters[known].steps or known not in saved.trained:
                 continue
-            kept = [torch_name(group.rule, state) for state in group.rule.state_specs(_ONE)]
+            kept = [torch_name(group.rule, state) for state in group.rule.state_specs(ONE)]
             lacks = [state for state in kept if not saved.has(known, state)]
             if lacks:
                 raise MisuseError(
