@@ -21,7 +21,7 @@ TREE: dict[str, tuple[str, ...]] = {
     "data": (),
     "format": (
         *("folder", "locked_file", "data_file", "drives", "manifest", "pins", "generations", "direct_reader"),
-        *("safetensors", "safetensors_writer"),
+        *("safetensors", "safetensors_writer", "torch_file"),
     ),
     "io": ("posix", "aiofiles", "libaio", "probe"),
     "tiers": ("first_touch", "dram", "hbm", "nvme"),
@@ -41,7 +41,8 @@ TREE: dict[str, tuple[str, ...]] = {
         *("page", "deepspeed"),
     ),
     "zero.deepspeed": (
-        *("table", "config", "schedules", "loss_scale", "optimizers", "monitors", "tags", "engine", "initialize"),
+        *("table", "config", "schedules", "loss_scale", "optimizers", "monitors", "tags", "saved", "importing", "engine"),
+        "initialize",
     ),
     "zero.paging": (
         *("units", "step_trace", "storage", "saved_tensors", "update", "tensors", "gradients", "sharding", "unit"),
@@ -50,7 +51,7 @@ TREE: dict[str, tuple[str, ...]] = {
     "zero.paging.tensors": ("compiling", "parameters", "copies", "states", "sliced", "gradients"),
     "zero.optimizers": ("resident_shard", "resident", "optimizer", "named", "elementwise"),
     "zero.build": ("staging", "construct", "deferred"),
-    "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors"),
+    "zero.checkpoint": ("loaders", "checkpoint", "reshard", "safetensors", "foreign", "exports", "dcp"),
     "integrations": ("saves", "kept", "importing", "transformers", "axolotl", "accelerate", "lightning"),
     "integrations.transformers": (
         *("shapes", "experts", "pretrained", "training", "kv_layer", "kv_record", "kv_model", "kv_cache"),
@@ -86,8 +87,7 @@ USES: dict[str, tuple[str, ...]] = {
     "tuning": ("", "store"),
     "zero": (
         *("tiered", "errors", "types", "system", "store.activations", "store.memory_watch", "store.at_rest"),
-        "format.safetensors",
-        *("format.safetensors_writer", "packing", "tuning"),
+        *("format.safetensors", "format.safetensors_writer", "format.torch_file", "packing", "tuning"),
     ),
     "integrations": ("tiered", "errors", "types", "store.at_rest", "format.safetensors", "zero", "packing"),
     "planning": ("tiered", "errors", "interfaces", "types", "allocator", "engine", "store", "zero", "integrations"),
@@ -112,6 +112,8 @@ LONG_OR_SHORT: dict[str, str] = {
     "store.activations": "what autograd saved, from pack to unpack",
     "zero.page": "the public calls on a whole model, beside training it",
     "zero.rules": "the arithmetic of one step of each optimizer, and what each keeps",
+    "zero.deepspeed.engine": "the calls of a training loop, by DeepSpeed's names",
+    "zero.deepspeed.saved": "where everything is in the files of one checkpoint of DeepSpeed's",
     "zero.deepspeed.table": "what becomes of each key of DeepSpeed's configuration, and why",
     "zero.paging.units": "which parameters are paged together, and where each lies",
     "zero.paging.gradients": "the gradients of one unit, from autograd to the update",

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         StoreClosed,
         StoreLocked,
         TieredError,
+        TorchFileError,
         TransferError,
         WriteError,
     )
@@ -112,6 +113,7 @@ __all__ = [
     "TieredError",
     "TieredStore",
     "Timeline",
+    "TorchFileError",
     "Touch",
     "TransferError",
     "TransferEvent",

@@ -3,6 +3,7 @@
 from tiered.tuning.adaptive import AutoPlan, AutoPlanStatistics
 from tiered.zero.build.construct import Construction, ConstructionStatistics, init
 from tiered.zero.checkpoint.checkpoint import commit, commit_async, resume, rollback
+from tiered.zero.checkpoint.dcp import Committed, load_dcp
 from tiered.zero.checkpoint.safetensors import export
 from tiered.zero.deepspeed.engine import Engine
 from tiered.zero.deepspeed.initialize import Init, initialize
@@ -49,6 +50,7 @@ __all__ = [
     "AdamaxRule",
     "AutoPlan",
     "AutoPlanStatistics",
+    "Committed",
     "Construction",
     "ConstructionStatistics",
     "Elementwise",
@@ -86,6 +88,7 @@ __all__ = [
     "gathered",
     "init",
     "initialize",
+    "load_dcp",
     "no_sync",
     "offload",
     "onload",
