@@ -21,6 +21,9 @@ PAGE = ROOT / "docs" / "reference.md"
 SECTIONS: list[tuple[str, str, list[str] | None, str]] = [
     ("The store", "tiered.store.store", ["TieredStore"], ""),
     ("The store as a mapping", "tiered.store.mapping", ["TensorMapping"], ""),
+    ("Tables", "tiered.tables.table", ["Table"], ""),
+    ("Embeddings", "tiered.tables.embedding", ["TieredEmbedding"], ""),
+    ("Optimizers of embeddings", "tiered.tables.sparse", None, ""),
     ("Several processes", "tiered.store.readers", None, ""),
     ("Leases", "tiered.store.lease", ["LeaseOfMany", "LeaseOfOne"], ""),
     ("Values", "tiered.types", ["Access", "TensorSpec", "Use"], ""),

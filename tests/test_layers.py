@@ -30,6 +30,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("residency", "policy", "retention", "pool", "state", "workers", "scheduler", "background", "requests", "snapshot"),
         *("engine",),
     ),
+    "tables": ("layout", "kernel", "table", "embedding", "sparse"),
     "store": (
         *("lease", "mapping", "commit", "at_rest", "reading", "opening", "readers", "store", "activations", "verify"),
         *("memory_watch", "importing"),
@@ -82,7 +83,8 @@ USES: dict[str, tuple[str, ...]] = {
     "tiers": ("", "format"),
     "links": ("", "format"),
     "engine": ("",),
-    "store": ("", "format", "io", "tiers", "links", "engine"),
+    "tables": ("errors", "types"),
+    "store": ("", "format", "io", "tiers", "links", "engine", "tables.layout", "tables.table"),
     "packing": ("",),
     "tuning": ("", "store"),
     "zero": (
@@ -106,6 +108,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "engine.engine": "the engine's thread and lock, and what callers do under them",
     "engine.state": "what the engine's lock guards, kept consistent; no decisions",
     "integrations.transformers.shapes": "a model of a config.json without values, of which planning needs no more",
+    "tables.kernel": "copies of rows, in C or without it",
     "io.probe": "whether libaio works here, asked without importing it",
     "store.store": "the public calls of a store, which threads and coroutines share",
     "store.commit": "generations of an open store: commit, rollback, recovery",
@@ -125,7 +128,7 @@ LONG_OR_SHORT: dict[str, str] = {
 LONG, SHORT = 600, 60
 
 # Compiled, without a Python file.
-EXTENSIONS = {"io._aio": "io", "packing._unpack": "packing"}
+EXTENSIONS = {"io._aio": "io", "packing._unpack": "packing", "tables._rows": "tables"}
 
 # Who must do without torch, so that crash trials start in milliseconds and I/O stays about bytes.
 WITHOUT_TORCH = ("", "format", "io", "engine", "tiers.nvme", "links.disk", "links.stand_in")
@@ -139,6 +142,7 @@ MAY_THREAD = {
     "cli.bench.io": "a caller that writes while another one's reads are timed; stores have callers in many threads",
     "cli.train.ranks": "asks the store in which ranks met, which never answers where its host is lost",
     "store.activations": "a lock, because autograd unpacks in threads of its own",
+    "tables.table": "a lock, so that calls of several threads take turns, where leases that conflict would raise",
     "store.readers": "closes a store at the end of a worker process, which collects no garbage",
     "zero.paging.pager": "asks which thread computes with a model, to refuse a second one",
     "io.aiofiles": "the private event loop and the pool that does its blocking calls; no other part sees them",

@@ -42,6 +42,8 @@ from tiered.store.mapping import MISSING, Default, TensorMapping
 from tiered.store.opening import Existing, Newer, OpenOptions, Parts, access_of, assemble
 from tiered.store.readers import StoreReader
 from tiered.system import memory_of_process
+from tiered.tables.layout import Pattern
+from tiered.tables.table import Table, open_table
 from tiered.telemetry import NO_SPAN, Offloaded, Span, StoreStatistics, Timeline
 from tiered.types import Access, BackendName, Key, TensorSpec, Urgency, format_size
 
@@ -74,6 +76,7 @@ class TieredStore(TensorMapping):
         self._name = f"the store in {parts.nvme.folder}" if parts.nvme else "the store without a disk"
         self._rest = (engine, parts, self._pid, scratch)
         self._shutdown = weakref.finalize(self, _shut_down, *self._rest)
+        self._tables: weakref.WeakValueDictionary[str, Table] = weakref.WeakValueDictionary()
         _open.add(self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -703,6 +706,42 @@ class TieredStore(TensorMapping):
         if meta is not None and not isinstance(meta, Mapping):
             raise MisuseError(f"meta is a dict of JSON values, not {meta!r}")
         return commits
+
+    # -- tables -----------------------------------------------------------------------------------------------------------
+
+    @from_here
+    def table(
+        self,
+        name: str,
+        rows: int | None = None,
+        columns: int | Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        block: int | str | None = None,
+        pattern: Pattern = "random",
+        fill: float = 0.0,
+    ) -> Table:
+        """Open table ``name``, or make it: ``rows`` rows of ``columns`` elements (or of that shape; None: of one number each).
+
+        A row that nobody has written yet is ``fill``, and takes no room. Rows lie in blocks, which are tensors of the store
+        (``NAME/block0``, …) and move whole: ``block`` is their size in bytes; by default 32 KiB for rows that are used in
+        ``pattern="random"`` order, 1 MiB for "sequential", and more where a table would have more than 65,536 of them.
+        ``dtype`` is torch's default type by default. To open a table its name is enough. Where a table of that name is open
+        already, that is returned.
+
+        Raises KeyNotFound where there is no table and ``rows`` is None; MisuseError for arguments that are wrong, or other than
+        those of the table that there is; ManifestError for a record that is damaged; and as ``put``.
+        """
+        engine = self._running()
+        budget = self._parts.tiers[self._parts.dram].capacity
+        arguments = {"dtype": dtype, "block": block, "pattern": pattern, "fill": fill, "budget": budget}
+        found = open_table(self, name, rows, columns, **arguments)  # type: ignore[arg-type]
+        with engine.lock:
+            known = self._tables.get(name)
+            if known is not None and known.layout == found.layout:
+                return known
+            self._tables[name] = found
+        return found
 
     # -- looking in -------------------------------------------------------------------------------------------------------
 
