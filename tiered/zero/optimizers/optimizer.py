@@ -855,8 +855,8 @@ def _refuse_cut_blocks(placement: Placement, plan: UnitPlan, rule: UpdateRule) -
     what = f"{type(rule).__name__} keeps states for blocks of {block} elements, and {placement.name!r} is divided among"
     mend = "take zero.AdamW for it, with moments=torch.bfloat16 where its states are to be smaller"
     if plan.shares > 1 and plan.step % block:
-        why = "in a store of an earlier release" if plan.step < SHARE_STEP else "whatever rule updates it"
-        raise MisuseError(f"{what} ranks at multiples of {plan.step} elements, {why}, which may be within a block: {mend}")
+        why = "as earlier releases did and as very many ranks with little memory do, " if plan.step < SHARE_STEP else ""
+        raise MisuseError(f"{what} ranks at multiples of {plan.step} elements, {why}which may be within a block: {mend}")
     if placement.sliced is not None and placement.numel % block and placement.number < len(placement.sliced.slices) - 1:
         raise MisuseError(f"{what} slices of {placement.numel} elements, each of which ends within a block: {mend}")
 

@@ -96,7 +96,8 @@ CHUNK_SHARE = 64
 LARGEST_CHUNK = 4 << 20
 SHARE_STEP, OLDER_SHARE_STEP = 256, ALIGNMENT // 2
 """Elements at multiples of which parameters begin, and shares of ranks end: so the blocks of which states are kept are whole in
-each share. Commits that do not say have the second, 64 bytes of the smallest type that can be trained."""
+each share. The second, 64 bytes of the smallest type that can be trained, is that of commits that do not say, and of very many
+ranks with little memory."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,8 @@ class Limits:
         at a time."""
         share = UNIT_SHARE if shares == 1 else 2 * UNIT_SHARE
         chunk = max(4096, min(LARGEST_CHUNK, pool // CHUNK_SHARE) // 4096 * 4096) // 4
-        return cls(pool // share, chunk, OLDER_SHARE_STEP if shares == 1 else SHARE_STEP)
+        fits = shares > 1 and 4 * shares * SHARE_STEP <= pool // share  # the smallest unit there may be, in fp32
+        return cls(pool // share, chunk, SHARE_STEP if fits else OLDER_SHARE_STEP)
 
 
 @dataclass(eq=False)
