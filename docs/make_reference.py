@@ -66,7 +66,7 @@ WIDTH = 110
 """Signatures that are longer are broken."""
 MADE_BY_CALLERS = (
     "TieredDataset",
-    *("AdamW", "GradScaler", "Optimizer", "Elementwise", "SGD", "Adam", "Adagrad"),
+    *("AdamW", "GradScaler", "Optimizer", "Elementwise", "SGD", "Adam", "Adafactor", "Adagrad"),
     *("RMSprop", "NAdam", "RAdam", "Adamax", "Lion", "Muon", "AdamW8bit", "AdamW4bit", "Init", "offload_activations"),
     *("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"),
 )
