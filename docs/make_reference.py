@@ -21,6 +21,9 @@ PAGE = ROOT / "docs" / "reference.md"
 SECTIONS: list[tuple[str, str, list[str] | None, str]] = [
     ("The store", "tiered.store.store", ["TieredStore"], ""),
     ("The store as a mapping", "tiered.store.mapping", ["TensorMapping"], ""),
+    ("Tables", "tiered.tables.table", ["Table"], ""),
+    ("Embeddings", "tiered.tables.embedding", ["TieredEmbedding"], ""),
+    ("Optimizers of embeddings", "tiered.tables.sparse", None, ""),
     ("Several processes", "tiered.store.readers", None, ""),
     ("Leases", "tiered.store.lease", ["LeaseOfMany", "LeaseOfOne"], ""),
     ("Values", "tiered.types", ["Access", "TensorSpec", "Use"], ""),
@@ -31,9 +34,13 @@ SECTIONS: list[tuple[str, str, list[str] | None, str]] = [
     (
         "Statistics",
         "tiered.telemetry",
-        ["ActivationStatistics", "FlowStatistics", "LinkStatistics", "Offloaded", "StoreStatistics", "TierStatistics"],
+        [
+            *("ActivationStatistics", "FlowStatistics", "LinkStatistics", "MemoryStatistics", "Offloaded"),
+            *("StoreStatistics", "TierStatistics"),
+        ],
         "",
     ),
+    ("Memory that gets tight", "tiered.store.memory_watch", None, ""),
     (
         "Timelines",
         "tiered.telemetry",
@@ -59,7 +66,7 @@ WIDTH = 110
 """Signatures that are longer are broken."""
 MADE_BY_CALLERS = (
     "TieredDataset",
-    *("AdamW", "GradScaler", "Optimizer", "Elementwise", "SGD", "Adam", "Adagrad"),
+    *("AdamW", "GradScaler", "Optimizer", "Elementwise", "SGD", "Adam", "Adafactor", "Adagrad"),
     *("RMSprop", "NAdam", "RAdam", "Adamax", "Lion", "Muon", "AdamW8bit", "AdamW4bit", "Init", "offload_activations"),
     *("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"),
 )

@@ -20,7 +20,7 @@ from libaio_ext import build
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile")
 FOLDERS = ("tiered", "libaio_ext", "docs", "tests", "bench")
-NOT_SOURCES = shutil.ignore_patterns("__pycache__", "*.so", "*.o", "*.egg-info", "_aio.c", "_unpack.c")
+NOT_SOURCES = shutil.ignore_patterns("__pycache__", "*.so", "*.o", "*.egg-info", "_aio.c", "_unpack.c", "_rows.c")
 SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 
 USE = """
@@ -91,7 +91,7 @@ def test_the_sdist_has_license_docs_and_contract_suites(sdist: Path) -> None:
         assert wanted
         assert wanted <= names
     assert names >= set(SOURCES)
-    assert not [name for name in names if name.endswith((".so", ".pyc", "_aio.c", "_unpack.c"))]
+    assert not [name for name in names if name.endswith((".so", ".pyc", "_aio.c", "_unpack.c", "_rows.c"))]
 
 
 def test_the_wheel_has_the_package_alone(wheel: Path) -> None:

@@ -15,11 +15,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.zero.harness import clipping, equal, train
-from tests.zero.ranks import on_ranks
+from tests.zero.ranks import averaged, on_ranks
 from tests.zero.test_rules import CUT, WHOLE, Experts, continued, groups, opened, same_states
 from tiered import ManifestError, MisuseError, TensorSpec, TieredStore, zero
 from tiered.packing import moments
 from tiered.store.at_rest import StoreAtRest
+from tiered.zero.checkpoint.checkpoint import read_record
 from tiered.zero.checkpoint.safetensors import export_at_rest
 
 STEPS = 8
@@ -355,7 +356,7 @@ def test_from_fp32_and_back(kind: str, store: TieredStore) -> None:
         zero.AdamW(model.parameters(), lr=1e-3).load_state_dict(ours.state_dict())
 
 
-@pytest.mark.parametrize("kind", ["8bit", "4bit"])
+@pytest.mark.parametrize("kind", [pytest.param("8bit", marks=pytest.mark.soak), "4bit"])
 def test_experts_that_miss_steps(kind: str, tmp_path: Path) -> None:
     found = CASES[kind]
     torch.manual_seed(0)
@@ -481,33 +482,104 @@ def test_slices_that_end_within_a_block(tmp_path: Path) -> None:
         store.close()
 
 
-def on_a_rank(rank: int, folder: Path) -> tuple[Any, Any]:
-    """Train on one loss, so that the mean of the gradients is that of one process."""
+def on_a_rank(rank: int, folder: Path, kinds: list[str], stages: list[str]) -> list[tuple[Any, Any]]:
+    """Train on one loss, so that the mean of the gradients is that of one process; commit, go back, and go on."""
     torch.set_num_threads(1)
-    with zero.open_store(folder, dram="2MiB") as store:
-        model = zero.page(built(), store, stage=zero.Stage2())
-        with pytest.raises(MisuseError, match="is divided among ranks, which may be within a block"):
-            zero.AdamW8bit(model.parameters())
-        ours = narrow(model.parameters(), lr=1e-3)
-        continued(model, ours, range(3))
-        made = model.state_dict(), {index: dict(state) for index, state in ours.state_dict()["state"].items()}
-        store.close()
-    memory = built()
-    with TieredStore.open(None, dram="4MiB") as store:
-        with pytest.raises(MisuseError, match="divided among ranks"):
-            zero.AdamW4bit(memory.parameters(), store=store, stage=zero.Stage1())
-        store.close()
+    made = []
+    for stage in stages:
+        for kind in kinds:
+            with zero.open_store(folder / f"{stage}-{kind}", dram="2MiB") as store:
+                model = zero.page(built(), store, name="m", stage=getattr(zero, stage)())
+                ours = CASES[kind].ours(model.parameters(), lr=1e-3)
+                continued(model, ours, range(2))
+                zero.commit(model, ours)
+                continued(model, ours, range(2))
+                zero.rollback(model, ours)
+                saved = copy.deepcopy(ours.state_dict())
+                continued(model, ours, range(2, 3))
+                zero.rollback(model, ours)
+                ours.load_state_dict(saved)
+                continued(model, ours, range(2, 4))
+                zero.commit(model, ours)
+                made.append((model.state_dict(), {i: dict(s) for i, s in ours.state_dict()["state"].items()}))
+                store.close()
     return made
 
 
+def on_other_ranks(rank: int, folder: Path, kinds: list[str], stages: list[str]) -> list[tuple[Any, Any]]:
+    """Go on with what other ranks committed."""
+    torch.set_num_threads(1)
+    made = []
+    for stage in stages:
+        for kind in kinds:
+            with zero.open_store(folder / f"{stage}-{kind}", dram="2MiB") as store:
+                source = folder.parent / "4" / f"{stage}-{kind}"
+                model = zero.page(built(), store, name="m", stage=zero.Stage3(), existing="resume", source=source)
+                ours = CASES[kind].ours(model.parameters(), lr=1e-3)
+                zero.resume(model, ours)
+                continued(model, ours, range(4, 6))
+                made.append((model.state_dict(), {i: dict(s) for i, s in ours.state_dict()["state"].items()}))
+                store.close()
+    return made
+
+
+def over_ranks(tmp_path: Path, sizes: tuple[int, int], kinds: list[str], stages: list[str]) -> None:
+    for size, scenario, steps in (sizes[0], on_a_rank, 4), (sizes[1], on_other_ranks, 6):
+        results = on_ranks(size, scenario, tmp_path / str(steps), kinds, stages)
+        for kind, found in zip(kinds * len(stages), zip(*results, strict=True), strict=True):
+            reference = built()
+            theirs = CASES[kind].theirs(reference.parameters(), lr=1e-3)
+            averaged(reference, theirs, sizes[0], range(4))
+            averaged(reference, theirs, sizes[1], range(4, steps))
+            for values, states in found:
+                assert equal({name: value.clone() for name, value in values.items()}, reference.state_dict())
+                same_states({"state": states}, theirs.state_dict())
+
+
 def test_ranks(tmp_path: Path) -> None:
-    """Moments in bfloat16 are divided as others are; what belongs to blocks is refused."""
-    reference = built()
-    theirs = BFloat16(reference.parameters(), lr=1e-3)
-    continued(reference, theirs, range(3))
-    for values, states in on_ranks(2, on_a_rank, tmp_path):
-        assert equal({name: value.clone() for name, value in values.items()}, reference.state_dict())
-        same_states({"state": states}, theirs.state_dict())
+    """Shares end where blocks do, so two ranks, and then three, have what one process has."""
+    over_ranks(tmp_path, (2, 3), ["8bit"], ["Stage3"])
+
+
+@pytest.mark.soak
+def test_ranks_of_all_kinds(tmp_path: Path) -> None:
+    over_ranks(tmp_path, (3, 2), list(CASES), ["Stage1", "Stage2", "Stage3"])
+
+
+def of_an_earlier_release(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tiered.zero.paging.units.SHARE_STEP", 32)
+        with zero.open_store(folder / "store", dram="2MiB") as store:
+            model = zero.page(built(), store, name="m")
+            ours = zero.AdamW(model.parameters(), lr=1e-3)
+            continued(model, ours, range(2))
+            zero.commit(model, ours)
+            assert "step" not in read_record(store, "m")["layout"]
+            store.close()
+    with zero.open_store(folder / "store", dram="2MiB") as store:
+        model = zero.page(built(), store, name="m", existing="resume")
+        with pytest.raises(MisuseError, match="ranks at multiples of 32 elements, as earlier releases did"):
+            zero.AdamW8bit(model.parameters())
+        zero.resume(model, ours := zero.AdamW(model.parameters(), lr=1e-3))
+        continued(model, ours, range(2, 4))
+        zero.commit(model, ours)
+        reference = built()
+        continued(reference, torch.optim.AdamW(reference.parameters(), lr=1e-3, fused=True), range(4))
+        assert equal({name: value.clone() for name, value in model.state_dict().items()}, reference.state_dict())
+        store.close()
+    with zero.open_store(folder / "next", dram="2MiB") as store:  # divided anew, at multiples of a block
+        model = zero.page(built(), store, name="m", existing="resume", source=folder / "store")
+        saved = zero.AdamW(model.parameters(), lr=1e-3)
+        zero.resume(model, saved)
+        coded = zero.AdamW8bit(model.parameters())
+        coded.load_state_dict(saved.state_dict())
+        continued(model, coded, range(1))
+        store.close()
+
+
+def test_ranks_of_an_earlier_release(tmp_path: Path) -> None:
+    on_ranks(2, of_an_earlier_release, tmp_path)
 
 
 @pytest.mark.parametrize("kind", CASES)

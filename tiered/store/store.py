@@ -8,6 +8,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
@@ -40,6 +41,9 @@ from tiered.store.lease import (
 from tiered.store.mapping import MISSING, Default, TensorMapping
 from tiered.store.opening import Existing, Newer, OpenOptions, Parts, access_of, assemble
 from tiered.store.readers import StoreReader
+from tiered.system import memory_of_process
+from tiered.tables.layout import Pattern
+from tiered.tables.table import Table, open_table
 from tiered.telemetry import NO_SPAN, Offloaded, Span, StoreStatistics, Timeline
 from tiered.types import Access, BackendName, Key, TensorSpec, Urgency, format_size
 
@@ -72,6 +76,7 @@ class TieredStore(TensorMapping):
         self._name = f"the store in {parts.nvme.folder}" if parts.nvme else "the store without a disk"
         self._rest = (engine, parts, self._pid, scratch)
         self._shutdown = weakref.finalize(self, _shut_down, *self._rest)
+        self._tables: weakref.WeakValueDictionary[str, Table] = weakref.WeakValueDictionary()
         _open.add(self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -702,6 +707,42 @@ class TieredStore(TensorMapping):
             raise MisuseError(f"meta is a dict of JSON values, not {meta!r}")
         return commits
 
+    # -- tables -----------------------------------------------------------------------------------------------------------
+
+    @from_here
+    def table(
+        self,
+        name: str,
+        rows: int | None = None,
+        columns: int | Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        block: int | str | None = None,
+        pattern: Pattern = "random",
+        fill: float = 0.0,
+    ) -> Table:
+        """Open table ``name``, or make it: ``rows`` rows of ``columns`` elements (or of that shape; None: of one number each).
+
+        A row that nobody has written yet is ``fill``, and takes no room. Rows lie in blocks, which are tensors of the store
+        (``NAME/block0``, …) and move whole: ``block`` is their size in bytes; by default 32 KiB for rows that are used in
+        ``pattern="random"`` order, 1 MiB for "sequential", and more where a table would have more than 65,536 of them.
+        ``dtype`` is torch's default type by default. To open a table its name is enough. Where a table of that name is open
+        already, that is returned.
+
+        Raises KeyNotFound where there is no table and ``rows`` is None; MisuseError for arguments that are wrong, or other than
+        those of the table that there is; ManifestError for a record that is damaged; and as ``put``.
+        """
+        engine = self._running()
+        budget = self._parts.tiers[self._parts.dram].capacity
+        arguments = {"dtype": dtype, "block": block, "pattern": pattern, "fill": fill, "budget": budget}
+        found = open_table(self, name, rows, columns, **arguments)  # type: ignore[arg-type]
+        with engine.lock:
+            known = self._tables.get(name)
+            if known is not None and known.layout == found.layout:
+                return known
+            self._tables[name] = found
+        return found
+
     # -- looking in -------------------------------------------------------------------------------------------------------
 
     def statistics(self) -> StoreStatistics:
@@ -709,7 +750,10 @@ class TieredStore(TensorMapping):
         them."""
         engine = self._running()
         engine.look()
+        memory = memory_of_process()
         with engine.lock:
+            tiers = engine.state.tier_statistics()
+            dram = next(tier for tier in tiers if tier.name == "dram")
             return StoreStatistics(
                 backend=self._parts.backend.name if self._parts.backend else "none",
                 direct=self._parts.nvme is not None and self._parts.nvme.direct,
@@ -727,8 +771,9 @@ class TieredStore(TensorMapping):
                 speculated_unused=engine.state.speculated_unused,
                 wakes=engine.wakes,
                 evictions=engine.state.evictions,
-                tiers=engine.state.tier_statistics(),
+                tiers=tiers,
                 links=engine.link_statistics(),
+                memory=replace(memory, budget=dram.capacity, pool=dram.used, touched=dram.peak),
             )
 
     @contextlib.contextmanager

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiered import ActivationStatistics, TieredStore, Timeline
+from tiered import ActivationStatistics, TieredStore, Timeline, zero
 from tiered.cli.measure import Rates, Usage
 from tiered.cli.output import counted, rate_unit, refuse_unplottable, refuse_unwritable
 from tiered.cli.train.timeline import describe_timeline, plot_timeline, write_timeline
@@ -31,7 +32,7 @@ class Summary:
     In a resumed training, only ``earlier_losses`` are of the steps before. With several ``ranks`` the losses are means,
     ``tokens`` are those of all ranks, and everything else is rank 0's. ``kept`` and ``in_memory``: bytes of a parameter in the
     store, and in training in memory. ``activations``: where they were; ``offloaded``: what of them went into the store,
-    ``computed_again``: how many modules' insides were computed again.
+    ``computed_again``: how many modules' insides were computed again. ``plan``: what ``--auto`` chose.
     """
 
     steps: int
@@ -56,6 +57,7 @@ class Summary:
     activations: str = "memory"
     offloaded: ActivationStatistics | None = None
     computed_again: int = 0
+    plan: zero.AutoPlanStatistics | None = None
 
     @property
     def last_loss(self) -> float:
@@ -126,6 +128,7 @@ class Summary:
                 "counted_by": moved.counted_by,
             },
             "activations": {"where": self.activations, **self._activations()},
+            "plan": None if self.plan is None else asdict(self.plan),
             "peak_rss_bytes": self.peak_rss,
             "baseline_rss_bytes": self.baseline_rss,
             "in_memory_bytes": round(self.in_memory * self.parameters),
@@ -145,8 +148,22 @@ def _told(summary: Summary) -> list[str]:
         return [f"backward  computed the insides of {counted(summary.computed_again // steps, 'module')} per step again"]
     if found is None:
         return []
+    chosen = []
+    if summary.plan is not None:
+        ways = Counter(summary.plan.ways.values())
+        told = {"memory": "in memory", "recompute": "computed again", "store": "in the store"}
+        of_each = ", ".join(f"{number} {told[way]}" for way, number in sorted(ways.items()))
+        step = f", {summary.plan.predicted:.2f} s a pass predicted, {summary.plan.measured:.2f} measured"
+        chosen = [
+            f"plan      chosen {counted(summary.plan.choices, 'time')}: activations of modules {of_each}{step}"
+            if summary.plan.choices
+            else "plan      none was made: training ended before the measurement"
+        ]
+        if summary.computed_again:
+            chosen.append(f"backward  computed the insides of {counted(summary.computed_again, 'module')} in all again")
     hidden = f"{found.hidden / found.restored:.0%} of them in time" if found.restored else "none came back"
     return [
+        *chosen,
         f"backward  {_amount(found.offloaded / steps)} per step went into the store, "
         f"{_amount(found.restored / steps)} came back, {hidden};",
         f"          forward waited {found.waited_in_forward / steps:.2f} s per step for room, backward "

@@ -15,7 +15,7 @@ import psutil
 import torch
 from torch import nn
 
-from tiered import CapacityError, MisuseError, RankError, TieredStore, zero
+from tiered import CapacityError, MemoryWatch, MisuseError, RankError, TieredStore, zero
 from tiered.cli.arguments import Launched, launched
 from tiered.cli.measure import Meter, measure, peak_memory
 from tiered.cli.output import Progress, Silent, counted, refuse_unwritable, write_report
@@ -90,7 +90,7 @@ def page(
     zero.page(
         model, store, name=NAME, existing=existing, prefetch=options.prefetch, micro_batch=options.micro_batch,
         param_init_fn=initialise_one, source=source, update_tier=options.update_tier, activations=options.activations,
-        **staged,
+        plan=zero.AutoPlan(memory=options.activation_memory) if options.activations == "auto" else None, **staged,
     )
 
 
@@ -339,6 +339,7 @@ def _train(session: _Session, model: GPT, stop: StopRequest) -> Summary:
     with Progress(stream) as progress:
         existing = options.existing if earlier is None else "resume"
         peers.watch(stop)
+        MemoryWatch(store, lambda notice: progress.note(f"memory    {notice}"))
         try:
             page(
                 model, store, options, existing, lambda done: progress.preparing(done, session.parameters), stop, peers,
@@ -360,15 +361,22 @@ def _train(session: _Session, model: GPT, stop: StopRequest) -> Summary:
         whole, step = Meter(store), Meter(store)
         progress.begin(schedule.share(loop.done))
         stopped: Stopped | None = None
+        told = ""
         try:
             stop.interrupt_nothing(leave)
             peers.check()
             for result in session.recording.of(loop.steps(), store):
                 losses.append(result.loss)
-                share, dram = schedule.share(result.step), store.statistics().tier("dram")
-                used = dram.used / dram.capacity
-                offloaded = zero.statistics(model).activations
-                progress.stepped(result.step, options.steps, share, result.loss, tokens, step.lap(), used, offloaded)
+                share, seen = schedule.share(result.step), store.statistics()
+                used = seen.tier("dram").used / seen.tier("dram").capacity
+                paging = zero.statistics(model)
+                offloaded = paging.activations
+                if paging.plan is not None and paging.plan.why != told:
+                    told = paging.plan.why
+                    progress.note(f"plan      {told}" if paging.plan.choices else f"plan      {told} for some steps")
+                progress.stepped(
+                    result.step, options.steps, share, result.loss, tokens, step.lap(), used, offloaded, seen.memory
+                )
                 checkpointer.stepped()
                 peers.check()
         except StopNoted as noted:
@@ -408,6 +416,7 @@ def _train(session: _Session, model: GPT, stop: StopRequest) -> Summary:
         activations=options.activations,
         offloaded=zero.statistics(model).activations,
         computed_again=zero.statistics(model).computed_again,
+        plan=zero.statistics(model).plan,
     )
 
 

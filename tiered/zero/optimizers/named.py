@@ -14,6 +14,7 @@ from tiered import MisuseError, TieredStore
 from tiered.zero.optimizers.optimizer import Optimizer, stride_of
 from tiered.zero.paging.sharding import Stage
 from tiered.zero.rules import (
+    AdafactorRule,
     AdagradRule,
     AdamaxRule,
     AdamRule,
@@ -21,6 +22,7 @@ from tiered.zero.rules import (
     AdamW8bitRule,
     AdamWRule,
     LionRule,
+    MuonBFloat16Rule,
     MuonRule,
     NAdamRule,
     RAdamRule,
@@ -35,7 +37,10 @@ from tiered.zero.rules import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW4bit", "AdamW8bit", "Adamax", "Lion", "Muon", "NAdam", "RAdam", "RMSprop", "Where"]
+__all__ = [
+    *("SGD", "Adafactor", "Adagrad", "Adam", "AdamW4bit", "AdamW8bit", "Adamax", "Lion", "Muon", "NAdam", "RAdam", "RMSprop"),
+    "Where",
+]
 
 Number = float | torch.Tensor
 
@@ -289,6 +294,33 @@ class Adamax(_Named, torchs=torch.optim.Adamax, rule=AdamaxRule):
         super().__init__(params, settings, where)
 
 
+class Adafactor(_Named, torchs=torch.optim.Adafactor, rule=AdafactorRule):
+    """``torch.optim.Adafactor(foreach=False)``, torch's default on a CPU, bit for bit.
+
+    A state for each row and each column of a parameter of two dimensions or more, and one for each element of others. A
+    parameter is in memory as a whole while it is updated, with its gradient. ``where`` as in ``AdamW``. Raises MisuseError for
+    arguments out of range, for ``foreach=True``, and for parameters that are divided into slices; CapacityError, with the
+    number, where the store has too little memory for a parameter.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Number = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        **where: Unpack[Where],
+    ) -> None:
+        settings: dict[str, Any] = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d}
+        settings |= {"weight_decay": weight_decay, "foreach": foreach, "maximize": maximize}
+        super().__init__(params, settings, where)
+
+
 class Lion(Optimizer):
     """Lion (Chen and others, 2023, https://arxiv.org/abs/2302.06675, algorithm 2), with decoupled weight decay: the parameter
     is decayed, then moved by ``lr`` against the sign of the momentum, looked ahead with the first of ``betas``.
@@ -322,7 +354,9 @@ class Muon(Optimizer):
     ``model.get_output_embeddings()`` returns. ``split`` has by name of each parameter of a model the rule that it got.
 
     A matrix is in memory as a whole while it is updated, with its momentum: one state for each element. Momentum and masters of
-    narrow parameters are fp32. ``update`` as in ``AdamW``. Needs torch 2.9. Raises MisuseError for arguments out of range, for
+    narrow parameters are fp32. ``moments=torch.bfloat16``: the momentum is bf16 in the store, half as many bytes. That is
+    inexact: a step widens it, is that of fp32, and rounds it to even. (``momentum`` is torch's argument, the factor.)
+    ``update`` as in ``AdamW``. Needs torch 2.9. Raises MisuseError for arguments out of range, for
     parameters of other dimensions, and for those that are divided among ranks or into slices; CapacityError, with the number,
     where the store has too little memory for a matrix.
     """
@@ -340,8 +374,14 @@ class Muon(Optimizer):
         adjust_lr_fn: str | None = None,
         *,
         adamw: Mapping[str, Any] | None = None,
+        moments: torch.dtype | None = None,
         update: str = "on_fetch",
     ) -> None:
+        if moments not in (None, torch.float32, torch.bfloat16) or isinstance(momentum, torch.dtype):
+            raise MisuseError(
+                f"moments={moments} and momentum={momentum}: momentum is a factor, as torch has it; moments is the type in "
+                "which what it makes is kept, float32 or bfloat16"
+            )
         if not hasattr(torch.optim, "Muon"):
             raise MisuseError(f"this torch ({torch.__version__}) has no Muon: it came with 2.9")
         settings: dict[str, Any] = {"lr": float(lr), "weight_decay": weight_decay, "momentum": momentum}
@@ -353,18 +393,19 @@ class Muon(Optimizer):
             raise MisuseError(str(error)) from error
         if not 0 < ns_steps < 100 or len(settings["ns_coefficients"]) != 3:
             raise MisuseError(f"ns_steps={ns_steps} or ns_coefficients={ns_coefficients} is out of range")
+        kind = MuonBFloat16Rule if moments is torch.bfloat16 else MuonRule
         self.split: dict[str, str] = {}
         if isinstance(params, torch.nn.Module):
             usual = {"lr": float(lr), "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "maximize": False}
             given: dict[str, Any] = {**usual, **(adamw or {})}
             if given.keys() - AdamWRule.__dataclass_fields__.keys():
                 raise MisuseError(f"adamw={adamw} has what AdamWRule does not: give lr, betas, eps, weight_decay or maximize")
-            params = self._divided(params, AdamWRule(**given))
+            params = self._divided(params, AdamWRule(**given), kind.__name__)
         elif adamw is not None:
             raise MisuseError("adamw= goes with a model; of param groups give one with its rule: zero.AdamWRule(...)")
-        super().__init__(params, MuonRule(**settings), update=update)
+        super().__init__(params, kind(**settings), update=update)
 
-    def _divided(self, model: torch.nn.Module, other: UpdateRule) -> list[dict[str, Any]]:
+    def _divided(self, model: torch.nn.Module, other: UpdateRule, matrices_by: str) -> list[dict[str, Any]]:
         """Return the param groups of a model, and set ``split``."""
         tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
         rows = {module.num_embeddings for module in tables}
@@ -377,7 +418,7 @@ class Muon(Optimizer):
         for name, parameter in model.named_parameters():
             fits = parameter.dim() == 2 and parameter not in apart
             (matrices if fits else rest).append((name, parameter))
-            self.split[name] = "MuonRule" if fits else type(other).__name__
+            self.split[name] = matrices_by if fits else type(other).__name__
         if not matrices:
             raise MisuseError("this model has no matrices but embeddings and heads: take zero.AdamW")
         return [{"params": matrices}, *([{"params": rest, "rule": other}] if rest else [])]

@@ -27,7 +27,7 @@ from tiered.zero.paging.units import Limits, Placement
 from tiered.zero.paging.update import Pending, States, Update
 from tiered.zero.rank_stores import shared_json
 from tiered.zero.record import MOST, MOST_STEPS, refuse_other_states
-from tiered.zero.rules import SMALLEST_BLOCK, WHOLE, AdamWRule, UpdateRule, kept_by, name_of
+from tiered.zero.rules import SMALLEST_BLOCK, WHOLE, AdamWRule, Kept, UpdateRule, kept_by, name_of
 
 __all__ = ["Resident"]
 
@@ -39,6 +39,7 @@ STEP = 16
 computes what is left over at the end of a tensor."""
 AHEAD = 2
 """Rounds whose states are asked for before they are needed."""
+ELEMENTWISE = Kept(torch.float32)
 NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
@@ -68,10 +69,18 @@ class Segment(Placement):
     _gradient: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, local: LocalShard, begin: int, end: int, element: int) -> Segment:
+    def made(cls, local: LocalShard, begin: int, end: int, element: int) -> Segment:
         return cls(
             local.parameter, local.name, 0, (1,), local.dtype, element=element, begin=begin, end=end, local=local
         )
+
+    @property
+    def full_shape(self) -> torch.Size:
+        return self.local.shape
+
+    @property
+    def full_stride(self) -> tuple[int, ...]:
+        return self.local.stride
 
     def __post_init__(self) -> None:
         self.shape, self.dtype = torch.Size((self.end - self.begin,)), self.local.dtype
@@ -205,10 +214,10 @@ class Round:
                 continue
             forms = self.states.states_of(segment)
             for name, value in self.states.flat_copies(segment, host(segment.all)).items():
-                count = forms[name].count(segment.local.numel) if name in forms else segment.local.numel
+                form = forms.get(name, ELEMENTWISE)
+                count = form.count(segment.local.numel, segment.local.shape)
                 whole = into[segment.local].setdefault(name, torch.empty(count, dtype=value.dtype, device="cpu"))
-                span = forms[name].span(segment.begin, segment.end) if name in forms else slice(segment.begin, segment.end)
-                whole[span] = value
+                whole[form.span(segment.begin, segment.end, segment.local.shape)] = value
 
 
 class Resident:
@@ -321,7 +330,7 @@ class Resident:
                         at = 0
                     rank, element = divmod(at, share)
                     end = min(local.numel, begin + share - element)
-                    cut[-1][rank].append(Segment.of(local, begin, end, element))
+                    cut[-1][rank].append(Segment.made(local, begin, end, element))
                     at, begin = at + _up(end - begin, step), end
             first = len(rounds)
             for number, segments in enumerate(cut, first):
@@ -456,7 +465,7 @@ class Resident:
                 if not local.numel:
                     empty = States(in_dram(self.store), "", [], 1, {local.dtype})
                     empty.use(local.name, kept_by(self._rules[local.group], empty.wide))
-                    found[local] = dict(empty.blank(Segment.of(local, 0, 0, 0)))
+                    found[local] = dict(empty.blank(Segment.made(local, 0, 0, 0)))
             for here in self._rounds:
                 if here.concerns(found):
                     here.copies(found, self._ranks)
@@ -468,8 +477,13 @@ class Resident:
     def _shaped(self, local: LocalShard, flat: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return states in the shape of their parameter, but for those that have another number of elements."""
         wide = torch.float64 if local.dtype is torch.float64 else torch.float32
-        blocked = {name for name, form in kept_by(self._rules[local.group], wide).items() if not form.elementwise}
-        return {name: value if name in blocked else local.like(value) for name, value in flat.items()}
+        forms = kept_by(self._rules[local.group], wide)
+        return {
+            name: local.like(value)
+            if forms.get(name, ELEMENTWISE).elementwise
+            else forms[name].shaped(value, local.shape, local.stride)
+            for name, value in flat.items()
+        }
 
     def load(self, states: Mapping[int, Mapping[str, torch.Tensor]], steps: Mapping[int, int]) -> list[int]:
         """Load what ``copies`` returned, by the parameters' numbers; those that are missing begin anew. Return ``steps``."""
@@ -490,7 +504,8 @@ class Resident:
                 for segment in here.own:
                     if segment.local in flat:
                         kept = here.states.states_of(segment)
-                        spans = {name: form.span(segment.begin, segment.end) for name, form in kept.items()}
+                        shape = segment.local.shape
+                        spans = {name: form.span(segment.begin, segment.end, shape) for name, form in kept.items()}
                         usual = slice(segment.begin, segment.end)
                         parts = {name: value[spans.get(name, usual)] for name, value in flat[segment.local].items()}
                         here.load(segment, parts)

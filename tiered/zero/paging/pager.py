@@ -22,7 +22,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial, wraps
 from typing import Any, Literal
@@ -34,11 +34,13 @@ from torch.compiler import is_dynamo_compiling
 
 from tiered import CapacityError, MisuseError, Span, TieredError, TieredStore, Touch
 from tiered.store.activations import Hooks, Left, SavedTensors, hooks_active, pop_hooks, push_hooks
+from tiered.store.memory_watch import MemoryWatch
 from tiered.system import Trimmer
+from tiered.tuning.adaptive import AdaptiveActivations, AutoPlan
 from tiered.types import Access
 from tiered.zero.intent import Intent
 from tiered.zero.leases import Leases
-from tiered.zero.paging.micro_batch import Splitter
+from tiered.zero.paging.micro_batch import Splitter, split_modules
 from tiered.zero.paging.reduction import ReduceScatter, gradient_sync
 from tiered.zero.paging.saved_tensors import (
     OverHooks,
@@ -85,8 +87,9 @@ __all__ = [
     "weak_hook",
 ]
 
-Activations = Literal["memory", "recompute", "store"]
-"""Where what backward needs of forward is meanwhile: in memory, nowhere (it is computed again), or in the store."""
+Activations = Literal["memory", "recompute", "store", "auto"]
+"""Where what backward needs of forward is meanwhile: in memory, nowhere (it is computed again), or in the store; "auto": each
+module's where a plan says."""
 NEWEST = 64 << 20
 """Bytes of saved activations that stay in memory with "store", at most, and at most an eighth of the memory budget."""
 LEAST = 256 << 10
@@ -214,6 +217,8 @@ class PagerConfig:
     micro_batch: int = 1
     update_tier: UpdateTier = "dram"
     activations: Activations = "memory"
+    plan: AutoPlan = field(default_factory=AutoPlan)
+    """How "auto" chooses."""
 
 
 class Pager:
@@ -255,12 +260,17 @@ class Pager:
         self.step_trace.leave_out(unit.key for unit in self.units if unit.plan.of_expert)
         for tied, keys in self._sliced_embeddings():
             (self.step_trace.looked_up if tied else self.step_trace.leave_out)(keys)
+        self._memory = MemoryWatch.of(store)
         self._trimmer = Trimmer(pool, max((placement.nbytes for placement in self.placements), default=0))
         self._watch()
-        computes_again = config.micro_batch > 1 or config.activations == "recompute"
-        self.splitter = Splitter(model, store, name, plan, pool, config.micro_batch, self) if computes_again else None
-        offloads = config.activations == "store"
-        self.saved = SavedTensors(store, min(NEWEST, pool // 8), min(LEAST, pool // 64)) if offloads else None
+        offloads = config.activations in ("store", "auto")
+        saved = SavedTensors(store, min(NEWEST, pool // 8), min(LEAST, pool // 64)) if offloads else None
+        self.adaptive = self._adapting(saved, plan, config) if saved is not None and config.activations == "auto" else None
+        self.saved = saved if self.adaptive is None else self.adaptive
+        computes_again = config.micro_batch > 1 or config.activations in ("recompute", "auto")
+        self.splitter = (
+            Splitter(model, store, name, plan, pool, config.micro_batch, self, self.adaptive) if computes_again else None
+        )
         for module in self.model.modules():
             module.__dict__["__prepare_scriptable__"] = _refuse_scripting  # torch.jit.script calls it first
             if self._is_hooked(module):
@@ -286,6 +296,14 @@ class Pager:
             if self._is_hooked(module):
                 held = self._held.get(module, ())
                 ForwardHooks(held, self._before_forward, self._after_forward).register(module)
+
+    def _adapting(self, saved: SavedTensors, plan: ModelPlan, config: PagerConfig) -> AdaptiveActivations:
+        """Return what chooses where activations wait."""
+        segments = tuple(split_modules(self.model, plan).values())
+        keys, units = [unit.key for unit in self.units], self.units
+        return AdaptiveActivations(
+            saved, segments, keys, lambda: sum(unit.states.update_seconds for unit in units), config.pool, config.plan
+        )
 
     def _sliced_embeddings(self) -> Iterator[tuple[bool, list[str]]]:
         """Yield whether a layer of another kind uses the weights of a sliced embedding, and the keys of the slices."""
@@ -378,8 +396,10 @@ class Pager:
             self._leave(self._frames.pop())
         if not self._frames:
             self._claimed.pop("by", None)
-            if self.saved is not None and output is not None and not in_backward():
-                self.saved.look_again()  # what the modules had in their hands
+            if output is not None and not in_backward():
+                if self.saved is not None:
+                    self.saved.look_again()  # what the modules had in their hands
+                self._memory.look()
 
     def _leave(self, frame: Frame) -> None:
         frame.end_span()
@@ -825,6 +845,8 @@ class Pager:
                 self._updates.arrived(unit, placement)
             self._updates.finish()
             self.intent.updated = False
+            if self.adaptive is not None:
+                self.adaptive.pass_ended()
         finally:
             self._end_backward()
 

@@ -33,7 +33,7 @@ from tiered.zero.paging.tensors.compiling import traced
 from tiered.zero.paging.tensors.parameters import paged_class
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import Pending, States, Update
-from tiered.zero.rules import Kept, UpdateRule
+from tiered.zero.rules import WHOLE, Kept, UpdateRule, kept_by
 
 __all__ = ["BackwardUpdates", "DevicePlaceholder", "Placeholder", "Stepper", "Unit"]
 
@@ -154,6 +154,9 @@ class Unit:
         """What was given as ``parameter.data`` since the unit is held, with its version then."""
         kinds = {placement.stored for placement in plan.placements}
         self.states = States(updates, self.key, list(self.parts.values()), even_chunks(plan.elements, chunk), kinds)
+        self._cut = plan.cut if plan.shares > 1 else set()
+        if self._cut:
+            self.states.gather = partial(partition.whole, plan)
 
     # -- parameters --------------------------------------------------------------------------------------------------------
 
@@ -383,7 +386,17 @@ class Unit:
 
     def defer_update(self, updates: dict[Placement, Update]) -> Callable[[], None]:
         """Return what makes ``updates`` pending when it is called, once or twice."""
-        return self._mark(Pending({self.parts[p]: update for p, update in updates.items() if p in self.parts}))
+        mine = {self.parts[p]: update for p, update in updates.items() if p in self.parts}
+        elsewhere = [p for p in self._cut if p in updates and p not in self.parts and _of_whole(updates[p].rule)]
+        return self._mark(Pending(mine, elsewhere=sorted(elsewhere, key=lambda placement: placement.element)))
+
+    @property
+    def updates_together(self) -> bool:
+        """Return whether ranks gather parameters for the pending update."""
+        if self.pending is None:
+            return False
+        mine = any(part.of in self._cut and _of_whole(update.rule) for part, update in self.pending.updates.items())
+        return mine or bool(self.pending.elsewhere)
 
     def defer_missed(self, missed: Mapping[Placement, tuple[Update, Mapping[int, UpdateRule]]]) -> Callable[[], None]:
         """Return what has a step with zero gradients follow the pending update when it is called, once or twice. ``missed``:
@@ -460,7 +473,10 @@ class Unit:
                 param = host(part.stored_flat(unit, 0, part.numel))
                 copies = self.states.copies(part, param)
                 del unit, param
-        return {name: self._partition.whole(self.plan, placement, copy, name) for name, copy in copies.items()}
+        forms = self.states.states_of(placement)
+        return {
+            name: self._partition.whole(self.plan, placement, copy, name, forms.get(name)) for name, copy in copies.items()
+        }
 
     def gradient(self, placement: Placement) -> torch.Tensor | None:
         """Return a copy of the gradient as torch would have it in ``parameter.grad``, or None."""
@@ -483,8 +499,22 @@ class Unit:
             return
         with self.storage.shard(Access.READ) as unit:
             param = host(part.stored_flat(unit, 0, part.numel))
-            self.states.load(part, param, {name: part.cut(value) for name, value in state.items()})
+            forms = self.states.states_of(part)
+            self.states.load(part, param, {name: _cut(part, value, forms.get(name)) for name, value in state.items()})
             del unit, param
+
+
+def _of_whole(rule: UpdateRule) -> bool:
+    """Return whether a rule updates whole parameters."""
+    return any(form.block == WHOLE for form in kept_by(rule, torch.float32).values())
+
+
+def _cut(part: Placement, value: torch.Tensor, form: Kept | None) -> torch.Tensor:
+    """Return of a state of a whole parameter what belongs to ``part``."""
+    if form is None or form.elementwise:
+        return part.cut(value)
+    begin = getattr(part, "begin", 0)
+    return value.reshape(-1)[form.span(begin, begin + part.numel, part.full_shape)]
 
 
 def _refuse_other_kind(placement: Placement) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -59,6 +59,7 @@ UPDATED_AT_ONCE = 1 << 18
 """Elements that are updated at a time: all buffers of one piece stay in the processor's cache."""
 
 
+_MASTER = Kept(torch.float32)
 _NARROW = {torch.bfloat16: "lo", torch.float16: "master"}
 """What is kept of a master, beside the moments."""
 
@@ -116,8 +117,16 @@ class Pending:
     """Deferred update of a unit. It counts the chunks that are done, and the pieces of the next chunk, so that an interrupted
     update goes on where it stopped. Between ``begin`` and ``done`` a piece is neither as it was nor updated."""
 
-    def __init__(self, updates: dict[Placement, Update], chunks_done: int = 0, pieces_done: int = 0) -> None:
-        self.updates = updates
+    def __init__(
+        self,
+        updates: dict[Placement, Update],
+        chunks_done: int = 0,
+        pieces_done: int = 0,
+        elsewhere: Sequence[Placement] = (),
+    ) -> None:
+        """Initialise. ``elsewhere``: parameters that other ranks gather for their updates, in order; this one has nothing of
+        them."""
+        self.updates, self.elsewhere = updates, elsewhere
         self._place = chunks_done, pieces_done
         self._begun: tuple[int, int] | None = None
 
@@ -199,7 +208,9 @@ class States:
             self._masters["master"] = Kept(torch.float32)
         self._usual: dict[str, Kept] = {"m": Kept(self.wide), "v": Kept(self.wide)}
         self.used: dict[str, dict[str, Kept]] = {}
-        self._before: dict[tuple[int, int], dict[Placement, int]] = {}
+        self._before: dict[tuple[int, int, int], dict[Placement, int]] = {}
+        self.gather: Callable[[Placement, torch.Tensor, str], torch.Tensor] | None = None
+        """Returns all of a parameter, or of a tensor like it, of which ranks have parts; all call it together."""
         for name, states in (used or {}).items():
             self.use(name, states)
 
@@ -229,6 +240,11 @@ class States:
         """Return the states that a parameter keeps, without its master: forms by name, in the order of their keys."""
         return self.used.get(placement.name, self._usual)
 
+    def _stored_of(self, placement: Placement) -> dict[str, Kept]:
+        """Return the states of which a parameter has any values."""
+        states, shape = self.states_of(placement), placement.full_shape
+        return {name: form for name, form in states.items() if form.count(placement.numel, shape)}
+
     @property
     def uniform(self) -> bool:
         """Return whether all parameters keep the same states."""
@@ -256,7 +272,7 @@ class States:
             last = (placement.element + (placement.numel - 1) // block * block) // self.chunk_elements
             for index in range(first, last + 1):
                 if self._within(placement, index, block):
-                    found.setdefault(index, {}).update(self.states_of(placement))
+                    found.setdefault(index, {}).update(self._stored_of(placement))
         return [
             (index, [f"{self.key}/{name}#{index}" for name in (*states, *self._masters)])
             for index, states in sorted(found.items())
@@ -276,27 +292,28 @@ class States:
         if form.elementwise:
             first = placement.element - index * self.chunk_elements
             return slice(first + elements.start, first + elements.stop)
-        span = form.span(elements.start, elements.stop)
-        first = self._values_before(index, form.block)[placement] * form.values
+        span = form.span(elements.start, elements.stop, placement.full_shape)
+        first = self._values_before(index, form)[placement]
         return slice(first + span.start, first + span.stop)
 
-    def _values_before(self, index: int, block: int) -> Mapping[Placement, int]:
-        """Return for each parameter how many blocks of the parameters before it a chunk has, whatever these keep, less those of
-        its own that are in chunks before."""
-        if (index, block) not in self._before:
+    def _values_before(self, index: int, form: Kept) -> Mapping[Placement, int]:
+        """Return for each parameter how many values the parameters before it have in a chunk, if all have a state of this form,
+        less those of its own that are in chunks before."""
+        key = index, form.block, form.values
+        if key not in self._before:
             count, found = 0, {}
             for placement in self._placements:
-                here = self._within(placement, index, block)
-                found[placement] = count - here.start // block
-                count += -(-len(here) // block)
-            self._before[index, block] = found
-        return self._before[index, block]
+                here = self._within(placement, index, form.block or max(1, placement.numel))
+                found[placement] = count - form.count(here.start, placement.full_shape) if here.start else count
+                count += form.count(len(here), placement.full_shape) if here else 0
+            self._before[key] = found
+        return self._before[key]
 
     def needed(self, placement: Placement, states: Mapping[str, Kept]) -> int:
         """Return the bytes of the largest chunk that a parameter lies in, if it keeps ``states`` and is updated as a whole."""
-        before = placement.element % self.chunk_elements
+        elements = max(self.chunk_elements, placement.element % self.chunk_elements + placement.numel)
         forms = [*states.values(), *self._masters.values()]
-        return sum(form.dtype.itemsize for form in forms) * max(self.chunk_elements, before + placement.numel)
+        return sum(form.dtype.itemsize * form.count(elements, placement.full_shape) for form in forms)
 
     def sizes(self, key: str) -> list[int]:
         """Return the sizes that the tensor of this key may have: with all parameters up to each, in order."""
@@ -312,7 +329,10 @@ class States:
         end = placement.element + placement.numel - index * self.chunk_elements
         least = max(0, min(self.chunk_elements, end)) if form.elementwise else 0
         here = self._within(placement, index)
-        return max(least, self._span(placement, index, form, here).stop) if here else least
+        if not here or not form.count(placement.numel, placement.full_shape):
+            return least
+        last: int = self._span(placement, index, form, here).stop
+        return max(least, last)
 
     def _create(self, index: int, keys: list[str], placements: Iterable[Placement]) -> None:
         """Create a chunk of zeros where there is none, as large as the parameters that need states; enlarge one that is
@@ -344,6 +364,8 @@ class States:
         InterruptedStep where an exception struck in the middle of a piece before.
         """
         scratch = _Scratch(unit.device)
+        first = min((part.of.element for part in self._placements), default=math.inf)
+        self._help([placement for placement in pending.elsewhere if placement.element < first])
         for index, keys in self.chunks(pending.updates)[pending.chunks_done :]:
             self._create(index, keys, pending.updates)
             with (
@@ -353,7 +375,7 @@ class States:
             ):
                 began = time.perf_counter()
                 for placement, piece in self._pieces(pending.updates, index)[pending.pieces_done :]:
-                    kept = {**self.states_of(placement), **self._masters}
+                    kept = {**self._stored_of(placement), **self._masters}
                     state = {
                         _kind(key): whole[self._span(placement, index, kept[_kind(key)], piece)]
                         for key, whole in zip(keys, chunk, strict=True)
@@ -375,7 +397,19 @@ class States:
                 self.update_seconds += time.perf_counter() - began
                 del chunk  # the last alias: the chunk may go to disk as soon as the lease ends
             pending.chunk_done()
+        self._help([placement for placement in pending.elsewhere if placement.element >= first])
         self.stale_masters.difference_update(pending.updates)
+
+    def _help(self, placements: Iterable[Placement]) -> None:
+        """Take part in what the ranks gather that update ``placements``, of which this one has nothing."""
+        assert self.gather is not None or not placements
+        for placement in placements:
+            empty = torch.empty(0, dtype=self.wide, device="cpu")
+            for what in ("the parameter", "the gradient"):
+                self.gather(placement, empty, what)  # type: ignore[misc]
+            for name, form in self._stored_of(placement).items():
+                if form.elementwise:
+                    self.gather(placement, empty.to(form.dtype), name)  # type: ignore[misc]
 
     def _lease(self, keys: list[str]) -> AbstractContextManager[Sequence[torch.Tensor]]:
         """Lease a chunk. A rule without states has none."""
@@ -384,6 +418,9 @@ class States:
     def _pieces(self, placements: Iterable[Placement], index: int) -> list[tuple[Placement, range]]:
         """Return the pieces of one chunk: parameter, and which elements of it."""
         pieces = []
+        if self.gather is not None:  # all ranks gather in one order
+            of_whole = {p: any(form.block == WHOLE for form in self.states_of(p).values()) for p in placements}
+            placements = sorted(of_whole, key=lambda placement: placement.element if of_whole[placement] else -1)
         for placement in placements:
             block = self._block(placement)
             whole, step = self._within(placement, index, block), max(1, UPDATED_AT_ONCE // block) * block
@@ -412,12 +449,13 @@ class States:
         stale = placement in self.stale_masters
         for scale in update.scales:
             grad = torch.mul(grad, scale, out=scratch.take("scaled", grad.dtype, size))
-        moments = {name: state[name] for name in self.states_of(placement)}
-        matrix = placement if any(form.block == WHOLE for form in self.states_of(placement).values()) else None
+        forms = self._stored_of(placement)
+        moments = {name: state[name] for name in forms}
+        matrix = (placement, forms) if any(form.block == WHOLE for form in forms.values()) else None
         if param.dtype not in _NARROW:
             for scale in update.wide_scales:
                 grad = torch.mul(grad, scale, out=scratch.take("scaled", grad.dtype, size))
-            _steps(update, param, grad, moments, scratch, matrix)
+            self._steps(update, param, grad, moments, scratch, matrix)
             return
         wide = scratch.take("wide", torch.float32, size).copy_(grad)
         for scale in update.wide_scales:
@@ -426,7 +464,7 @@ class States:
             master = state["master"]
             if stale:
                 master.copy_(param)
-            _steps(update, master, wide, moments, scratch, matrix)
+            self._steps(update, master, wide, moments, scratch, matrix)
             param.copy_(master)
             return
         master = scratch.take("master", torch.float32, size)
@@ -436,8 +474,8 @@ class States:
         before = {
             name: scratch.take(f"before {name}", moment.dtype, moment.numel()).copy_(moment) for name, moment in moments.items()
         }
-        _steps(update, master, wide, moments, scratch, matrix)
-        if not all_finite(master):
+        updated = self._steps(update, master, wide, moments, scratch, matrix)
+        if not all_finite(updated):
             for name, moment in before.items():
                 moments[name].copy_(moment)
             raise MisuseError(
@@ -446,26 +484,67 @@ class States:
             )
         split(master, param, state["lo"])
 
+    def _steps(
+        self,
+        update: Update,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        moments: dict[str, torch.Tensor],
+        scratch: _Scratch,
+        matrix: tuple[Placement, Mapping[str, Kept]] | None,
+    ) -> torch.Tensor:
+        """Make the step of ``update``, and the missed ones that follow. ``matrix``: the parameter whose shape all are given,
+        and the forms of its states. Returns what was updated: ``param``, or all of a parameter of which this rank has a part.
+
+        A part is gathered, with its gradient and states, and all ranks that have one compute the same.
+        """
+        if matrix is None or matrix[0].numel == matrix[0].of.numel:
+            _steps(update, param, grad, moments, scratch, matrix)
+            return param
+        (part, forms), gather = matrix, self.gather
+        assert gather is not None and update.missed is None
+        begin = getattr(part, "begin", 0)
+        own = slice(begin, begin + part.numel)
+        whole, gradient = (
+            gather(part.of, tensor, what).to(param.device)
+            for tensor, what in ((param, "the parameter"), (grad, "the gradient"))
+        )
+        states = {
+            name: gather(part.of, flat, name).to(flat.device)
+            if forms[name].elementwise
+            else forms[name].shaped(flat, part.full_shape, part.full_stride)
+            for name, flat in moments.items()
+        }
+        update.rule.update(whole, gradient, states, update.step)
+        param.copy_(flat_view(whole)[own])
+        for name, flat in moments.items():
+            if forms[name].elementwise:
+                flat.copy_(flat_view(states[name])[own])
+        return flat_view(whole)
+
     # -- by parameter ------------------------------------------------------------------------------------------------------
 
     def blank(self, placement: Placement) -> dict[str, torch.Tensor]:
         """Return the ``copies`` of a parameter that has no element here."""
         kept = () if _NARROW.get(placement.stored) is None else ("master",)
-        kinds = {name: form.dtype for name, form in self.states_of(placement).items()}
+        forms, shape = self.states_of(placement), placement.shape
+        kinds = {name: form.dtype for name, form in forms.items() if form.count(max(1, placement.numel), shape)}
         kinds |= dict.fromkeys(kept, torch.float32)
         return {name: torch.empty(0, dtype=dtype, device="cpu") for name, dtype in kinds.items()}
 
     def copies(self, placement: Placement, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return copies of its states and, for bf16 and fp16 parameters, of ``master`` (fp32), in the parameter's shape and
-        strides. A state with another number of values than its block has elements has one dimension.
+        strides. A state with another number of values than its block has elements has one dimension, and so has that of rows or
+        columns where ``placement`` is a part.
 
         ``param`` is the parameter, flat, in host memory; so are they.
         """
-        blocked = {name for name, form in self.states_of(placement).items() if not form.elementwise}
-        flat = self.flat_copies(placement, param)
+        forms = self.states_of(placement)
         return {
-            name: copy if name in blocked else copy.as_strided(placement.shape, placement.stride)
-            for name, copy in flat.items()
+            name: forms.get(name, _MASTER).shaped(copy, placement.shape, placement.stride)
+            if placement.shape == placement.full_shape or forms.get(name, _MASTER).elementwise
+            else copy
+            for name, copy in self.flat_copies(placement, param).items()
         }
 
     def known(self, placement: Placement) -> bool:
@@ -482,16 +561,18 @@ class States:
         """Return ``copies`` as tensors of one dimension."""
         narrow = _NARROW.get(placement.stored)
         kept = () if narrow is None or placement in self.stale_masters else (narrow,)
-        forms = {**self.states_of(placement), **{name: self._masters[name] for name in kept}}
+        forms = {**self._stored_of(placement), **{name: self._masters[name] for name in kept}}
+        shape = placement.full_shape
         flat = {
-            name: torch.empty(form.count(placement.numel), dtype=form.dtype, device="cpu") for name, form in forms.items()
+            name: torch.empty(form.count(placement.numel, shape), dtype=form.dtype, device="cpu")
+            for name, form in forms.items()
         }
         for index, _ in self.chunks([placement]):
             here = self._within(placement, index)
             for name, copy in flat.items():
                 with self.store.lease(f"{self.key}/{name}#{index}") as chunk:
                     form = forms[name]
-                    copy[form.span(here.start, here.stop)] = chunk[self._span(placement, index, form, here)]
+                    copy[form.span(here.start, here.stop, shape)] = chunk[self._span(placement, index, form, here)]
                 del chunk
         if "lo" in flat:
             flat["master"] = torch.empty(placement.numel, device="cpu")
@@ -503,12 +584,13 @@ class States:
     def load(self, placement: Placement, param: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
         """Take over what ``copies`` returned; ``param`` as there. A master that is missing, or does not round to the parameter,
         starts from the parameter again."""
-        flat = {}
+        flat, shape = {}, placement.full_shape
         forms = {**self.states_of(placement), **self._masters}
         for name, value in state.items():
-            form = Kept(torch.float32) if name == "master" else forms[name]
+            form = _MASTER if name == "master" else forms[name]
             if not form.elementwise:
-                flat[name] = torch.empty(form.count(placement.numel), dtype=form.dtype, device="cpu").copy_(value)
+                count = form.count(placement.numel, shape)
+                flat[name] = torch.empty(count, dtype=form.dtype, device="cpu").copy_(value.reshape(-1))
                 continue
             arranged = torch.empty_strided(placement.shape, placement.stride, dtype=form.dtype, device="cpu")
             flat[name] = flat_view(arranged.copy_(value))
@@ -528,8 +610,9 @@ class States:
             self._create(index, keys, [placement])
             here = self._within(placement, index)
             for name, value in flat.items():
+                form = forms[name]
                 with self.store.lease(f"{self.key}/{name}#{index}", access=Access.WRITE) as chunk:
-                    chunk[self._span(placement, index, forms[name], here)] = value[forms[name].span(here.start, here.stop)]
+                    chunk[self._span(placement, index, form, here)] = value[form.span(here.start, here.stop, shape)]
                 del chunk
 
 
@@ -539,12 +622,14 @@ def _steps(
     grad: torch.Tensor,
     moments: dict[str, torch.Tensor],
     scratch: _Scratch,
-    matrix: Placement | None,
+    matrix: tuple[Placement, Mapping[str, Kept]] | None,
 ) -> None:
-    """Make the step of ``update``, and the missed ones that follow. ``matrix``: the parameter whose shape all are given."""
+    """Make the step of ``update``, and the missed ones that follow. ``matrix``: the parameter whose shape all are given, and
+    the forms of its states."""
     if matrix is not None:
-        param, grad = (flat.as_strided(matrix.shape, matrix.stride) for flat in (param, grad))
-        moments = {name: flat.as_strided(matrix.shape, matrix.stride) for name, flat in moments.items()}
+        whole, forms = matrix
+        param, grad = (flat.as_strided(whole.full_shape, whole.full_stride) for flat in (param, grad))
+        moments = {name: forms[name].shaped(flat, whole.full_shape, whole.full_stride) for name, flat in moments.items()}
     update.rule.update(param, grad, moments, update.step)
     if update.missed is not None and update.missed.last > update.step:
         zero = scratch.take("zero", grad.dtype, grad.numel()).zero_()
