@@ -388,14 +388,14 @@ MOMENTS: dict[str, Callable[[Model, Callable[[nn.Parameter], None]], object]] = 
 
 
 class Chain(nn.Sequential):
-    """Layers of which two fit into a budget of 1 MiB, that use each parameter once."""
+    """Layers that do not fit into a budget of 1 MiB with their states, and use each parameter once."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(48, 96), nn.Linear(96, 96)
         self.frozen = nn.Linear(96, 96).requires_grad_(False)
-        self.between = nn.ModuleList(nn.Linear(96, 96) for _ in range(30))
+        self.between = nn.ModuleList(nn.Linear(96, 96) for _ in range(14))
         self.extra = nn.Parameter(torch.randn(96, 48))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
