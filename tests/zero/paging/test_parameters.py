@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -387,14 +388,14 @@ MOMENTS: dict[str, Callable[[Model, Callable[[nn.Parameter], None]], object]] = 
 
 
 class Chain(nn.Sequential):
-    """Layers of which two fit into a budget of 1 MiB, that use each parameter once."""
+    """Layers that do not fit into a budget of 1 MiB with their states, and use each parameter once."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(48, 96), nn.Linear(96, 96)
         self.frozen = nn.Linear(96, 96).requires_grad_(False)
-        self.between = nn.ModuleList(nn.Linear(96, 96) for _ in range(30))
+        self.between = nn.ModuleList(nn.Linear(96, 96) for _ in range(14))
         self.extra = nn.Parameter(torch.randn(96, 48))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -404,11 +405,14 @@ class Chain(nn.Sequential):
         return x @ self.extra
 
 
-@pytest.mark.parametrize("write", [shrink, clamp, replace_row])
-@pytest.mark.parametrize("moment", MOMENTS)
+SAVED_BEFORE = ("after the module", clamp)
+"""torch refuses it in backward, because what was saved has changed."""
+
+
+@pytest.mark.parametrize(
+    ("moment", "write"), [pair for pair in product(MOMENTS, [shrink, clamp, replace_row]) if pair != SAVED_BEFORE]
+)
 def test_a_write_in_a_step_lands_in_the_store(store: TieredStore, moment: str, write: Callable[[nn.Parameter], None]) -> None:
-    if moment == "after the module" and write is clamp:
-        pytest.skip("torch refuses it in backward: what was saved has changed")
     memory, paged = Chain(), zero.page(Chain(), store)
     x = torch.randn(6, 48, generator=torch.Generator().manual_seed(1))
     losses = []
