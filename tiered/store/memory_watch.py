@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
+from tiered.errors import StoreClosed
 from tiered.store.store import TieredStore
 from tiered.telemetry import MemoryStatistics
 from tiered.types import format_size, parse_size
@@ -80,6 +81,7 @@ class MemoryWatch:
         self._beyond: deque[int] = deque(maxlen=LOOKS)
         self._looked = float("-inf")
         self._told: int | None = None
+        self._most: MemoryStatistics | None = None
         _watches[store] = self
 
     @staticmethod
@@ -94,7 +96,18 @@ class MemoryWatch:
         if store is None or now - self._looked < SELDOM:
             return None
         self._looked = now
-        return self._judge(store.statistics().memory)
+        found = store.statistics().memory
+        if self._most is None or found.process > self._most.process:
+            self._most = found
+        return self._judge(found)
+
+    def most(self) -> MemoryStatistics:
+        """Return memory at that look since the last call, or now, at which the process had most. Raises StoreClosed."""
+        store = self._store()
+        if store is None:
+            raise StoreClosed("the store of this watch is gone")
+        now, before, self._most = store.statistics().memory, self._most, None
+        return now if before is None or now.process > before.process else before
 
     def _judge(self, found: MemoryStatistics) -> MemoryNotice | None:
         self._beyond.append(found.beyond)

@@ -67,6 +67,7 @@ examples:
   tiered train --optimizer lion --lr 3e-5              one state for each parameter, and not two
   tiered train --auto --activation-memory 256MiB       measure, and choose where activations are
   tiered train --check                                 compare with training in memory, bit by bit
+  tiered train --report run.html                       a page to look at when the training has ended
   tiered train --timeline run.json --plot run.png      record what happens when in three steps
 
 A model and data of your own: docs/training.md
@@ -208,6 +209,11 @@ def add_parser(commands: Commands) -> None:
     outcome.add_argument(
         "--timeline", metavar="FILE", help="write a trace of some steps for ui.perfetto.dev or chrome://tracing"
     )
+    outcome.add_argument(
+        "--report",
+        metavar="FILE.html",
+        help="write a page with all of it: loss, memory, drive, timeline, and what tiered plan predicts; one file, no network",
+    )
     outcome.add_argument("--plot", metavar="FILE.png", help="draw the same trace (pip install '.[plot]')")
     outcome.add_argument(
         "--timeline-steps",
@@ -225,8 +231,10 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: lis
     in_backward = parsed.update == "in_backward"
     if parsed.check and parsed.minutes is not None:
         parser.error("--check compares a fixed number of steps: give --steps, not --minutes")
-    if parsed.check and (parsed.timeline or parsed.plot):
-        parser.error("--check records no timeline: leave out --timeline and --plot")
+    if parsed.check and (parsed.timeline or parsed.plot or parsed.report):
+        parser.error("--check records no timeline: leave out --timeline, --plot and --report")
+    if parsed.report and (parsed.timeline or parsed.plot):
+        parser.error("--report records a timeline of its own: leave out --timeline and --plot")
     if parsed.check and (parsed.resume or parsed.commit_every):
         parser.error("--check commits nothing: leave out --resume and --commit-every")
     if parsed.resume and parsed.existing:

@@ -102,6 +102,7 @@ class Options(StoreOptions):
     json: str | None = field(metadata=_option("session"))
     timeline: str | None = field(metadata=_option("session"))
     plot: str | None = field(metadata=_option("session"))
+    report: str | None = field(metadata=_option("session"))
     timeline_steps: int = field(metadata=_option("session", 3))
     stage: int = field(metadata=_option("changeable", 3))
 

@@ -11,9 +11,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+import torch
+
+import tiered
 from tiered import ActivationStatistics, TieredStore, Timeline, zero
 from tiered.cli.measure import Rates, Usage
 from tiered.cli.output import counted, rate_unit, refuse_unplottable, refuse_unwritable
+from tiered.cli.train.model import GPT, Shape
 from tiered.cli.train.timeline import describe_timeline, plot_timeline, write_timeline
 from tiered.telemetry import StoreStatistics
 from tiered.types import format_size
@@ -22,7 +27,7 @@ if TYPE_CHECKING:
     from tiered.cli.train.loop import Result
     from tiered.cli.train.options import Options
 
-__all__ = ["Recording", "Summary", "describe"]
+__all__ = ["Recording", "Summary", "describe", "predicted"]
 
 @dataclass(frozen=True)
 class Summary:
@@ -220,6 +225,31 @@ def describe(summary: Summary, other_way: str | None, again: str) -> str:
             "model of your own: docs/training.md",
         ]
     )
+
+
+def predicted(options: Options, summary: Summary) -> dict[str, Any] | None:
+    """Return what ``tiered.plan`` predicts of a step, with the rates of the drive that the training measured at its end, and
+    this machine's operations timed; None where a plan does not know these options."""
+    rates = summary.rates
+    planned = options.activations in ("memory", "recompute") and options.optimizer not in ("nadam", "radam", "adamax")
+    if not planned or rates is None or options.hbm or options.micro_batch > 1 or summary.ranks > 1:
+        return None
+    machine = {
+        "read": rates.read, "write": rates.write, "base": summary.baseline_rss, "threads": torch.get_num_threads(),
+        "cores": psutil.cpu_count() or 1,
+    }  # fmt: skip
+    shape = Shape(options.layers, options.width, options.heads, options.context, options.recompute)
+    optimizer: Any = "adamw" if options.optimizer == "adamw_bf16" else options.optimizer
+    with torch.device("meta"):
+        model = GPT(shape)
+    plan = tiered.plan(
+        model, machine=machine, dram=options.dram, batch=options.batch, sequence=options.context, optimizer=optimizer,
+        update=options.update, activations="recompute" if options.activations == "recompute" else "memory",
+        accumulate=options.accumulate, measure=True,
+    )
+    found = plan.of_step()
+    by = "tiered.plan, with the rates of the drive that were measured when the training ended, and operations timed then."
+    return None if found is None else found | {"by": by}
 
 
 def _exported(summary: Summary) -> str:
