@@ -467,9 +467,9 @@ class Engine(nn.Module):
     def _taken_over(self, folder: Path, *, anew: bool) -> dict[str, Any]:
         """Load a checkpoint that DeepSpeed wrote, or a store that was made of one. Returns what a commit has in ``extra``."""
         optimizer, scheduler = (None, None) if anew else (self.optimizer, self.lr_scheduler)
-        if not is_saved(folder):
-            return load_imported(folder, self.module, optimizer, scheduler)
         sizes = {"passes": self._accumulation_steps, "samples": self._train_batch_size, "micro": self._micro_batch_size}
+        if not is_saved(folder):
+            return load_imported(folder, self.module, optimizer, scheduler, sizes)
         with Saved(folder) as saved:
             return load_saved(saved, self.module, optimizer, scheduler, sizes)
 

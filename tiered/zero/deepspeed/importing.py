@@ -72,6 +72,7 @@ def load_imported(
     model: torch.nn.Module,
     optimizer: Optimizer | None,
     scheduler: Stateful | None,
+    sizes: Mapping[str, int],
 ) -> dict[str, Any]:
     """Do as ``load_saved``, from a store that ``tiered import`` made of such a checkpoint. Raises as that, and
     ManifestError."""
@@ -89,7 +90,13 @@ def load_imported(
             record["scheduler"] = _schedule(scheduler, extra.get("lr_scheduler"), rates, str(folder))
         replace(pager, source)
     checkpoint.load_record(pager, record, optimizer, scheduler)
-    return extra
+    engine = {**extra["engine"], "micro_steps": extra["engine"]["global_steps"] * sizes["passes"]}
+    return {**extra, "engine": engine, "sizes": _sizes(sizes)}
+
+
+def _sizes(sizes: Mapping[str, int]) -> tuple[int, int, int, int]:
+    """Return what an engine's checkpoint has of these sizes, between two steps."""
+    return sizes["passes"], sizes["samples"], sizes["micro"], 0
 
 
 def import_saved(
@@ -133,7 +140,7 @@ def _extra(saved: Saved, sizes: Mapping[str, int]) -> dict[str, Any]:
             "global_samples": counters.global_samples,
             "skipped_steps": counters.skipped_steps,
         },
-        "sizes": (sizes["passes"], sizes["samples"], sizes["micro"], 0),
+        "sizes": _sizes(sizes),
         "loss_scale": _scale(saved.scaler),
         "client_state": saved.client_state,
     }
