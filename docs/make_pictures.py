@@ -7,6 +7,7 @@ light and for dark pages. The terminal recording is made by docs/make_recording.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -116,11 +117,11 @@ class Chart:
 
 
 def rows_of(file: str, heading: str) -> list[list[str]]:
-    """Return the cells of the first table after ``heading`` in a page of bench/results/, without its head."""
-    text = (RESULTS / file).read_text().partition(heading)[2]
-    found = re.search(r"((?:^\|.*\|\n)+)", text, re.MULTILINE)
-    if found is None:
-        raise SystemExit(f"{file}: no table after {heading!r}")
+    """Return the cells of the first table from ``heading`` on in a page of bench/results/, without its head."""
+    text = (RESULTS / file).read_text()
+    found = heading in text and re.search(r"((?:^\|.*\|\n)+)", text[text.index(heading) :], re.MULTILINE)
+    if not found:
+        raise SystemExit(f"{file}: no table with {heading!r}")
     lines = [re.split(r"\s*\|\s*", line.strip().strip("|").strip()) for line in found[1].splitlines()]
     return lines[2:]
 
@@ -175,53 +176,54 @@ def time_by_budget() -> str:
     training = Chart(
         picture,
         (60, 70, 280, 230),
-        (lambda x: x / 110, [(x, f"{x} %") for x in (0, 25, 50, 75, 100)], "budget, of parameters and Adam states"),
-        (0.8, [(y, f"{y:g}") for y in (0, 0.2, 0.4, 0.6, 0.8)], "seconds a step, as planned"),
+        (lambda x: x / 100, [(x, f"{x} %") for x in (0, 25, 50, 75, 100)], "budget, of parameters and Adam states"),
+        (0.4, [(y, f"{y:g}") for y in (0, 0.1, 0.2, 0.3, 0.4)], "seconds a step, as planned"),
     )
     picture.text(60, 30, "Training, tiered plan", bold="bold", size=16)
-    for column, kind, name, below in ((1, "a", "on_fetch", 22), (2, "c", "in_backward", -14)):
+    for column, kind, name, beside in ((1, "a", "on_fetch", (12, 0)), (2, "c", "in_backward", (-4, 72))):
         points = [(number(row[0]), number(row[column])) for row in rows]
         training.curve(points, kind)
-        at = points[1 if column == 1 else 0]
-        picture.text(training.x(at[0]) + 14, training.y(at[1]) + (-6 if column == 1 else below + 40), name, kind)
+        picture.text(training.x(points[0][0]) + beside[0], training.y(points[0][1]) + beside[1], name, kind)
     tokens = rows_of("generate_2core-virtio_2026-11-23.md", "| C / W |")
     generating = Chart(
         picture,
-        (440, 70, 220, 230),
+        (450, 70, 270, 230),
         (lambda x: x, [(x, f"{x:.0%}".replace("%", " %")) for x in (0, 0.25, 0.5, 0.75, 1)], "memory for weights, of all weights"),
         (1.6, [(y, f"{y:g}") for y in (0, 0.4, 0.8, 1.2, 1.6)], "seconds a token, measured"),
     )
-    picture.text(440, 30, "Generating, 1.5 GiB of weights", bold="bold", size=16)
-    for way, kind in (("tiered", "a"), ("accelerate", "b"), ("safetensors mapped", "d")):
+    picture.text(450, 30, "Generating, 1.5 GiB of weights", bold="bold", size=16)
+    labels = (("tiered", "a", 0, (-8, 24)), ("accelerate", "b", 1, (-66, 26)), ("mapped", "d", 1, (10, 0)))
+    for way, kind, at, beside in labels:
         points = [(number(row[0]), number(row[2])) for row in tokens if row[1] == way and row[2]]
         generating.curve(points, kind)
-        picture.text(668, generating.y(points[-1][1]) + LABELS.get(way, 0), way.partition(" ")[2] or way, kind)
+        picture.text(generating.x(points[at][0]) + beside[0], generating.y(points[at][1]) + beside[1], way, kind)
     return picture.made()
-
-
-LABELS = {"tiered": 4, "accelerate": -2, "safetensors mapped": 18}
-"""How far below its last point the name of a way stands."""
 
 
 def throughput_by_size() -> str:
     """Bytes a second over the size of a tensor."""
     file = "store_2core-virtio_2026-11-24.md"
     rows = rows_of(file, "| tensor |")
-    sizes = {"4 KiB": 0.0, "64 KiB": 4.0, "1 MiB": 8.0, "16 MiB": 12.0, "256 MiB": 16.0}
+    sizes = {"4 KiB": 0.0, "64 KiB": 4.0, "1 MiB": 8.0, "16 MiB": 12.0, "64 MiB": 14.0}
     picture = Picture(
         760,
         400,
         "Throughput against tensor size",
-        "Small tensors are bound by the cost of a call, large ones by the drive or by memory.",
+        "Rates rise with the size of a tensor: below some hundred KiB the cost of a call bounds them, above it the drive.",
     )
+    most = 0.5 * math.ceil(2 * max(number(cell) for row in rows for cell in row[1:]))
     chart = Chart(
         picture,
-        (70, 50, 520, 280),
-        (lambda x: x / 16, [(place, name) for name, place in sizes.items()], "size of a tensor"),
-        (4.0, [(y, f"{y:g}") for y in (0, 1, 2, 3, 4)], "GB/s"),
+        (70, 50, 480, 280),
+        (lambda x: x / 14, [(place, name) for name, place in sizes.items()], "size of a tensor"),
+        (most, [(half / 2, f"{half / 2:g}") for half in range(int(2 * most) + 1)], "GB/s, one caller"),
     )
-    for column, kind in ((1, "a"), (2, "b"), (3, "c")):
-        chart.curve([(sizes[row[0]], number(row[column])) for row in rows if row[0] in sizes], kind)
+    labels = [(1, "a", "lease, fetched ahead"), (2, "b", "lease, when it is asked for"), (3, "c", "put, memory is full")]
+    lowest = 1000.0
+    for column, kind, label in sorted(labels, key=lambda one: number(rows[-1][one[0]])):
+        chart.curve([(sizes[row[0]], number(row[column])) for row in rows], kind)
+        lowest = min(chart.y(number(rows[-1][column])), lowest - 20)  # labels do not overlap
+        picture.text(562, lowest + 5, label, kind)
     return picture.made()
 
 
