@@ -75,7 +75,7 @@ def wheel(sdist: Path) -> Path:
 
 def extensions() -> list[str]:
     """The compiled modules that a wheel has on this machine."""
-    found = [build.KERNELS] if build.has_compiler() else []
+    found = [*build.KERNELS] if build.has_compiler() else []
     try:
         build.link_arguments()
     except build.CannotBuild:
