@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         StoreLocked,
         TieredError,
         TransferError,
+        UncommittedWarning,
         WriteError,
     )
     from tiered.interfaces import EvictionPolicy, IOBackend
@@ -118,6 +119,7 @@ __all__ = [
     "Touch",
     "TransferError",
     "TransferEvent",
+    "UncommittedWarning",
     "Use",
     "Verification",
     "WriteError",

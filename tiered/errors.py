@@ -22,6 +22,8 @@
      +- RankError                 another rank is lost, late, or does something else
      +- SafetensorsError
      +- InterruptedStep           an exception cut off a training step that cannot be resumed: says what to call
+
+``UncommittedWarning`` is no error: ``close`` warns with it of changes that it drops.
 """
 
 from __future__ import annotations
@@ -199,6 +201,10 @@ class CommitError(TieredError):
 
 class ManifestError(TieredError):
     """A manifest or a store's folder is damaged, foreign, or of an unknown version."""
+
+
+class UncommittedWarning(UserWarning):
+    """``close`` dropped changes that were not committed; the message says of how many tensors."""
 
 
 class RankError(TieredError):

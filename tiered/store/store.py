@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -20,7 +21,7 @@ from tiered.engine.requests import Delete, Install, Room, Work
 from tiered.engine.residency import Entry
 from tiered.engine.retention import affordable, decide, room_for
 from tiered.engine.state import Token
-from tiered.errors import ForkedStore, KeyNotFound, MisuseError, StoreClosed, from_here
+from tiered.errors import ForkedStore, KeyNotFound, MisuseError, StoreClosed, UncommittedWarning, from_here
 from tiered.interfaces import EvictionPolicy, IOBackend, Returnable
 from tiered.store.commit import Commits, Generations
 from tiered.store.lease import (
@@ -165,13 +166,26 @@ class TieredStore(TensorMapping):
                 self._running()
                 self._generations.committing(self).commit(None, self, always=False)
         finally:
-            self.close()
+            self._close()
 
     def close(self) -> None:
         """Wait for transfers in flight and release everything. Commits nothing. Idempotent.
 
-        Tensors that leases gave stay valid. Afterwards every other call raises StoreClosed; in a forked child, ForkedStore.
+        Warns of changes that were not committed (``UncommittedWarning``). Tensors that leases gave stay valid. Afterwards every
+        other call raises StoreClosed; in a forked child, ForkedStore.
         """
+        self._engine.refuse_nested()
+        dropped = 0 if self._closed or os.getpid() != self._pid else self._generations.uncommitted()
+        self._close()
+        if dropped:
+            warnings.warn(
+                f"{self._name} was closed with changes of {dropped} tensors that were not committed: call commit() first, or "
+                "leave a with block, which commits",
+                UncommittedWarning,
+                stacklevel=2,
+            )
+
+    def _close(self) -> None:
         self._engine.refuse_nested()
         self._closed = True
         if self._shutdown.alive and os.getpid() == self._pid:
