@@ -97,7 +97,7 @@ def installed(wheel: Path, folder: Path) -> tuple[Path, Path]:
 
 def extensions() -> list[str]:
     """The compiled modules that a wheel has on this machine."""
-    found = [build.KERNELS] if build.has_compiler() else []
+    found = [*build.KERNELS] if build.has_compiler() else []
     try:
         build.link_arguments()
     except build.CannotBuild:

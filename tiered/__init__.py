@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         TieredError,
         TorchFileError,
         TransferError,
+        UncommittedWarning,
         WriteError,
     )
     from tiered.interfaces import EvictionPolicy, IOBackend
@@ -125,6 +126,7 @@ __all__ = [
     "Touch",
     "TransferError",
     "TransferEvent",
+    "UncommittedWarning",
     "Use",
     "Verification",
     "WriteError",
