@@ -111,6 +111,8 @@ LONG_OR_SHORT: dict[str, str] = {
     "zero.rules": "the arithmetic of one step of each optimizer, and what each keeps",
     "zero.deepspeed.table": "what becomes of each key of DeepSpeed's configuration, and why",
     "zero.paging.units": "which parameters are paged together, and where each lies",
+    "zero.paging.update": "the states of one unit, and updating its parameters piece by piece",
+    "zero.record": "what a checkpoint's record may say",
     "zero.paging.gradients": "the gradients of one unit, from autograd to the update",
     "zero.paging.tensors.parameters": "what a parameter answers to torch while its values are in the store",
     "zero.paging.tensors.sliced": "what a sliced parameter and its gradient answer to torch",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -595,6 +596,149 @@ def test_an_export_applies_what_is_pending(kind: str, tmp_path: Path) -> None:
         files = export_at_rest(store, tmp_path / "out")
     found = {name: value for file in files for name, value in load_file(tmp_path / "out" / file).items()}
     assert equal(found, values)
+
+
+# Rounding by chance
+
+
+def rounded_by_chance(values: torch.Tensor, seed: int, step: int, name: str) -> torch.Tensor:
+    """Written down from docs/optimizers.md, in numbers of Python's size."""
+    key = int.from_bytes(hashlib.blake2b(f"{seed} {step} {name}".encode(), digest_size=4).digest(), "little")
+    number = (np.arange(values.numel(), dtype=np.uint64) * 0x9E3779B9 + key) % 2**32
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        number = (number ^ number >> np.uint64(shift)) * factor % 2**32
+    bits = values.flatten().numpy().view(np.uint32).astype(np.uint64)
+    upper = ((bits + (number >> np.uint64(16))) >> np.uint64(16)).astype(np.uint32) << np.uint32(16)
+    return torch.from_numpy(upper.view(np.float32)).view(values.shape).bfloat16()
+
+
+class ByChance(torch.optim.Optimizer):
+    """``kind`` in fp32, of bf16 parameters whose only copy is what each step leaves, rounded."""
+
+    def __init__(self, model: nn.Module, kind: type[Reference], seed: int) -> None:
+        self.named = dict(model.named_parameters())
+        super().__init__(list(self.named.values()), {"lr": 1e-3})
+        self.wide = {name: nn.Parameter(value.detach().float()) for name, value in self.named.items()}
+        self.inner, self.seed = kind(list(self.wide.values()), lr=1e-3), seed
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for name, parameter in self.named.items():
+            self.wide[name].copy_(parameter)
+            assert parameter.grad is not None
+            self.wide[name].grad = parameter.grad.float()
+        self.inner.step()
+        for name, parameter in self.named.items():
+            step = int(self.inner.state[self.wide[name]]["step"])
+            parameter.copy_(rounded_by_chance(self.wide[name].detach(), self.seed, step, name))
+
+
+class InBFloat16(Small):
+    def loss(self, number: int) -> torch.Tensor:
+        x = torch.randn(4, 97, generator=torch.Generator().manual_seed(number)).bfloat16()
+        loss: torch.Tensor = self(x).float().square().mean()
+        return loss
+
+
+def narrow_model() -> InBFloat16:
+    torch.manual_seed(0)
+    return InBFloat16().to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(("kind", "update"), [("bfloat16", "on_fetch"), ("8bit", "in_backward"), ("4bit", "on_fetch")])
+def test_rounding_by_chance(kind: str, update: str, tmp_path: Path) -> None:
+    """No master is kept; a run that was committed, left, and taken up with other chunks has the bits of one in memory."""
+    found, reference = CASES[kind], narrow_model()
+    theirs = ByChance(reference, found.theirs, seed=7)
+    continued(reference, theirs, range(STEPS))
+    settings: dict[str, Any] = {"lr": 1e-3, "rounding": "stochastic", "seed": 7, "update": update}
+    with opened(tmp_path / "store", CUT) as store:
+        model = zero.page(narrow_model(), store, name="m")
+        ours = found.ours(model.parameters(), **settings)
+        continued(model, ours, range(3))
+        zero.commit(model, ours)
+        continued(model, ours, range(2))
+        zero.rollback(model, ours)
+        continued(model, ours, range(3, 5))
+        zero.commit(model, ours)
+        assert not any("/lo#" in key or "/master#" in key for key in store)
+        store.close()
+    with zero.open_store(tmp_path / "other", dram=WHOLE) as store:
+        source = tmp_path / "store"
+        model = zero.page(narrow_model(), store, name="m", existing="resume", source=source)
+        ours = found.ours(model.parameters(), **settings)
+        zero.resume(model, ours)
+        continued(model, ours, range(5, 7))
+        saved = copy.deepcopy(ours.state_dict())
+        store.close()
+    with opened(tmp_path / "store", CUT) as store:
+        model = zero.page(narrow_model(), store, name="m", existing="resume")
+        ours = found.ours(model.parameters(), **settings)
+        zero.resume(model, ours)
+        continued(model, ours, range(5, 7))
+        same_states(ours.state_dict(), saved)
+        ours.load_state_dict(saved)
+        continued(model, ours, range(7, STEPS))
+        assert equal(model.state_dict(), reference.state_dict())
+        same_states(ours.state_dict(), theirs.inner.state_dict())
+        store.close()
+
+
+def test_rounding_by_chance_has_the_mean_of_what_it_rounds() -> None:
+    value = torch.full((1 << 16,), 1.0 + 2**-9)  # a quarter of the way to the next number of bfloat16
+    made = torch.empty(1 << 16, dtype=torch.bfloat16)
+    moments.round_by_chance(value, made, 12345, 0)
+    up = float((made > 1).double().mean())
+    assert abs(up - 0.25) < 6 * (0.25 * 0.75 / (1 << 16)) ** 0.5
+    assert set(made.tolist()) == {1.0, 1.0 + 2**-7}
+    signs = torch.stack([torch.empty(1 << 12, dtype=torch.bfloat16) for _ in range(8)])
+    for key, row in enumerate(signs):
+        moments.round_by_chance(value[: 1 << 12], row, key, 0)
+    between = torch.corrcoef((signs > 1).double())
+    assert float((between - torch.eye(8, dtype=torch.float64)).abs().max()) < 0.1, "keys are independent"
+
+
+def test_rounding_by_chance_in_c_and_torch() -> None:
+    assert hasattr(moments.lib, "moments_round"), "the kernels were not built: run make setup"
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(5000, generator=generator) * torch.exp(torch.randn(5000, generator=generator) * 20)
+    values[:4] = torch.tensor([3.4e38, -3.4028234e38, 0.0, -0.0])
+    for key, first in ((1, 0), (2**32 - 1, 2**32 - 2500), (77, 2**33 + 5)):
+        made = [torch.empty(5000, dtype=torch.bfloat16) for _ in range(2)]
+        moments.round_by_chance(values, made[0], key, first)
+        moments.round_by_chance_by_torch(values, made[1], key, first)
+        assert torch.equal(made[0].view(torch.int16), made[1].view(torch.int16))
+        assert bool(made[0].isfinite().all())
+        assert float(((made[0].double() - values.double()) / values.double().abs().clamp(1e-38)).abs().max()) < 2**-7
+
+
+def test_rounding_by_chance_of_experts_that_miss_steps(tmp_path: Path) -> None:
+    class Narrow(Experts):
+        def loss(self, number: int) -> torch.Tensor:
+            generator = torch.Generator().manual_seed(number)
+            x, chosen = torch.randn(6, 64, generator=generator), torch.randint(0, 16, (6,), generator=generator)
+            return self(x.bfloat16(), chosen).float().square().mean()
+
+    torch.manual_seed(0)
+    reference = Narrow().to(torch.bfloat16)
+    model = copy.deepcopy(reference)
+    continued(reference, ByChance(reference, Eight, seed=0), range(6))
+    with opened(tmp_path / "store", CUT) as store:
+        zero.page(model, store)
+        ours = zero.AdamW8bit(model.parameters(), lr=1e-3, rounding="stochastic")
+        continued(model, ours, range(6))
+        assert equal(model.state_dict(), reference.state_dict())
+        store.close()
+
+
+def test_rounding_by_chance_is_for_bfloat16(store: TieredStore) -> None:
+    model = zero.page(built(), store)
+    with pytest.raises(MisuseError, match=r"rounds bfloat16 parameters by chance, and 'blocks.0.scale' is torch.float32"):
+        zero.AdamW8bit(model.parameters(), rounding="stochastic")
+    with pytest.raises(MisuseError, match=r"'stochastic', with moments=torch\.bfloat16"):
+        zero.AdamW(model.parameters(), rounding="stochastic")
+    with pytest.raises(MisuseError, match="or 'stochastic', not 'nearest'"):
+        zero.AdamW4bit(model.parameters(), rounding="nearest")
 
 
 # The codes

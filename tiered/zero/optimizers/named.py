@@ -18,7 +18,9 @@ from tiered.zero.rules import (
     AdagradRule,
     AdamaxRule,
     AdamRule,
+    AdamW4bitRoundedRule,
     AdamW4bitRule,
+    AdamW8bitRoundedRule,
     AdamW8bitRule,
     AdamWRule,
     LionRule,
@@ -445,7 +447,8 @@ class _Encoded(Optimizer):
             rule, parameter = rules[index], parameters[index]
             if not isinstance(rule, AdamW8bitRule | AdamW4bitRule):
                 continue
-            flat = {name: _flat(state.pop(torch_name(rule, name))) for name in kept_by(rule, torch.float32)}
+            names = {name: torch_name(rule, name) for name in kept_by(rule, torch.float32)}
+            flat = {name: _flat(state.pop(shown)) for name, shown in names.items() if shown in state}
             for name in rule.decoded:
                 moment = rule.decode(name, flat, parameter.numel())
                 state[name] = moment.as_strided(parameter.shape, stride_of(parameter))
@@ -466,8 +469,10 @@ class AdamW8bit(_Encoded):
     ``"rule": zero.AdamWRule(...)``.
 
     ``state_dict()`` has ``exp_avg_codes``, ``exp_avg_scales``, ``exp_avg_sq_codes`` and ``exp_avg_sq_scales``;
-    ``float_state_dict()`` has fp32 moments, and ``load_state_dict`` takes both. ``where`` as in ``AdamW``. Raises MisuseError
-    for arguments out of range, and for parameters that are divided within a block: among ranks, and in slices.
+    ``float_state_dict()`` has fp32 moments, and ``load_state_dict`` takes both. ``rounding="stochastic"`` and ``seed``, for
+    bf16 parameters without masters, as in ``AdamW``. ``where`` as in ``AdamW``. Raises MisuseError
+    for arguments out of range, and for parameters that are divided within a block: in slices, and among ranks in stores of
+    earlier releases.
     """
 
     def __init__(
@@ -479,9 +484,13 @@ class AdamW8bit(_Encoded):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
+        rounding: str | None = None,
+        seed: int = 0,
         **where: Unpack[Where],
     ) -> None:
-        self._encode(params, AdamW8bitRule(float(lr), betas, eps, weight_decay, maximize), where)
+        rule = AdamW8bitRule(float(lr), betas, eps, weight_decay, maximize)
+        rounded = AdamW8bitRoundedRule(float(lr), betas, eps, weight_decay, maximize, seed)
+        self._encode(params, rounded if _by_chance(rounding) else rule, where)
 
 
 class AdamW4bit(_Encoded):
@@ -502,9 +511,20 @@ class AdamW4bit(_Encoded):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
+        rounding: str | None = None,
+        seed: int = 0,
         **where: Unpack[Where],
     ) -> None:
-        self._encode(params, AdamW4bitRule(float(lr), betas, eps, weight_decay, maximize), where)
+        rule = AdamW4bitRule(float(lr), betas, eps, weight_decay, maximize)
+        rounded = AdamW4bitRoundedRule(float(lr), betas, eps, weight_decay, maximize, seed)
+        self._encode(params, rounded if _by_chance(rounding) else rule, where)
+
+
+def _by_chance(rounding: str | None) -> bool:
+    """Return whether parameters are rounded by chance. Raises MisuseError for another word."""
+    if rounding not in (None, "stochastic"):
+        raise MisuseError(f"rounding is None (there are masters) or 'stochastic', not {rounding!r}")
+    return rounding is not None
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
