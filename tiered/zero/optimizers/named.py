@@ -358,9 +358,13 @@ class Muon(Optimizer):
     A matrix is in memory as a whole while it is updated, with its momentum: one state for each element. Momentum and masters of
     narrow parameters are fp32. ``moments=torch.bfloat16``: the momentum is bf16 in the store, half as many bytes. That is
     inexact: a step widens it, is that of fp32, and rounds it to even. (``momentum`` is torch's argument, the factor.)
-    ``update`` as in ``AdamW``. Needs torch 2.9. Raises MisuseError for arguments out of range, for
-    parameters of other dimensions, and for those that are divided among ranks or into slices; CapacityError, with the number,
-    where the store has too little memory for a matrix.
+    ``where`` as in ``AdamW``. Needs torch 2.9.
+
+    Among ranks a matrix that lies in one rank's share is updated there alone. One that is cut is gathered, with its gradient
+    and its momentum, and each rank that has a part of it computes the whole update; that needs ``update="on_fetch"``. With
+    ``stage=`` each matrix has one owner. Raises MisuseError for arguments out of range, for parameters of other dimensions, for
+    DTensors, and for those that are divided into slices; CapacityError, with the number, where the store has too little memory
+    for a matrix.
     """
 
     def __init__(
@@ -377,7 +381,7 @@ class Muon(Optimizer):
         *,
         adamw: Mapping[str, Any] | None = None,
         moments: torch.dtype | None = None,
-        update: str = "on_fetch",
+        **where: Unpack[Where],
     ) -> None:
         if moments not in (None, torch.float32, torch.bfloat16) or isinstance(momentum, torch.dtype):
             raise MisuseError(
@@ -405,7 +409,7 @@ class Muon(Optimizer):
             params = self._divided(params, AdamWRule(**given), kind.__name__)
         elif adamw is not None:
             raise MisuseError("adamw= goes with a model; of param groups give one with its rule: zero.AdamWRule(...)")
-        super().__init__(params, kind(**settings), update=update)
+        super().__init__(params, kind(**settings), **where)
 
     def _divided(self, model: torch.nn.Module, other: UpdateRule, matrices_by: str) -> list[dict[str, Any]]:
         """Return the param groups of a model, and set ``split``."""
