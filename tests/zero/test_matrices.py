@@ -237,6 +237,28 @@ def test_how_a_model_is_split(store: TieredStore) -> None:
     }
 
 
+def test_states_of_parameters_in_memory(tmp_path: Path) -> None:
+    reference, model = built(), built()
+    theirs = Both(reference)
+    continued(reference, theirs, range(6))
+    with opened(tmp_path / "store", CUT) as store:
+        ours = zero.Muon(model, lr=1e-2, adamw={"lr": 3e-3}, store=store)
+        continued(model, ours, range(3))
+        store.commit()
+        store.close()
+    with opened(tmp_path / "store", CUT) as store:
+        ours = zero.Muon(model, lr=1e-2, adamw={"lr": 3e-3}, store=store, existing="resume")
+        continued(model, ours, range(3, 5))
+        again = zero.Muon(model, lr=1e-2, adamw={"lr": 3e-3}, store=store, name="other")
+        again.load_state_dict(ours.state_dict())
+        continued(model, again, range(5, 6))
+        assert equal(model.state_dict(), reference.state_dict())
+        states = again.state_dict()["state"]
+        for index, state in enumerate(theirs.muon.state.values()):
+            assert torch.equal(states[index]["momentum_buffer"], state["momentum_buffer"])
+        store.close()
+
+
 class One(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -283,8 +305,10 @@ def test_what_is_refused(store: TieredStore) -> None:
         zero.Muon(model.parameters(), adamw={})
     with pytest.raises(MisuseError, match="no matrices but embeddings"):
         zero.Muon(zero.page(nn.LayerNorm(4), store, name="other"))
-    with pytest.raises(MisuseError, match="updates whole matrices, which states in a store are not kept for"):
-        zero.Optimizer([nn.Parameter(torch.ones(4, 4))], zero.MuonRule(), store=store, name="resident")
+    with pytest.raises(MisuseError, match=r"parameter 0 \(of shape \(4,\)\) has the shape \(4,\)"):
+        zero.Optimizer([nn.Parameter(torch.ones(4))], zero.MuonRule(), store=store, name="resident")
+    with pytest.raises(CapacityError, match=r"take 16,777,216 bytes of DRAM.*open it with dram=16777216"):
+        zero.Muon([nn.Parameter(torch.ones(2048, 2048))], store=store, name="resident")
 
 
 def test_slices_are_refused(tmp_path: Path) -> None:
@@ -383,3 +407,44 @@ def in_backward(rank: int, folder: Path) -> None:
 
 def test_ranks_in_backward_are_refused(tmp_path: Path) -> None:
     on_ranks(2, in_backward, tmp_path)
+
+
+def in_memory_of_a_rank(rank: int, folder: Path, kinds: list[str]) -> list[Any]:
+    """Parameters in memory, the same on all ranks; each matrix is one rank's."""
+    torch.set_num_threads(1)
+    results = []
+    where: dict[str, Any] = {"stage": zero.Stage1()}
+    for kind in kinds:
+        with TieredStore.open(folder / f"{kind}{rank}", dram="1MiB") as store:
+            model = built()
+            ours = made(model, store=store, **where) if kind == "muon" else in_store(model, store, **where)
+            continued(model, ours, range(2))
+            store.commit()
+            where["existing"] = "resume"
+            ours = made(model, store=store, **where) if kind == "muon" else in_store(model, store, **where)
+            del where["existing"]
+            continued(model, ours, range(2, 4))
+            results.append((model.state_dict(), ours.state_dict()["state"]))
+            store.close()
+    return results
+
+
+def in_store(model: nn.Module, store: TieredStore, **where: Any) -> zero.Optimizer:
+    return zero.Adafactor(model.parameters(), lr=1e-2, store=store, **where)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.soak)])
+def test_ranks_with_parameters_in_memory(size: int, tmp_path: Path) -> None:
+    kinds = ["muon", "adafactor"]
+    results = on_ranks(size, in_memory_of_a_rank, tmp_path, kinds)
+    for kind, found in zip(kinds, zip(*results, strict=True), strict=True):
+        reference = built()
+        theirs = KINDS[kind][1](reference)
+        continued(reference, theirs, range(4))
+        for values, states in found:
+            assert equal(values, reference.state_dict())
+            if kind == "adafactor":
+                same_states({"state": states}, theirs.state_dict())
+                continue
+            for index, state in enumerate(theirs.muon.state.values()):
+                assert torch.equal(states[index]["momentum_buffer"], state["momentum_buffer"])

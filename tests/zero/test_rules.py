@@ -260,7 +260,7 @@ def test_state_dicts_go_to_torch_and_back(kind: str, tmp_path: Path) -> None:
         store.close()
 
 
-@pytest.mark.parametrize("kind", PIECEWISE)
+@pytest.mark.parametrize("kind", CASES)
 def test_states_of_parameters_in_memory(kind: str, tmp_path: Path) -> None:
     found = CASES[kind]
     reference, model = built(), built()

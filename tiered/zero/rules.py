@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from hashlib import blake2b
 from math import prod
 from typing import Any, ClassVar, Protocol
 
@@ -23,10 +24,11 @@ from tiered.packing.moments import MOMENT_4, MOMENT_8, SQUARE_4, SQUARE_8, Block
 
 __all__ = [
     *("AdafactorRule", "AdagradRule", "AdamRule", "AdamW4bitRule", "AdamW8bitRule", "AdamWBFloat16Rule", "AdamWRule"),
+    *("AdamW4bitRoundedRule", "AdamW8bitRoundedRule", "AdamWBFloat16RoundedRule"),
     *("AdamaxRule", "COLUMNS", "Kept", "LARGEST_BLOCK", "LionRule", "MuonBFloat16Rule", "MuonRule", "NAdamRule", "RAdamRule"),
     *("RMSpropRule", "ROWS", "RULES", "SGDRule", "SMALLEST_BLOCK", "VECTOR"),
-    *("UpdateRule", "as_kept", "constants_of", "kept_by", "made_from", "name_of", "settings_of", "stores_step"),
-    *("torch_name", "WHOLE"),
+    *("UpdateRule", "WHOLE", "as_kept", "chance_of", "constants_of", "kept_by", "made_from", "name_of", "rounds_by_chance"),
+    *("settings_of", "stores_step", "torch_name"),
 ]
 
 WHOLE, SMALLEST_BLOCK, LARGEST_BLOCK = 0, 16, 1024
@@ -49,7 +51,9 @@ class UpdateRule(Protocol):
       parameter's first; the last one may be smaller. "matrix": a whole parameter of two dimensions. "tensor": a whole
       parameter.
     - ``torch_names``: what ``state_dict()`` calls a state, by its name in the store, where these differ.
-    - ``constant``: the fields that must stay as they are once a step was made.
+    - ``constant``: the fields that must stay as they are once a step was made. ``optional``: those that a state which is
+      loaded need not have; they stay as they are then.
+    - ``rounds``: True where parameters are bf16, have no masters, and are rounded by chance: then it has a field ``seed``.
     """
 
     def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
@@ -605,11 +609,43 @@ class AdamW4bitRule(_Encoded):
     }
 
 
+@dataclass(frozen=True)
+class AdamWBFloat16RoundedRule(AdamWBFloat16Rule):
+    """``AdamWBFloat16Rule`` for bf16 parameters without masters, which are rounded by chance (Zamirai and others, 2020,
+    https://arxiv.org/abs/2010.06192). Inexact. ``seed``, the step, and a parameter's name and elements decide."""
+
+    seed: int = 0
+
+    rounds: ClassVar[bool] = True
+    optional: ClassVar[tuple[str, ...]] = ("seed",)
+
+
+@dataclass(frozen=True)
+class AdamW8bitRoundedRule(AdamW8bitRule):
+    """``AdamW8bitRule`` for bf16 parameters without masters, as ``AdamWBFloat16RoundedRule``."""
+
+    seed: int = 0
+
+    rounds: ClassVar[bool] = True
+    optional: ClassVar[tuple[str, ...]] = ("seed",)
+
+
+@dataclass(frozen=True)
+class AdamW4bitRoundedRule(AdamW4bitRule):
+    """``AdamW4bitRule`` for bf16 parameters without masters, as ``AdamWBFloat16RoundedRule``."""
+
+    seed: int = 0
+
+    rounds: ClassVar[bool] = True
+    optional: ClassVar[tuple[str, ...]] = ("seed",)
+
+
 RULES: Mapping[str, type[Any]] = {
     rule.__name__: rule
     for rule in (
         *(SGDRule, AdamRule, AdagradRule, RMSpropRule, NAdamRule, RAdamRule, AdamaxRule, LionRule, AdafactorRule),
         *(MuonRule, MuonBFloat16Rule, AdamWBFloat16Rule, AdamW8bitRule, AdamW4bitRule),
+        *(AdamWBFloat16RoundedRule, AdamW8bitRoundedRule, AdamW4bitRoundedRule),
     )
 }
 """Rules whose updates a record may have, by name, beside ``AdamWRule``."""
@@ -682,6 +718,11 @@ class Kept:
         return self.values == self.block
 
     @property
+    def unmastered(self) -> bool:
+        """Return whether this is no state, and says that a narrow parameter has no master."""
+        return self.block != WHOLE and self.values == 0
+
+    @property
     def of_whole(self) -> bool:
         """Return whether the values are those of a whole parameter, and not of its elements or blocks."""
         return self.block == WHOLE and not self.elementwise
@@ -723,7 +764,8 @@ class Kept:
         name = str(self.dtype).removeprefix("torch.")
         if self.block == WHOLE:
             return f"{name}, {_WHOLES[self.values]}"
-        return name if self.block == SMALLEST_BLOCK else f"{name}, {self.values} for {self.block}"
+        usual = self.block == SMALLEST_BLOCK == self.values
+        return name if usual else f"{name}, {self.values} for {self.block}"
 
 
 _WHOLES = {WHOLE: "whole", ROWS: "rows", COLUMNS: "columns", VECTOR: "vector"}
@@ -742,8 +784,9 @@ def as_kept(shown: str) -> Kept:
             return Kept(dtype, WHOLE, whole)
     values, _, block = numbers.partition(" for ")
     found = Kept(dtype, int(block), int(values))
-    wrong = found.block % SMALLEST_BLOCK or not SMALLEST_BLOCK < found.block <= LARGEST_BLOCK
-    if wrong or not 1 <= found.values <= found.block or str(found) != shown:
+    wrong = found.block % SMALLEST_BLOCK or not SMALLEST_BLOCK <= found.block <= LARGEST_BLOCK
+    few = found.block == SMALLEST_BLOCK and found.values
+    if wrong or few or not 0 <= found.values <= found.block or str(found) != shown:
         raise ValueError(f"{shown!r} is no form of a state")
     return found
 
@@ -797,7 +840,25 @@ def kept_by(rule: UpdateRule, wide: torch.dtype) -> dict[str, Kept]:
             found[name] = Kept(dtype, block, spec.shape[0])
     if not found and block != SMALLEST_BLOCK:
         raise MisuseError(f"{type(rule).__name__} updates more than {SMALLEST_BLOCK} elements together: keep a state of them")
+    if any(name.startswith(UNMASTERED) for name in found):
+        raise MisuseError(f"{type(rule).__name__} keeps a state whose name begins with {UNMASTERED!r}: give it another one")
+    if rounds_by_chance(rule):
+        found[f"{UNMASTERED}{block}"] = Kept(torch.uint8, block, 0)
     return found
+
+
+UNMASTERED = "unmastered"
+
+
+def rounds_by_chance(rule: UpdateRule) -> bool:
+    """Return whether a rule's bf16 parameters have no masters, and are rounded by chance."""
+    return bool(getattr(rule, "rounds", False))
+
+
+def chance_of(rule: UpdateRule, step: int, name: str) -> int:
+    """Return the key by which parameter ``name`` is rounded at a step: 32 bits."""
+    said = f"{rule.seed} {step} {name}"  # type: ignore[attr-defined]  # it rounds by chance
+    return int.from_bytes(blake2b(said.encode(), digest_size=4).digest(), "little")
 
 
 _TRIED = ((2, 3, 5), (7,))

@@ -18,7 +18,9 @@ from tiered.zero.rules import (
     AdagradRule,
     AdamaxRule,
     AdamRule,
+    AdamW4bitRoundedRule,
     AdamW4bitRule,
+    AdamW8bitRoundedRule,
     AdamW8bitRule,
     AdamWRule,
     LionRule,
@@ -356,9 +358,13 @@ class Muon(Optimizer):
     A matrix is in memory as a whole while it is updated, with its momentum: one state for each element. Momentum and masters of
     narrow parameters are fp32. ``moments=torch.bfloat16``: the momentum is bf16 in the store, half as many bytes. That is
     inexact: a step widens it, is that of fp32, and rounds it to even. (``momentum`` is torch's argument, the factor.)
-    ``update`` as in ``AdamW``. Needs torch 2.9. Raises MisuseError for arguments out of range, for
-    parameters of other dimensions, and for those that are divided among ranks or into slices; CapacityError, with the number,
-    where the store has too little memory for a matrix.
+    ``where`` as in ``AdamW``. Needs torch 2.9.
+
+    Among ranks a matrix that lies in one rank's share is updated there alone. One that is cut is gathered, with its gradient
+    and its momentum, and each rank that has a part of it computes the whole update; that needs ``update="on_fetch"``. With
+    ``stage=`` each matrix has one owner. Raises MisuseError for arguments out of range, for parameters of other dimensions, for
+    DTensors, and for those that are divided into slices; CapacityError, with the number, where the store has too little memory
+    for a matrix.
     """
 
     def __init__(
@@ -375,7 +381,7 @@ class Muon(Optimizer):
         *,
         adamw: Mapping[str, Any] | None = None,
         moments: torch.dtype | None = None,
-        update: str = "on_fetch",
+        **where: Unpack[Where],
     ) -> None:
         if moments not in (None, torch.float32, torch.bfloat16) or isinstance(momentum, torch.dtype):
             raise MisuseError(
@@ -403,7 +409,7 @@ class Muon(Optimizer):
             params = self._divided(params, AdamWRule(**given), kind.__name__)
         elif adamw is not None:
             raise MisuseError("adamw= goes with a model; of param groups give one with its rule: zero.AdamWRule(...)")
-        super().__init__(params, kind(**settings), update=update)
+        super().__init__(params, kind(**settings), **where)
 
     def _divided(self, model: torch.nn.Module, other: UpdateRule, matrices_by: str) -> list[dict[str, Any]]:
         """Return the param groups of a model, and set ``split``."""
@@ -445,7 +451,8 @@ class _Encoded(Optimizer):
             rule, parameter = rules[index], parameters[index]
             if not isinstance(rule, AdamW8bitRule | AdamW4bitRule):
                 continue
-            flat = {name: _flat(state.pop(torch_name(rule, name))) for name in kept_by(rule, torch.float32)}
+            names = {name: torch_name(rule, name) for name in kept_by(rule, torch.float32)}
+            flat = {name: _flat(state.pop(shown)) for name, shown in names.items() if shown in state}
             for name in rule.decoded:
                 moment = rule.decode(name, flat, parameter.numel())
                 state[name] = moment.as_strided(parameter.shape, stride_of(parameter))
@@ -466,8 +473,10 @@ class AdamW8bit(_Encoded):
     ``"rule": zero.AdamWRule(...)``.
 
     ``state_dict()`` has ``exp_avg_codes``, ``exp_avg_scales``, ``exp_avg_sq_codes`` and ``exp_avg_sq_scales``;
-    ``float_state_dict()`` has fp32 moments, and ``load_state_dict`` takes both. ``where`` as in ``AdamW``. Raises MisuseError
-    for arguments out of range, and for parameters that are divided within a block: among ranks, and in slices.
+    ``float_state_dict()`` has fp32 moments, and ``load_state_dict`` takes both. ``rounding="stochastic"`` and ``seed``, for
+    bf16 parameters without masters, as in ``AdamW``. ``where`` as in ``AdamW``. Raises MisuseError
+    for arguments out of range, and for parameters that are divided within a block: in slices, and among ranks in stores of
+    earlier releases.
     """
 
     def __init__(
@@ -479,9 +488,13 @@ class AdamW8bit(_Encoded):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
+        rounding: str | None = None,
+        seed: int = 0,
         **where: Unpack[Where],
     ) -> None:
-        self._encode(params, AdamW8bitRule(float(lr), betas, eps, weight_decay, maximize), where)
+        rule = AdamW8bitRule(float(lr), betas, eps, weight_decay, maximize)
+        rounded = AdamW8bitRoundedRule(float(lr), betas, eps, weight_decay, maximize, seed)
+        self._encode(params, rounded if _by_chance(rounding) else rule, where)
 
 
 class AdamW4bit(_Encoded):
@@ -502,9 +515,20 @@ class AdamW4bit(_Encoded):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
+        rounding: str | None = None,
+        seed: int = 0,
         **where: Unpack[Where],
     ) -> None:
-        self._encode(params, AdamW4bitRule(float(lr), betas, eps, weight_decay, maximize), where)
+        rule = AdamW4bitRule(float(lr), betas, eps, weight_decay, maximize)
+        rounded = AdamW4bitRoundedRule(float(lr), betas, eps, weight_decay, maximize, seed)
+        self._encode(params, rounded if _by_chance(rounding) else rule, where)
+
+
+def _by_chance(rounding: str | None) -> bool:
+    """Return whether parameters are rounded by chance. Raises MisuseError for another word."""
+    if rounding not in (None, "stochastic"):
+        raise MisuseError(f"rounding is None (there are masters) or 'stochastic', not {rounding!r}")
+    return rounding is not None
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,7 @@ from tiered.zero.paging.update import Update, flat_view
 from tiered.zero.rules import (
     SMALLEST_BLOCK,
     WHOLE,
+    AdamWBFloat16RoundedRule,
     AdamWBFloat16Rule,
     AdamWRule,
     Kept,
@@ -44,6 +45,7 @@ from tiered.zero.rules import (
     constants_of,
     kept_by,
     made_from,
+    rounds_by_chance,
     settings_of,
     stores_step,
     torch_name,
@@ -159,6 +161,8 @@ class Optimizer(TorchOptimizer):
         try:
             self._refuse_mixed()
             if self._resident is not None:
+                for name, parameter in zip(self._names(group), group["params"], strict=True):
+                    _refuse_masters(name, parameter.dtype, rule)
                 self._resident.add(group["params"], self._names(group), rule)
                 self._rules.append(rule)
                 if self._made:
@@ -170,6 +174,7 @@ class Optimizer(TorchOptimizer):
                 if torch.float64 in kinds and len(kinds) > 1:
                     raise MisuseError(f"unit {unit.plan.name!r} mixes float64 with other element types: use one of them")
                 unit.states.refuse(placement.name, kept_by(rule, unit.states.wide))
+                _refuse_masters(placement.name, placement.stored, rule)
                 _refuse_cut_blocks(placement, unit.plan, rule)
                 _refuse_cut_matrix(pager, unit, placement, rule, self._in_backward)
         except TieredError:
@@ -411,8 +416,9 @@ class Optimizer(TorchOptimizer):
     def _state_names(self, parameter: torch.Tensor) -> tuple[str, ...]:
         if not self._steps_of(parameter):
             return ()
-        master = placements_of(parameter)[0][2].stored in (torch.bfloat16, torch.float16)
         rule = self._rules[self._group_number(parameter)]
+        narrow = placements_of(parameter)[0][2].stored in (torch.bfloat16, torch.float16)
+        master = narrow and not rounds_by_chance(rule)
         return (*self._counts(rule, 1), *_torch_names(rule, parameter.shape), *(["master"] if master else []))
 
     def _state_of(self, parameter: torch.Tensor, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
@@ -465,6 +471,7 @@ class Optimizer(TorchOptimizer):
         if any(group.get("amsgrad") and "amsgrad" not in here for group, here in self._beside(state_dict)):
             name = f"tiered.zero.{type(self).__name__}"
             raise MisuseError(f"this state was trained with amsgrad=True, which {name} does not have")
+        state_dict = self._completed(state_dict)
         rules = self._loaded(state_dict)
         pagers = [] if self._resident is not None else list(self.pagers())
         for pager in pagers:
@@ -556,6 +563,15 @@ class Optimizer(TorchOptimizer):
     def _beside(self, state_dict: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
         """Yield each param group that is loaded, with the one that it is loaded into."""
         return zip(state_dict["param_groups"], self.param_groups, strict=False)
+
+    def _completed(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return ``state_dict`` with the hyper-parameters that its param groups need not have."""
+        groups = list(state_dict["param_groups"])
+        for index, (rule, here) in enumerate(zip(self._rules, self.param_groups, strict=False)):
+            lacking = [name for name in getattr(rule, "optional", ()) if index < len(groups) and name not in groups[index]]
+            if lacking:
+                groups[index] = {**groups[index], **{name: here[name] for name in lacking}}
+        return {**state_dict, "param_groups": groups}
 
     def _loaded(self, state_dict: Mapping[str, Any]) -> list[UpdateRule]:
         """Return by parameter the rules that the param groups of ``state_dict`` make. Raises MisuseError where one lacks a
@@ -781,6 +797,10 @@ class AdamW(Optimizer):
     fp32, and rounds them to even. A second moment then does not decay where ``betas[1]`` is above 0.998. What
     ``moments=None`` left is loaded by ``load_state_dict``, and the other way round.
 
+    ``rounding="stochastic"``, with bf16 moments, for bf16 parameters: they have no masters, and each step rounds them by
+    chance, up or down as near as they are. What decides is a hash of ``seed``, the step, the parameter's name and the element's
+    number, so a run that goes on from a commit has the same bits, and so have other budgets and numbers of ranks. Inexact.
+
     A bf16 parameter that is given another value between steps keeps the low bits of its master, which are less than half a
     unit of its last place.
 
@@ -806,6 +826,8 @@ class AdamW(Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         moments: torch.dtype | None = None,
+        rounding: str | None = None,
+        seed: int = 0,
         update: str = "on_fetch",
         store: TieredStore | None = None,
         name: str = "optimizer",
@@ -833,6 +855,14 @@ class AdamW(Optimizer):
             raise MisuseError(f"moments={moments}: they are float32, or bfloat16; zero.AdamW8bit and zero.AdamW4bit have codes")
         kind = AdamWBFloat16Rule if moments is torch.bfloat16 else AdamWRule
         rule: UpdateRule = kind(float(lr), (numbers[0], numbers[1]), eps, weight_decay, maximize)
+        if rounding is not None:
+            if rounding != "stochastic" or moments is not torch.bfloat16:
+                raise MisuseError(
+                    f"rounding={rounding!r} with moments={moments}: it is 'stochastic', with moments=torch.bfloat16, or of "
+                    "zero.AdamW8bit and zero.AdamW4bit"
+                )
+            rule = AdamWBFloat16RoundedRule(float(lr), (numbers[0], numbers[1]), eps, weight_decay, maximize, seed)
+            defaults["seed"] = seed
         self._begin(params, rule, defaults, update, store, name, existing, _Share(stage, group, timeout))
 
     def _refuse_group(self, group: Mapping[str, Any]) -> None:
@@ -849,6 +879,15 @@ def stride_of(parameter: torch.Tensor) -> tuple[int, ...]:
         return parameter.stride()
     placement = placements_of(parameter)[0][2]
     return torch.empty(parameter.shape, device="meta").stride() if placement.sliced is not None else placement.stride
+
+
+def _refuse_masters(name: str, stored: torch.dtype, rule: UpdateRule) -> None:
+    """Raise MisuseError where ``rule`` rounds by chance what is not bf16."""
+    if rounds_by_chance(rule) and stored is not torch.bfloat16:
+        raise MisuseError(
+            f"{type(rule).__name__} rounds bfloat16 parameters by chance, and {name!r} is {stored}: give it a param group with "
+            "another rule"
+        )
 
 
 def _refuse_cut_blocks(placement: Placement, plan: UnitPlan, rule: UpdateRule) -> None:

@@ -21,10 +21,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from tiered import Access, InterruptedStep, MisuseError, TensorSpec
+from tiered.packing.moments import round_by_chance
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.storage import TensorStore
 from tiered.zero.paging.units import Placement
-from tiered.zero.rules import SMALLEST_BLOCK, WHOLE, Kept, UpdateRule
+from tiered.zero.rules import SMALLEST_BLOCK, WHOLE, Kept, UpdateRule, chance_of, rounds_by_chance
 
 __all__ = ["Missed", "Pending", "States", "Update", "all_finite", "flat_view", "join", "split"]
 
@@ -245,6 +246,11 @@ class States:
         states, shape = self.states_of(placement), placement.full_shape
         return {name: form for name, form in states.items() if form.count(placement.numel, shape)}
 
+    def _masters_of(self, placement: Placement) -> dict[str, Kept]:
+        """Return the forms of what is kept of a parameter's master, if it has one."""
+        without = any(form.unmastered for form in self.states_of(placement).values())
+        return {} if without else self._masters
+
     @property
     def uniform(self) -> bool:
         """Return whether all parameters keep the same states."""
@@ -263,19 +269,22 @@ class States:
 
     def chunks(self, placements: Iterable[Placement]) -> list[tuple[int, list[str]]]:
         """Return the chunks that ``placements`` lie in, in order: index and keys."""
-        found: dict[int, dict[str, Kept]] = {}
+        found: dict[int, tuple[dict[str, Kept], dict[str, Kept]]] = {}
         for placement in placements:
             if not placement.numel:
                 continue
             block = self._block(placement)
+            masters = self._masters_of(placement)
             first = placement.element // self.chunk_elements
             last = (placement.element + (placement.numel - 1) // block * block) // self.chunk_elements
             for index in range(first, last + 1):
                 if self._within(placement, index, block):
-                    found.setdefault(index, {}).update(self._stored_of(placement))
+                    states, beside = found.setdefault(index, ({}, {}))
+                    states.update(self._stored_of(placement))
+                    beside.update(masters)
         return [
-            (index, [f"{self.key}/{name}#{index}" for name in (*states, *self._masters)])
-            for index, states in sorted(found.items())
+            (index, [f"{self.key}/{name}#{index}" for name in (*states, *beside)])
+            for index, (states, beside) in sorted(found.items())
         ]
 
     def _within(self, placement: Placement, index: int, block: int = 0) -> range:
@@ -312,7 +321,8 @@ class States:
     def needed(self, placement: Placement, states: Mapping[str, Kept]) -> int:
         """Return the bytes of the largest chunk that a parameter lies in, if it keeps ``states`` and is updated as a whole."""
         elements = max(self.chunk_elements, placement.element % self.chunk_elements + placement.numel)
-        forms = [*states.values(), *self._masters.values()]
+        masters = {} if any(form.unmastered for form in states.values()) else self._masters
+        forms = [*states.values(), *masters.values()]
         return sum(form.dtype.itemsize * form.count(elements, placement.full_shape) for form in forms)
 
     def sizes(self, key: str) -> list[int]:
@@ -323,7 +333,7 @@ class States:
     def _size(self, kind: str, index: int, placement: Placement) -> int:
         """Return how large chunk number ``index`` of a kind of state has to be for a parameter, or for one before it; 0 for a
         parameter that does not keep it."""
-        form = {**self._masters, **self.states_of(placement)}.get(kind)
+        form = {**self._masters_of(placement), **self.states_of(placement)}.get(kind)
         if form is None:
             return 0
         end = placement.element + placement.numel - index * self.chunk_elements
@@ -375,7 +385,7 @@ class States:
             ):
                 began = time.perf_counter()
                 for placement, piece in self._pieces(pending.updates, index)[pending.pieces_done :]:
-                    kept = {**self._stored_of(placement), **self._masters}
+                    kept = {**self._stored_of(placement), **self._masters_of(placement)}
                     state = {
                         _kind(key): whole[self._span(placement, index, kept[_kind(key)], piece)]
                         for key, whole in zip(keys, chunk, strict=True)
@@ -388,7 +398,7 @@ class States:
                         grad = placement.flat(gradient, piece.start, piece.stop)
                     pending.begin()
                     try:
-                        self._update_piece(placement, update, param, grad, state, scratch)
+                        self._update_piece(placement, update, param, grad, state, scratch, piece.start)
                     except MisuseError:
                         pending.as_it_was()
                         raise
@@ -437,8 +447,10 @@ class States:
         grad: torch.Tensor | None,
         state: dict[str, torch.Tensor],
         scratch: _Scratch,
+        begin: int,
     ) -> None:
-        """Update one piece. All tensors are flat, and those that are not of blocks of one length. ``grad``: None is zero."""
+        """Update one piece, which begins at element ``begin``. All tensors are flat, and those that are not of blocks of one
+        length. ``grad``: None is zero."""
         size = param.numel()
         if grad is None:
             grad = scratch.take("scaled", placement.dtype, size).zero_()
@@ -460,6 +472,9 @@ class States:
         wide = scratch.take("wide", torch.float32, size).copy_(grad)
         for scale in update.wide_scales:
             wide.mul_(scale)
+        if rounds_by_chance(update.rule):
+            self._round(placement, update, param, wide, moments, scratch, begin)
+            return
         if param.dtype is torch.float16:
             master = state["master"]
             if stale:
@@ -478,11 +493,38 @@ class States:
         if not all_finite(updated):
             for name, moment in before.items():
                 moments[name].copy_(moment)
-            raise MisuseError(
-                f"the update of {placement.name!r} would make it infinite or NaN, which a bfloat16 parameter in the store "
-                "cannot be: look at the gradients and the learning rate"
-            )
+            raise _not_finite(placement)
         split(master, param, state["lo"])
+
+    def _round(
+        self,
+        placement: Placement,
+        update: Update,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        moments: dict[str, torch.Tensor],
+        scratch: _Scratch,
+        begin: int,
+    ) -> None:
+        """Make the step of ``update``, and the missed ones that follow, of bf16 elements without a master: each in fp32, after
+        which they are rounded by chance."""
+        name, first = placement.of.name, getattr(placement, "begin", 0) + begin
+        if placement.sliced is not None:
+            name, first = placement.sliced.name, placement.sliced.element(placement.number) + begin
+        before = {
+            key: scratch.take(f"before {key}", moment.dtype, moment.numel()).copy_(moment) for key, moment in moments.items()
+        }
+        made = scratch.take("rounded", torch.bfloat16, param.numel()).copy_(param)
+        for step in range(update.step, update.last + 1):
+            rule = update.rule if step == update.step or update.missed is None else update.missed.rule(step)
+            master = scratch.take("master", torch.float32, param.numel()).copy_(made)
+            rule.update(master, grad if step == update.step else grad.zero_(), moments, step)
+            if not all_finite(master):
+                for key, moment in before.items():
+                    moments[key].copy_(moment)
+                raise _not_finite(placement)
+            round_by_chance(master, made, chance_of(rule, step, name), first)
+        param.copy_(made)
 
     def _steps(
         self,
@@ -526,7 +568,7 @@ class States:
 
     def blank(self, placement: Placement) -> dict[str, torch.Tensor]:
         """Return the ``copies`` of a parameter that has no element here."""
-        kept = () if _NARROW.get(placement.stored) is None else ("master",)
+        kept = () if _NARROW.get(placement.stored) is None or not self._masters_of(placement) else ("master",)
         forms, shape = self.states_of(placement), placement.shape
         kinds = {name: form.dtype for name, form in forms.items() if form.count(max(1, placement.numel), shape)}
         kinds |= dict.fromkeys(kept, torch.float32)
@@ -559,7 +601,7 @@ class States:
 
     def flat_copies(self, placement: Placement, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return ``copies`` as tensors of one dimension."""
-        narrow = _NARROW.get(placement.stored)
+        narrow = _NARROW.get(placement.stored) if self._masters_of(placement) else None
         kept = () if narrow is None or placement in self.stale_masters else (narrow,)
         forms = {**self._stored_of(placement), **{name: self._masters[name] for name in kept}}
         shape = placement.full_shape
@@ -585,7 +627,7 @@ class States:
         """Take over what ``copies`` returned; ``param`` as there. A master that is missing, or does not round to the parameter,
         starts from the parameter again."""
         flat, shape = {}, placement.full_shape
-        forms = {**self.states_of(placement), **self._masters}
+        forms = {**self.states_of(placement), **self._masters_of(placement)}
         for name, value in state.items():
             form = _MASTER if name == "master" else forms[name]
             if not form.elementwise:
@@ -596,7 +638,7 @@ class States:
             flat[name] = flat_view(arranged.copy_(value))
         self.stale_masters.add(placement)
         master = flat.pop("master", None)
-        narrow = _NARROW.get(placement.stored)
+        narrow = _NARROW.get(placement.stored) if self._masters_of(placement) else None
         if master is not None and narrow is not None and all_finite(master):
             rounded, low = torch.empty_like(param), torch.empty(placement.numel, dtype=torch.int16, device="cpu")
             if narrow == "lo":
@@ -614,6 +656,13 @@ class States:
                 with self.store.lease(f"{self.key}/{name}#{index}", access=Access.WRITE) as chunk:
                     chunk[self._span(placement, index, form, here)] = value[form.span(here.start, here.stop, shape)]
                 del chunk
+
+
+def _not_finite(placement: Placement) -> MisuseError:
+    return MisuseError(
+        f"the update of {placement.name!r} would make it infinite or NaN, which a bfloat16 parameter in the store cannot be: "
+        "look at the gradients and the learning rate"
+    )
 
 
 def _steps(
