@@ -10,6 +10,7 @@ import argparse
 import ast
 import inspect
 import re
+import textwrap
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -189,8 +190,9 @@ def page() -> str:
         tree = source_of(module)
         parts.append(f"## {title}")
         if title == "Errors":
-            text = ast.get_docstring(tree) or ""
-            parts.append("```text\n" + inspect.cleandoc(text.partition("::\n\n")[2]) + "\n```")
+            block, _, after = (ast.get_docstring(tree) or "").partition("::\n\n")[2].partition("\n\n")
+            parts.append("```text\n" + textwrap.dedent(block).strip("\n") + "\n```")
+            parts += [re.sub(r"``(.+?)``", r"`\1`", after)] * bool(after)
         for name in public(tree) if names is None else names:
             parts += entries(definition(module, name), prefix + name, 3)
     return "\n\n".join(part.rstrip() for part in parts) + "\n"

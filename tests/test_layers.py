@@ -126,13 +126,12 @@ LONG_OR_SHORT: dict[str, str] = {
     "zero.deepspeed.saved": "where everything is in the files of one checkpoint of DeepSpeed's",
     "zero.deepspeed.table": "what becomes of each key of DeepSpeed's configuration, and why",
     "zero.paging.units": "which parameters are paged together, and where each lies",
-    "zero.paging.update": "the states of one unit, and updating its parameters piece by piece",
-    "zero.record": "what a checkpoint's record may say",
     "zero.paging.gradients": "the gradients of one unit, from autograd to the update",
     "zero.paging.update": "the states and masters of one unit, in chunks, and a pending update of them",
     "zero.paging.tensors.parameters": "what a parameter answers to torch while its values are in the store",
     "zero.paging.tensors.sliced": "what a sliced parameter and its gradient answer to torch",
     "zero.paging.pager": "a paged model's hooks, frames and backward pass",
+    "zero.optimizers.resident": "the states of parameters that stay in memory",
     "zero.optimizers.optimizer": "the steps of an optimizer on paged parameters",
 }
 LONG, SHORT = 600, 60
