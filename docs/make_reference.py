@@ -10,8 +10,8 @@ import argparse
 import ast
 import inspect
 import re
-import textwrap
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
