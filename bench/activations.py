@@ -148,7 +148,8 @@ def run(name: str, case: Case, folder: str, steps: int, share: float) -> None:
     plan = rows["auto"][-1]["plan"]
     print(f"\n## {name}: {case.layers} layers of width {case.width}, {case.batch} x {case.context} tokens\n")
     print(f"{case.shape.parameters / 1e6:.1f} M parameters, DRAM for {case.share:.0%} of the state.")
-    print(f"A pass saves {saved / 2**20:.0f} MiB; auto may keep {memory / 2**20:.0f} MiB. Losses of {WARM_UP + steps} steps are equal, bit for bit.\n")
+    print(f"A pass saves {saved / 2**20:.0f} MiB, of which auto may keep {memory / 2**20:.0f} MiB in memory.")
+    print(f"Losses of {WARM_UP + steps} steps are equal, bit for bit.\n")
     print("| activations | seconds a step, median [least, most] | by memory, of pairs | waited | MB moved a step | peak MiB |")
     print("|---|---:|---:|---:|---:|---:|")
     for variant in VARIANTS:

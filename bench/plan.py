@@ -72,9 +72,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians of a step, and the most bytes of memory of the process, and of its pool."""
+    """Medians of a step, and the most bytes of memory of the process, and of its pool. Of a step ``waited`` for the store, and
+    ``updating``."""
 
     seconds: float
+    waited: float
+    updating: float
     spread: tuple[float, float]
     moved: float
     process: int
@@ -106,11 +109,12 @@ def train(case: Case, folder: str) -> dict[str, Any]:
         zero.page(model, store)
         optimizer = zero.AdamW(model.parameters(), lr=1e-4, update=case.update)
         generator = torch.Generator().manual_seed(0)
-        taken, moved = [], []
+        taken, moved, waited, updating = [], [], [], []
         meter = Meter(store)
         for number in range(WARM_UP + STEPS):
             tokens = torch.randint(0, 256, (subject.batch, subject.tokens), generator=generator)
             meter.lap()
+            before = zero.statistics(model).update_seconds
             loss_of(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
@@ -118,10 +122,12 @@ def train(case: Case, folder: str) -> dict[str, Any]:
             if number >= WARM_UP:
                 taken.append(used.seconds)
                 moved.append(used.bytes)
+                waited.append(used.stalled)
+                updating.append(zero.statistics(model).update_seconds - before)
         pool = store.statistics().tier("dram").peak
     return {
         "seconds": statistics.median(taken), "spread": (min(taken), max(taken)), "moved": statistics.fmean(moved),
-        "process": peak_memory(), "pool": pool,
+        "process": peak_memory(), "pool": pool, "waited": statistics.median(waited), "updating": statistics.median(updating),
     }
 
 
@@ -163,7 +169,9 @@ def row(case: Case, plan: Plan, measured: Measured) -> tuple[str, tuple[float, f
         f"| {measured.seconds:.3f} [{low:.3f}, {high:.3f}] | {errors[0]:+.0%} | {moved / 1e6:.1f} "
         f"| {measured.moved / 1e6:.1f} | {errors[1]:+.1%} | {process / 2**20:.0f} "
         f"| {measured.process / 2**20:.0f} | {errors[2]:+.0%} "
-        f"| {parts}, waiting {chosen.waiting:.2f} |"
+        f"| {parts}, waiting {chosen.waiting:.2f} "
+        f"| update {measured.updating:.2f}, waiting {measured.waited:.2f}, "
+        f"rest {measured.seconds - measured.updating - measured.waited:.2f} |"
     ), errors
 
 
@@ -194,7 +202,7 @@ def main() -> int:
     print(told_environment(environment()) + f", {options.threads} threads of torch\n")
     print(f"Machine: {machine}\n")
     print("| model | budget | update | s planned | s measured [least, most] | error | MB planned | MB measured | error "
-          "| MiB planned | MiB measured | error | planned seconds |\n|---|---:|---|" + "---:|" * 9 + "---|")
+          "| MiB planned | MiB measured | error | planned seconds | measured |\n|---|---:|---|" + "---:|" * 9 + "---|---|")
     errors = []
     for case, plan, measured in rows(chosen, machine, options.dir, options.threads):
         text, error = row(case, plan, measured)
