@@ -83,11 +83,13 @@ def search(share: float, folder: str, seed: int) -> None:
         medians = [statistics.median(found) for found in taken]
         print(f"\n## {share:.0%} of the activations may stay in memory ({memory / 2**20:.0f} MiB)\n")
         print(f"{len(feasible)} of {len(every)} assignments of {len(blocks)} blocks fit. {chooser.chosen().why}\n")
-        print("| ways of the blocks | seconds a step, median [least, most] | by the best | predicted |\n|---|---:|---:|---:|")
+        print("| ways of the blocks | seconds a step, median [least, most] | by the best | predicted |")
+        print("|---|---:|---:|---:|")
         for ways, found, middle in zip(finalists, taken, medians, strict=True):
             told = ", ".join(ways[name] for name in blocks) + (" (chosen)" if ways is chosen else "")
             predicted = evaluate(profile, ways, chooser._rest, pool).seconds
-            print(f"| {told} | {middle:.3f} [{min(found):.3f}, {max(found):.3f}] | {middle / min(medians):.2f} | {predicted:.3f} |")
+            took = f"{middle:.3f} [{min(found):.3f}, {max(found):.3f}]"
+            print(f"| {told} | {took} | {middle / min(medians):.2f} | {predicted:.3f} |")
         worst = max(brief)[0]
         print(f"\nThe slowest of all took {worst:.3f} s.", flush=True)
 
