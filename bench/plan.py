@@ -5,7 +5,7 @@
 
 Four models, budgets of 10, 50 and 90 % of the state, and both update modes: 24 rows. The machine is measured first, in the same
 run and the same folder. Each row trains in a process of its own: some steps until their order is known, then the median of
-five. The plan is made in this process before, with the operations of the model timed by shape.
+five. The plan is made in this process before; the operations of each model are timed by shape, once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import tiered
 from bench.step import Model as Mlp
 from tiered import TieredStore, zero
 from tiered.cli.info.probes import measured_machine
@@ -33,11 +32,14 @@ from tiered.cli.measure import Meter, environment, peak_memory
 from tiered.cli.output import told_environment
 from tiered.cli.train.model import GPT, Shape
 from tiered.planning.machine import Machine
-from tiered.planning.plan import Plan
+from tiered.planning.plan import Choice, Planner, Prediction
+from tiered.planning.sources import subject_of
+from tiered.zero import Policy
+from tiered.zero.rules import AdamWRule
 
 Update = Literal["on_fetch", "in_backward"]
 
-__all__ = ["CASES", "Case", "Measured", "measure", "predict"]
+__all__ = ["CASES", "Case", "Measured", "measure"]
 
 WARM_UP, STEPS = 5, 5
 STATE = 12
@@ -140,26 +142,25 @@ def measure(case: Case, folder: str, threads: int) -> Measured:
     return Measured(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def predict(case: Case, machine: Machine) -> Plan:
-    """Plan a case. The model is on the meta device."""
-    subject = MODELS[case.model]
+def planner_of(name: str, machine: Machine) -> Planner:
+    """Return what plans cases of a model, which is on the meta device; its operations are timed once."""
+    subject = MODELS[name]
     with torch.device("meta"):
         model = subject.make()
-    found: Plan = tiered.plan(
-        model, machine=machine, dram=dram_of(case), batch=subject.batch, sequence=subject.tokens, update=case.update,
-        activations="memory", measure=True,
-    )
-    return found
+    found = subject_of(model, batch=subject.batch, sequence=subject.tokens)
+    return Planner(found, machine, AdamWRule(1e-3, (0.9, 0.999), 1e-8, 0.01, False), Policy(), 1, measure=True)
 
 
-def rows(cases: list[Case], machine: Machine, folder: str, threads: int) -> Iterator[tuple[Case, Plan, Measured]]:
+def rows(cases: list[Case], machine: Machine, folder: str, threads: int) -> Iterator[tuple[Case, Prediction, Measured]]:
+    planners: dict[str, Planner] = {}
     for case in cases:
-        yield case, predict(case, machine), measure(case, folder, threads)
+        if case.model not in planners:
+            planners[case.model] = planner_of(case.model, machine)
+        planned = planners[case.model].predict(Choice(case.update, "memory", dram_of(case)))
+        yield case, planned, measure(case, folder, threads)
 
 
-def row(case: Case, plan: Plan, measured: Measured) -> tuple[str, tuple[float, float, float]]:
-    chosen = plan.chosen
-    assert chosen is not None
+def row(case: Case, chosen: Prediction, measured: Measured) -> tuple[str, tuple[float, float, float]]:
     moved, process = chosen.read + chosen.written, chosen.memory.process
     errors = chosen.seconds / measured.seconds - 1, moved / max(1.0, measured.moved) - 1, process / measured.process - 1
     low, high = measured.spread
