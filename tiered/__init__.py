@@ -31,7 +31,9 @@ if TYPE_CHECKING:
         StoreClosed,
         StoreLocked,
         TieredError,
+        TorchFileError,
         TransferError,
+        UncommittedWarning,
         WriteError,
     )
     from tiered.interfaces import EvictionPolicy, IOBackend
@@ -44,6 +46,9 @@ if TYPE_CHECKING:
     from tiered.store.readers import StoreReader, TieredDataset
     from tiered.store.store import TieredStore
     from tiered.store.verify import CheckedGeneration, Damage, Verification, verify
+    from tiered.tables.embedding import TieredEmbedding
+    from tiered.tables.sparse import RowwiseAdagrad, SparseAdagrad, SparseAdamW
+    from tiered.tables.table import Table
     from tiered.telemetry import (
         ActivationStatistics,
         FlowStatistics,
@@ -97,24 +102,31 @@ __all__ = [
     "PoolEvent",
     "RankError",
     "ReadError",
+    "RowwiseAdagrad",
     "SafetensorsError",
     "ShortTransfer",
     "Span",
     "SpanEvent",
+    "SparseAdagrad",
+    "SparseAdamW",
     "StallEvent",
     "StoreClosed",
     "StoreLocked",
     "StoreReader",
     "StoreStatistics",
+    "Table",
     "TensorSpec",
     "TierStatistics",
     "TieredDataset",
+    "TieredEmbedding",
     "TieredError",
     "TieredStore",
     "Timeline",
+    "TorchFileError",
     "Touch",
     "TransferError",
     "TransferEvent",
+    "UncommittedWarning",
     "Use",
     "Verification",
     "WriteError",
@@ -154,6 +166,9 @@ _HOME = {
         ),
         "store.readers": ("StoreReader", "TieredDataset"),
         "store.store": ("TieredStore",),
+        "tables.embedding": ("TieredEmbedding",),
+        "tables.sparse": ("RowwiseAdagrad", "SparseAdagrad", "SparseAdamW"),
+        "tables.table": ("Table",),
         "types": ("Access", "TensorSpec", "Use"),
         "store.verify": ("CheckedGeneration", "Damage", "Verification", "verify"),
     }.items()

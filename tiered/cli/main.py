@@ -26,7 +26,7 @@ from tiered.cli.plan import report
 from tiered.cli.stores import export, import_, ls, verify
 from tiered.cli.train import command as train
 from tiered.cli.train import deepspeed_config
-from tiered.errors import TieredError, shown
+from tiered.errors import TieredError, UncommittedWarning, shown
 
 __all__ = ["build_parser", "main", "run"]
 
@@ -117,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         mend = getattr(options, "memory_mend", mend)
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
+            warnings.simplefilter("ignore", UncommittedWarning)  # a command says itself what it commits
             code: int = options.run(options, given)
         sys.stdout.flush()
     except SystemExit as exit_:  # argparse has printed help (0) or an error (2)

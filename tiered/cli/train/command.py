@@ -158,7 +158,8 @@ def add_parser(commands: Commands) -> None:
         choices=OPTIMIZERS,
         help="what updates the parameters, bit for bit as torch's class of that name (torch has no lion, and none of the "
         "inexact adamw_bf16, adamw8bit and adamw4bit, which keep moments in 16, 8 and 4 bits); sgd has a momentum of 0.9. "
-        "sgd, adagrad, rmsprop and lion keep one state and not two, and need another --lr "
+        "sgd, adagrad, rmsprop and lion keep one state and not two, adafactor one for each row and column; they need another "
+        "--lr "
         f"{_default('optimizer')}",
     )
     training.add_argument(

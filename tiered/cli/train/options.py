@@ -29,7 +29,7 @@ NAME = "model"
 UPDATES = ("on_fetch", "in_backward")
 ACTIVATIONS = ("memory", "recompute", "store", "auto")
 OPTIMIZERS = (
-    *("adamw", "adam", "nadam", "radam", "adamax", "sgd", "adagrad", "rmsprop", "lion"),
+    *("adamw", "adam", "nadam", "radam", "adamax", "sgd", "adagrad", "rmsprop", "lion", "adafactor"),
     *("adamw_bf16", "adamw8bit", "adamw4bit"),
 )
 WITHOUT_REFERENCE = ("lion", "adamw_bf16", "adamw8bit", "adamw4bit")

@@ -95,6 +95,8 @@ NEWEST = 64 << 20
 LEAST = 256 << 10
 """Bytes: smaller ones stay in memory, too; with a budget below 16 MiB, those smaller than a 64th of it."""
 
+_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 IN_ONE_THREAD = "another thread is computing with this model: use it in one thread at a time, or take a lock around it"
 HELD = 4
 """A part of forward holds one in this many bytes of the memory at most: as many as ``SHARE`` units of the largest size."""
@@ -103,10 +105,11 @@ HELD = 4
 class Reference:
     """Saved tensor that was a paged parameter, or a view of one."""
 
-    __slots__ = ("__weakref__", "dtype", "offset", "size", "stride", "unit", "version")
+    __slots__ = ("__weakref__", "dtype", "offset", "saved", "size", "stride", "unit", "version")
 
     def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
         self.unit, self.version = unit, unit.version
+        self.saved = -1 if tensor.is_inference() else tensor._version
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.offset = tensor.storage_offset()
         unit.references.add(weakref.ref(self, unit.references.discard))  # of C: no exception keeps it from being called
@@ -872,7 +875,7 @@ class Pager:
 
     def _hook_gradients(self, unit: Unit) -> None:
         """Hook the gradients of a unit, also of a parameter that was unfrozen since."""
-        if not torch.is_grad_enabled():  # nothing is recorded, and in inference mode there is no node to hook
+        if not torch.is_grad_enabled() or _excluded(_AUTOGRAD):  # nothing is recorded, so there is no node to hook
             return
         for placement in unit.plan.placements:
             state = unit.gradients.states.get(placement)
@@ -887,7 +890,11 @@ class Pager:
                 # holds its node weakly.
                 node, pair = get_gradient_edge(parameter).node, object()
                 node.register_prehook(weak_hook(parameter, partial(Pager._gradient_arrives, pair=pair)))
-                parameter.register_post_accumulate_grad_hook(weak_hook(parameter, partial(Pager._gradient_arrived, pair=pair)))
+                arrived = weak_hook(parameter, partial(Pager._gradient_arrived, pair=pair))
+                ours = parameter.register_post_accumulate_grad_hook(arrived).id
+                hooks = parameter._post_accumulate_grad_hooks
+                for theirs in [number for number in hooks if number != ours]:
+                    hooks[theirs] = hooks.pop(theirs)  # after ours, which gives ``parameter.grad`` its values
                 state.hooks = node, pair  # from here on they count: one of them alone would do harm
 
     def _is_hook(self, unit: Unit, placement: Placement, pair: object) -> bool:
@@ -1019,6 +1026,13 @@ class ParameterHandle:
         pager, unit, placement = self._pager(), self._unit(), self._placement()
         return None if pager is None or unit is None or placement is None else (pager, unit, placement)
 
+    def lend(self, values: torch.Tensor) -> None:
+        """Have the unit look, when it is dropped, whether something was written to ``values``, which are ``.data`` of the
+        parameter."""
+        unit, placement = self._unit(), self._placement()
+        if unit is not None and placement is not None:
+            unit.lend(placement, values)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Called by copy and pickle."""
         raise no_copy()
@@ -1031,6 +1045,9 @@ class SlicedHandle:
     def __init__(self, pager: Pager, sliced: Sliced) -> None:
         self._pager = weakref.ref(pager)
         self.name, self.slices, self.rows = sliced.name, sliced.slices, sliced.rows
+
+    def lend(self, values: torch.Tensor) -> None:
+        """Do nothing: ``.data`` of a sliced parameter writes to its slices."""
 
     def owner(self) -> Pager | None:
         """Return the pager, or None where the model is gone."""
