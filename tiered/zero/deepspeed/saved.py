@@ -62,7 +62,7 @@ _OWN = frozenset(
 )
 """What DeepSpeed itself writes beside the model; the rest of a model's file is the caller's."""
 COUNTED = ("global_steps", "global_samples", "skipped_steps")
-_MOST_VALUES = 1_000_000
+MOST_VALUES = 1_000_000
 MOST_PADDING = 1 << 20
 """Bytes: 1 KiB for each thread of DeepSpeed's aio."""
 
@@ -527,7 +527,7 @@ def tensor_of(stored: StoredTensor) -> torch.Tensor:
 def plain(value: Any) -> Any:
     """Return a value with tensors, and without stand-ins: of an object its attributes, or its arguments. Raises ValueError for
     what is nested very deep, or very large."""
-    left = [_MOST_VALUES]
+    left = [MOST_VALUES]
 
     def made(one: Any, depth: int) -> Any:
         left[0] -= 1
