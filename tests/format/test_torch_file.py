@@ -203,7 +203,7 @@ MUTATIONS = 240
 
 def test_mutations_of_a_checkpoint(tmp_path: Path) -> None:
     """Of 240 damaged copies of real checkpoints each is refused by an error of this project, or has the values that it had;
-    and nothing runs. A third are flipped bits in the pickle with its checksum put right, which the machine itself must stand."""
+    and nothing runs. In a third the pickle is changed and its checksum put right, which the machine itself must stand."""
     RAN.clear()
     chosen = random.Random(5)
     counts: collections.Counter[str] = collections.Counter()
