@@ -23,6 +23,8 @@
      +- SafetensorsError
      +- TorchFileError            a file of torch.save is damaged, or has what could run code
      +- InterruptedStep           an exception cut off a training step that cannot be resumed: says what to call
+
+``UncommittedWarning`` is no error: ``close`` warns with it of changes that it drops.
 """
 
 from __future__ import annotations
@@ -201,6 +203,10 @@ class CommitError(TieredError):
 
 class ManifestError(TieredError):
     """A manifest or a store's folder is damaged, foreign, or of an unknown version."""
+
+
+class UncommittedWarning(UserWarning):
+    """``close`` dropped changes that were not committed; the message says of how many tensors."""
 
 
 class RankError(TieredError):

@@ -17,9 +17,19 @@ from tiered.zero.paging.pager import Pager, name_of, owner_of, pager_of, pagers_
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.storage import CheckpointRecord
 from tiered.zero.paging.unit import Unit
-from tiered.zero.paging.units import Limits, ModelPlan, Placement, UnitPlan
+from tiered.zero.paging.units import OLDER_SHARE_STEP, Limits, ModelPlan, Placement, UnitPlan
 from tiered.zero.paging.update import Missed, Pending, Update
-from tiered.zero.record import MOST, VERSION, checked, dumps, loads, refuse_other_tensors, states_shown, states_used
+from tiered.zero.record import (
+    MOST,
+    VERSION,
+    checked,
+    dumps,
+    limits_of,
+    loads,
+    refuse_other_tensors,
+    states_shown,
+    states_used,
+)
 from tiered.zero.rules import RULES, AdamWRule, UpdateRule, settings_of
 
 if TYPE_CHECKING:
@@ -49,7 +59,8 @@ def commit(
 ) -> int:
     """Make all that training needs to go on durable, and return the generation: ``store.commit`` with what is not in tensors.
 
-    That is: parameters, buffers, moments, masters, gradients and updates that are pending (none is applied for this), step
+    That is: parameters, buffers, moments, masters, gradients and updates that are pending (none is applied for this, but those
+    of parameters that several ranks gather), step
     counts and param groups, ``scheduler``, ``scaler``, the random states of Python, NumPy and torch, the position of ``data``
     (a ``torch.Generator``, or what has ``state_dict``), and ``extra``: JSON values, tuples, tensors. Costs what is still dirty
     in memory. Between steps, or between backward and ``step()``; not within forward or backward. After an exception in one of
@@ -64,6 +75,7 @@ def commit(
     def prepare() -> None:
         _prepare(model, optimizer, scheduler, scaler, data, extra)
 
+    _update_together(pager)
     return pager.partition.commit(pager.store, meta, prepare, pager.checkpoint.invalidate)
 
 
@@ -172,6 +184,15 @@ def load_optimizer(optimizer: Optimizer, record: Mapping[str, Any]) -> None:
 
 
 # Writing
+
+
+def _update_together(pager: Pager) -> None:
+    """Apply the pending updates for which ranks gather parameters: stores that are read alone could not."""
+    together = [unit for unit in pager.units if unit.updates_together]
+    if together:
+        pager.start_anew()
+    for unit in together:
+        unit.apply_update()
 
 
 def _prepare(
@@ -433,7 +454,7 @@ def layout(store: TieredStore, name: str) -> tuple[Limits, dict[str, tuple[int, 
     found = read_record(store, name)["layout"]
     strides = {parameter[0]: tuple(parameter[4]) for _, parameters in found["units"] for parameter in parameters}
     rows = {sliced: rows or None for sliced, (_, rows) in found.get("sliced", {}).items()}
-    return Limits(found["limit"], found["chunk"]), strides, rows
+    return limits_of(found), strides, rows
 
 
 def persistent_buffers(model: nn.Module) -> list[str]:
@@ -489,4 +510,7 @@ def layout_of(units: Sequence[UnitPlan], limits: Limits, partition: Partition) -
     sliced = {p.sliced.name: p.sliced for unit in units for p in unit.placements if p.sliced is not None}
     if sliced:
         layout["sliced"] = {name: (len(one.slices), one.rows or 0) for name, one in sliced.items()}
-    return layout if partition.shares == 1 else {**layout, "share": partition.share()}
+    if partition.shares == 1:
+        return layout
+    step = {} if limits.step == OLDER_SHARE_STEP else {"step": limits.step}
+    return {**layout, **step, "share": partition.share()}

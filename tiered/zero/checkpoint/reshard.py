@@ -106,7 +106,7 @@ class Source:
                 f"{name!r} in {stores[0]} is quantised, and cannot be divided anew: import the model into the other store, "
                 "too, or export it, which gives the values that it computes with"
             )
-        of_all = [self.records[0]["layout"][part] for part in ("units", "limit", "chunk")]
+        of_all = [self.records[0]["layout"].get(part) for part in ("units", "limit", "chunk", "step")]
         shares = [record["layout"].get("share", {"rank": 0, "ranks": 1, "stage": "Alone"}) for record in self.records]
         for rank, share in enumerate(shares):
             if (share["rank"], share["ranks"]) != (rank, self.ranks):
@@ -115,7 +115,9 @@ class Source:
                     f"{rank} of {self.ranks}"
                 )
             layout = self.records[rank]["layout"]
-            if share["stage"] != shares[0]["stage"] or [layout[part] for part in ("units", "limit", "chunk")] != of_all:
+            if share["stage"] != shares[0]["stage"] or [
+                layout.get(part) for part in ("units", "limit", "chunk", "step")
+            ] != of_all:
                 raise MisuseError(f"{stores[rank]} has a share of another model {name!r}, or another stage, than {stores[0]}")
             refuse_other_tensors(stores[rank], name, self.records[rank], self.units, self.limits)
             if _graded(self.records[rank]) != _graded(self.records[0]):
@@ -247,14 +249,17 @@ class Source:
                 found = self._share(index, rank).values[name].get(kind)
                 if found is None:
                     return None
-                cut = start % form.block or (stop % form.block and stop < last)
-                if form.block > SMALLEST_BLOCK and (self.ranks > 1 or cut):
+                if form.of_whole:
+                    return found
+                block = form.block or SMALLEST_BLOCK
+                cut = block > SMALLEST_BLOCK and (start % block or (stop % block and stop < self.named(name).numel))
+                if cut:
                     raise MisuseError(
                         f"{name!r} of {self.name!r} has a state for each block of {form.block} elements, and would be cut "
                         "within a block: page the model as it was paged when it was committed, with the same dram= and no "
                         "other ranks"
                     )
-                pieces.append(found[form.span(start - first, stop - first)])
+                pieces.append(found[form.span(start - first, stop - first, self.named(name).shape)])
         return torch.cat(pieces) if pieces else None
 
     def _parts(self, index: int, rank: int) -> dict[str, tuple[int, int]]:
