@@ -88,7 +88,7 @@ def _reference() -> dict[str, str]:
         pages[where] = text
         links = ", ".join(f"[`{prefix}{name}`][{path}]" for name, path in zip(chosen, paths, strict=True))
         rows.append(f"| [{title}]({posixpath.basename(where)}) | {links} |")
-    introduction = "Sizes are bytes, times are seconds, unless something else is said. The [glossary](../glossary.md) has the words."
+    introduction = "Sizes are bytes, times are seconds, unless something else is said. [Glossary](../glossary.md) of the words."
     table = "\n".join(["| | |", "|---|---|", *rows])
     return {REFERENCE: f"# Reference\n\n{introduction}\n\n{table}\n", **pages}
 
