@@ -99,7 +99,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     decisions = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("*.md"))
     lists: dict[str, list[Any]] = {
         "Reference": list(_reference()),
-        "Results": [{name.partition("_2core")[0].removesuffix(".md"): f"bench/results/{name}"} for name in results],
+        "Results": [{re.sub(r"(_2core.*|_\d{4}-.*)?\.md$", "", name): f"bench/results/{name}"} for name in results],
         "Examples": ["examples.md", *_examples()],
         "Decisions": [f"decisions/{name}" for name in decisions],
     }
