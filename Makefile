@@ -51,7 +51,7 @@ gpu: ## both on a bare machine with an NVIDIA device, the environment included; 
 
 clean: ## remove what the targets above made
 	rm -rf .venv build dist demo-store .hypothesis .pytest_cache .mypy_cache .ruff_cache *.egg-info
-	rm -f tiered/io/_aio.*.so tiered/packing/_unpack.*.so
+	rm -f tiered/io/_aio.*.so tiered/packing/_unpack.*.so tiered/tables/_rows.*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What of the system is missing: a compiler, Python's headers and libaio for the fast backend, venv, strace for fault tests.

@@ -26,7 +26,7 @@ SOURCES = (
     *("README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"),
 )
 FOLDERS = ("tiered", "libaio_ext", "docs", "tests", "bench")
-NOT_SOURCES = shutil.ignore_patterns("__pycache__", "*.so", "*.o", "*.egg-info", "_aio.c", "_unpack.c")
+NOT_SOURCES = shutil.ignore_patterns("__pycache__", "*.so", "*.o", "*.egg-info", "_aio.c", "_unpack.c", "_rows.c")
 SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 
 USE = """
@@ -100,7 +100,7 @@ def installed(wheel: Path, folder: Path) -> tuple[Path, Path]:
 
 def extensions() -> list[str]:
     """The compiled modules that a wheel has on this machine."""
-    found = [build.KERNELS] if build.has_compiler() else []
+    found = [*build.KERNELS] if build.has_compiler() else []
     try:
         build.link_arguments()
     except build.CannotBuild:
@@ -116,7 +116,7 @@ def test_the_sdist_has_license_docs_and_contract_suites(sdist: Path) -> None:
         assert wanted
         assert wanted <= names
     assert names >= set(SOURCES)
-    assert not [name for name in names if name.endswith((".so", ".pyc", "_aio.c", "_unpack.c"))]
+    assert not [name for name in names if name.endswith((".so", ".pyc", "_aio.c", "_unpack.c", "_rows.c"))]
 
 
 def test_the_wheel_has_the_package_alone(wheel: Path) -> None:

@@ -70,8 +70,11 @@ CASES = {
     "nadam": case("NAdam", lr=1e-3, weight_decay=0.01),
     "radam": case("RAdam", lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01, decoupled_weight_decay=True),
     "adamax": case("Adamax", lr=1e-3, weight_decay=0.01),
+    "adafactor": case("Adafactor", lr=1e-2, weight_decay=0.01),
+    "adafactor_eps": case("Adafactor", lr=2e-2, eps=(1e-8, 1e-4), d=2.0, beta2_decay=-0.6),
     "lion": case("Lion", ReferenceLion, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1),
 }
+PIECEWISE = [kind for kind in CASES if "adafactor" not in kind]
 for unfused in ("sgd_loop", "adam_loop", "adagrad_loop"):
     CASES[unfused].arguments["fused"] = False
 
@@ -135,7 +138,7 @@ def compare(tmp_path: Path, kind: str, update: str, dram: str, batches: int, cli
         assert equal(model.state_dict(), reference.state_dict())
         same_states(ours.state_dict(), theirs.state_dict())
         cut = [key for key in store if key.endswith("#1")]
-        assert bool(cut) is (dram == CUT and kind != "sgd")
+        assert bool(cut) is (dram == CUT and kind in PIECEWISE and kind != "sgd")
         store.close()
 
 
@@ -168,7 +171,7 @@ def test_a_rule_in_all_ways(
     compare(tmp_path, kind, update, dram, batches, clipped, several)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "sgd_momentum", "adam_amsgrad", "rmsprop_centered", "lion"])
+@pytest.mark.parametrize("kind", ["sgd", "sgd_momentum", "adam_amsgrad", "rmsprop_centered", "lion", "adafactor"])
 def test_a_bf16_parameter_has_a_master(kind: str, tmp_path: Path) -> None:
     """The master is what torch's class computes with the same gradients in fp32, and the parameter is the master, rounded."""
     found = CASES[kind]
@@ -279,7 +282,7 @@ def test_states_of_parameters_in_memory(kind: str, tmp_path: Path) -> None:
         store.close()
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", PIECEWISE)
 def test_kernels_give_the_same_bits_in_pieces_of_sixteen(kind: str) -> None:
     found = CASES[kind]
     parameters = [nn.Parameter(torch.randn(1003, generator=torch.Generator().manual_seed(1)))]
