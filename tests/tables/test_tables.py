@@ -195,7 +195,7 @@ def run(examples: int, steps: int) -> None:
 
 
 def test_a_table_is_a_tensor() -> None:
-    run(20, 20)
+    run(12, 20)
 
 
 @pytest.mark.soak
@@ -215,8 +215,8 @@ def test_rows_that_are_there_twice(store: TieredStore) -> None:
     nothing_is_held(store)
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32])
-@pytest.mark.parametrize("shape", [(), (3,), (64,), (2, 40)])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int32])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 40)])
 def test_sums_are_those_of_index_add(kind: torch.dtype, shape: tuple[int, ...], on_disk: TieredStore) -> None:
     """Bit for bit, however many there are: torch takes other paths for many of them."""
     table = on_disk.table("t", 2000, shape, kind, block="4KiB")
