@@ -50,13 +50,14 @@ from tiered.types import format_size, parse_size
 
 CGROUPS = Path("/sys/fs/cgroup/memory")
 SEED = 7
-MOST = 512
+MOST = 256
 """Arrays that a run reads, of those that there are."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """``memory``: the pool's bytes within a limit. Everything else is four times that, but the ring."""
+    """``memory``: the pool's bytes within a limit. Everything else is four times that; the ring has 50,000 rows, where those are
+    not more."""
 
     memory: int
     arrays: int
@@ -68,7 +69,7 @@ class Sizes:
     @classmethod
     def of(cls, memory: int) -> Sizes:
         whole = 4 * memory
-        return cls(memory, whole >> 18, whole >> 22, whole >> 8, min(50_000, memory >> 10), 100)
+        return cls(memory, whole >> 18, whole >> 22, whole >> 8, min(50_000, whole >> 10), 60)
 
 
 def array(index: int, count: int = 1 << 16) -> numpy.ndarray[Any, Any]:
