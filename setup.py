@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from libaio_ext import build
 
-extensions = [build.kernels().distutils_extension(tmpdir="build/cffi")] if build.has_compiler() else []
+extensions = [ffi.distutils_extension(tmpdir="build/cffi") for ffi in build.kernels()] if build.has_compiler() else []
 try:
     link = build.link_arguments()
 except build.CannotBuild as why:

@@ -11,6 +11,7 @@ import ast
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,9 @@ PAGE = ROOT / "docs" / "reference.md"
 SECTIONS: list[tuple[str, str, list[str] | None, str]] = [
     ("The store", "tiered.store.store", ["TieredStore"], ""),
     ("The store as a mapping", "tiered.store.mapping", ["TensorMapping"], ""),
+    ("Tables", "tiered.tables.table", ["Table"], ""),
+    ("Embeddings", "tiered.tables.embedding", ["TieredEmbedding"], ""),
+    ("Optimizers of embeddings", "tiered.tables.sparse", None, ""),
     ("Several processes", "tiered.store.readers", None, ""),
     ("Leases", "tiered.store.lease", ["LeaseOfMany", "LeaseOfOne"], ""),
     ("Values", "tiered.types", ["Access", "TensorSpec", "Use"], ""),
@@ -31,9 +35,13 @@ SECTIONS: list[tuple[str, str, list[str] | None, str]] = [
     (
         "Statistics",
         "tiered.telemetry",
-        ["ActivationStatistics", "FlowStatistics", "LinkStatistics", "Offloaded", "StoreStatistics", "TierStatistics"],
+        [
+            *("ActivationStatistics", "FlowStatistics", "LinkStatistics", "MemoryStatistics", "Offloaded"),
+            *("StoreStatistics", "TierStatistics"),
+        ],
         "",
     ),
+    ("Memory that gets tight", "tiered.store.memory_watch", None, ""),
     (
         "Timelines",
         "tiered.telemetry",
@@ -182,8 +190,9 @@ def page() -> str:
         tree = source_of(module)
         parts.append(f"## {title}")
         if title == "Errors":
-            text = ast.get_docstring(tree) or ""
-            parts.append("```text\n" + inspect.cleandoc(text.partition("::\n\n")[2]) + "\n```")
+            block, _, after = (ast.get_docstring(tree) or "").partition("::\n\n")[2].partition("\n\n")
+            parts.append("```text\n" + textwrap.dedent(block).strip("\n") + "\n```")
+            parts += [re.sub(r"``(.+?)``", r"`\1`", after)] * bool(after)
         for name in public(tree) if names is None else names:
             parts += entries(definition(module, name), prefix + name, 3)
     return "\n\n".join(part.rstrip() for part in parts) + "\n"

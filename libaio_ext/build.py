@@ -1,5 +1,5 @@
-"""Describes the extensions (cffi, API mode) to setup.py: ``tiered.io._aio``, and ``tiered.packing._unpack``, which needs a
-compiler alone.
+"""Describes the extensions (cffi, API mode) to setup.py: ``tiered.io._aio``, and ``tiered.packing._unpack`` and
+``tiered.tables._rows``, which need a compiler alone.
 
 ``TIERED_LIBAIO`` says how libaio comes in: ``static``, ``shared``, ``off``, or ``auto`` (default): static where there is
 a libaio.a, else shared, and not at all where its header or the compiler is missing.
@@ -19,7 +19,8 @@ from cffi import FFI
 
 HERE = Path(__file__).resolve().parent
 MODULE = "tiered.io._aio"
-KERNELS = "tiered.packing._unpack"
+KERNELS = {"tiered.packing._unpack": ("unpack", "moments"), "tiered.tables._rows": ("rows",)}
+"""Extension -> the names of its files."""
 MODES = ("auto", "static", "shared", "off")
 
 # Compiled, linked and thrown away before the real build, so that what is missing is one line and not a compiler's page.
@@ -128,17 +129,21 @@ def has_compiler() -> bool:
     return any(Path(sysconfig.get_path(which), "Python.h").is_file() for which in ("include", "platinclude"))
 
 
-def kernels() -> FFI:
-    """cffi's side of the kernels for quantised parameters and encoded moments. Without them torch computes the same bits."""
-    ffi = FFI()
-    ffi.cdef((HERE / "unpack.cdef.h").read_text())
-    ffi.cdef((HERE / "moments.cdef.h").read_text())
-    ffi.set_source(
-        KERNELS,
-        '#include "unpack.h"\n#include "moments.h"',
-        sources=["libaio_ext/unpack.c", "libaio_ext/moments.c"],
-        include_dirs=["libaio_ext"],
-        depends=[f"libaio_ext/{name}.{kind}" for name in ("unpack", "moments") for kind in ("h", "cdef.h")],
-        extra_compile_args=["-std=gnu11", "-Wall", "-Wextra", "-O3", "-ffp-contract=off"],
-    )
-    return ffi
+def kernels() -> list[FFI]:
+    """cffi's side of the kernels for quantised parameters and encoded moments, and of the copies of rows. Without them torch
+    and Python do the same, bit for bit."""
+    found = []
+    for module, names in KERNELS.items():
+        ffi = FFI()
+        for name in names:
+            ffi.cdef((HERE / f"{name}.cdef.h").read_text())
+        ffi.set_source(
+            module,
+            "\n".join(f'#include "{name}.h"' for name in names),
+            sources=[f"libaio_ext/{name}.c" for name in names],
+            include_dirs=["libaio_ext"],
+            depends=[f"libaio_ext/{name}.{kind}" for name in names for kind in ("h", "cdef.h")],
+            extra_compile_args=["-std=gnu11", "-Wall", "-Wextra", "-O3", "-ffp-contract=off"],
+        )
+        found.append(ffi)
+    return found

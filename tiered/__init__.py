@@ -31,7 +31,9 @@ if TYPE_CHECKING:
         StoreClosed,
         StoreLocked,
         TieredError,
+        TorchFileError,
         TransferError,
+        UncommittedWarning,
         WriteError,
     )
     from tiered.interfaces import EvictionPolicy, IOBackend
@@ -40,14 +42,19 @@ if TYPE_CHECKING:
     from tiered.planning.sources import Numbers
     from tiered.store.activations import offload_activations
     from tiered.store.importing import import_safetensors
+    from tiered.store.memory_watch import MemoryNotice, MemoryWatch
     from tiered.store.readers import StoreReader, TieredDataset
     from tiered.store.store import TieredStore
     from tiered.store.verify import CheckedGeneration, Damage, Verification, verify
+    from tiered.tables.embedding import TieredEmbedding
+    from tiered.tables.sparse import RowwiseAdagrad, SparseAdagrad, SparseAdamW
+    from tiered.tables.table import Table
     from tiered.telemetry import (
         ActivationStatistics,
         FlowStatistics,
         LeaseEvent,
         LinkStatistics,
+        MemoryStatistics,
         Offloaded,
         PoolEvent,
         Span,
@@ -84,6 +91,9 @@ __all__ = [
     "LinkStatistics",
     "Machine",
     "ManifestError",
+    "MemoryNotice",
+    "MemoryStatistics",
+    "MemoryWatch",
     "MisuseError",
     "NextUse",
     "Numbers",
@@ -92,24 +102,31 @@ __all__ = [
     "PoolEvent",
     "RankError",
     "ReadError",
+    "RowwiseAdagrad",
     "SafetensorsError",
     "ShortTransfer",
     "Span",
     "SpanEvent",
+    "SparseAdagrad",
+    "SparseAdamW",
     "StallEvent",
     "StoreClosed",
     "StoreLocked",
     "StoreReader",
     "StoreStatistics",
+    "Table",
     "TensorSpec",
     "TierStatistics",
     "TieredDataset",
+    "TieredEmbedding",
     "TieredError",
     "TieredStore",
     "Timeline",
+    "TorchFileError",
     "Touch",
     "TransferError",
     "TransferEvent",
+    "UncommittedWarning",
     "Use",
     "Verification",
     "WriteError",
@@ -129,12 +146,14 @@ _HOME = {
         "planning.plan": ("Plan", "plan"),
         "planning.sources": ("Numbers",),
         "store.importing": ("import_safetensors",),
+        "store.memory_watch": ("MemoryNotice", "MemoryWatch"),
         "interfaces": ("EvictionPolicy", "IOBackend"),
         "telemetry": (
             "ActivationStatistics",
             "FlowStatistics",
             "LeaseEvent",
             "LinkStatistics",
+            "MemoryStatistics",
             "Offloaded",
             "PoolEvent",
             "Span",
@@ -147,6 +166,9 @@ _HOME = {
         ),
         "store.readers": ("StoreReader", "TieredDataset"),
         "store.store": ("TieredStore",),
+        "tables.embedding": ("TieredEmbedding",),
+        "tables.sparse": ("RowwiseAdagrad", "SparseAdagrad", "SparseAdamW"),
+        "tables.table": ("Table",),
         "types": ("Access", "TensorSpec", "Use"),
         "store.verify": ("CheckedGeneration", "Damage", "Verification", "verify"),
     }.items()

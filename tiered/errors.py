@@ -21,7 +21,10 @@
      +- ManifestError
      +- RankError                 another rank is lost, late, or does something else
      +- SafetensorsError
+     +- TorchFileError            a file of torch.save is damaged, or has what could run code
      +- InterruptedStep           an exception cut off a training step that cannot be resumed: says what to call
+
+``UncommittedWarning`` is no error: ``close`` warns with it of changes that it drops.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ __all__ = [
     "StoreClosed",
     "StoreLocked",
     "TieredError",
+    "TorchFileError",
     "TransferError",
     "WriteError",
 ]  # errors only: the package exports all of these
@@ -201,12 +205,20 @@ class ManifestError(TieredError):
     """A manifest or a store's folder is damaged, foreign, or of an unknown version."""
 
 
+class UncommittedWarning(UserWarning):
+    """``close`` dropped changes that were not committed; the message says of how many tensors."""
+
+
 class RankError(TieredError):
     """Another rank of several is lost, did not answer in time, or does something else; the message says which, and what for."""
 
 
 class SafetensorsError(TieredError):
     """A file is not a safetensors file, is damaged, or does not match its folder's index."""
+
+
+class TorchFileError(TieredError):
+    """A file of ``torch.save`` is damaged, or has something that is not read because it could run code."""
 
 
 class InterruptedStep(TieredError):

@@ -20,6 +20,7 @@ import tiered.store.lease
 import tiered.store.store
 from tests.store.chains import CHAINS, MIB, Chain, GatedBackend, hurried, kib, nothing_is_held, numbers, push_out, same
 from tiered import CapacityError, CorruptionError, KeyNotFound, LeaseConflict, MisuseError, StoreClosed, TieredStore
+from tiered.engine.state import EngineState
 from tiered.format.generations import load
 
 Answer = TypeVar("Answer")
@@ -304,6 +305,198 @@ def test_a_damaged_tensor_fails_only_who_asked_for_it(tmp_path: Path) -> None:
         assert isinstance(b, CorruptionError)
         assert isinstance(again, CorruptionError)
         nothing_is_held(store)
+
+
+# -- changed ------------------------------------------------------------------------------------------------------------------
+
+
+def test_put_delete_and_commit(chained: TieredStore) -> None:
+    large = numbers(tiered.store.store.AT_ONCE // 64, 3).view(torch.uint8)[:400_001]
+
+    async def body() -> None:
+        await chained.put_async("w", numbers(1000))
+        await chained.put_async("empty", torch.empty(0, 3))
+        await chained.put_async("turned", numbers(60).view(6, 10).t())
+        await asyncio.gather(*(chained.put_async("w", numbers(1000, seed)) for seed in range(9)))
+        await chained.put_async("large", large)
+        await chained.put_async("gone", numbers(10))
+        await chained.delete_async("gone")
+        with pytest.raises(KeyNotFound):
+            await chained.delete_async("gone")
+        for wrong in (3, torch.zeros(2).to_sparse()):
+            with pytest.raises(MisuseError):
+                await chained.put_async("wrong", wrong)  # type: ignore[arg-type]
+        async with chained.lease("w"):
+            with pytest.raises(LeaseConflict):
+                await chained.put_async("w", numbers(3))
+            with pytest.raises(LeaseConflict):
+                await chained.delete_async("w")
+
+    run(body())
+    assert any(torch.equal(chained.get("w").view(torch.uint8), numbers(1000, seed).view(torch.uint8)) for seed in range(9))
+    same(chained.get("large"), large)
+    same(chained.get("turned"), numbers(60).view(6, 10).t())
+    assert chained.get("empty").shape == (0, 3)
+    nothing_is_held(chained)
+
+
+def test_a_commit_that_is_awaited(store: TieredStore) -> None:
+    async def body() -> None:
+        store.put("w", numbers(1000))
+        assert await store.commit_async({"step": 1}) == 1
+        await store.put_async("w", numbers(1000, 1))
+        task = asyncio.ensure_future(store.commit_async({"step": 2}))
+        await cancelled(asyncio.create_task(asyncio.wait_for(task, 60)))
+        assert await store.commit_async({"step": 3}) == 3
+
+    run(body())
+    assert (store.generation, store.meta, store.generations) == (3, {"step": 3}, (2, 3))
+
+
+def test_a_put_that_is_cancelled_while_it_waits_for_room(store: TieredStore) -> None:
+    store.put("w", kib(200, 7))
+    held = fill_up(store)
+
+    async def body() -> None:
+        task = asyncio.create_task(store.put_async("w", kib(300, 8)))
+        await until(lambda: waiting(store))
+        await cancelled(task)
+        assert not waiting(store)
+
+    run(body())
+    held.clear()
+    assert store.get("w").eq(7).all()
+    nothing_is_held(store)
+
+
+def test_a_put_that_is_cancelled_while_a_thread_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copying, go_on = threading.Event(), threading.Event()
+    filled = tiered.store.store._filled
+
+    def slowly(target: torch.Tensor, source: torch.Tensor, room: object) -> None:
+        copying.set()
+        assert go_on.wait(300)  # set by the loop, which goes on meanwhile
+        filled(target, source, room)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tiered.store.store, "_filled", slowly)
+    size = (tiered.store.store.AT_ONCE >> 10) * 2
+    with TieredStore.open(tmp_path / "state", dram="9MiB") as store:
+
+        async def body() -> None:
+            task = asyncio.create_task(store.put_async("w", kib(size, 7)))
+            await until(copying.is_set)
+            await cancelled(task)
+            other = asyncio.create_task(store.put_async("v", kib(1024, 8)))
+            await other  # beside it
+            third = asyncio.create_task(store.put_async("u", kib(2048, 9)))
+            await until(lambda: waiting(store))  # the memory is not free while the thread writes to it
+            go_on.set()
+            await third
+
+        run(body())
+        assert sorted(store) == ["u", "v"]
+        assert store.get("v").eq(8).all()
+        assert store.get("u").eq(9).all()
+        nothing_is_held(store)
+
+
+def a_thousand_clients(folder: Path, seed: int, clients: int, wishes: int) -> tuple[int, int, int]:
+    """Clients that fetch, lease, put and are cancelled at random, over a pool that holds a tenth; returns how many wishes were
+    granted, how many cancelled, and how many tensors came from the disk."""
+    source, keys = random.Random(seed), 60
+    with TieredStore.open(folder, dram=MIB, deadline=float("inf")) as store:
+        for number in range(keys):
+            store.put(f"t{number}", kib(160, number))
+        store.commit()
+        store.offload()
+        before, granted = store.statistics(), 0
+
+        async def client(number: int) -> None:
+            nonlocal granted
+            mine = random.Random(number)
+            for _ in range(wishes):
+                chosen = mine.sample(range(keys), 2)
+                kind = mine.randrange(8)
+                if kind == 0:
+                    async with store.lease([f"t{n}" for n in chosen]) as tensors:
+                        assert [int(tensor[-1]) for tensor in tensors] == chosen
+                    del tensors
+                elif kind == 1:
+                    assert [int(tensor[0]) for tensor in await store.fetch_many([f"t{n}" for n in chosen])] == chosen
+                elif kind == 2:
+                    await store.put_async(f"own {number}", kib(4, number % 251))
+                else:
+                    assert int((await store.fetch(f"t{chosen[0]}"))[7]) == chosen[0]
+                granted += 1 + (kind < 2)
+
+        async def body() -> int:
+            tasks = [asyncio.create_task(client(number)) for number in range(clients)]
+            for number in source.sample(range(clients), clients // 3):
+                await asyncio.sleep(0)
+                tasks[number].cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(end is None or isinstance(end, asyncio.CancelledError) for end in ended), ended
+            return sum(end is not None for end in ended)
+
+        gone = run(body())
+        after = store.statistics()
+        for key in [key for key in store if key.startswith("own")]:
+            assert store.get(key).eq(int(key.split()[1]) % 251).all()
+        nothing_is_held(store)
+        store.close()
+    return granted, gone, after.links[-1].up.transfers - before.links[-1].up.transfers
+
+
+def test_a_thousand_clients(tmp_path: Path) -> None:
+    granted, gone, read = a_thousand_clients(tmp_path / "state", 0, clients=1000, wishes=2)
+    assert gone > 200
+    assert granted > 1300
+    assert read < granted / 2, "those who wait for the same tensor share a transfer"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(20))
+def test_thousands_of_clients(tmp_path: Path, seed: int) -> None:
+    granted, _, read = a_thousand_clients(tmp_path / "state", seed, clients=1000, wishes=6)
+    assert read < granted / 2
+
+
+def test_nothing_is_read_twice_for_one_wish(tmp_path: Path) -> None:
+    """A tensor that came for somebody stays until it is granted; and nobody looks through all who wait for each of them."""
+    looked = 0
+    wanted = EngineState.wanted
+
+    def counted(self: EngineState, *arguments: Any, **options: Any) -> Any:
+        nonlocal looked
+        looked += 1
+        return wanted(self, *arguments, **options)
+
+    with TieredStore.open(tmp_path / "state", dram=MIB, deadline=float("inf")) as store:
+        for number in range(60):
+            store.put(f"t{number}", kib(120, number))
+        store.commit()
+        store.offload()
+        before = store.statistics().links[-1].up.transfers
+
+        async def client(seed: int) -> None:
+            source = random.Random(seed)
+            for _ in range(10):
+                number = source.randrange(60)
+                assert int((await store.fetch(f"t{number}"))[0]) == number
+
+        async def body() -> None:
+            await asyncio.gather(*(client(seed) for seed in range(64)))
+
+        EngineState.wanted = counted  # type: ignore[method-assign]
+        try:
+            run(body())
+        finally:
+            EngineState.wanted = wanted  # type: ignore[method-assign]
+        read = store.statistics().links[-1].up.transfers - before
+        nothing_is_held(store)
+        store.close()
+    assert 60 <= read <= 640
+    assert looked < 30 * read
 
 
 # -- cancelled ---------------------------------------------------------------------------------------------------------------

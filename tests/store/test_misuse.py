@@ -6,7 +6,10 @@ import os
 import random
 import sys
 import threading
+import warnings
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from tiered import (
     StoreClosed,
     StoreLocked,
     TieredStore,
+    UncommittedWarning,
 )
 from tiered.types import TensorSpec
 
@@ -199,3 +203,54 @@ def test_many_threads(store: TieredStore) -> None:
     pool = store.statistics().tiers[0]
     assert (pool.used, pool.held, pool.copies) == (0, 0, 0)
     assert store.statistics().evictions > 50
+
+
+def test_close_says_what_it_drops(tmp_path: Path) -> None:
+    def closed(store: TieredStore) -> list[str]:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            store.close()
+            store.close()
+        assert all(warning.filename == __file__ for warning in found)
+        assert all(warning.category is UncommittedWarning for warning in found)
+        return [str(warning.message) for warning in found]
+
+    def opened(**options: Any) -> TieredStore:
+        return TieredStore.open(tmp_path / "state", dram="1MiB", **options)
+
+    store = opened()
+    store.update({"a": torch.ones(3), "b": torch.ones(3), "c": torch.zeros(0)})
+    assert closed(store) == [
+        f"the store in {tmp_path / 'state'} was closed with changes of 3 tensors that were not committed: call commit() first, "
+        "or leave a with block, which commits"
+    ]
+    with opened() as store:
+        store.update({"a": torch.ones(3), "b": torch.ones(3), "c": torch.zeros(0)})
+    store = opened()
+    store.get("a")
+    store.offload()
+    assert closed(store) == []
+    store = opened()
+    store.delete("a")
+    store["b"] = torch.zeros(9)
+    store["d"] = torch.zeros(9)
+    store.offload()
+    assert "of 3 tensors" in closed(store)[0]
+    store = opened()
+    store.delete("a")
+    store.rollback()
+    assert closed(store) == []
+    store = opened()
+    store["b"] = torch.zeros(9)
+    store.commit_async()
+    assert closed(store) == []
+    for options in ({"access": "read"}, {"durability": "none"}):
+        store = TieredStore.open(tmp_path / ("state" if "access" in options else "scratch"), dram="1MiB", **options)  # type: ignore[arg-type]
+        if "durability" in options:
+            store["x"] = torch.ones(3)
+        assert closed(store) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with suppress(ZeroDivisionError), opened() as store:
+            store["b"] = torch.zeros(7)
+            raise ZeroDivisionError

@@ -22,10 +22,11 @@ from tiered.cli.bench import command as bench
 from tiered.cli.generate import command as generate
 from tiered.cli.info import command as info
 from tiered.cli.plan import command as plan
+from tiered.cli.plan import report
 from tiered.cli.stores import export, import_, ls, verify
 from tiered.cli.train import command as train
 from tiered.cli.train import deepspeed_config
-from tiered.errors import TieredError, shown
+from tiered.errors import TieredError, UncommittedWarning, shown
 
 __all__ = ["build_parser", "main", "run"]
 
@@ -94,7 +95,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"tiered {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for module in info, plan, bench, train, deepspeed_config, generate, ls, verify, export, import_:
+    for module in info, plan, bench, train, report, deepspeed_config, generate, ls, verify, export, import_:
         module.add_parser(commands)
     completion.add_parser(commands, parser)
     return parser
@@ -116,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         mend = getattr(options, "memory_mend", mend)
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
+            warnings.simplefilter("ignore", UncommittedWarning)  # a command says itself what it commits
             code: int = options.run(options, given)
         sys.stdout.flush()
     except SystemExit as exit_:  # argparse has printed help (0) or an error (2)

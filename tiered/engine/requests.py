@@ -438,17 +438,24 @@ class RequestQueue:
 
     def advance(self) -> bool:
         """Attempt every waiting request, the urgent and the old first; return whether one got done."""
-        finished = False
-        for request in sorted(self.waiting, key=lambda r: (r.urgency, r.sequence)):
-            if request.unwanted:
-                self.waiting.remove(request)
-                request.abandon(self._state)
-                finished = True  # others may have what it was waiting for
-            elif self.attempt(request):
-                finished = True
-                self.waiting.remove(request)  # at once: the engine must not turn and turn until the caller has woken
-                request.notify()
-        return finished
+        self._scheduler.exhausted = {}
+        try:
+            left = [self._advanced(request) for request in sorted(self.waiting, key=lambda r: (r.urgency, r.sequence))]
+            return any(left)
+        finally:
+            self._scheduler.exhausted = None
+
+    def _advanced(self, request: Request) -> bool:
+        """Attempt ``request``; return whether it left the queue."""
+        if request.unwanted:
+            self.waiting.remove(request)
+            request.abandon(self._state)
+            return True  # others may have what it was waiting for
+        if not self.attempt(request):
+            return False
+        self.waiting.remove(request)  # at once: the engine must not turn and turn until the caller has woken
+        request.notify()
+        return True
 
 
 def why_stuck(state: EngineState, request: Request, waited: float) -> str:

@@ -28,6 +28,9 @@ class Scheduler:
 
     def __init__(self, state: EngineState) -> None:
         self.state = state
+        self.exhausted: dict[int, int] | None = None
+        """While requests are attempted in their order: tier -> the fewest bytes for which a demand found no copy that may
+        leave. Those after it may push out no more than it may, so they need not look. None elsewhere."""
 
     # -- bringing tensors up -----------------------------------------------------------------------------------------------
 
@@ -240,7 +243,8 @@ class Scheduler:
         """
         state = self.state
         pool = state.pools[tier]
-        if self._nothing_new(tier, nbytes, ticket):
+        exhausted = self.exhausted if ticket.urgency is Urgency.DEMAND else None
+        if self._nothing_new(tier, nbytes, ticket) or (exhausted is not None and nbytes >= exhausted.get(tier, math.inf)):
             return None
         acceptable = self._acceptable(tier, ticket)
         planned = state.order is not None and state.order.plans(tier)
@@ -256,6 +260,8 @@ class Scheduler:
             chosen = self.evict_own_to_fit(tier, nbytes, ticket)
         if chosen is None:
             self.hurry_writebacks(tier, ticket)
+            if exhausted is not None:
+                exhausted[tier] = min(nbytes, exhausted.get(tier, nbytes))
             return None
         if state.order is not None:
             for copy in chosen:

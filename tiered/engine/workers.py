@@ -7,13 +7,15 @@ threads, because ``Thread.start`` waits for an event.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TimedOut
+from typing import Any
 
 from tiered.errors import TieredError
 
@@ -60,6 +62,10 @@ class Outcome(Future[int]):
         """Wait at most ``timeout`` seconds for the end. Raises ``TimeoutError``."""
         self._wait(timeout)
         return self._found[1]
+
+    def __await__(self) -> Generator[Any, None, int]:
+        """Wait in a coroutine. To cancel that cancels nothing but the wait."""
+        return asyncio.wrap_future(self).__await__()
 
     def done(self) -> bool:
         return self._over

@@ -174,6 +174,24 @@ class Plan:
         """The number of ranks from which on twice as many no longer pay; None where there is none among ``ranks``."""
         return next((before.ranks for before, row in zip(self.ranks, self.ranks[1:], strict=False) if not row.pays), None)
 
+    def of_step(self) -> dict[str, Any] | None:
+        """Return what a report sets beside a step that was measured: seconds, bytes of the drive, and memory; None where the
+        model does not fit."""
+        found = self.chosen
+        if found is None:
+            return None
+        timed, machine = bool(found.seconds), self.machine
+        by = "no machine" if machine is None else f"with the rates of {machine.name or 'a machine'}"
+        return {
+            "seconds": found.seconds if timed else None,
+            "waiting": found.waiting if timed else None,
+            "read": found.read,
+            "written": found.written,
+            "process": found.memory.process,
+            "activations": found.memory.activations,
+            "by": f"tiered.plan, {by}.",
+        }
+
     def as_json(self) -> dict[str, Any]:
         """Return the plan as a value for ``json.dumps``; bytes, seconds and counts are numbers."""
         found = asdict(self)

@@ -110,6 +110,10 @@ class Generations:
         """Whether leaving a ``with`` block commits."""
         return False
 
+    def uncommitted(self) -> int:
+        """Return how many tensors differ from the newest commit; 0 where nothing can be committed."""
+        return 0
+
     def committing(self, store: object) -> Commits:
         """Return the part that commits. Raises MisuseError where nothing can be committed."""
         raise MisuseError("nothing can be made durable without a disk, or with durability='none'")
@@ -167,6 +171,24 @@ class Commits(Generations):
     @property
     def commits_at_exit(self) -> bool:
         return self.refused is None
+
+    def uncommitted(self) -> int:
+        self.settle()
+        engine, committed = self._engine, self.newest.tensors if self.newest else {}
+        if self.refused is not None:
+            return 0
+        with engine.lock:
+            state = engine.state
+            if state.changing:  # an exception struck a call, and nobody has counted since
+                return 0
+            there = same = 0
+            for key in state.directory:
+                entry = state.directory.entry(key)
+                if not entry.temporary:
+                    there += 1
+                    copy = entry.copies[-1]
+                    same += entry.unsaved is None and copy is not None and copy.record == committed.get(key, b"none")
+            return there - same + len([key for key in committed if key not in state.directory])
 
     def committing(self, store: object) -> Commits:
         return self

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import os
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
@@ -19,7 +22,7 @@ from tiered.engine.requests import Delete, Install, Room, Work
 from tiered.engine.residency import Entry
 from tiered.engine.retention import affordable, decide, room_for
 from tiered.engine.state import Token
-from tiered.errors import ForkedStore, KeyNotFound, MisuseError, StoreClosed, from_here
+from tiered.errors import ForkedStore, KeyNotFound, MisuseError, StoreClosed, UncommittedWarning, from_here
 from tiered.interfaces import EvictionPolicy, IOBackend, Returnable
 from tiered.store.commit import Commits, Generations
 from tiered.store.lease import (
@@ -40,6 +43,9 @@ from tiered.store.lease import (
 from tiered.store.mapping import MISSING, Default, TensorMapping
 from tiered.store.opening import Existing, Newer, OpenOptions, Parts, access_of, assemble
 from tiered.store.readers import StoreReader
+from tiered.system import memory_of_process
+from tiered.tables.layout import Pattern
+from tiered.tables.table import Table, open_table
 from tiered.telemetry import NO_SPAN, Offloaded, Span, StoreStatistics, Timeline
 from tiered.types import Access, BackendName, Key, TensorSpec, Urgency, format_size
 
@@ -72,6 +78,7 @@ class TieredStore(TensorMapping):
         self._name = f"the store in {parts.nvme.folder}" if parts.nvme else "the store without a disk"
         self._rest = (engine, parts, self._pid, scratch)
         self._shutdown = weakref.finalize(self, _shut_down, *self._rest)
+        self._tables: weakref.WeakValueDictionary[str, Table] = weakref.WeakValueDictionary()
         _open.add(self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -161,13 +168,26 @@ class TieredStore(TensorMapping):
                 self._running()
                 self._generations.committing(self).commit(None, self, always=False)
         finally:
-            self.close()
+            self._close()
 
     def close(self) -> None:
         """Wait for transfers in flight and release everything. Commits nothing. Idempotent.
 
-        Tensors that leases gave stay valid. Afterwards every other call raises StoreClosed; in a forked child, ForkedStore.
+        Warns of changes that were not committed (``UncommittedWarning``). Tensors that leases gave stay valid. Afterwards every
+        other call raises StoreClosed; in a forked child, ForkedStore.
         """
+        self._engine.refuse_nested()
+        dropped = 0 if self._closed or os.getpid() != self._pid else self._generations.uncommitted()
+        self._close()
+        if dropped:
+            warnings.warn(
+                f"{self._name} was closed with changes of {dropped} tensors that were not committed: call commit() first, or "
+                "leave a with block, which commits",
+                UncommittedWarning,
+                stacklevel=2,
+            )
+
+    def _close(self) -> None:
         self._engine.refuse_nested()
         self._closed = True
         if self._shutdown.alive and os.getpid() == self._pid:
@@ -191,6 +211,48 @@ class TieredStore(TensorMapping):
         source = tensor.detach().resolve_conj().resolve_neg()
         tier = self._tier_for(source.device)
         self._put(key, spec_of(source), tier, lambda target: copy_bytes(target, source, queued=self._queued(tier)))
+
+    async def put_async(self, key: Key, tensor: torch.Tensor) -> None:
+        """Store a copy of ``tensor`` as ``put`` does, for a coroutine: waits for room without blocking a thread.
+
+        ``tensor`` must not change until that is done. Cancelled, the call has stored the tensor or left what there was. Raises
+        as ``put``.
+        """
+        refuse_name(key)
+        refuse_unstorable(key, tensor)
+        source = tensor.detach().resolve_conj().resolve_neg()
+        engine, tier = self._running(), self._tier_for(source.device)
+        self._generations.refuse_change(self)
+        spec = spec_of(source)
+        tier = self._tier_that_holds(spec, tier)
+        token = Token()
+        room = Room(tier, max(1, spec.nbytes), key, engine.state.claims.watch(token))
+        queued = self._queued(tier)
+        try:
+            await engine.arrive(room)
+            assert room.slot is not None
+            room.stream = engine.guard(tier, room.slot)
+            if spec.nbytes:
+                target = self._parts.memories[tier].tensor(room.slot, spec.nbytes)[0]
+                if spec.nbytes > AT_ONCE and source.device.type == "cpu" and not queued:
+                    await asyncio.to_thread(_filled, target, source, token)
+                else:
+                    copy_bytes(target, source, queued=queued)
+                del target
+            await engine.arrive(Install(key, spec, room, engine.fences(tier)))
+        except GeneratorExit:  # from the garbage collector, perhaps in a thread that holds the lock
+            raise
+        except BaseException:
+            del token  # gives the room back, unless the tensor was installed, or a thread still fills it
+            engine.released()
+            self._running()
+            raise
+
+    async def delete_async(self, key: Key) -> None:
+        """Delete ``key`` as ``delete`` does, for a coroutine. Raises as that."""
+        refuse_keys([key])
+        self._generations.refuse_change(self)
+        await self._running().arrive(Delete(key))
 
     @from_here
     def create(
@@ -222,8 +284,7 @@ class TieredStore(TensorMapping):
     ) -> None:
         engine = self._running()
         self._generations.refuse_change(self)
-        if spec.nbytes > self._parts.tiers[tier].capacity or spec.nbytes > self._parts.tiers[self._parts.dram].capacity:
-            tier = self._parts.dram  # a tensor larger than DRAM could never leave the tiers above: DRAM refuses it
+        tier = self._tier_that_holds(spec, tier)
         token = Token()
         room = Room(tier, max(1, spec.nbytes), key, engine.state.claims.watch(token))
         try:
@@ -702,6 +763,42 @@ class TieredStore(TensorMapping):
             raise MisuseError(f"meta is a dict of JSON values, not {meta!r}")
         return commits
 
+    # -- tables -----------------------------------------------------------------------------------------------------------
+
+    @from_here
+    def table(
+        self,
+        name: str,
+        rows: int | None = None,
+        columns: int | Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        block: int | str | None = None,
+        pattern: Pattern = "random",
+        fill: float = 0.0,
+    ) -> Table:
+        """Open table ``name``, or make it: ``rows`` rows of ``columns`` elements (or of that shape; None: of one number each).
+
+        A row that nobody has written yet is ``fill``, and takes no room. Rows lie in blocks, which are tensors of the store
+        (``NAME/block0``, …) and move whole: ``block`` is their size in bytes; by default 32 KiB for rows that are used in
+        ``pattern="random"`` order, 1 MiB for "sequential", and more where a table would have more than 65,536 of them.
+        ``dtype`` is torch's default type by default. To open a table its name is enough. Where a table of that name is open
+        already, that is returned.
+
+        Raises KeyNotFound where there is no table and ``rows`` is None; MisuseError for arguments that are wrong, or other than
+        those of the table that there is; ManifestError for a record that is damaged; and as ``put``.
+        """
+        engine = self._running()
+        budget = self._parts.tiers[self._parts.dram].capacity
+        arguments = {"dtype": dtype, "block": block, "pattern": pattern, "fill": fill, "budget": budget}
+        found = open_table(self, name, rows, columns, **arguments)  # type: ignore[arg-type]
+        with engine.lock:
+            known = self._tables.get(name)
+            if known is not None and known.layout == found.layout:
+                return known
+            self._tables[name] = found
+        return found
+
     # -- looking in -------------------------------------------------------------------------------------------------------
 
     def statistics(self) -> StoreStatistics:
@@ -709,7 +806,10 @@ class TieredStore(TensorMapping):
         them."""
         engine = self._running()
         engine.look()
+        memory = memory_of_process()
         with engine.lock:
+            tiers = engine.state.tier_statistics()
+            dram = next(tier for tier in tiers if tier.name == "dram")
             return StoreStatistics(
                 backend=self._parts.backend.name if self._parts.backend else "none",
                 direct=self._parts.nvme is not None and self._parts.nvme.direct,
@@ -727,8 +827,9 @@ class TieredStore(TensorMapping):
                 speculated_unused=engine.state.speculated_unused,
                 wakes=engine.wakes,
                 evictions=engine.state.evictions,
-                tiers=engine.state.tier_statistics(),
+                tiers=tiers,
                 links=engine.link_statistics(),
+                memory=replace(memory, budget=dram.capacity, pool=dram.used, touched=dram.peak),
             )
 
     @contextlib.contextmanager
@@ -785,6 +886,12 @@ class TieredStore(TensorMapping):
             lease.token = None  # not __exit__: Ctrl-C may strike a call before its first line
             engine.released()
 
+    def _tier_that_holds(self, spec: TensorSpec, tier: int) -> int:
+        """Return ``tier``, or DRAM where that cannot hold the tensor. One larger than DRAM could never leave the tiers above:
+        DRAM refuses it."""
+        dram = self._parts.dram
+        return dram if spec.nbytes > min(self._parts.tiers[tier].capacity, self._parts.tiers[dram].capacity) else tier
+
     def _tier_for(self, device: torch.device) -> int:
         """Return the tier to which ``put`` copies a tensor on ``device``."""
         return self._parts.dram if device.type == "cpu" else 0
@@ -817,6 +924,11 @@ class TieredStore(TensorMapping):
         if self._closed:
             raise StoreClosed(f"{self._name} is closed")
         return self._engine
+
+
+def _filled(target: torch.Tensor, source: torch.Tensor, room: Token) -> None:
+    """Copy ``source`` into ``target``, in a thread: ``room`` keeps the memory until then, also where nobody waits any more."""
+    copy_bytes(target, source, queued=False)
 
 
 _open: weakref.WeakSet[TieredStore] = weakref.WeakSet()

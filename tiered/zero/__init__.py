@@ -1,7 +1,9 @@
 """ZeRO-Infinity on a ``TieredStore``: parameters and optimizer states paged around each layer's forward and backward."""
 
+from tiered.tuning.adaptive import AutoPlan, AutoPlanStatistics
 from tiered.zero.build.construct import Construction, ConstructionStatistics, init
 from tiered.zero.checkpoint.checkpoint import commit, commit_async, resume, rollback
+from tiered.zero.checkpoint.dcp import Committed, load_dcp
 from tiered.zero.checkpoint.safetensors import export
 from tiered.zero.deepspeed.engine import Engine
 from tiered.zero.deepspeed.initialize import Init, initialize
@@ -69,6 +71,9 @@ __all__ = [
     "AdamWRule",
     "Adamax",
     "AdamaxRule",
+    "AutoPlan",
+    "AutoPlanStatistics",
+    "Committed",
     "Construction",
     "ConstructionStatistics",
     "Elementwise",
@@ -107,6 +112,7 @@ __all__ = [
     "gathered",
     "init",
     "initialize",
+    "load_dcp",
     "no_sync",
     "offload",
     "onload",

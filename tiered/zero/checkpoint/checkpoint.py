@@ -35,7 +35,7 @@ from tiered.zero.rules import RULES, AdamWRule, UpdateRule, settings_of
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["commit", "commit_async", "resume", "rollback"]
+__all__ = ["commit", "commit_async", "load_record", "resume", "rollback"]
 
 class Readable(Protocol):
     """The methods of a store that reading a record needs."""
@@ -112,7 +112,7 @@ def resume(
     for a record that is damaged.
     """
     pager = pager_of(model)
-    return _load(pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
+    return load_record(pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
 
 
 def rollback(
@@ -157,7 +157,7 @@ def rollback(
         pager.splitter.activations.forget()
     pager.gradient_sync.paused = False
     recall(pager)
-    extra = _load(pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
+    extra = load_record(pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
     getattr(scaler, "_per_optimizer_states", {}).clear()  # what torch does after each step, and load_state_dict does not
     pager.checkpoint.unchanged()
     pager.intent.forget()
@@ -396,13 +396,13 @@ def pending_of(found: Mapping[str, Any], named: Mapping[str, Placement]) -> Pend
     return Pending(updates, found["chunks_done"], found["pieces_done"])
 
 
-def _load(
+def load_record(
     pager: Pager,
     record: Mapping[str, Any],
     optimizer: Optimizer | None,
     scheduler: Stateful | None,
-    scaler: Stateful | None,
-    data: Stateful | torch.Generator | None,
+    scaler: Stateful | None = None,
+    data: Stateful | torch.Generator | None = None,
 ) -> Any:
     """Load optimizer, scheduler, scaler, data and random states from a record: all of them, or, where it raises, none."""
     for what, given in (("optimizer", optimizer), ("scheduler", scheduler), ("scaler", scaler), ("data", data)):
@@ -470,9 +470,12 @@ def persistent_buffers(model: nn.Module) -> list[str]:
 def refuse_other(store: TieredStore, name: str, plan: ModelPlan, partition: Partition, model: nn.Module) -> None:
     """Raise MisuseError where ``model``, divided by ``plan``, is not the one that was committed as ``name``, and ManifestError
     where its record is damaged, or not of the tensors that are there."""
-    buffers = _fitting(store, name, plan.units, plan.limits, partition, model)["buffers"]
+    record = _fitting(store, name, plan.units, plan.limits, partition, model)
+    buffers, mine = record["buffers"], set(persistent_buffers(model))
+    # Of another program's checkpoint a record has no other buffers than that had: those that state_dict has.
+    foreign = record.get("persistent") == list(buffers)
     for fresh, _ in model.named_buffers():
-        if fresh not in buffers:
+        if fresh not in buffers and not (foreign and fresh not in mine):
             raise MisuseError(f"this model is not what was committed as {name!r}: that had no buffer {fresh!r}")
 
 

@@ -609,6 +609,10 @@ class Optimizer(TorchOptimizer):
         """Return the name of the rule of a param group."""
         return rule_name(self._rules[index])
 
+    def rule_of(self, index: int) -> UpdateRule:
+        """Return the rule of a param group, as it was when states were last kept for it."""
+        return self._rules[index]
+
     def settings(self, index: int) -> Iterable[str]:
         """Return the names of a param group's hyper-parameters."""
         return settings_of(self._rules[index])

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tiered import Access, MisuseError, TieredStore
 from tiered.zero.intent import Intent, decide
@@ -93,6 +95,15 @@ Stepper = Callable[[Placement], tuple[Update, Callable[[], None]]]
 now, and what counts it when it is called, once or twice."""
 
 
+class Saved(Protocol):
+    """What a graph saved of a unit: ``offset`` in elements of ``dtype``, ``version`` of the unit, ``saved``: of the tensor."""
+
+    dtype: torch.dtype
+    offset: int | torch.SymInt
+    saved: int
+    version: int
+
+
 class Unit:
     """Parameters that are paged together.
 
@@ -138,7 +149,9 @@ class Unit:
         self.counted_by: dict[Placement, object] = {}
         """What stands for the optimizer that counts the steps of a parameter, once one has made a step or loaded a state."""
         self._lent: list[StorageWeakRef] = []
-        self.references: set[weakref.ref[object]] = set()  # what graphs saved of it, which has no memory of its own
+        self.references: set[weakref.ref[Saved]] = set()  # what graphs saved of it, which has no memory of its own
+        self._data: list[tuple[Placement, torch.Tensor, int]] = []
+        """What was given as ``parameter.data`` since the unit is held, with its version then."""
         kinds = {placement.stored for placement in plan.placements}
         self.states = States(updates, self.key, list(self.parts.values()), even_chunks(plan.elements, chunk), kinds)
         self._cut = plan.cut if plan.shares > 1 else set()
@@ -164,6 +177,10 @@ class Unit:
         if self._holders == 0:
             refuse_tracing()
             refuse_transforms()
+            if torch._C._len_torch_dispatch_stack():
+                with _disable_current_modes():  # of selective checkpointing, say, which counts what a module computes
+                    self.hold(access)
+                return
             if self._in_use:  # an interruption left it so
                 self.let_go()
             for placement in self.plan.placements:
@@ -190,6 +207,11 @@ class Unit:
             placement.parameter.__class__, placement.parameter.data = kind, view
         self._versions = [p.parameter._version for p in self.plan.placements]
 
+    def lend(self, placement: Placement, values: torch.Tensor) -> None:
+        """Note that ``values``, which show a parameter's memory, can be written to without a trace in the parameter."""
+        if self._holders and self._access is Access.READ and not values.is_inference():
+            self._data.append((placement, values, values._version))
+
     def drop(self) -> None:
         """Undo one ``hold``; the last one takes the parameters' memory away again."""
         if self._holders > 1:
@@ -201,6 +223,10 @@ class Unit:
     def let_go(self) -> None:
         """Drop the unit, however often it is held and whatever an interruption left of it."""
         if not self._in_use:
+            return
+        if torch._C._len_torch_dispatch_stack():
+            with _disable_current_modes():
+                self.let_go()
             return
         written: dict[Placement, torch.Tensor] = {}
         if self.base is not None:
@@ -243,30 +269,48 @@ class Unit:
         """Return copies of the parameters that were changed while they were memory at ``here`` that is leased for reading."""
         written = {}
         assert self.base is not None
+        through_data = {placement for placement, values, version in self._data if values._version != version}
         for placement, version in zip(self.plan.placements, self._versions, strict=True):
             parameter = placement.parameter
             if _address(parameter) == self._placeholders[placement].address:
                 continue  # an exception struck as memory was given, or taken away
             if _address(parameter) == here:
                 _refuse_tied(placement, self.base)
-            if parameter._version != version or _address(parameter) != here:
+            if parameter._version != version or _address(parameter) != here or placement in through_data:
                 _refuse_other_kind(placement)
                 written[placement] = parameter.detach().clone()
         return written
 
     @torch.no_grad()
     def _land(self, written: dict[Placement, torch.Tensor]) -> None:
-        """Write the values to the store. A graph made before raises in backward, because the unit has a new version."""
+        """Write the values to the store. What a graph saved of a parameter before the write raises in backward, as in memory;
+        what it saved afterwards, or of another parameter, is as good as before, although the unit has a new version."""
+        before = self.version
+        good = [saved for saved in (one() for one in list(self.references)) if saved and saved.version == before]
+        good = [saved for saved in good if self._is_present(saved, written)]
         self.hold(Access.WRITE)
         try:
+            assert self.base is not None
             for placement, values in written.items():
-                placement.parameter.copy_(values)
+                placement.view(self.base).copy_(values)  # the write itself has changed the version of the parameter, or has not
         finally:
             self.drop()
+        for saved in good:
+            saved.version = self.version
+
+    def _is_present(self, saved: Saved, written: Collection[Placement]) -> bool:
+        """Return whether what a graph saved shows the values of now, of which ``written`` were written."""
+        at = saved.offset * saved.dtype.itemsize
+        return all(
+            saved.saved == placement.parameter._version
+            for placement in written
+            if placement.offset <= at < placement.offset + max(1, placement.nbytes)
+        )
 
     def give_up(self) -> None:
         """Drop the unit without writing it back, because all was rolled back or nothing came of it."""
         if self._in_use:
+            self._data.clear()
             self.release_parameters()
             self.base = None
             self.storage.close()

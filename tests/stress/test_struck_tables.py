@@ -1,0 +1,96 @@
+"""Promise 20 for tables: an exception strikes a call at any line, and all its rows are as before it, or as after it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.stress.strikes import lines_of, struck_at
+from tests.stress.tally import Tally, counts
+from tiered import SparseAdamW, Table, TieredEmbedding, TieredStore
+
+PROMISE = "20 (exceptions that strike a call of a table)"
+ROWS, WIDTH = 120, 8
+IDS = torch.tensor([3, 119, 3, 77, 40, 41])
+pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
+
+Work = Callable[[TieredStore, Table], object]
+
+
+def step(store: TieredStore, table: Table) -> None:
+    embedding = TieredEmbedding(table)
+    optimizer = SparseAdamW(embedding.parameters(), lr=0.1)
+    embedding(IDS).square().sum().backward()
+    optimizer.step()
+
+
+WORKS: dict[str, Work] = {
+    "look_up": lambda store, table: table.look_up(IDS),
+    "update": lambda store, table: table.update(IDS, torch.ones(6, WIDTH)),
+    "accumulate": lambda store, table: table.accumulate(IDS, torch.ones(6, WIDTH)),
+    "append": lambda store, table: table.append(torch.ones(17, WIDTH)),
+    "step": step,
+}
+STATES = ("exp_avg", "exp_avg_sq")
+
+
+def seen(store: TieredStore) -> tuple[torch.Tensor, ...]:
+    """What there is of the table, and of the optimizer's states: all of them together are of one moment."""
+    tables = [store.table("t"), *(store.table(f"t/{name}", ROWS, WIDTH, block=9 * WIDTH * 4) for name in STATES)]
+    steps = store.get("t/steps", torch.zeros(2, dtype=torch.int64))
+    return (*(table[:] for table in tables), torch.tensor([tables[0].appended]), steps)
+
+
+def is_free(table: Table) -> bool:
+    """Whether another thread gets the table's lock."""
+    found: list[bool] = []
+
+    def take() -> None:
+        found.append(table._lock.acquire(blocking=False))
+        if found[0]:
+            table._lock.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@counts(60, 10_000)
+@pytest.mark.parametrize("begin", ["filled", "unwritten", "on the disk"])
+@pytest.mark.parametrize("name", WORKS)
+def test_struck_at_each_line(tmp_path: Path, name: str, begin: str, count: int, tally: Tally) -> None:
+    work, tally.what = WORKS[name], PROMISE
+    with TieredStore.open(tmp_path / "state", dram="1MiB") as store:
+        table = store.table("t", ROWS, WIDTH, block=9 * WIDTH * 4)
+        if begin != "unwritten":
+            table[:] = torch.arange(float(ROWS * WIDTH)).view(ROWS, WIDTH)
+            table.append(torch.zeros(110, WIDTH))
+        for state in STATES if name == "step" and begin != "unwritten" else ():
+            store.table(f"t/{state}", ROWS, WIDTH, block=9 * WIDTH * 4)[:] = torch.full((ROWS, WIDTH), 0.5)
+        store.commit()
+        before = seen(store)
+        lines = lines_of(lambda: work(store, table))
+        after = seen(store)
+        changed = any(not torch.equal(*pair) for pair in zip(before, after, strict=True))
+        assert changed is (name != "look_up")
+        every = max(1, lines // count)
+        for number in range(0, lines, every):
+            store.rollback()
+            if begin == "on the disk":
+                store.offload()
+            where = struck_at(number, lambda: work(store, table))
+            if where is None:  # it came to fewer lines, because it did not have to wait
+                break
+            tally.count(name, 1)
+            assert is_free(table), where
+            assert not any(tier.held for tier in store.statistics().tiers), where
+            found = seen(store)
+            same = [all(map(torch.equal, found, expected)) for expected in (before, after)]
+            assert any(same), where
+            work(store, table)
+        store.close()

@@ -1,0 +1,1 @@
+"""Tables: rows by number in blocks of a store."""

@@ -1,0 +1,435 @@
+"""Tables beside plain tensors: rows by number, slices, rings; commits, other processes, errors."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from tests.store.chains import CHAINS, MIB, Chain, nothing_is_held, same
+from tiered import CapacityError, CorruptionError, KeyNotFound, LeaseConflict, ManifestError, MisuseError, Table, TieredStore
+from tiered.tables import kernel
+
+
+@pytest.fixture(params=CHAINS, ids=lambda chain: chain.name)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TieredStore]:
+    chain: Chain = request.param
+    with chain.open(tmp_path / "state") as opened:
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Iterator[TieredStore]:
+    with TieredStore.open(tmp_path / "state", dram=MIB) as opened:
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(params=["c", "python"])
+def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways in which rows are copied."""
+    if request.param == "python":
+        monkeypatch.setattr(kernel, "lib", None)
+    else:
+        assert kernel.lib is not None
+
+
+ROWS, KINDS = 200, (torch.float32, torch.bfloat16, torch.int64)
+SHAPES = [(), (5,), (3, 4)]
+
+
+class AgainstATensor(RuleBasedStateMachine):
+    """A table of 200 rows whose blocks do not all fit into the pool's part that is leased at once, and a plain tensor."""
+
+    @initialize(
+        hbm=st.booleans(),
+        shape=st.sampled_from(SHAPES),
+        kind=st.sampled_from(KINDS),
+        block_rows=st.sampled_from([2, 7, 64, 900]),
+    )
+    def begin(self, hbm: bool, shape: tuple[int, ...], kind: torch.dtype, block_rows: int) -> None:
+        self.home = tempfile.TemporaryDirectory()
+        self.above: dict[str, Any] = {"hbm": "512KiB", "device": "cpu"} if hbm else {}
+        self.store = self.open()
+        nbytes = block_rows * kind.itemsize * max(1, torch.Size(shape).numel())
+        self.table = self.store.table("t", ROWS, shape, kind, block=nbytes, fill=2)
+        self.table._together = 3 * 4096  # as of a pool of 48 KiB: several parts
+        self.now = torch.full((ROWS, *shape), 2, dtype=kind)
+        self.appended, self.committed = 0, (self.now.clone(), 0)
+        self.store.commit()
+        self.seed = 0
+
+    def open(self) -> TieredStore:
+        return TieredStore.open(Path(self.home.name) / "state", dram=MIB, **self.above)
+
+    def fresh(self, *shape: int) -> torch.Tensor:
+        self.seed += 1
+        generator = torch.Generator().manual_seed(self.seed)
+        values = torch.randint(-1000, 1000, (*shape, *self.table.row_shape), generator=generator)
+        return (values / 7).to(self.table.dtype) if self.table.dtype.is_floating_point else values
+
+    ids = st.lists(st.integers(0, ROWS - 1), max_size=60)
+
+    @rule(ids=ids, two=st.booleans())
+    def look_up(self, ids: list[int], two: bool) -> None:
+        wanted = torch.tensor(ids, dtype=torch.int32)
+        if two and len(ids) % 2 == 0:
+            wanted = wanted.view(2, -1)
+        same(self.table.look_up(wanted), self.now[wanted])
+
+    @rule(ids=ids)
+    def update(self, ids: list[int]) -> None:
+        values = self.fresh(len(ids))
+        self.table.update(ids, values)
+        for place, row in enumerate(ids):
+            self.now[row] = values[place]
+
+    @rule(ids=ids)
+    def set_all_to_one(self, ids: list[int]) -> None:
+        row = self.fresh()
+        self.table[ids] = row
+        self.now[torch.tensor(ids, dtype=torch.int64)] = row
+
+    @rule(ids=ids, alpha=st.sampled_from([1, -3, 2]))
+    def accumulate(self, ids: list[int], alpha: int) -> None:
+        values = self.fresh(len(ids))
+        self.table.accumulate(ids, values, alpha=alpha)
+        self.now.index_add_(0, torch.tensor(ids, dtype=torch.int64), values, alpha=alpha)
+
+    @rule(count=st.integers(0, 300))
+    def append(self, count: int) -> None:
+        values = self.fresh(count)
+        found = self.table.append(values)
+        ids = torch.arange(self.appended, self.appended + count) % ROWS
+        assert torch.equal(found, ids)
+        for place, row in enumerate(ids.tolist()):
+            self.now[row] = values[place]
+        self.appended += count
+        assert (self.table.appended, self.table.filled) == (self.appended, min(self.appended, ROWS))
+
+    @rule(begin=st.integers(-ROWS - 9, ROWS + 9), end=st.integers(-ROWS - 9, ROWS + 9), step=st.sampled_from([1, 1, 3]))
+    def slice(self, begin: int, end: int, step: int) -> None:
+        same(self.table[begin:end:step], self.now[begin:end:step])
+        values = self.fresh(len(self.now[begin:end:step]))
+        self.table[begin:end:step] = values
+        self.now[begin:end:step] = values
+
+    @rule(row=st.integers(-ROWS, ROWS - 1))
+    def one(self, row: int) -> None:
+        same(self.table[row], self.now[row])
+        self.table[row] = self.now[row] = self.fresh()
+
+    @rule(begin=st.integers(0, ROWS), end=st.one_of(st.none(), st.integers(0, ROWS)))
+    def in_blocks(self, begin: int, end: int | None) -> None:
+        found, at = [], begin
+        for first, rows in self.table.blocks(begin, end):
+            assert first == at
+            at += len(rows)
+            found.append(rows)
+        assert not found or len({rows.data_ptr() for rows in found}) == len(found)
+        same(torch.cat([self.now[:0], *found]), self.now[begin:end])
+
+    @rule()
+    def leave_memory(self) -> None:
+        self.store.offload()
+
+    @rule()
+    def commit(self) -> None:
+        self.store.commit()
+        self.committed = self.now.clone(), self.appended
+
+    @rule()
+    def rollback(self) -> None:
+        self.store.rollback()
+        self.now, self.appended = self.committed[0].clone(), self.committed[1]
+
+    @rule()
+    def reopen(self) -> None:
+        self.store.close()
+        self.store = self.open()
+        self.now, self.appended = self.committed[0].clone(), self.committed[1]
+        self.table = self.store.table("t")
+        self.table._together = 3 * 4096
+
+    @precondition(lambda self: self.store.generation)
+    @rule()
+    def read_in_another_store(self) -> None:
+        with TieredStore.open(Path(self.home.name) / "state", dram=MIB, access="read") as reader:
+            table = reader.table("t", ROWS)
+            same(table[:], self.committed[0])
+            assert table.appended == self.committed[1]
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            same(self.table[:], self.now)
+            nothing_is_held(self.store)
+            self.store.close()
+            self.home.cleanup()
+
+
+def run(examples: int, steps: int) -> None:
+    machine = settings(max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck))
+    run_state_machine_as_test(AgainstATensor, settings=machine)  # type: ignore[no-untyped-call]
+
+
+def test_a_table_is_a_tensor() -> None:
+    run(20, 20)
+
+
+@pytest.mark.soak
+def test_a_table_is_a_tensor_for_long() -> None:
+    run(400, 60)
+
+
+@pytest.mark.usefixtures("copies")
+def test_rows_that_are_there_twice(store: TieredStore) -> None:
+    table = store.table("t", 1000, 8, block="1KiB")
+    ids = torch.tensor([5, 999, 5, 0, 999, 5])
+    table.update(ids, torch.arange(6.0)[:, None].expand(6, 8))
+    assert table.look_up([5, 999, 0, 1])[:, 0].tolist() == [5, 4, 3, 0]
+    table.accumulate(ids, torch.ones(6, 8), alpha=2)
+    assert table.look_up([5, 999, 0, 1])[:, 0].tolist() == [11, 8, 5, 0]
+    same(table.look_up(ids), table[:][ids])
+    nothing_is_held(store)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32])
+@pytest.mark.parametrize("shape", [(), (3,), (64,), (2, 40)])
+def test_sums_are_those_of_index_add(kind: torch.dtype, shape: tuple[int, ...], on_disk: TieredStore) -> None:
+    """Bit for bit, however many there are: torch takes other paths for many of them."""
+    table = on_disk.table("t", 2000, shape, kind, block="4KiB")
+    plain = (torch.randn(2000, *shape) * 10).to(kind)
+    table[:] = plain
+    for count in (1, 3, 100, 5000):
+        ids = torch.randint(0, 2000 if count > 3 else 2, (count,))
+        values = (torch.randn(count, *shape) * 10).to(kind)
+        alpha = 3 if kind is torch.int32 else -0.3
+        table.accumulate(ids, values, alpha=alpha)
+        plain.index_add_(0, ids, values, alpha=alpha)
+        same(table[:], plain)
+
+
+def test_what_nobody_wrote_takes_no_room(on_disk: TieredStore) -> None:
+    table = on_disk.table("t", 1 << 40, (4, 4), torch.int16, fill=-7)
+    assert table.look_up([[0, (1 << 40) - 1]]).eq(-7).all()
+    assert sorted(on_disk) == ["t/appended", "t/table"]
+    table[-1] = torch.zeros(4, 4, dtype=torch.int16)
+    assert len(on_disk) == 3
+    assert table.key_of((1 << 40) - 1) in on_disk
+    assert table.look_up([(1 << 40) - 1, (1 << 40) - 2]).sum() == -7 * 16
+    assert table.block_rows * 32 == MIB // 16, "blocks grow with a table, as far as the pool allows"
+
+
+def test_blocks_fit_the_pattern_and_the_pool(on_disk: TieredStore, tmp_path: Path) -> None:
+    assert on_disk.table("random", 100_000, 64).block_rows * 256 == 32 << 10
+    assert on_disk.table("sequential", 100_000, 64, pattern="sequential").block_rows * 256 == MIB // 16
+    assert on_disk.table("own", 100_000, 64, block="1KiB").block_rows == 4
+    assert on_disk.table("wide", 10, 100_000).block_rows == 1
+    assert on_disk.table("few", 3, 1).block_rows == 3
+    with TieredStore.open(tmp_path / "larger", dram="32MiB") as larger:
+        assert larger.table("sequential", 100_000, 64, pattern="sequential").block_rows * 256 == MIB
+        larger.close()
+
+
+def test_a_row_that_never_fits(on_disk: TieredStore) -> None:
+    table = on_disk.table("t", 10, 1 << 20)
+    with pytest.raises(CapacityError, match="4,194,304"):
+        table[0] = torch.zeros(1 << 20)
+    with pytest.raises(CapacityError, match="4,194,304"):
+        table.update([3], torch.zeros(1, 1 << 20))
+
+
+def test_wrong_arguments(on_disk: TieredStore) -> None:
+    table = on_disk.table("t", 100, (2, 3))
+    for ids in ([100], [-1], torch.tensor([1.5]), torch.tensor([True]), ["a"], "a", None, [[1], [2, 3]], 1.0):
+        with pytest.raises(MisuseError):
+            table.look_up(ids)  # type: ignore[arg-type]
+        with pytest.raises(MisuseError):
+            table.update(ids, torch.zeros(2, 3))  # type: ignore[arg-type]
+    for row in (100, -101):
+        with pytest.raises(IndexError):
+            table[row]
+    wrong: list[Any] = [torch.zeros(2), torch.zeros(1, 3, 2), torch.zeros(2, 2, 3), torch.zeros(2, 3).double(), [[0.0] * 3] * 2]
+    for values in (*wrong, torch.zeros(2, 3).to_sparse()):
+        for call in (table.append, lambda v: table.update([1], v), lambda v: table.accumulate([1], v)):
+            if values is not wrong[2] or call != table.append:
+                with pytest.raises(MisuseError, match=r"rows of|have the shape"):
+                    call(values)
+    for options in (
+        {"rows": 0},
+        {"rows": 1.5},
+        {"rows": 1 << 62},
+        {"columns": 0},
+        {"columns": "5"},
+        {"columns": (2, -1)},
+        {"dtype": "float32"},
+        {"pattern": "often"},
+        {"block": 3},
+        {"fill": float("nan")},
+        {"fill": 0.5, "dtype": torch.int64},
+    ):
+        with pytest.raises(MisuseError):
+            on_disk.table("new", **{"rows": 10, "columns": 3, **options})  # type: ignore[arg-type]
+        assert sorted(on_disk) == ["t/appended", "t/table"]
+    with pytest.raises(MisuseError, match="name of a table"):
+        on_disk.table("", 3)
+    with pytest.raises(KeyNotFound, match=r"no table 'new'.*store\.table\(name, rows"):
+        on_disk.table("new")
+    assert table[:].eq(0).all()
+
+
+def test_one_table_for_a_name(on_disk: TieredStore) -> None:
+    table = on_disk.table("t", 100, 3)
+    assert on_disk.table("t") is on_disk.table("t", 100, (3,), torch.float32) is table
+    assert repr(table) == f"<Table 't': 100x3 of torch.float32, 100 rows in a block, in {on_disk}>"
+    assert (len(table), table.rows, table.row_shape, table.dtype) == (100, 100, (3,), torch.float32)
+    for others in ((99, 3), (100, 4), (100, 3, torch.float64)):
+        with pytest.raises(MisuseError, match="exists and has"):
+            on_disk.table("t", *others)  # type: ignore[arg-type]
+
+
+def test_deleted_and_made_anew(on_disk: TieredStore) -> None:
+    on_disk.put("t/blocks", torch.ones(1))
+    table = on_disk.table("t", 100, 3, block="128B")
+    table[:] = torch.ones(100, 3)
+    table.delete()
+    assert list(on_disk) == ["t/blocks"]
+    with pytest.raises(KeyNotFound):
+        on_disk.table("t")
+    other = on_disk.table("t", 100, 6, block="240B")
+    assert other[:].eq(0).all()
+    other[:10] = torch.ones(10, 6)
+    with pytest.raises(MisuseError, match="open the table again"):
+        table.look_up([0])
+    with pytest.raises(MisuseError, match="open the table again"):
+        table.update([0], torch.ones(1, 3))
+    assert other[0].eq(1).all()
+    other.delete()
+    on_disk.put("t/block7", torch.ones(1))
+    with pytest.raises(MisuseError, match="of no table"):
+        on_disk.table("t", 100, 3)
+
+
+def test_damaged_records(on_disk: TieredStore) -> None:
+    good = on_disk.table("t", 100, 3).layout.encoded().numpy().tobytes()
+    damaged = [b"", b"{}", b"[1]", good[:-1], good.replace(b"float32", b"nn"), good.replace(b"float32", b"load"), b"\xff" * 9]
+    damaged += [good.replace(b'"format":1', b'"format":2'), good.replace(b'"rows":100', b'"rows":-1'), good + b" x"]
+    damaged += [good.replace(b'"rows":100', b'"rows":4611686018427387904'), good.replace(b"[3]", b"[0]")]
+    damaged += [good.replace(b"[3]", b"3")]
+    for record in damaged:
+        assert record != good
+        on_disk.put("t/table", torch.frombuffer(bytearray(record + b" " * (not record)), dtype=torch.uint8))
+        with pytest.raises(ManifestError, match="'t/table' is not the record of a table"):
+            on_disk.table("t")
+    on_disk.put("t/table", torch.zeros(3))
+    with pytest.raises(ManifestError):
+        on_disk.table("t")
+    on_disk.put("t/table", torch.frombuffer(bytearray(good), dtype=torch.uint8))
+    table = on_disk.table("t")
+    for counter in (torch.zeros(1), torch.zeros(2, dtype=torch.int64), torch.tensor([-1])):
+        on_disk.put("t/appended", counter)
+        with pytest.raises(MisuseError, match="no count"):
+            table.append(torch.zeros(3))
+
+
+def test_a_damaged_block_fails_only_its_rows(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "state", dram=MIB) as store:
+        store.table("t", 100, 100, block="4000B")[:] = torch.arange(100.0)[:, None].expand(100, 100)
+    file = tmp_path / "state" / "data.0"
+    contents = bytearray(file.read_bytes())
+    contents[contents.index(torch.full((100,), 57.0).numpy().tobytes())] ^= 1
+    file.write_bytes(contents)
+    with TieredStore.open(tmp_path / "state", dram=MIB, access="read") as store:
+        table = store.table("t")
+        with pytest.raises(CorruptionError, match="'t/block5'"):
+            table.look_up([1, 52, 99])
+        assert table.look_up([1, 49, 60, 99])[:, 0].tolist() == [1, 49, 60, 99]
+        nothing_stays(store)
+
+
+def nothing_stays(store: TieredStore) -> None:
+    assert [tier.held for tier in store.statistics().tiers] == [0] * len(store.statistics().tiers)
+
+
+def test_a_store_that_is_open_for_reading(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "state", dram=MIB) as store:
+        table = store.table("t", 100, 3, block="128B")
+        table[:50] = torch.ones(50, 3)
+        table.append(torch.ones(3, 3))
+        store.commit()
+        with TieredStore.open(tmp_path / "state", dram=MIB, access="read") as reader:
+            seen = reader.table("t")
+            assert (seen[:].sum(), seen.appended) == (150, 3)
+            for change in (
+                lambda: seen.update([0], torch.zeros(1, 3)),
+                lambda: seen.update([99], torch.zeros(1, 3)),
+                lambda: seen.accumulate([0], torch.ones(1, 3)),
+                lambda: seen.append(torch.ones(1, 3)),
+                lambda: seen.__setitem__(slice(None), torch.zeros(100, 3)),
+                seen.delete,
+            ):
+                with pytest.raises(MisuseError, match="open for reading"):
+                    change()
+            table[60:] = torch.ones(40, 3)
+            table.append(torch.zeros(1, 3))
+            store.commit()
+            assert (seen[:].sum(), seen.appended) == (150, 3)
+            reader.refresh()
+            assert (seen[:].sum(), seen.appended) == (267, 4)
+
+
+def test_threads_take_turns(store: TieredStore) -> None:
+    table = store.table("t", 2000, 4, torch.int64, block="1KiB")
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        source = random.Random(seed)
+        try:
+            for _ in range(20):
+                ids = torch.tensor(source.choices(range(2000), k=50))
+                table.accumulate(ids, torch.ones(50, 4, dtype=torch.int64))
+                table.look_up(ids)
+                assert store.table("t") is table
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+    assert table[:].sum() == 4 * 20 * 50 * 4
+    nothing_is_held(store)
+
+
+def test_a_block_that_somebody_leases(on_disk: TieredStore) -> None:
+    table = on_disk.table("t", 100, 3, block="128B")
+    table[:] = torch.zeros(100, 3)
+    with on_disk.lease(table.key_of(15)) as rows:
+        assert rows.shape == (10, 3)
+        assert table.look_up([15, 99]).eq(0).all()
+        with pytest.raises(LeaseConflict, match="'t/block1'"):
+            table.update([99, 15], torch.ones(2, 3))
+    del rows
+    assert table[:].eq(0).all()
+
+
+def test_keys_begin_with_the_name(on_disk: TieredStore) -> None:
+    one, other = on_disk.table("a", 10, 3), on_disk.table("a/block", 10, 3)
+    one[:] = torch.ones(10, 3)
+    other[:] = torch.ones(10, 3)
+    assert sorted(on_disk.keys("a/block/*")) == ["a/block/appended", "a/block/block0", "a/block/table"]
+    one.delete()
+    assert other[:].eq(1).all()
+    assert isinstance(other, Table)

@@ -1,0 +1,141 @@
+"""``TieredEmbedding``: ``torch.nn.Embedding`` with its rows in a table, and sparse gradients as torch has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiered.errors import MisuseError
+from tiered.tables.table import Table
+
+__all__ = ["TableWeight", "TieredEmbedding"]
+
+
+class TableWeight(nn.Parameter):
+    """The parameter of a ``TieredEmbedding``: it has the table's shape, takes no memory, and reads as NaN, because the values
+    are in the table. ``grad`` is a sparse tensor, as torch makes it."""
+
+    table: Table
+
+    def __new__(cls, table: Table) -> TableWeight:
+        empty = torch.full((), torch.nan, dtype=table.dtype, device="cpu").expand((table.rows, *table.row_shape))
+        weight = torch.Tensor._make_subclass(cls, empty, True)
+        weight.table = table
+        return weight
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"TableWeight of {self.table!r}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise MisuseError(f"the weight of table {self.table.name!r} cannot be copied or pickled: its values are in the store")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__reduce_ex__(4)
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a table, and the gradient of its weight: sparse, with one entry for each id, in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: TableWeight, ids: torch.Tensor, padding: int | None) -> torch.Tensor:
+        ctx.table, ctx.padding = weight.table, padding
+        ctx.save_for_backward(ids)
+        return weight.table.look_up(ids)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (ids,) = ctx.saved_tensors
+        flat, values = ids.reshape(-1), grad.reshape(-1, *ctx.table.row_shape)
+        if ctx.padding is not None:
+            kept = flat != ctx.padding
+            flat, values = flat[kept], values[kept]
+        shape = (ctx.table.rows, *ctx.table.row_shape)
+        where = flat.to("cpu", torch.int64)[None]
+        return torch.sparse_coo_tensor(where, values.to("cpu"), shape, check_invariants=False), None, None
+
+
+class TieredEmbedding(nn.Module):
+    """``torch.nn.Embedding(sparse=True)`` whose rows are in a table of a store, so that it may be larger than memory.
+
+    Forward reads the rows that are asked for, and returns them on the device of the ids. Backward makes the same sparse
+    gradient as torch; ``SparseAdamW``, ``SparseAdagrad`` and ``RowwiseAdagrad`` apply it to the table. ``state_dict()`` has a
+    copy of all rows, and ``load_state_dict`` writes them. A commit of the store saves the rows without one.
+    """
+
+    def __init__(self, table: Table, *, padding_idx: int | None = None) -> None:
+        """Raises MisuseError for a table that is not a matrix of floating point numbers, and for a ``padding_idx`` that is no
+        row's."""
+        super().__init__()
+        if len(table.row_shape) != 1 or not table.dtype.is_floating_point:
+            raise MisuseError(f"an embedding is a table of vectors of floating point numbers, not {table}")
+        if padding_idx is not None and not -table.rows <= padding_idx < table.rows:
+            raise MisuseError(f"padding_idx={padding_idx} is no row of {table}")
+        self.table = table
+        self.num_embeddings, self.embedding_dim = table.rows, table.row_shape[0]
+        self.padding_idx = None if padding_idx is None else padding_idx % table.rows
+        self.weight = TableWeight(table)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows ``ids``, of shape ``(*ids.shape, embedding_dim)``."""
+        if torch.is_grad_enabled() and self.weight.requires_grad:
+            found: torch.Tensor = _Rows.apply(self.weight, ids, self.padding_idx)  # type: ignore[no-untyped-call]
+            return found
+        return self.table.look_up(ids)
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, table={self.table.name!r}"
+
+    @torch.no_grad()
+    def initialize(self, fill: Callable[[torch.Tensor], object]) -> TieredEmbedding:
+        """Have ``fill`` set the values of all rows, one block at a time in order, in place; return the module.
+
+        ``fill`` gets tensors of shape (rows, embedding_dim), such as ``torch.nn.init.normal_`` does. The row ``padding_idx``
+        becomes 0.
+        """
+        for begin in range(0, self.num_embeddings, self.table.block_rows):
+            end = min(self.num_embeddings, begin + self.table.block_rows)
+            rows = torch.empty((end - begin, self.embedding_dim), dtype=self.table.dtype, device="cpu")
+            fill(rows)
+            if self.padding_idx is not None and begin <= self.padding_idx < end:
+                rows[self.padding_idx - begin] = 0
+            self.table[begin:end] = rows
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> TieredEmbedding:
+        """Leave the weight where it is: rows go to the device of the ids. Raises MisuseError for another element type."""
+        probe = fn(torch.empty(0, dtype=self.table.dtype))
+        if probe.dtype is not self.table.dtype:
+            raise MisuseError(f"{self.table} has {self.table.dtype}, and stays so: make a table of {probe.dtype}")
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "weight"] = self.weight if keep_vars else self.table[:]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key = prefix + "weight"
+        given = state_dict.get(key)
+        if given is None:
+            missing_keys.append(key)
+        elif isinstance(given, TableWeight):
+            if given.table is not self.table:
+                for begin, rows in given.table.blocks():
+                    self.table[begin : begin + rows.shape[0]] = rows
+        elif tuple(given.shape) != (self.num_embeddings, self.embedding_dim):
+            error_msgs.append(f"size mismatch for {key}: {tuple(given.shape)}, the table has {tuple(self.weight.shape)}")
+        else:
+            for begin in range(0, self.num_embeddings, self.table.block_rows):
+                rows = given[begin : begin + self.table.block_rows].detach()
+                self.table[begin : begin + rows.shape[0]] = rows.to("cpu", self.table.dtype)

@@ -1,0 +1,192 @@
+"""How the rows of a table lie in tensors of a store: which block has a row, and where; and the record that says so.
+
+A table named NAME is these tensors of its store:
+
+- ``NAME/table``: the record, JSON as uint8, written once.
+- ``NAME/appended``: how many rows were appended so far, one int64.
+- ``NAME/block0``, ``NAME/block1``, …: the rows, ``block_rows`` in each, fewer in the last. A block that nobody wrote to does
+  not exist, and all its rows are ``fill``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from tiered.errors import ManifestError, MisuseError
+from tiered.types import LARGEST, Key, format_size, parse_size
+
+__all__ = ["Layout", "Pattern", "Run", "appended_key", "block_prefix", "described", "record_key"]
+
+Pattern = Literal["random", "sequential"]
+BLOCK_BYTES: dict[Pattern, int] = {"random": 32 << 10, "sequential": 1 << 20}
+"""Bytes of a block, by how rows are used: each row that is not in memory costs the transfer of its block."""
+MOST_BLOCKS = 1 << 16
+"""Blocks of a table grow instead, because each has an entry in memory and in every manifest."""
+SHARE = 16
+"""A block takes at most such a part of the pool, as long as that is more than a row."""
+ROOM = 4096
+"""Bytes: a tensor takes a multiple of it of the pool."""
+FORMAT = 1
+
+
+class _Record(msgspec.Struct, forbid_unknown_fields=True):
+    format: int
+    rows: int
+    shape: list[int]
+    dtype: str
+    block_rows: int
+    fill: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """``count`` rows that follow each other in block ``block``, from its row ``place`` on."""
+
+    block: int
+    place: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``rows`` rows of shape ``shape`` and type ``dtype``, ``block_rows`` in a block; ``fill``: what nobody wrote is."""
+
+    rows: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    block_rows: int
+    fill: float = 0.0
+
+    @property
+    def row_nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def block_nbytes(self) -> int:
+        return self.block_rows * self.row_nbytes
+
+    @property
+    def block_room(self) -> int:
+        """Return the bytes that a block takes of the pool, and of the disk."""
+        return -(-self.block_nbytes // ROOM) * ROOM
+
+    @property
+    def blocks(self) -> int:
+        """Return the number of blocks that the table has when all of them exist."""
+        return -(-self.rows // self.block_rows)
+
+    def rows_in(self, block: int) -> int:
+        """Return how many rows ``block`` has."""
+        return min(self.block_rows, self.rows - block * self.block_rows)
+
+    def shape_of(self, block: int) -> tuple[int, ...]:
+        """Return the shape of the tensor that ``block`` is."""
+        return (self.rows_in(block), *self.shape)
+
+    def runs(self, begin: int, end: int) -> Iterator[Run]:
+        """Divide the rows from ``begin`` to ``end`` by blocks, in order."""
+        while begin < end:
+            block, place = divmod(begin, self.block_rows)
+            count = min(end - begin, self.block_rows - place)
+            yield Run(block, place, count)
+            begin += count
+
+    def encoded(self) -> torch.Tensor:
+        """Return the record of the table, uint8 of one dimension."""
+        name = str(self.dtype).removeprefix("torch.")
+        record = _Record(FORMAT, self.rows, list(self.shape), name, self.block_rows, self.fill)
+        return torch.frombuffer(bytearray(msgspec.json.encode(record)), dtype=torch.uint8)
+
+    @staticmethod
+    def decoded(name: str, record: torch.Tensor) -> Layout:
+        """Return the layout of which ``record`` is the record. Raises ManifestError where it is damaged, or of a newer
+        version."""
+        try:
+            if record.dtype is not torch.uint8:
+                raise ValueError("it is not bytes")
+            found = msgspec.json.decode(record.flatten().numpy().tobytes(), type=_Record, strict=True)
+            dtype = getattr(torch, found.dtype, None) if found.dtype.isidentifier() else None
+            if found.format != FORMAT:
+                raise ValueError(f"it has the format {found.format}, this version knows {FORMAT}")
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"no element type {found.dtype!r}")
+            if found.rows < 1 or found.block_rows < 1 or any(size < 1 for size in found.shape):
+                raise ValueError("a size is not positive")
+            layout = Layout(found.rows, tuple(found.shape), dtype, found.block_rows, found.fill)
+            if layout.rows * layout.row_nbytes > LARGEST:
+                raise ValueError("it is larger than a store can be")
+        except (msgspec.DecodeError, msgspec.ValidationError, ValueError) as error:
+            raise ManifestError(f"{record_key(name)!r} is not the record of a table: {error}") from error
+        return layout
+
+
+def record_key(name: str) -> Key:
+    return f"{name}/table"
+
+
+def appended_key(name: str) -> Key:
+    return f"{name}/appended"
+
+
+def block_prefix(name: str) -> Key:
+    """Return what the keys of all blocks begin with; their numbers follow."""
+    return f"{name}/block"
+
+
+def described(
+    name: str,
+    rows: object,
+    columns: int | Sequence[int] | None,
+    dtype: torch.dtype | None,
+    block: int | str | None,
+    pattern: Pattern,
+    fill: float,
+    budget: int,
+) -> Layout:
+    """Return the layout of a new table: arguments as ``TieredStore.table`` has them; ``budget``: bytes of the pool."""
+    shape = _shape(name, columns)
+    if type(rows) is not int or rows < 1:
+        raise MisuseError(f"table {name!r}: rows is a number of rows, at least 1, not {rows!r}")
+    kind: Any = torch.get_default_dtype() if dtype is None else dtype
+    if not isinstance(kind, torch.dtype):
+        raise MisuseError(f"table {name!r}: dtype is one of torch's, such as torch.float32, not {kind!r}")
+    if pattern not in BLOCK_BYTES:
+        raise MisuseError(f"table {name!r}: pattern is 'random' or 'sequential', not {pattern!r}")
+    if type(fill) not in (int, float) or not -1e300 < fill < 1e300:
+        raise MisuseError(f"table {name!r}: fill is a finite number, not {fill!r}")
+    one = Layout(rows, shape, kind, 1, float(fill))
+    _refuse_fill(name, one)
+    if rows * one.row_nbytes > LARGEST:
+        raise MisuseError(f"table {name!r} would have {rows * one.row_nbytes:,} bytes, more than a store can have")
+    if block is None:
+        nbytes = max(BLOCK_BYTES[pattern], -(-rows * one.row_nbytes // MOST_BLOCKS))
+        nbytes = min(nbytes, budget // SHARE)
+    else:
+        nbytes = parse_size(block)
+        if nbytes < one.row_nbytes:
+            raise MisuseError(
+                f"table {name!r}: a block of {format_size(nbytes)} holds no row, which has {one.row_nbytes:,} bytes: give more"
+            )
+    return Layout(rows, shape, kind, min(rows, max(1, nbytes // one.row_nbytes)), one.fill)
+
+
+def _shape(name: str, columns: object) -> tuple[int, ...]:
+    shape = () if columns is None else (columns,) if type(columns) is int else columns
+    if not isinstance(shape, tuple | list) or not all(type(size) is int and size > 0 for size in shape):
+        raise MisuseError(f"table {name!r}: columns is a number of columns, or the shape of a row, not {columns!r}")
+    return tuple(shape)
+
+
+def _refuse_fill(name: str, layout: Layout) -> None:
+    try:
+        kept = torch.full((), layout.fill, dtype=layout.dtype).item()
+    except (RuntimeError, NotImplementedError) as error:
+        raise MisuseError(f"table {name!r}: torch does not fill a tensor of {layout.dtype} with {layout.fill!r}") from error
+    if not layout.dtype.is_floating_point and kept != layout.fill:
+        raise MisuseError(f"table {name!r}: fill {layout.fill!r} is no number of {layout.dtype}")
