@@ -429,8 +429,10 @@ class UnitPlan:
     @property
     def cut(self) -> set[Placement]:
         """Return the parameters of which several ranks have a share."""
-        found = Counter(placement for rank in range(self.shares) for placement in self.parts(rank) if self.shares > 1)
-        return {placement for placement, times in found.items() if times > 1}
+        if self.shares == 1:
+            return set()
+        found = [(p, p.element, p.element + p.numel - 1) for p in self.placements if p.numel]
+        return {p for p, first, last in found if first // self.elements != last // self.elements}
 
     @property
     def of_expert(self) -> bool:
