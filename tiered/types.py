@@ -228,7 +228,8 @@ class Transfer:
     ``upper`` and ``lower`` are its slots in the link's two tiers, ``nbytes`` is the tensor's own size (without padding; at
     least 1). ``tensor_id`` and ``generation`` say whose bytes and from when, and go into the checksums. ``checksums`` is what
     an UP transfer must find: the concatenated checksums of the pieces, or b"" for unchecked. ``after`` are fences that must
-    have passed before the upper slot is touched.
+    have passed before the upper slot is touched. ``begun`` is the urgency with which the transfer was started; ``urgency`` may
+    have risen since.
     """
 
     tag: int
@@ -242,6 +243,7 @@ class Transfer:
     generation: int = 0
     checksums: bytes = b""
     after: tuple[Fence, ...] = ()
+    begun: Urgency = Urgency.DEMAND
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ import pytest
 from tests.rig import WRITE, Rig, evicted, failure, fill, where
 from tiered.engine.policy import Touch
 from tiered.engine.residency import State
+from tiered.errors import ReadError
+from tiered.types import Urgency
 
 
 def test_a_prefetch_leaves_room_for_a_demand() -> None:
@@ -122,6 +124,33 @@ def test_a_prefetch_that_fails_half_way_is_not_tried_again() -> None:
     rig.run()
     assert not rig.links[1].pending
     assert not rig.engine.requests.waiting
+    rig.wind_down()
+
+
+@pytest.mark.parametrize("fails", ["once", "again"])
+def test_a_prefetch_that_fails_says_nothing_of_a_lease_that_came_later(fails: str) -> None:
+    """The disk may have been repaired since: the lease has a read of its own, whose error counts."""
+    rig = Rig(12, 400)
+    fill(rig, "a", nbytes=4)
+    evicted(rig, "a")
+    rig.hint("a")
+    rig.run()
+    (hinted,) = rig.links[0].pending.values()
+    lease = rig.lease("a")
+    rig.run()
+    assert list(rig.links[0].pending.values()) == [hinted], "the lease waits for the same read"
+    rig.complete(0, hinted.tag, failure(hinted))
+    rig.run()
+    assert not lease.done
+    (own,) = rig.links[0].pending.values()
+    assert own.urgency is Urgency.DEMAND
+    rig.complete(0, own.tag, failure(own) if fails == "again" else None)
+    rig.run()
+    assert lease.done
+    assert isinstance(lease.error, ReadError if fails == "again" else type(None))
+    assert not rig.links[0].pending
+    if lease.error is None:
+        rig.end(lease)
     rig.wind_down()
 
 

@@ -405,7 +405,8 @@ class Scheduler:
                 state.pools[index].policy.touched(entry.key)
             else:
                 for ticket in state.waiting:
-                    ticket.failed(entry.key, completion.error)
+                    if ticket.urgency >= transfer.begun:  # else the read began before it was asked for: a new one follows
+                        ticket.failed(entry.key, completion.error)
         else:
             self._end_writeback(index, entry, transfer, completion)
         return transfer

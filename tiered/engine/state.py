@@ -333,6 +333,7 @@ class TransferQueues:
         transfer = self.queues[index].take(self._refused[index])
         if transfer is not None:
             self.waiting -= 1
+            transfer.begun = transfer.urgency
             self.counters[index][transfer.direction].begin(now)
         return transfer
 

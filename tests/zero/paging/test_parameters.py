@@ -801,3 +801,11 @@ def test_a_write_to_a_tensor_that_is_gone_by_the_next_forward_raises(store: Tier
         zero.commit(model)
         assert torch.equal(model.state_dict()[f"{layer}.weight"], now)
     assert lost, "no layer was evicted"
+
+
+@pytest.mark.parametrize("name", ["tensor", "as_tensor", "asarray", "empty"])
+def test_a_default_device_is_still_that_of_functions_that_make_tensors(name: str) -> None:
+    """transformers asks ``torch.tensor([]).device`` whether it is on the meta device, and leaves buffers without values if not.
+    """
+    with torch.device("meta"):
+        assert getattr(torch, name)([1]).device.type == "meta"

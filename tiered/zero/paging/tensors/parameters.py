@@ -29,6 +29,7 @@ from typing import Any, Protocol
 import torch
 import torch._functorch.eager_transforms
 import torch._functorch.vmap
+import torch.utils._device
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import get_gradient_edge
@@ -577,6 +578,7 @@ def _has_no_values(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (hasattr(type(value), "held_class") or isinstance(value, PagedView))
 
 
+torch.utils._device._device_constructors()  # made once: a default device knows functions by those that torch has until here
 for _name in ("tensor", "as_tensor", "asarray", "sparse_coo_tensor", "sparse_csr_tensor", "sparse_compressed_tensor"):
     _with_values(torch, _name)
 _with_values(torch.Tensor, "new_tensor")
