@@ -123,7 +123,7 @@ def longer(folder: str, length: int) -> None:
     """Two steps of a GPT on one sequence, in a store (its activations, too) or, without ``folder``, in memory; prints the peak,
     and the losses."""
     torch.manual_seed(0)
-    model = GPT(Shape(12, 384, 6, LONG))  # positions for the long one, so that both have as many parameters
+    model = GPT(Shape(12, 256, 4, LONG))  # positions for the long one, so that both have as many parameters
     losses = []
 
     def step(optimizer: torch.optim.Optimizer) -> None:
@@ -135,7 +135,7 @@ def longer(folder: str, length: int) -> None:
         losses.append(loss.item())
 
     if folder:
-        with TieredStore.open(folder, dram=96 * MIB, durability="none") as store:
+        with TieredStore.open(folder, dram=48 * MIB, durability="none") as store:
             zero.page(model, store, activations="store")
             paged = zero.AdamW(model.parameters(), lr=1e-3)
             for _ in range(2):

@@ -17,7 +17,6 @@ from tiered import MisuseError, TieredStore, zero
 from tiered.cli.measure import measure, scratch_store
 from tiered.planning.machine import Machine
 from tiered.types import PIECE_BYTES
-from tiered.zero.rules import AdamWRule
 
 __all__ = ["measured_machine"]
 
@@ -28,6 +27,9 @@ PRODUCT = (512, 1024, 2048)
 MOVED = 16 << 20
 """Bytes of an operand that is only moved: larger than caches."""
 UPDATED = 1 << 20
+"""Parameters of a layer that is updated."""
+STREAMED, UPDATES = 16 << 20, 20
+"""Bytes of the pool in which updates are timed: two thirds of the states of two such layers; and how many steps."""
 UNITS, WIDTH = 24, 64
 STEPS = 20
 
@@ -54,7 +56,7 @@ def measured_machine(folder: str, *, check: Callable[[], object] = lambda: None)
     one = torch.ones(4, requires_grad=True)
     operation = statistics.median(_seconds(lambda: one + 1) for _ in range(500))
     check()
-    update = _update()
+    update = _update(folder)
     check()
     lease = _lease(folder)
     import_module("torch._dynamo")  # torch imports it with its first optimizer, so it is part of what a process takes
@@ -121,18 +123,34 @@ def _hashing() -> float:
     return PIECE_BYTES / _least(lambda: xxhash.xxh3_128_digest(piece), 15)
 
 
-def _update() -> float:
-    """Return the elements that Adam updates in a second, in pieces as paging makes them."""
-    rule = AdamWRule(1e-3, (0.9, 0.999), 1e-8, 0.01, False)
-    parameter, gradient, m, v = (torch.zeros(8 * UPDATED) for _ in range(4))
-    piece = 1 << 18
+class _Wide(nn.Module):
+    """Two layers with as many parameters as ``UPDATED`` each."""
 
-    def work() -> None:
-        for start in range(0, parameter.numel(), piece):
-            here = slice(start, start + piece)
-            rule.update(parameter[here], gradient[here], {"m": m[here], "v": v[here]}, 2)
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(UPDATED // 1024, 1024) for _ in range(2))
 
-    return parameter.numel() / _least(work, 7)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers[1](self.layers[0](x))
+        return found
+
+
+def _update(folder: str) -> float:
+    """Return the elements that Adam updates in a second, as paging does it: of a model whose states come from the drive, so
+    that no cache of the processor has them. Time that it waits for the drive does not count."""
+    with scratch_store(folder, dram=STREAMED) as store:
+        model = zero.page(_Wide(), store)
+        optimizer = zero.AdamW(model.parameters())
+        taken, before = [], 0.0
+        for _ in range(2 + UPDATES):
+            model(torch.ones(1, UPDATED // 1024)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            after = zero.statistics(model).update_seconds
+            taken.append(after - before)
+            before = after
+        elements = sum(parameter.numel() for parameter in model.parameters())
+    return elements / min(one for one in taken if one > 0)
 
 
 class _Small(nn.Module):
