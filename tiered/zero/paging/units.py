@@ -345,7 +345,7 @@ class Sliced:
             shapes = [torch.Size((min(self.rows, count - at), *inside)) for at in range(0, count, self.rows)]
         with torch.inference_mode(False):
             nothing = torch.zeros((), dtype=whole.dtype, device="cpu")
-            self.slices = [Slice(nothing.expand(shape), whole.requires_grad) for shape in shapes]
+            self.slices = [Slice(nothing.data.expand(shape), whole.requires_grad) for shape in shapes]  # each its own version
 
     def at(self, number: int) -> int | slice:
         """Return the index of a slice in the whole."""
