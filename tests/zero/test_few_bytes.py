@@ -570,7 +570,8 @@ def in_memory_of_a_rank(rank: int, folder: Path, kinds: list[str]) -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [2, 3])
 def test_ranks_with_parameters_in_memory(size: int, tmp_path: Path) -> None:
     kinds = ["8bit", "4bit"]
     results = on_ranks(size, in_memory_of_a_rank, tmp_path, kinds)

@@ -70,11 +70,10 @@ CASES = {
     "nadam": case("NAdam", lr=1e-3, weight_decay=0.01),
     "radam": case("RAdam", lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01, decoupled_weight_decay=True),
     "adamax": case("Adamax", lr=1e-3, weight_decay=0.01),
-    "adafactor": case("Adafactor", lr=1e-2, weight_decay=0.01),
-    "adafactor_eps": case("Adafactor", lr=2e-2, eps=(1e-8, 1e-4), d=2.0, beta2_decay=-0.6),
+    "adafactor": case("Adafactor", lr=2e-2, eps=(1e-8, 1e-4), d=2.0, beta2_decay=-0.6, weight_decay=0.01),
     "lion": case("Lion", ReferenceLion, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1),
 }
-PIECEWISE = [kind for kind in CASES if "adafactor" not in kind]
+PIECEWISE = [kind for kind in CASES if kind != "adafactor"]
 for unfused in ("sgd_loop", "adam_loop", "adagrad_loop"):
     CASES[unfused].arguments["fused"] = False
 

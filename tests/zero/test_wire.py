@@ -21,7 +21,7 @@ from tests.zero.ranks import on_ranks
 from tiered import TieredStore, zero
 from tiered.zero.paging import units
 
-WIDTH, LAYERS = 240, 8  # 2, 3 and 4 ranks divide the layers without padding
+WIDTH, LAYERS = 192, 8  # 2, 3 and 4 ranks divide the layers at multiples of 256 elements, without padding
 UNIT = 4 * WIDTH * WIDTH
 PHI = LAYERS * UNIT
 """Bytes of all parameters, and of all gradients."""
