@@ -121,7 +121,8 @@ class Exported:
             kind = getattr(torch.optim, rule.removesuffix("Rule"), None)
             usual = kind([torch.zeros(1)]).defaults if kind is not None and kind is not torch.optim.Muon else {}
             known = {key: value for key, value in group.items() if key not in ("names", "rule")}
-            found.append({**usual, **known, "params": list(group["names"])})
+            kernel = {"fused": True} if rule == "AdamWRule" else {}  # whose bits its steps are
+            found.append({**usual, **known, **kernel, "params": list(group["names"])})
         return found
 
 
