@@ -188,12 +188,10 @@ def _setting(value: Any) -> Any:
 
 def _rule(saved: Saved, group: SavedGroup) -> UpdateRule:
     """Return the rule that updates a group, by the configuration in a checkpoint."""
-    section = saved.config.get("optimizer")
-    kind = section.get("type") if isinstance(section, dict) else None
+    section, kind = saved.config.get("optimizer"), _kind(saved)
     params = section.get("params") if isinstance(section, dict) else None
-    rule = USUAL.get(str(kind).lower()) if kind is not None else AdamWRule  # an optimizer of the caller's: by its states
-    coupled = isinstance(params, dict) and params.get("adam_w_mode") is False
-    if str(kind).lower() == "adam" and coupled:
+    rule = USUAL.get(kind) if kind is not None else AdamWRule  # an optimizer of the caller's: its states are compared
+    if kind == "adam" and isinstance(params, dict) and params.get("adam_w_mode") is False:
         rule = AdamRule
     if rule is None:
         raise MisuseError(
@@ -208,8 +206,16 @@ def _rule(saved: Saved, group: SavedGroup) -> UpdateRule:
     return made
 
 
+def _kind(saved: Saved) -> str | None:
+    """Return the optimizer that the configuration in a checkpoint names, in lower case."""
+    section = saved.config.get("optimizer")
+    kind = section.get("type") if isinstance(section, dict) else None
+    return kind.lower() if isinstance(kind, str) else None
+
+
 def _refuse_stateless(groups: list[ForeignGroup], saved: Saved) -> None:
     """Raise MisuseError where parameters were updated, and the checkpoint has other states than the rule keeps."""
+    unused = {"exp_avg_sq"} if _kind(saved) == "lion" else set()  # which DeepSpeed's Lion keeps, and does not use
     for group in groups:
         for name in group.names:
             known = saved.aliases.get(name, name)
@@ -217,7 +223,7 @@ def _refuse_stateless(groups: list[ForeignGroup], saved: Saved) -> None:
                 continue
             kept = [torch_name(group.rule, state) for state in group.rule.state_specs(ONE)]
             lacks = [state for state in kept if not saved.has(known, state)]
-            other = [state for state in saved.states_of(known) if state not in kept]
+            other = [state for state in saved.states_of(known) if state not in {*kept, *unused}]
             if lacks or other:
                 has = f"has no {lacks[0]!r} of {name!r}, which" if lacks else f"has {other[0]!r} of {name!r}, which no"
                 raise MisuseError(
