@@ -1,7 +1,7 @@
 """Makes the pictures of docs/concepts.md: ``python docs/make_pictures.py``; ``--check`` says whether one is out of date.
 
-Pictures of numbers read them from bench/results/, so that a picture shows what a committed file says. Each picture has colours for
-light and for dark pages. The terminal recording is made by docs/make_recording.py, because it has to run the program.
+Pictures of numbers read them from bench/results/, so that a picture shows what a committed file says. Each picture has colours
+for light and for dark pages. The terminal recording is made by docs/make_recording.py, because it has to run the program.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 STYLE = """
-  .page { fill: #ffffff; } .card { fill: #f3f5f9; stroke: #c5cbd6; } .axis, .grid { stroke: #c5cbd6; } .grid { stroke-dasharray: 2 4; }
+  .page { fill: #ffffff; } .card { fill: #f3f5f9; stroke: #c5cbd6; }
+  .axis, .grid { stroke: #c5cbd6; } .grid { stroke-dasharray: 2 4; }
   text { fill: #1d2430; } .soft { fill: #566070; }
   .a { fill: #2f6db5; stroke: #2f6db5; } .b { fill: #c8640a; stroke: #c8640a; } .c { fill: #2f8f5b; stroke: #2f8f5b; }
   .d { fill: #8a5fb0; stroke: #8a5fb0; } text.a, text.b, text.c, text.d { stroke: none; } .on { fill: #ffffff; }
@@ -50,7 +51,8 @@ class Picture:
         self, x: float, y: float, words: str, kind: str = "", *, size: int = 14, at: str = "start", bold: str = "normal"
     ) -> None:
         self.parts.append(
-            f'<text x="{x:g}" y="{y:g}" class="{kind}" font-size="{size}" text-anchor="{at}" font-weight="{bold}">{escape(words)}</text>'
+            f'<text x="{x:g}" y="{y:g}" class="{kind}" font-size="{size}" text-anchor="{at}" font-weight="{bold}">'
+            f"{escape(words)}</text>"
         )
 
     def code(self, x: float, y: float, words: str, kind: str = "", *, size: int = 13) -> None:
@@ -188,13 +190,13 @@ def time_by_budget() -> str:
     generating = Chart(
         picture,
         (450, 70, 270, 230),
-        (lambda x: x, [(x, f"{x:.0%}".replace("%", " %")) for x in (0, 0.25, 0.5, 0.75, 1)], "memory for weights, of all weights"),
+        (lambda x: x / 100, [(x, f"{x} %") for x in (0, 25, 50, 75, 100)], "memory for weights, of all weights"),
         (1.6, [(y, f"{y:g}") for y in (0, 0.4, 0.8, 1.2, 1.6)], "seconds a token, measured"),
     )
     picture.text(450, 30, "Generating, 1.5 GiB of weights", bold="bold", size=16)
     labels = (("tiered", "a", 0, (-8, 24)), ("accelerate", "b", 1, (-66, 26)), ("mapped", "d", 1, (10, 0)))
     for way, kind, at, beside in labels:
-        points = [(number(row[0]), number(row[2])) for row in tokens if row[1] == way and row[2]]
+        points = [(100 * number(row[0]), number(row[2])) for row in tokens if row[1] == way and row[2]]
         generating.curve(points, kind)
         picture.text(generating.x(points[at][0]) + beside[0], generating.y(points[at][1]) + beside[1], way, kind)
     return picture.made()
@@ -233,8 +235,8 @@ def training_step() -> str:
         960,
         430,
         "A training step",
-        "Four units. In forward each unit is read with its Adam states, updated with the gradients of the step before, computed and "
-        "written. In backward parameters are read again and gradients stay in memory.",
+        "Four units. In forward each unit is read with its Adam states, updated with gradients of the step before, computed "
+        "and written. In backward parameters are read again and gradients stay in memory.",
     )
     left, unit = 120, 100
     picture.text(left + 2 * unit, 32, "forward", bold="bold", at="middle", size=16)
@@ -269,8 +271,11 @@ def training_step() -> str:
     picture.box(left + 7 * unit + 34, 148, 60, 32, "b pale", label="m, v")
     picture.text(left + 7 * unit + 64, 143, "unit 1, next", "soft", at="middle", size=12)
     picture.box(left, 286, 4 * unit - 6, 30, "d pale", label="g1 … g4 of the step before; each update frees one")
-    picture.text(left, 350 + 26, "Reads begin ahead, so that they end before the unit computes. p of unit 1 is resident, because its backward came last.", "soft", size=13)
-    picture.text(left, 350 + 46, "p: parameters, m and v: Adam's moments, u: update, g: gradients. With update=\"in_backward\" m and v move in backward.", "soft", size=13)
+    for y, words in (
+        (376, "Reads begin ahead, so that they end before a unit computes. p of unit 1 is resident: its backward came last."),
+        (396, "p: parameters, m, v: Adam's moments, u: update, g: gradients. With update='in_backward' m and v move later."),
+    ):
+        picture.text(left, y, words, "soft", size=13)
     return picture.made()
 
 
@@ -280,8 +285,8 @@ def lease_and_alias() -> str:
         960,
         345,
         "Lease and alias",
-        "The memory of a leased tensor stays where it is while the lease is open and while any alias of the tensor exists. Only then "
-        "is it evictable.",
+        "The memory of a leased tensor stays where it is while the lease is open and while any alias of the tensor exists. "
+        "Only then is it evictable.",
     )
     picture.code(80, 40, 'with store.lease("w") as w:')
     picture.code(340, 40, "row = w[0]")
@@ -302,7 +307,8 @@ def lease_and_alias() -> str:
     picture.box(520, 229, 230, 34, "c pale", label="held by aliases")
     picture.box(750, 229, 180, 34, "card", label="evictable")
     picture.text(90, 300, "statistics().tiers[0].held counts slots that only aliases hold.", "soft", size=13)
-    picture.text(90, 322, "A write through an alias after its WRITE lease may be lost: the lease is the right to write, the alias only keeps memory.", "soft", size=13)
+    words = "A write through an alias after its WRITE lease may be lost: a lease is the right to write, an alias keeps memory."
+    picture.text(90, 322, words, "soft", size=13)
     return picture.made()
 
 
@@ -312,11 +318,12 @@ def store_folder() -> str:
         960,
         416,
         "A store's folder and its commits",
-        "manifest.6 and manifest.7 are commits. Both refer to the extents of a in data.0; b was changed between them and lies in two "
-        "places. An extent that no kept commit refers to is used again.",
+        "manifest.6 and manifest.7 are commits. Both refer to the extent of a in data.0; b was changed between them and lies "
+        "in two places. An extent that no kept commit refers to is used again.",
     )
     picture.text(30, 34, "state/", bold="bold", size=16)
-    for y, name, words in ((60, "manifest.6", "commit 6: names, places, checksums"), (160, "manifest.7", "commit 7, the newest")):
+    manifests = ((60, "manifest.6", "commit 6: names, places, checksums"), (160, "manifest.7", "commit 7, the newest"))
+    for y, name, words in manifests:
         picture.box(30, y, 300, 76, "card")
         picture.code(46, y + 28, name, size=15)
         picture.text(46, y + 54, words, "soft", size=13)
@@ -337,7 +344,8 @@ def store_folder() -> str:
         picture.text(596, y + 28, words, "soft", size=13)
     for start, end in (((332, 90), (446, 80)), ((332, 104), (446, 132)), ((332, 186), (446, 92)), ((332, 204), (446, 236))):
         picture.arrow(start, end)
-    picture.text(30, 396, "A commit writes to free extents, syncs data.0, and makes its manifest appear by one rename. keep=2 keeps two commits.", "soft", size=13)
+    words = "A commit writes to free extents, syncs data.0, and renames its manifest into place. keep=2 keeps two commits."
+    picture.text(30, 396, words, "soft", size=13)
     return picture.made()
 
 
@@ -362,7 +370,7 @@ def main() -> int:
         if not options.check:
             path.write_text(made)
         elif not path.exists() or path.read_text() != made:
-            print(f"{path.relative_to(ROOT)} is out of date: run .venv/bin/python docs/make_pictures.py and commit what it writes")
+            print(f"{path.relative_to(ROOT)} is out of date: run .venv/bin/python docs/make_pictures.py, and commit it")
             old = 1
     return old
 

@@ -1,8 +1,8 @@
 """Records a run of `tiered train` in a terminal as docs/images/recording.svg: ``python docs/make_recording.py``.
 
-It runs the program in a terminal of its own, keeps what the terminal showed and when, and draws the screens one after the other. The
-picture needs no script and no network; where a reader's system asks for less motion it shows the last screen. pyte plays the
-terminal (``pip install '.[docs]'``).
+It runs the program in a terminal of its own, keeps what the terminal showed and when, and draws one screen after the other. The
+picture needs no script and no network; where a reader's system asks for less motion it shows the last screen. pyte plays
+the terminal (``pip install '.[docs]'``).
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ LONGEST, LAST, LEAST = 0.8, 5.0, 0.12
 """Seconds: a screen is shown no longer than the first, the last one as long as the second, and shorter ones are left out."""
 COLOURS = {"green": "g", "cyan": "c", "blue": "b", "magenta": "m", "red": "r", "brown": "y", "yellow": "y"}
 STYLE = """
-  text { white-space: pre; } rect { fill: #f6f7f9; stroke: #c5cbd6; } text { fill: #1d2430; } .soft { fill: #687385; } .bold { font-weight: bold; }
-  .g { fill: #22753f; } .c { fill: #14707f; } .b { fill: #2f6db5; } .m { fill: #8a4fb0; } .r { fill: #b3261e; } .y { fill: #8a5a00; }
+  text { white-space: pre; fill: #1d2430; } rect { fill: #f6f7f9; stroke: #c5cbd6; } .soft { fill: #687385; }
+  .bold { font-weight: bold; } .g { fill: #22753f; } .c { fill: #14707f; } .b { fill: #2f6db5; } .m { fill: #8a4fb0; }
+  .r { fill: #b3261e; } .y { fill: #8a5a00; }
   @media (prefers-color-scheme: dark) {
     rect { fill: #171a20; stroke: #4a5261; } text { fill: #e8ebf0; } .soft { fill: #9aa4b4; }
-    .g { fill: #6cc795; } .c { fill: #6fd0de; } .b { fill: #74aef0; } .m { fill: #d0a8f0; } .r { fill: #ff8f87; } .y { fill: #f0c060; }
+    .g { fill: #6cc795; } .c { fill: #6fd0de; } .b { fill: #74aef0; } .m { fill: #d0a8f0; } .r { fill: #ff8f87; }
+    .y { fill: #f0c060; }
   }
 """
 
@@ -129,7 +131,10 @@ def drawn(shown: list[tuple[float, Screen]], command: str) -> str:
             'aria-labelledby="title desc">',
             f'<title id="title">A terminal: {escape(command)}</title>',
             '<desc id="desc">The progress of a training, and its summary.</desc>',
-            f"<style>{STYLE}\n{chr(10).join(rules)}\n@media (prefers-reduced-motion: reduce) {{ .frame {{ animation: none !important; }} }}"
+            "<style>",
+            STYLE,
+            *rules,
+            "@media (prefers-reduced-motion: reduce) { .frame { animation: none !important; } }",
             "</style>",
             f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8"/>',
             f'<text x="16" y="28" class="soft">$ {escape(command)}</text>',

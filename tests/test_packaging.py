@@ -21,7 +21,10 @@ import tiered
 from libaio_ext import build
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml")
+SOURCES = (
+    *("pyproject.toml", "setup.py", "MANIFEST.in", "Makefile", "mkdocs.yml"),
+    *("README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"),
+)
 FOLDERS = ("tiered", "libaio_ext", "docs", "tests", "bench")
 NOT_SOURCES = shutil.ignore_patterns("__pycache__", "*.so", "*.o", "*.egg-info", "_aio.c", "_unpack.c", "_rows.c")
 SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"

@@ -1,7 +1,7 @@
 """Says whether an installed wheel works: ``python tests/wheel.py``, in an environment without libaio and its headers.
 
-Opens stores with the libaio backend, trains some steps, and looks which libaio the process has mapped. cibuildwheel runs it for each
-wheel, and tests/test_packaging.py for the one that it builds.
+Opens stores with the libaio backend, trains some steps, and looks which libaio the process has mapped. cibuildwheel runs it for
+each wheel, and tests/test_packaging.py for the one that it builds.
 """
 
 import re

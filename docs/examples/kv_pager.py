@@ -51,7 +51,8 @@ async def converse(store, name, seed):
 async def main(store):
     await asyncio.gather(*(converse(store, f"conversation{i}", i) for i in range(options.conversations)))
     now = store.statistics()
-    print(f"{sum(store.spec(key).nbytes for key in store) >> 10} KiB of blocks, at most {now.tier('dram').peak >> 10} KiB in memory")
+    nbytes = sum(store.spec(key).nbytes for key in store)
+    print(f"{nbytes >> 10} KiB of blocks, at most {now.tier('dram').peak >> 10} KiB in memory")
 
 
 with TieredStore.open("kv-store", dram=options.dram, durability="none") as store:

@@ -13,7 +13,7 @@ import torch
 from tiered import TieredStore
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--drives", nargs="+", default=["drive-a", "drive-b"], help="a folder on each drive (default: drive-a drive-b)")
+parser.add_argument("--drives", nargs="+", default=["drive-a", "drive-b"], help="a folder on each (default: drive-a drive-b)")
 parser.add_argument("--store", default="drives-store", help="folder of the commits (default: %(default)s)")
 parser.add_argument("--dram", default="8MiB", help="host memory (default: %(default)s)")
 parser.add_argument("--layers", type=int, default=16, help="tensors of 2 MiB (default: %(default)s)")

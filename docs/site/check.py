@@ -11,9 +11,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 LOADED = {
-    "script": ("src",), "img": ("src", "srcset"), "iframe": ("src", "srcdoc"), "source": ("src", "srcset"), "audio": ("src",),
-    "video": ("src", "poster"), "embed": ("src",), "object": ("data",), "image": ("href", "xlink:href"), "use": ("href", "xlink:href"),
-}  # fmt: skip
+    **dict.fromkeys(("audio", "embed", "iframe", "script"), ("src",)),
+    **dict.fromkeys(("img", "source", "video"), ("src", "srcset", "poster")),
+    **dict.fromkeys(("image", "use"), ("href", "xlink:href")),
+    "object": ("data",),
+}
 NOT_LOADED = {"canonical", "prev", "next", "alternate"}
 """``rel`` of link elements that name pages."""
 FOREIGN = re.compile(r"^\s*(?:https?:)?//", re.IGNORECASE)

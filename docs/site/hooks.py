@@ -88,7 +88,7 @@ def _reference() -> dict[str, str]:
         pages[where] = text
         links = ", ".join(f"[`{prefix}{name}`][{path}]" for name, path in zip(chosen, paths, strict=True))
         rows.append(f"| [{title}]({posixpath.basename(where)}) | {links} |")
-    introduction = "Sizes are bytes, times are seconds, unless something else is said. The [glossary](../glossary.md) has the words."
+    introduction = "Sizes are bytes, times are seconds, unless something else is said. [Glossary](../glossary.md) of the words."
     table = "\n".join(["| | |", "|---|---|", *rows])
     return {REFERENCE: f"# Reference\n\n{introduction}\n\n{table}\n", **pages}
 
@@ -99,7 +99,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     decisions = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("*.md"))
     lists: dict[str, list[Any]] = {
         "Reference": list(_reference()),
-        "Results": [{name.partition("_2core")[0].removesuffix(".md"): f"bench/results/{name}"} for name in results],
+        "Results": [{re.sub(r"(_2core.*|_\d{4}-.*)?\.md$", "", name): f"bench/results/{name}"} for name in results],
         "Examples": ["examples.md", *_examples()],
         "Decisions": [f"decisions/{name}" for name in decisions],
     }
