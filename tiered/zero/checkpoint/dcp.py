@@ -141,7 +141,7 @@ def load_dcp(
         groups = [] if optimizer is None else _groups(optimizer, found)
         record = record_of(found, groups, {})
         take_over(pager, found, groups, record)
-    checkpoint.load_record(pager, record, optimizer, None)
+    checkpoint.load_record(pager, checkpoint.read_record(pager.store, pager.name), optimizer, None)
 
 
 def _groups(optimizer: Optimizer, found: Folder) -> list[ForeignGroup]:
@@ -291,12 +291,15 @@ class Folder:
         self._last = None
         shape, dtype = _described(self._tensors[key])
         chunks = self._tensors[key].attribute("chunks")
+        counts = [math.prod(chunk.attribute("sizes")) for chunk in chunks]
+        room = sum(self._at(key, tuple(chunk.attribute("offsets")))[2] for chunk in chunks)
+        if sum(counts) != math.prod(shape) or math.prod(shape) * dtype.itemsize > room:
+            raise ValueError(f"the chunks of {key} have {sum(counts)} elements, and it {math.prod(shape)}")
         whole = torch.empty(shape, dtype=dtype, device="cpu")
-        covered = 0
+        filled = torch.zeros(shape if len(chunks) > 1 else (), dtype=torch.bool, device="cpu")
         for chunk in chunks:
             offsets, sizes = tuple(chunk.attribute("offsets")), tuple(chunk.attribute("sizes"))
-            place = self._places.get((key, offsets)) or self._places[key, ()]
-            stored = self._open(*place).value
+            stored = self._open(*self._at(key, offsets)).value
             name = str(dtype).removeprefix("torch.")
             if not isinstance(stored, StoredTensor) or stored.shape != sizes or stored.dtype != name:
                 raise ValueError(f"a chunk of {key} is another tensor")
@@ -306,16 +309,22 @@ class Folder:
             if stored.count:
                 flat = torch.frombuffer(stored.read(0, stored.span), dtype=torch.uint8).view(dtype)
                 values = flat.as_strided(sizes, stored.stride)
-            target = whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
+            where = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+            target = whole[where]
+            if len(chunks) > 1:
+                if filled[where].any():
+                    raise ValueError(f"chunks of {key} overlap")
+                filled[where] = True
             if target.shape != values.shape:
                 raise ValueError(f"a chunk of {key} lies outside of it")
             target.copy_(values)
-            covered += stored.count
-        if covered != math.prod(shape):
-            raise ValueError(f"the chunks of {key} have {covered} elements, and it {math.prod(shape)}")
         self._close_files()
         self._last = key, whole
         return whole
+
+    def _at(self, key: str, offsets: tuple[int, ...]) -> tuple[str, int, int]:
+        """Return the file of a chunk, and where in it the chunk begins and how long it is."""
+        return self._places.get((key, offsets)) or self._places[key, ()]
 
     def _object(self, key: str) -> Any:
         """Return what is not a tensor."""

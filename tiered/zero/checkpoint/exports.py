@@ -26,9 +26,9 @@ import torch
 from tiered import MisuseError, TieredError
 from tiered.errors import CapacityError
 from tiered.zero.checkpoint.reshard import Source, opened
-from tiered.zero.checkpoint.safetensors import models_in
+from tiered.zero.checkpoint.safetensors import models_in, refuse_older
 from tiered.zero.record import states_used
-from tiered.zero.rules import RULES, AdamWRule
+from tiered.zero.rules import RULES, AdamRule, AdamWRule
 
 __all__ = ["FORMATS", "Exported", "export_dcp", "export_universal"]
 
@@ -52,13 +52,15 @@ class Exported:
             has = several if there else "no checkpoint of a model: zero.commit makes one"
             raise MisuseError(f"{stores[0]} has {has}")
         self._source = Source(stores, model if model is not None else there[0])
+        if len(stores) == 1:
+            refuse_older(stores[0], self._source.name, self._source.units)
         self.record = self._source.records[0]
         units = self.record["units"]
         self._states = {name: kinds for unit in units for name, kinds in states_used(unit).items()}
         optimizer = self.record["optimizer"]
         self.groups: Sequence[Mapping[str, Any]] = [] if optimizer is None else optimizer["groups"]
         steps = {} if optimizer is None else optimizer["steps"]
-        self._rules = {name: RULES.get(group.get("rule", ""), AdamWRule) for group in self.groups for name in group["names"]}
+        self._rules = {name: _rule(group) for group in self.groups for name in group["names"]}
         self.names = self._in_order()
         self.steps = {name: steps[part] for name in self.names if steps.get(part := self._source.first_part(name))}
         self.buffers = {key: self.record["buffers"][key] for key in self.record.get("persistent", self.record["buffers"])}
@@ -102,8 +104,15 @@ class Exported:
             names[getattr(rule, "torch_names", {}).get(kind, kind)] = kind
         return names
 
-    def type_of(self, name: str) -> torch.dtype:
-        """Return the type of a parameter's states."""
+    def is_of_adam(self, name: str) -> bool:
+        """Return whether a parameter is updated by Adam or AdamW, with moments in fp32."""
+        return self._rules.get(name) in (AdamWRule, AdamRule)
+
+    def type_of(self, name: str, kind: str) -> torch.dtype:
+        """Return the type of a parameter's state, by our name of it."""
+        form = self._states.get(self._source.first_part(name), {}).get(kind)
+        if form is not None:
+            return form.dtype
         return torch.float64 if self._source.described(name)[2] is torch.float64 else torch.float32
 
     def state(self, name: str, kind: str) -> torch.Tensor:
@@ -121,8 +130,14 @@ class Exported:
             kind = getattr(torch.optim, rule.removesuffix("Rule"), None)
             usual = kind([torch.zeros(1)]).defaults if kind is not None and kind is not torch.optim.Muon else {}
             known = {key: value for key, value in group.items() if key not in ("names", "rule")}
-            found.append({**usual, **known, "params": list(group["names"])})
+            kernel = {"fused": True} if rule == "AdamWRule" else {}  # whose bits its steps are
+            found.append({**usual, **known, **kernel, "params": list(group["names"])})
         return found
+
+
+def _rule(group: Mapping[str, Any]) -> type[Any]:
+    """Return the class of the rule of a param group; ``object`` for one of the caller's."""
+    return RULES.get(group["rule"], object) if "rule" in group else AdamWRule
 
 
 def export_universal(
@@ -145,7 +160,7 @@ def export_universal(
         found = Exported(path, model, stack, generation)
         trained = [name for group in found.groups for name in group["names"] if name in found.steps]
         for name in trained:
-            if not {"exp_avg", "exp_avg_sq"} <= found.states_of(name).keys():
+            if not found.is_of_adam(name) or not {"exp_avg", "exp_avg_sq"} <= found.states_of(name).keys():
                 raise MisuseError(f"{name!r} was not updated by Adam, whose moments DeepSpeed's universal checkpoints have")
         if not trained or len({found.steps[name] for name in trained}) > 1:
             what = "no parameter was updated" if not trained else "parameters have had different numbers of steps"
@@ -234,7 +249,7 @@ def export_dcp(
             model_part[name] = torch.empty(shape, dtype=dtype, device="meta")
             made[f"model.{name}"] = lambda name=name: found.value(name)  # type: ignore[misc]
             for theirs, kind in found.states_of(name).items():
-                states.setdefault(name, {})[theirs] = torch.empty(shape, dtype=found.type_of(name), device="meta")
+                states.setdefault(name, {})[theirs] = torch.empty(shape, dtype=found.type_of(name, kind), device="meta")
                 made[f"optimizer.state.{name}.{theirs}"] = lambda name=name, kind=kind: found.state(name, kind)  # type: ignore[misc]
             if name in found.steps:
                 states.setdefault(name, {})["step"] = torch.tensor(float(found.steps[name]))

@@ -29,7 +29,10 @@ from tiered.zero.paging.update import States
 from tiered.zero.rank_stores import shared_json
 from tiered.zero.record import plans, refuse_other_tensors, states_used, type_named
 
-__all__ = ["AtRest", "Pretrained", "Progress", "export", "export_at_rest", "export_of_ranks", "models_in", "parameters_of"]
+__all__ = [
+    *("AtRest", "Pretrained", "Progress", "export", "export_at_rest", "export_of_ranks", "models_in", "parameters_of"),
+    "refuse_older",
+]
 
 READ_AT_ONCE = 4 << 20
 """Bytes that are read at a time, where a row of a tensor is not larger."""
@@ -328,7 +331,7 @@ def export_at_rest(
         stage = record["layout"].get("share", {}).get("stage")
         if stage == "Stage3" or (stage is not None and any(found["pending"] for found in record["units"])):
             raise MisuseError(f"{store} has one rank's share of {name!r}: name the folder above the stores of all ranks")
-        _refuse_older(store, name, units)
+        refuse_older(store, name, units)
         refuse_other_tensors(store, name, record, units, limits)
         buffers = {key: record["buffers"][key] for key in record.get("persistent", record["buffers"])}
         entries = [_entry(p.name, p.shape, _goal(p.dtype, dtype)) for p in _wholes(units, record)]
@@ -398,7 +401,7 @@ def _chosen(store: AtRest, model: str | None) -> str | None:
     return None
 
 
-def _refuse_older(store: AtRest, name: str, units: Sequence[UnitPlan]) -> None:
+def refuse_older(store: AtRest, name: str, units: Sequence[UnitPlan]) -> None:
     """Raise MisuseError for a checkpoint that is older than the parameters, because it says which updates of these are pending.
     """
     saved = store.written(f"{name}/checkpoint")

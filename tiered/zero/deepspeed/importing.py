@@ -63,7 +63,7 @@ def load_saved(
         rates = [float(group.settings.get("lr", math.nan)) for group in groups]
         record["scheduler"] = _schedule(scheduler, saved.scheduler, rates, saved.where)
     take_over(pager, saved, groups, record)
-    checkpoint.load_record(pager, record, optimizer, scheduler)
+    checkpoint.load_record(pager, checkpoint.read_record(pager.store, pager.name), optimizer, scheduler)
     return extra
 
 
@@ -79,16 +79,18 @@ def load_imported(
     pager = pager_of(model)
     with ExitStack() as stack:
         source = Source(opened(folder, stack), pager.name)
-        record = dict(source.records[0])
-        if optimizer is None:
-            record["optimizer"] = None
-        extra = dict(record["extra"] or {})
+        before = source.records[0]
+        extra = dict(before["extra"] or {})
         if not {"engine", "sizes", "loss_scale", "client_state"} <= extra.keys():
             raise MisuseError(f"{folder} has a commit that is no checkpoint of an engine: zero.page(source=) takes it over")
-        if scheduler is not None and record["scheduler"] is None:
-            rates = [float(group["lr"]) for group in (record["optimizer"] or {"groups": []})["groups"]]
-            record["scheduler"] = _schedule(scheduler, extra.get("lr_scheduler"), rates, str(folder))
+        schedule = before["scheduler"]
+        if scheduler is not None and schedule is None:
+            rates = [float(group["lr"]) for group in (before["optimizer"] or {"groups": []})["groups"]]
+            schedule = _schedule(scheduler, extra.get("lr_scheduler"), rates, str(folder))
         replace(pager, source)
+    record = {**checkpoint.read_record(pager.store, pager.name), "scheduler": schedule if scheduler is not None else None}
+    if optimizer is None:
+        record["optimizer"] = None
     checkpoint.load_record(pager, record, optimizer, scheduler)
     engine = {**extra["engine"], "micro_steps": extra["engine"]["global_steps"] * sizes["passes"]}
     return {**extra, "engine": engine, "sizes": _sizes(sizes)}
@@ -186,12 +188,10 @@ def _setting(value: Any) -> Any:
 
 def _rule(saved: Saved, group: SavedGroup) -> UpdateRule:
     """Return the rule that updates a group, by the configuration in a checkpoint."""
-    section = saved.config.get("optimizer")
-    kind = section.get("type") if isinstance(section, dict) else None
+    section, kind = saved.config.get("optimizer"), _kind(saved)
     params = section.get("params") if isinstance(section, dict) else None
-    rule = USUAL.get(str(kind).lower()) if kind is not None else AdamWRule  # an optimizer of the caller's: by its states
-    coupled = isinstance(params, dict) and params.get("adam_w_mode") is False
-    if str(kind).lower() == "adam" and coupled:
+    rule = USUAL.get(kind) if kind is not None else AdamWRule  # an optimizer of the caller's: its states are compared
+    if kind == "adam" and isinstance(params, dict) and params.get("adam_w_mode") is False:
         rule = AdamRule
     if rule is None:
         raise MisuseError(
@@ -206,8 +206,16 @@ def _rule(saved: Saved, group: SavedGroup) -> UpdateRule:
     return made
 
 
+def _kind(saved: Saved) -> str | None:
+    """Return the optimizer that the configuration in a checkpoint names, in lower case."""
+    section = saved.config.get("optimizer")
+    kind = section.get("type") if isinstance(section, dict) else None
+    return kind.lower() if isinstance(kind, str) else None
+
+
 def _refuse_stateless(groups: list[ForeignGroup], saved: Saved) -> None:
-    """Raise MisuseError where parameters were updated, and the checkpoint lacks a state that the rule keeps."""
+    """Raise MisuseError where parameters were updated, and the checkpoint has other states than the rule keeps."""
+    unused = {"exp_avg_sq"} if _kind(saved) == "lion" else set()  # which DeepSpeed's Lion keeps, and does not use
     for group in groups:
         for name in group.names:
             known = saved.aliases.get(name, name)
@@ -215,10 +223,12 @@ def _refuse_stateless(groups: list[ForeignGroup], saved: Saved) -> None:
                 continue
             kept = [torch_name(group.rule, state) for state in group.rule.state_specs(ONE)]
             lacks = [state for state in kept if not saved.has(known, state)]
-            if lacks:
+            other = [state for state in saved.states_of(known) if state not in {*kept, *unused}]
+            if lacks or other:
+                has = f"has no {lacks[0]!r} of {name!r}, which" if lacks else f"has {other[0]!r} of {name!r}, which no"
                 raise MisuseError(
-                    f"{saved.where} has no {lacks[0]!r} of {name!r}, which {type(group.rule).__name__} keeps: it was trained "
-                    "with another optimizer; name that one, or load with load_optimizer_states=False"
+                    f"{saved.where} {has} {type(group.rule).__name__} keeps: it was trained with another optimizer; name that "
+                    "one, or load with load_optimizer_states=False"
                 )
 
 

@@ -372,6 +372,10 @@ class Saved:
                 begin = end
             found.setdefault(name, Described(shape, _type(parts[0].flats["param"].dtype), False))
 
+    def states_of(self, name: str) -> list[str]:
+        """Return the names of the states that there are of a parameter."""
+        return sorted({state for part in self._fragments[name] for state in part.flats} - {"param"})
+
     def has(self, name: str, state: str) -> bool:
         """Return whether there is a state of this name of a parameter."""
         return all(state in part.flats for part in self._fragments[name])
