@@ -58,7 +58,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("shapes", "experts", "pretrained", "training", "kv_layer", "kv_record", "kv_model", "kv_cache"),
     ),
     "reporting": ("timeline", "record", "page"),
-    "planning": ("simulated", "dry_run", "machine", "sources", "steps", "timing", "rehearsal", "plan"),
+    "planning": ("simulated", "optimum", "dry_run", "machine", "sources", "steps", "timing", "rehearsal", "plan"),
     "cli": (
         *("arguments", "stop", "measure", "output", "info", "stores", "train", "generate", "bench", "plan", "completion"),
         *("main",),
@@ -127,6 +127,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "zero.deepspeed.table": "what becomes of each key of DeepSpeed's configuration, and why",
     "zero.paging.units": "which parameters are paged together, and where each lies",
     "zero.paging.gradients": "the gradients of one unit, from autograd to the update",
+    "zero.paging.unit": "parameters of one unit: in memory or out of it, what was written to them, and their pending update",
     "zero.paging.update": "the states and masters of one unit, in chunks, and a pending update of them",
     "zero.paging.tensors.parameters": "what a parameter answers to torch while its values are in the store",
     "zero.paging.tensors.sliced": "what a sliced parameter and its gradient answer to torch",

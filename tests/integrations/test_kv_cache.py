@@ -703,14 +703,13 @@ def test_ten_minutes_of_generation(store: TieredStore) -> None:
     cache = TieredCache(model, store, block=16)
     seen: list[tuple[int, int, int, int]] = []
     end = time.monotonic() + 600
-    while time.monotonic() < end:
+    while time.monotonic() < end or len(seen) < 25:
         cache.reuse(ids)
         tokens = generated(model, ids, cache, 40)
         cache.commit(tokens)
         descriptors = len(os.listdir("/proc/self/fd"))
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         seen.append((resident, descriptors, os.path.getsize(Path(store.folder) / "data.0"), len(store)))
-    assert len(seen) > 20
     early, late = seen[5:15], seen[-10:]
     assert max(one[0] for one in late) < max(one[0] for one in early) + (8 << 20)
     for at in 1, 2, 3:

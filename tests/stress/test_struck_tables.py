@@ -60,7 +60,7 @@ def is_free(table: Table) -> bool:
     return found[0]
 
 
-@counts(60, 10_000)
+@counts(20, 10_000)
 @pytest.mark.parametrize("begin", ["filled", "unwritten", "on the disk"])
 @pytest.mark.parametrize("name", WORKS)
 def test_struck_at_each_line(tmp_path: Path, name: str, begin: str, count: int, tally: Tally) -> None:

@@ -83,8 +83,17 @@ OPTIMIZERS: dict[str, tuple[Make, Make, dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("together", [MIB, 12 * 4096], ids=["at once", "in parts"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("together", "dtype"),
+    [
+        (MIB, torch.float32),
+        pytest.param(12 * 4096, torch.float32, marks=pytest.mark.soak),
+        pytest.param(MIB, torch.float64, marks=pytest.mark.soak),
+        pytest.param(12 * 4096, torch.float64, marks=pytest.mark.soak),
+        pytest.param(MIB, torch.bfloat16, marks=pytest.mark.soak),
+        (12 * 4096, torch.bfloat16),
+    ],
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_are_those_of_torch(store: TieredStore, name: str, dtype: torch.dtype, together: int) -> None:
     pair = Pair(store, dtype, padding=3, width=WIDTH + 1)

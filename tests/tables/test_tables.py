@@ -16,7 +16,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from tests.store.chains import CHAINS, MIB, Chain, nothing_is_held, same
-from tiered import CapacityError, CorruptionError, KeyNotFound, LeaseConflict, ManifestError, MisuseError, Table, TieredStore
+from tiered import (
+    CapacityError,
+    CorruptionError,
+    KeyNotFound,
+    LeaseConflict,
+    ManifestError,
+    MisuseError,
+    SparseAdagrad,
+    SparseAdamW,
+    Table,
+    TieredEmbedding,
+    TieredStore,
+)
 from tiered.tables import kernel
 
 
@@ -183,7 +195,7 @@ def run(examples: int, steps: int) -> None:
 
 
 def test_a_table_is_a_tensor() -> None:
-    run(20, 20)
+    run(12, 20)
 
 
 @pytest.mark.soak
@@ -203,8 +215,8 @@ def test_rows_that_are_there_twice(store: TieredStore) -> None:
     nothing_is_held(store)
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32])
-@pytest.mark.parametrize("shape", [(), (3,), (64,), (2, 40)])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int32])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 40)])
 def test_sums_are_those_of_index_add(kind: torch.dtype, shape: tuple[int, ...], on_disk: TieredStore) -> None:
     """Bit for bit, however many there are: torch takes other paths for many of them."""
     table = on_disk.table("t", 2000, shape, kind, block="4KiB")
@@ -256,6 +268,11 @@ def test_wrong_arguments(on_disk: TieredStore) -> None:
             table.look_up(ids)  # type: ignore[arg-type]
         with pytest.raises(MisuseError):
             table.update(ids, torch.zeros(2, 3))  # type: ignore[arg-type]
+    for index in ((1, 2), (), (slice(None), 3), torch.tensor([1], dtype=torch.uint8), None, ...):
+        with pytest.raises(MisuseError):
+            table[index]
+        with pytest.raises(MisuseError):
+            table[index] = torch.zeros(2, 3)
     for row in (100, -101):
         with pytest.raises(IndexError):
             table[row]
@@ -433,3 +450,28 @@ def test_keys_begin_with_the_name(on_disk: TieredStore) -> None:
     one.delete()
     assert other[:].eq(1).all()
     assert isinstance(other, Table)
+
+
+def test_another_default_device(on_disk: TieredStore) -> None:
+    values, ids, ring = torch.randn(6, 4), torch.tensor([1, 99, 1, 40, 3, 7]), torch.randn(130, 4)
+    with torch.device("meta"):
+        table = on_disk.table("t", 100, 4, block="128B")
+        table._together = 3 * 4096
+        table.append(ring)
+        table.update(ids, values)
+        table.accumulate([5, 5], ring[:2])
+        table[10:20] = ring[:10]
+        found, appended = table[:], table.appended
+        assert table.look_up([3]).device.type == "cpu"
+        embedding = TieredEmbedding(table)
+        embedding(ids).sum().backward()
+        SparseAdamW(embedding.parameters()).step()
+        SparseAdagrad(TieredEmbedding(on_disk.table("u", 9, 2)).parameters()).step()
+    expected = torch.cat([ring[100:], ring[30:100]])
+    for place, row in enumerate(ids.tolist()):
+        expected[row] = values[place]
+    expected.index_add_(0, torch.tensor([5, 5]), ring[:2])
+    expected[10:20] = ring[:10]
+    same(found, expected)
+    assert appended == 130
+    assert not torch.equal(table[99], found[99])

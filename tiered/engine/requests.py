@@ -468,10 +468,9 @@ def why_stuck(state: EngineState, request: Request, waited: float) -> str:
         f"tier {pool.tier.name}: {pool.used:,} of {pool.tier.capacity:,} bytes are in use, held by {_names(pool.holders())}"
         for pool in held or lacking[:1]
     )
-    return (
-        f"{request} waited {waited:.1f} s for room in {rooms}. Release leases and the tensors they gave, "
-        f"or open the store with more room"
-    )
+    saved = any(not copy.leased for pool in held for copy in pool.holders())
+    gave = "the tensors they gave, also what autograd saved of them for backward" if saved else "the tensors they gave"
+    return f"{request} waited {waited:.1f} s for room in {rooms}. Release leases and {gave}, or open the store with more room"
 
 
 def _awaited(state: EngineState, request: Request) -> str:

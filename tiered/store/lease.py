@@ -405,10 +405,10 @@ def _view(engine: Engine, memory: Memory, copy: Copy, spec: TensorSpec, claim: T
     if torch.is_inference_mode_enabled():  # a view made in inference mode would have no version
         with torch.inference_mode(False):
             return _view(engine, memory, copy, spec, claim)
-    dtype = dtype_of(spec)
-    raw, owner = memory.tensor(copy.slot, max(1, spec.nbytes))
+    dtype, nbytes = dtype_of(spec), spec.nbytes
+    raw, owner = memory.tensor(copy.slot, max(1, nbytes))
     owner.claim = claim  # type: ignore[attr-defined]
-    if spec.nbytes == 0:
+    if nbytes == 0:
         raw = raw[:0]
     contents = raw if dtype is torch.uint8 else raw.view(dtype)
     if contents.shape != spec.shape:

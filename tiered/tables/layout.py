@@ -185,7 +185,7 @@ def _shape(name: str, columns: object) -> tuple[int, ...]:
 
 def _refuse_fill(name: str, layout: Layout) -> None:
     try:
-        kept = torch.full((), layout.fill, dtype=layout.dtype).item()
+        kept = torch.full((), layout.fill, dtype=layout.dtype, device="cpu").item()
     except (RuntimeError, NotImplementedError) as error:
         raise MisuseError(f"table {name!r}: torch does not fill a tensor of {layout.dtype} with {layout.fill!r}") from error
     if not layout.dtype.is_floating_point and kept != layout.fill:

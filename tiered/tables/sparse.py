@@ -90,7 +90,7 @@ class _Sparse(torch.optim.Optimizer):
         store: Any = table._store
         states, counter = self._states(table, group), f"{table.name}/steps"
         if counter not in store:
-            store.put(counter, torch.zeros(2, dtype=torch.int64))
+            store.put(counter, torch.zeros(2, dtype=torch.int64, device="cpu"))
         done, kind = _counted(store.get(counter), counter)
         if kind not in (0, _KINDS[self.kind]):
             raise MisuseError(f"table {table.name!r} was trained by another optimizer: delete {counter!r} and its states first")
@@ -100,7 +100,7 @@ class _Sparse(torch.optim.Optimizer):
         def update(begin: int, end: int, rows: Sequence[torch.Tensor]) -> None:
             self._update(group, done + 1, values[begin:end], rows[0], rows[1:])
 
-        now = torch.tensor([done + 1, _KINDS[self.kind]])
+        now = torch.tensor([done + 1, _KINDS[self.kind]], device="cpu")
         if len(ids):
             change([table, *states], ids.contiguous(), update, (counter, now))
         else:
@@ -124,7 +124,7 @@ def _counted(counter: torch.Tensor, key: str) -> tuple[int, int]:
 def _add(rows: torch.Tensor, values: torch.Tensor, alpha: float = 1) -> None:
     """Add ``alpha * values`` to ``rows`` by the kernel with which torch adds sparse gradients to dense tensors: it rounds
     otherwise than the one for two dense tensors."""
-    where = torch.arange(rows.shape[0])[None]
+    where = torch.arange(rows.shape[0], device="cpu")[None]
     rows.add_(torch.sparse_coo_tensor(where, values, rows.shape, check_invariants=False), alpha=alpha)
 
 

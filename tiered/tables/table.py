@@ -188,6 +188,7 @@ class Table:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Return a copy of one row (negative numbers count from the end), of a slice, or of ids as ``look_up`` does."""
+        self._refuse_tuple(index)
         if isinstance(index, slice):
             chosen = range(self.rows)[index]
             return self._read(chosen.start, chosen.stop) if chosen.step == 1 else self.look_up(_int64(chosen))
@@ -195,6 +196,7 @@ class Table:
 
     def __setitem__(self, index: Any, values: torch.Tensor) -> None:
         """Set one row, a slice, or ids as ``update`` does. Whole blocks of a slice are written without a read."""
+        self._refuse_tuple(index)
         if isinstance(index, slice):
             chosen = range(self.rows)[index]
             if chosen.step == 1:
@@ -203,6 +205,10 @@ class Table:
                 self.update(_int64(chosen), values)
             return
         self.update(self._one(index) if type(index) is int else index, values)
+
+    def _refuse_tuple(self, index: object) -> None:
+        if isinstance(index, tuple):
+            raise MisuseError(f"table {self.name!r} has one index, the row: write table[rows][..., columns], or a list of ids")
 
     def _one(self, index: int) -> int:
         if not -self.rows <= index < self.rows:
@@ -225,7 +231,7 @@ class Table:
                 if run.count == self._layout.rows_in(run.block):
                     self._store.put(self._key(run.block), rows)
                 else:
-                    where = torch.arange(run.place, run.place + run.count)
+                    where = torch.arange(run.place, run.place + run.count, device="cpu")
                     self._move(_Part([run.block], torch.zeros_like(where), where), rows, "write")
                 at += run.count
 
@@ -264,7 +270,7 @@ class Table:
             while done < len(given):
                 begin, count = self._append(given[done:])
                 first, done = begin - done, done + count
-        return torch.arange(first, first + len(given)) % self._layout.rows
+        return torch.arange(first, first + len(given), device="cpu") % self._layout.rows
 
     def _append(self, given: torch.Tensor) -> tuple[int, int]:
         """Append rows, of which at least one, as many as are written at once; return how many were appended before, and how
@@ -274,7 +280,7 @@ class Table:
             begin = self._expected
             runs, blocks = self._ring(begin, min(len(given), layout.rows))
             count = sum(run.count for run in runs)
-            after = torch.tensor([begin + count])
+            after = _int64([begin + count])
 
             def work(
                 bases: Sequence[Sequence[int]],
@@ -336,7 +342,7 @@ class Table:
     def _ids(self, ids: Any) -> torch.Tensor:
         """Return ``ids`` in host memory as int64, contiguous, of any shape. Raises MisuseError for what is no row's number."""
         try:
-            given = ids if isinstance(ids, torch.Tensor) else torch.as_tensor(ids)
+            given = ids if isinstance(ids, torch.Tensor) else torch.as_tensor(ids, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
             raise MisuseError(f"table {self.name!r}: ids are whole numbers, not {ids!r:.100}") from error
         if not isinstance(ids, torch.Tensor) and not given.numel():
@@ -401,7 +407,7 @@ class Table:
 
     def _addresses_in(self, rows: torch.Tensor, row: torch.Tensor | None) -> torch.Tensor:
         """Return the addresses of ``rows``, contiguous, or of those among them that ``row`` names."""
-        which = torch.arange(len(rows)) if row is None else row
+        which = torch.arange(len(rows), device="cpu") if row is None else row
         return which * self._layout.row_nbytes + rows.data_ptr()
 
     def _unwritten(self) -> torch.Tensor:
@@ -422,7 +428,8 @@ class Table:
         return int(counter)
 
 
-_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
+"""Types of ids. Not uint8, which torch takes for a mask."""
 
 
 def change(
@@ -482,11 +489,11 @@ def _change(
 
 def _cuts(tables: Sequence[Table], ids: torch.Tensor) -> list[tuple[int, int]]:
     """Divide ``ids`` so that the blocks of each part, of all tables, are leased together."""
-    costs, together = torch.zeros(len(ids), dtype=torch.int64), min(table._together for table in tables)
+    costs, together = torch.zeros(len(ids), dtype=torch.int64, device="cpu"), min(table._together for table in tables)
     whole = sum(table._layout.block_room for table in tables)
     for table in tables:
         block = ids.div(table._layout.block_rows, rounding_mode="floor")
-        first = torch.ones(len(ids), dtype=torch.bool)
+        first = torch.ones(len(ids), dtype=torch.bool, device="cpu")
         first[1:] = block[1:] != block[:-1]
         costs += first * max(table._layout.block_room, together // TOGETHER)
     ends, cuts, begin = costs.cumsum(0), [], 0
@@ -579,7 +586,7 @@ def open_table(
     layout = described(name, rows, columns, dtype, block, pattern, fill, budget)
     if any(_is_block(key, block_prefix(name)) for key in store):
         raise MisuseError(f"{store} has tensors that begin with {block_prefix(name)!r} and are of no table: delete them first")
-    store.put(appended_key(name), torch.zeros(1, dtype=torch.int64))
+    store.put(appended_key(name), _int64([0]))
     store.put(record_key(name), layout.encoded())
     return Table(store, name, layout, budget)
 

@@ -329,6 +329,10 @@ class AdaptiveActivations:
         """Return the bytes that activations may take now, when there are none."""
         if self.plan.memory is not None:
             return parse_size(self.plan.memory)
+        device = self._store.device
+        if device.type == "cuda":  # where activations are
+            cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            return (torch.cuda.mem_get_info(device)[0] + cached) // SHARE
         return (headroom() + free_in_heap()) // SHARE
 
     def _choose(self, when: str) -> None:

@@ -2,9 +2,9 @@
 
     DS_ACCELERATOR=cpu python -m tests.zero.deepspeed.make_theirs [NAME ...]
 
-It runs with DeepSpeed 0.19.8 in the environment (pip install --no-build-isolation deepspeed==0.19.8 hjson ninja py-cpuinfo einops
-msgpack), whose operations are compiled at their first use. On NVMe DeepSpeed puts only what has 1 MiB or more; for a file that is
-small enough for a repository the limit is lowered here to 1 KiB.
+It runs with DeepSpeed 0.19.8 in the environment (pip install --no-build-isolation deepspeed==0.19.8 hjson ninja py-cpuinfo
+einops msgpack), whose operations are compiled at their first use. On NVMe DeepSpeed puts only what has 1 MiB or more; for a
+file that is small enough for a repository the limit is lowered here to 1 KiB. It does not offer fp16 on a CPU; torch has it.
 """
 
 from __future__ import annotations

@@ -734,3 +734,70 @@ def test_scripting_raises_before_it_begins(store: TieredStore) -> None:
     with pytest.raises(MisuseError, match=r"torch\.jit\.script"):
         torch.jit.script(model)
     assert model(torch.ones(1, 8)).shape == (1, 8)
+
+
+TAKEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "data": lambda p: p.data,
+    "a view of data": lambda p: p.data[3:7],
+    "detach": lambda p: p.detach(),
+    "view": lambda p: p.view(-1),
+}
+
+
+def taken_in_forward(model: nn.Sequential, how: str, layer: int = 0) -> torch.Tensor:
+    """Return a tensor on the memory that a layer's weight had in forward."""
+    kept: list[torch.Tensor] = []
+    with torch.no_grad(), model[layer].register_forward_hook(lambda module, *_: kept.append(TAKEN[how](module.weight))):
+        model(torch.ones(1, 160))
+    return kept.pop()
+
+
+@pytest.mark.parametrize("how", TAKEN)
+def test_what_is_written_to_a_tensor_that_forward_gave_lands(store: TieredStore, how: str) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(160, 160), nn.Tanh(), nn.Linear(160, 160))
+    model = zero.page(copy.deepcopy(reference), store)
+    optimizers = torch.optim.AdamW(reference.parameters(), fused=True), zero.AdamW(model.parameters())
+    for one, optimizer in zip((reference, model), optimizers, strict=True):
+        kept = taken_in_forward(one, how)
+        for step in range(2):
+            optimizer.zero_grad()
+            one(torch.ones(2, 160)).square().mean().backward()
+            optimizer.step()
+            one(torch.ones(2, 160))
+            with torch.no_grad():
+                kept.mul_(2 + step)
+        one(torch.ones(2, 160))
+        del kept
+        one(torch.ones(2, 160))
+    for name, values in model.state_dict().items():
+        assert torch.equal(values, reference.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("how", TAKEN)
+def test_a_write_to_a_tensor_that_is_gone_by_the_next_forward_raises(store: TieredStore, how: str) -> None:
+    """Nobody knows whether the memory was evicted meanwhile. The parameter has one value: before and after it is evicted, and
+    in the next commit."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(160, 160) for _ in range(14)]
+    before = [layer.weight.detach().clone() for layer in layers]
+    model = zero.page(nn.Sequential(*layers), store)
+    lost = 0
+    for layer in (0, 6, 13):
+        kept = taken_in_forward(model, how, layer)
+        with torch.no_grad():
+            kept.mul_(2)
+            del kept
+            for other in (*range(14), *range(14)):
+                if other != layer:
+                    model[other](torch.ones(1, 160))
+            with pytest.raises(MisuseError, match=rf"parameter '{layer}\.weight' was written to through a tensor"):
+                model(torch.ones(1, 160))
+            now = model[layer].weight.clone()
+            lost += torch.equal(now, before[layer])
+            for _ in range(3):
+                model(torch.ones(1, 160))
+                assert torch.equal(model[layer].weight, now)
+        zero.commit(model)
+        assert torch.equal(model.state_dict()[f"{layer}.weight"], now)
+    assert lost, "no layer was evicted"

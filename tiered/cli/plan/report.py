@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 DESCRIPTION = """\
-Show a training as one HTML page: loss, throughput, memory by kind, the drive and waiting, the timeline of some steps,
-and what was predicted beside what was measured. The page is one file and loads nothing, so it can be mailed, and
-opened without a network. RUN.json is what tiered train --json wrote; with --report it has a timeline and a prediction.
+Show a training as one HTML page: loss, throughput, memory by kind, the drive and waiting, the timeline of some
+steps, and what was predicted beside what was measured. The page is one file and loads nothing, so it can be mailed,
+and opened without a network. RUN.json is what tiered train --json wrote; with --report it has a timeline, too.
 """
 
 EXAMPLES = """\

@@ -95,7 +95,14 @@ class ForeignSource:
                 rule = self._rules.get(self._known(_whole(placement).name))
                 if rule is not None and type(rule) is not AdamWRule:
                     wide = torch.float64 if placement.stored is torch.float64 else torch.float32
-                    states[placement.name] = {kind: str(form) for kind, form in kept_by(rule, wide).items()}
+                    forms = kept_by(rule, wide)
+                    known = foreign.parameters.get(self._known(_whole(placement).name))
+                    if known is not None and known.steps and not all(form.elementwise for form in forms.values()):
+                        raise MisuseError(
+                            f"{type(rule).__name__} has not one value for each element, and its states are not read from "
+                            f"{foreign.where}: load it with an optimizer that has, and give that one's state_dict() to this one"
+                        )
+                    states[placement.name] = {kind: str(form) for kind, form in forms.items()}
         self.records: list[dict[str, Any]] = [{**record, "units": [{"states": states}]}]
 
     @property

@@ -62,7 +62,7 @@ _OWN = frozenset(
 )
 """What DeepSpeed itself writes beside the model; the rest of a model's file is the caller's."""
 COUNTED = ("global_steps", "global_samples", "skipped_steps")
-_MOST_VALUES = 1_000_000
+MOST_VALUES = 1_000_000
 MOST_PADDING = 1 << 20
 """Bytes: 1 KiB for each thread of DeepSpeed's aio."""
 
@@ -275,6 +275,9 @@ class Saved:
         home = {index: group for group, members in enumerate(of_group) for index in members}
         steps = [0] * len(shapes)
         sizes = [sum(-(-math.prod(shape) // self.ranks) for shape in names.values()) for names in shapes]
+        first = _list(states[0]["fp32_flat_groups"])
+        empty = {index: list(shapes[index]) for index in range(len(sizes)) if sizes[index] and not _tensor(first[index]).count}
+        swapped = _swapped(folder, self.ranks, order, empty)
         for rank, state in enumerate(states):
             masters = _list(state["fp32_flat_groups"])
             kept = _dict(_dict(state["optimizer_state_dict"])["state"])
@@ -282,8 +285,8 @@ class Saved:
                 raise ValueError(f"it has {len(masters)} sub-groups, and shapes of {len(shapes)}")
             for index, (names, master) in enumerate(zip(shapes, masters, strict=True)):
                 flats, step = _flats(kept.get(index, {}), master)
-                if not flats["param"].count and sizes[index]:
-                    flats = _swapped(folder, rank, order, list(names), sizes[index], flats)
+                if index in swapped:
+                    flats = _file_of(folder, rank, swapped[index], sizes[index], flats)
                 steps[index] = max(steps[index], _step(step, base["param_groups"][home[index]]))
                 at = 0
                 for name, shape in names.items():
@@ -433,26 +436,39 @@ def _some(ranks: Iterable[int]) -> str:
 
 
 def _swapped(
-    folder: Path, rank: int, order: Sequence[str], names: Sequence[str], count: int, flats: Mapping[str, _Flat]
-) -> dict[str, _Flat]:
-    """Return the files that have a sub-group of ``count`` elements, which is empty in the pickle. Raises TorchFileError
-    where its parameters cannot be told by their numbers."""
-    there = folder / "offloaded_tensors" / f"rank{rank:02}"
-    found: dict[str, _Flat] = {}
+    folder: Path, ranks: int, order: Sequence[str], groups: Mapping[int, Sequence[str]]
+) -> dict[int, str]:
+    """Return how the files are named that have these sub-groups, which are empty in the pickles. Raises TorchFileError where
+    there are other files, or where the order in which parameters were numbered cannot be told."""
+    there = folder / "offloaded_tensors"
+    wanted = [f"rank{rank:02}" for rank in range(ranks)]
+    if not groups:
+        return {}
+    found = {name: {path.name.rpartition("-")[2] for path in (there / name).glob("*.tensor.swp")} for name in wanted}
+    fitting = []
     for numbers in (_numbers(order), _numbers(_after_children(order))):
-        base = f"{numbers[names[0]]}_{numbers[names[-1]]}.tensor.swp"
-        files = {state: there / (base if state == "param" else f"{state}-{base}") for state in flats}
-        if all(path.is_file() for path in files.values()):
-            for state, path in files.items():
-                size = path.stat().st_size
-                if not 4 * count <= size < 4 * count + MOST_PADDING:
-                    raise TorchFileError(f"{path} has {size} bytes, and {4 * count} are expected")
-                found[state] = _Raw(str(path), count)
-            return found
-    raise TorchFileError(
-        f"{there} has no file for the states of {shown(names[0], 100)} to {shown(names[-1], 100)} of rank {rank}: it is "
-        "incomplete, or the parameters were numbered in another order; save without nvme, or as a universal checkpoint"
-    )
+        named = {index: f"{numbers[names[0]]}_{numbers[names[-1]]}.tensor.swp" for index, names in groups.items()}
+        if all(present == set(named.values()) for present in found.values()) and named not in fitting:
+            fitting.append(named)
+    if len(fitting) != 1:
+        raise TorchFileError(
+            f"{there} does not have one file for the parameters of each sub-group and rank, or the parameters were numbered in "
+            "an order that is not known: save without nvme"
+        )
+    return fitting[0]
+
+
+def _file_of(folder: Path, rank: int, base: str, count: int, flats: Mapping[str, _Flat]) -> dict[str, _Flat]:
+    """Return the files of one sub-group of ``count`` elements."""
+    made: dict[str, _Flat] = {}
+    for state in flats:
+        path = folder / "offloaded_tensors" / f"rank{rank:02}" / (base if state == "param" else f"{state}-{base}")
+        size = path.stat().st_size if path.is_file() else -1
+        if not 4 * count <= size < 4 * count + MOST_PADDING:
+            has = "is missing" if size < 0 else f"has {size} bytes, and {4 * count} are expected"
+            raise TorchFileError(f"{path} {has}")
+        made[state] = _Raw(str(path), count)
+    return made
 
 
 def _numbers(order: Sequence[str]) -> dict[str, int]:
@@ -527,7 +543,7 @@ def tensor_of(stored: StoredTensor) -> torch.Tensor:
 def plain(value: Any) -> Any:
     """Return a value with tensors, and without stand-ins: of an object its attributes, or its arguments. Raises ValueError for
     what is nested very deep, or very large."""
-    left = [_MOST_VALUES]
+    left = [MOST_VALUES]
 
     def made(one: Any, depth: int) -> Any:
         left[0] -= 1

@@ -104,6 +104,26 @@ class Saved(Protocol):
     version: int
 
 
+class _Witness:
+    """What tells of writes to a tensor that was got as ``parameter.data``: a tensor with its version, and without memory."""
+
+    __slots__ = ("_tensor", "_version", "placement", "storage")
+
+    def __init__(self, placement: Placement, values: torch.Tensor, version: int) -> None:
+        self.placement, self._version = placement, version
+        self.storage = StorageWeakRef(values.untyped_storage())  # type: ignore[no-untyped-call]
+        self._tensor = values.detach()
+        self._tensor.data = torch.empty(0, dtype=values.dtype, device=values.device)  # keeps the version counter
+
+    @property
+    def written(self) -> bool:
+        return self._tensor._version != self._version
+
+    def look_again(self) -> None:
+        """Count as written what is written from here on."""
+        self._version = self._tensor._version
+
+
 class Unit:
     """Parameters that are paged together.
 
@@ -142,6 +162,10 @@ class Unit:
         self._in_use = False  # from before the parameters are given memory until after it is taken away
         self._access = Access.READ
         self._versions: list[int] = []
+        self._left: list[int] | None = None
+        """Versions of the parameters when the unit was last dropped, where they are known."""
+        self._memory: tuple[int, StorageWeakRef] | None = None
+        """What the parameters were views of then: its address, and whether anything still is."""
         self._placeholders = {p: Placeholder.on(store.device, p.shape, p.dtype) for p in plan.placements}
         self._kinds = {p: type(p.parameter) for p in plan.placements}
         """The class that each parameter has while it is held."""
@@ -152,6 +176,8 @@ class Unit:
         self.references: set[weakref.ref[Saved]] = set()  # what graphs saved of it, which has no memory of its own
         self._data: list[tuple[Placement, torch.Tensor, int]] = []
         """What was given as ``parameter.data`` since the unit is held, with its version then."""
+        self._witnesses: list[_Witness] = []
+        """Of those that somebody kept when the unit was dropped."""
         kinds = {placement.stored for placement in plan.placements}
         self.states = States(updates, self.key, list(self.parts.values()), even_chunks(plan.elements, chunk), kinds)
         self._cut = plan.cut if plan.shares > 1 else set()
@@ -189,9 +215,14 @@ class Unit:
             self._in_use = True
             try:
                 self._open(access)
+                changed = self._changed_since()
             except BaseException:
                 self.give_up()
                 raise
+            if changed:
+                self._take_over(changed)
+                self.hold(access)
+                return
         elif access is Access.WRITE and self._access is not Access.WRITE:
             raise MisuseError(f"the parameters of {self.plan.name!r} are in use: write to them outside forward and backward")
         self._holders += 1
@@ -206,6 +237,37 @@ class Unit:
             view = placement.view(self.base)
             placement.parameter.__class__, placement.parameter.data = kind, view
         self._versions = [p.parameter._version for p in self.plan.placements]
+
+    def _changed_since(self) -> list[Placement]:
+        """Return the parameters that were written to since the unit was dropped, through tensors that somebody kept."""
+        before = self._versions if self._left is None else self._left
+        changed = [p for p, now, then in zip(self.plan.placements, self._versions, before, strict=True) if now != then]
+        return changed + [one.placement for one in self._witnesses if one.written]
+
+    def _take_over(self, changed: Collection[Placement]) -> None:
+        """Have the store keep the memory as it is, into which a tensor that somebody kept was perhaps written. Raises
+        MisuseError unless it surely was, because that tensor shows this very memory."""
+        assert self.base is not None
+        shown = self._is_shown()
+        values = {placement: placement.parameter.detach().clone() for placement in changed}
+        for one in self._witnesses:
+            one.look_again()
+        self.give_up()
+        self.plan.refuse_writing()
+        self._land(values)
+        if not shown:
+            raise MisuseError(
+                f"parameter {next(iter(values)).name!r} was written to through a tensor that was taken of it in forward or "
+                "backward (detach(), .data or a view) and kept until the memory of the parameter had been given back, and the "
+                "change may be lost: write to the parameter itself"
+            )
+
+    def _is_shown(self) -> bool:
+        """Return whether a tensor that somebody kept since an earlier hold is on the memory that the unit has now."""
+        if self._memory is None or self.base is None:
+            return False
+        address, storage = self._memory
+        return address == _address(self.base) and not storage.expired()  # type: ignore[no-untyped-call]
 
     def lend(self, placement: Placement, values: torch.Tensor) -> None:
         """Note that ``values``, which show a parameter's memory, can be written to without a trace in the parameter."""
@@ -310,10 +372,18 @@ class Unit:
     def give_up(self) -> None:
         """Drop the unit without writing it back, because all was rolled back or nothing came of it."""
         if self._in_use:
+            lent = [_Witness(*one) for one in self._data]
             self._data.clear()
+            if self.base is not None:
+                self._left = None
+                if not self._is_shown():
+                    self._memory = _address(self.base), StorageWeakRef(self.base.untyped_storage())  # type: ignore[no-untyped-call]
+                self._left = [placement.parameter._version for placement in self.plan.placements]
             self.release_parameters()
             self.base = None
             self.storage.close()
+            if lent or self._witnesses:
+                self._witnesses = [one for one in (*self._witnesses, *lent) if not one.storage.expired()]  # type: ignore[no-untyped-call]
             self._holders = 0
             self._in_use = False
 
@@ -426,7 +496,10 @@ class Unit:
 
         def mark() -> None:
             self.pending, self.version = pending, version
+            self._left = None
             torch.autograd.graph.increment_version(changed)  # of what others saved
+            with torch._C.DisableTorchFunctionSubclass():
+                self._left = [placement.parameter._version for placement in self.plan.placements]
 
         return mark
 

@@ -345,7 +345,7 @@ class Sliced:
             shapes = [torch.Size((min(self.rows, count - at), *inside)) for at in range(0, count, self.rows)]
         with torch.inference_mode(False):
             nothing = torch.zeros((), dtype=whole.dtype, device="cpu")
-            self.slices = [Slice(nothing.expand(shape), whole.requires_grad) for shape in shapes]
+            self.slices = [Slice(nothing.data.expand(shape), whole.requires_grad) for shape in shapes]  # each its own version
 
     def at(self, number: int) -> int | slice:
         """Return the index of a slice in the whole."""
@@ -429,8 +429,10 @@ class UnitPlan:
     @property
     def cut(self) -> set[Placement]:
         """Return the parameters of which several ranks have a share."""
-        found = Counter(placement for rank in range(self.shares) for placement in self.parts(rank) if self.shares > 1)
-        return {placement for placement, times in found.items() if times > 1}
+        if self.shares == 1:
+            return set()
+        found = [(p, p.element, p.element + p.numel - 1) for p in self.placements if p.numel]
+        return {p for p, first, last in found if first // self.elements != last // self.elements}
 
     @property
     def of_expert(self) -> bool:
