@@ -29,6 +29,7 @@ from tiered import (
     TieredEmbedding,
     TieredStore,
 )
+from tiered.engine.state import EngineState
 from tiered.tables import kernel
 
 
@@ -475,3 +476,24 @@ def test_another_default_device(on_disk: TieredStore) -> None:
     same(found, expected)
     assert appended == 130
     assert not torch.equal(table[99], found[99])
+
+
+def test_a_batch_from_the_disk_is_decided_once(on_disk: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the whole lease anew for each of its blocks."""
+    table = on_disk.table("t", 6400, 64, block="4KiB")
+    table[:] = torch.ones(6400, 64)
+    on_disk.commit()
+    asked, is_on_its_way = 0, EngineState._on_its_way
+
+    def counted(self: EngineState, *arguments: Any) -> bool:
+        nonlocal asked
+        asked += 1
+        return is_on_its_way(self, *arguments)
+
+    monkeypatch.setattr(EngineState, "_on_its_way", counted)
+    before = on_disk.statistics().links[-1].up.transfers
+    for begin in range(0, 6400, 640):
+        assert table.look_up(torch.arange(begin, begin + 640)).eq(1).all()
+    read = on_disk.statistics().links[-1].up.transfers - before
+    assert read > 60
+    assert asked < 4 * read
