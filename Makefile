@@ -10,8 +10,9 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 STAMP := .venv/.installed
 LIBRARIES := .venv/.libraries
+DOCUMENTATION := .venv/.documentation
 
-.PHONY: help setup test check demo soak test-gpu bench-gpu gpu clean
+.PHONY: help setup test check demo soak docs test-gpu bench-gpu gpu clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 11
@@ -33,6 +34,10 @@ demo: setup ## train a small GPT under a memory budget, in demo-store/
 
 soak: setup $(LIBRARIES) ## the fault tests with their full counts; hours
 	@$(BIN)/python -m pytest -q -m soak
+
+docs: $(DOCUMENTATION) ## the documentation as a site, in build/site/; a broken link fails
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --clean --quiet
+	@$(BIN)/python docs/site/check.py build/site
 
 test-gpu: setup ## what needs a CUDA device; without one, a line that says so
 	@$(BIN)/python -m tests.gpu
@@ -82,6 +87,10 @@ $(LIBRARIES): $(STAMP)
 	@$(BIN)/pip install -q '$(TORCH)' --no-build-isolation -e '.[test,dev,hf,lightning]' \
 		|| echo "setup: without transformers, accelerate, peft, trl and lightning; their tests are skipped"
 	@touch $(LIBRARIES)
+
+$(DOCUMENTATION): $(STAMP)
+	@$(BIN)/pip install -q '$(TORCH)' --no-build-isolation -e '.[docs]'
+	@touch $(DOCUMENTATION)
 
 # A second make, so that PYTHON is looked for again after Python itself may have been installed.
 .PHONY: environment

@@ -29,6 +29,7 @@ __all__ = ["RATES", "main"]
 RATES = {
     **dict.fromkeys(("adamw", "adamw_bf16", "adamw8bit", "adamw4bit", "adam", "nadam", "radam"), 1e-3),
     "adamax": 3e-3,
+    "adafactor": 1e-2,
     "adagrad": 1e-2,
     "rmsprop": 3e-4,
     "lion": 3e-4,
@@ -38,7 +39,10 @@ RATES = {
 
 def train(name: str, options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Train with one optimizer in a process of its own. Returns its summary."""
-    report = Path(folder) / f"{name}.json"
+    report = Path(options.reports or folder) / f"{name}.json"
+    if report.exists():
+        kept: dict[str, Any] = json.loads(report.read_text())
+        return kept
     words = [
         *(sys.executable, "-m", "tiered", "train", "--dir", f"{folder}/{name}", "--json", str(report)),
         *("--optimizer", name, "--lr", str(options.rate or RATES[name]), "--steps", str(options.steps)),
@@ -84,6 +88,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--rate", type=float, help="learning rate of all (default: RATES)")
     parser.add_argument("--dram", default="8MiB", help="memory of the store (default: %(default)s)")
+    parser.add_argument("--reports", metavar="FOLDER", help="keep what each run reports; what is there is not run again")
     parser.add_argument("--plot", metavar="FILE.png")
     options = parser.parse_args()
     refuse_unplottable(options.plot)

@@ -14,11 +14,17 @@ counts within the limit, and the files are dropped from the page cache before ea
 - ``accelerate, all on disk``: as before, with nothing that stays.
 - ``mapped``: parameters are the mapped files; the kernel decides what stays.
 - ``in memory``: without a limit. Its seconds are the compute of the bound, its tokens the right ones.
+- ``in memory, reading beside``: the same, while threads read and check, for each token, the bytes that a token of a store
+  reads, and all weights for the first one. It has nothing to do with a store, and shows how much computing and reading at the
+  same time slow each other down, which the bound leaves out.
 
 The bound of a token is max(compute, (W - C + window) / read rate): W bytes of weights, C of memory, and the window, in which
 one unit computes while others arrive (the largest unit, and what the plan leaves to read-ahead). The read rate is that of the
 drive in the same round: eight threads read the store's own data with O_DIRECT, without the store. That of the first token is
 1.2 x max(W / read rate, compute of the prompt) + 1 s. Prints Markdown; exits 1 where tokens differ.
+
+Each process finds memory of its limit ready (``ready_memory``); ``--fresh`` leaves that out. Prints the rate at which the
+system hands out memory: below a few GB/s a hypervisor has to find it first, and the first token would wait for that.
 """
 
 from __future__ import annotations
@@ -35,12 +41,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.drive import read_rate
-from bench.memory import kills, limit_of, memory_cgroup, read_peak, usage
+from bench.drive import Reading, read_rate
+from bench.memory import kills, limit_of, memory_cgroup, read_peak, ready_memory, usage
 from tiered.cli.measure import environment
 from tiered.types import format_size, parse_size
 
@@ -49,6 +56,7 @@ SAID = 128 * MIB
 PROMPT = "The quick brown fox jumps"
 WAYS = ("tiered", "accelerate", "accelerate, all on disk", "mapped")
 MEMORY = "in memory"
+BESIDE = "in memory, reading beside"
 
 
 # -- the child, in the cgroup -------------------------------------------------------------------------------------------------
@@ -99,12 +107,17 @@ def child(way: str, folder: Path, share: int, tokens: int) -> None:
     else:
         model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
     opened = time.perf_counter() - began
+    reading = Reading(_data_of(folder)) if way == BESIDE else None  # ``share`` bytes a token
 
     marks: list[tuple[float, int]] = []
 
     class Marks:
         def put(self, made: Any) -> None:
+            if reading is not None:
+                reading.wait()
             marks.append((time.perf_counter(), read_bytes()))
+            if reading is not None:
+                reading.begin(sum(p.nbytes for p in model.parameters()) if len(marks) == 1 else share)
 
         def end(self) -> None:
             pass
@@ -119,6 +132,8 @@ def child(way: str, folder: Path, share: int, tokens: int) -> None:
         pad_token_id=0,
         streamer=Marks(),
     )
+    if reading is not None:
+        reading.close()
     seconds = [after[0] - before[0] for before, after in itertools.pairwise(marks)]
     read = [after[1] - before[1] for before, after in itertools.pairwise(marks)]
     answer = {"opened": opened, "first": seconds[0], "seconds": seconds[1:], "read": read[1:]}
@@ -127,6 +142,11 @@ def child(way: str, folder: Path, share: int, tokens: int) -> None:
         answer |= {"window": _window(model, seen.tiers[0].capacity)}
         store.close()
     print(json.dumps({"phase": "end", "tokens": found[0, prompt.shape[1] :].tolist(), **answer}), flush=True)
+
+
+def _data_of(folder: Path) -> Path:
+    """Return the file that has the weights of the store."""
+    return max((folder / "store").rglob("data.*"), key=lambda path: path.stat().st_size)
 
 
 def _with_buffers(model: Any) -> Any:
@@ -162,6 +182,8 @@ class Ended:
     limit: int
     peak: int
     killed: int
+    fresh: float
+    """Bytes per second at which the system handed out the memory that the process found ready."""
     answer: dict[str, Any]
 
     @property
@@ -178,11 +200,11 @@ class Ended:
         return statistics.mean(self.answer["read"][1:])
 
 
-def under(way: str, folder: Path, share: int, tokens: int, extra: int | None, imports: int) -> Ended:
+def under(way: str, folder: Path, share: int, tokens: int, extra: int | None, imports: int, ready: int) -> Ended:
     """Run a child in a cgroup that gets its limit once its imports have ended: ``imports`` or what they took, if that is more,
-    + ``extra``. No limit: None."""
+    + ``extra``. No limit: None. ``ready``: bytes of memory that it finds ready then."""
     drop(folder)
-    with memory_cgroup(1 << 40) as group:
+    with memory_cgroup(1 << 40) as group, ExitStack() as stack:
         if group is None:
             sys.exit("no memory cgroup can be made here: run it as root")
         process = subprocess.Popen(
@@ -204,12 +226,15 @@ def under(way: str, folder: Path, share: int, tokens: int, extra: int | None, im
         if extra is not None:
             limit = (max(imports, took) + extra) // 4096 * 4096
             limit_of(group).write_text(str(limit))
+        fresh = stack.enter_context(ready_memory(ready, group)) if ready else 0.0
         printed, errors = process.communicate("\n")
+        stack.close()
         lines = [line for line in printed.splitlines() if line.startswith("{")]
         killed = kills(group)
         if process.returncode and not killed:
             raise SystemExit(f"{way} ended with {process.returncode}:\n{errors[-2000:]}")
-        return Ended(process.returncode, took, limit, read_peak(group) or 0, killed, json.loads(lines[-1]) if lines else {})
+        answer = json.loads(lines[-1]) if lines else {}
+        return Ended(process.returncode, took, limit, read_peak(group) or 0, killed, fresh, answer)
 
 
 def drop(folder: Path) -> None:
@@ -282,7 +307,7 @@ def beside(options: argparse.Namespace) -> int:
 
 
 def compared(folder: Path, options: argparse.Namespace, weights: int, say: Callable[[str], None]) -> bool:
-    file = max((folder / "store").rglob("data.*"), key=lambda path: path.stat().st_size)
+    file = _data_of(folder)
     extra, right = beside(options), True
     imports, less = 0, dict.fromkeys(WAYS, 0)
     titles = ["C / W", "way", "seconds a token", "bytes a token", "seconds by the bound", "bytes by W - C + window"]
@@ -290,16 +315,18 @@ def compared(folder: Path, options: argparse.Namespace, weights: int, say: Calla
     print(f"| {' | '.join(titles)} |\n|---|---|{'---:|' * (len(titles) - 2)}")
     for part in options.shares:
         share = int(weights * part)
-        found: dict[str, list[Ended]] = {way: [] for way in (*WAYS, MEMORY)}
-        rates = []
+        found: dict[str, list[Ended]] = {way: [] for way in (*WAYS, MEMORY, BESIDE)}
+        rates, window = [], 0
         for number in range(options.rounds):
             rates.append(read_rate([file]))
-            for way in (MEMORY, *WAYS[number % len(WAYS) :], *WAYS[: number % len(WAYS)]):
+            for way in (MEMORY, *WAYS[number % len(WAYS) :], *WAYS[: number % len(WAYS)], BESIDE):
                 say(f"{part:g} of the weights in memory, round {number + 1} of {options.rounds}: {way}")
-                limit = None if way == MEMORY else share + share // 10 + SAID + extra
+                limit = None if way in (MEMORY, BESIDE) else share + share // 10 + SAID + extra
+                ready = 0 if options.fresh else weights + SAID if limit is None else limit
                 while True:
-                    given = share - less.get(way, 0)
-                    ended = under(way, folder, given, options.tokens, limit, imports)
+                    given = share - less.get(way, 0) if way != BESIDE else max(0, weights - share) + window
+                    ended = under(way, folder, given, options.tokens, limit, imports, ready)
+                    window = ended.answer.get("window", window)
                     imports = max(imports, ended.imports)
                     if ended.right or way != "accelerate" or given < share // 2:
                         break
@@ -307,11 +334,10 @@ def compared(folder: Path, options: argparse.Namespace, weights: int, say: Calla
                 found[way].append(ended)
         tokens = found[MEMORY][0].answer["tokens"]
         compute = [ended.seconds for ended in found[MEMORY]]
-        window = next((ended.answer["window"] for ended in found["tiered"] if ended.right), 0)
         moved = max(0, weights - share) + window if share < weights else 0
         bounds = [max(c, moved / rate) for c, rate in zip(compute, rates, strict=True)]
         print(f"| {part:g} | {MEMORY}, no limit | {spread(compute)} |{' |' * (len(titles) - 3)}")
-        for way in WAYS:
+        for way in (BESIDE, *WAYS):
             ends = found[way]
             if not all(ended.right for ended in ends):
                 cells = [f"killed by the limit in {sum(not e.right for e in ends)} of {len(ends)} rounds", *[""] * 7]
@@ -331,10 +357,17 @@ def compared(folder: Path, options: argparse.Namespace, weights: int, say: Calla
             prompt = min(ended.answer["first"] for ended in found[MEMORY])
             allowed = [1.2 * max(weights / rate, prompt) + 1 for rate in rates]
             cells += [spread(first), spread([a / b for a, b in zip(first, allowed, strict=True)])]
+            if way == BESIDE:  # its process is not measured while it loads
+                first = [ended.answer["first"] for ended in ends]
+                cells[-2:] = [spread(first), spread([a / b for a, b in zip(first, allowed, strict=True)])]
+                print(f"| {part:g} | {way} | " + " | ".join(cells) + " | | |", flush=True)
+                continue
             cells += [spread([ended.answer["opened"] for ended in ends])]
             cells += [f"{max(e.peak for e in ends) / ends[0].limit:.2f} of {format_size(ends[0].limit)}"]
             print(f"| {part:g} | {way} | " + " | ".join(cells) + " |", flush=True)
+        fresh = [ended.fresh / 1e9 for ends in found.values() for ended in ends]
         drive = f"read rate {spread([rate / 1e9 for rate in rates])} GB/s; window {format_size(window)}"
+        drive += "" if options.fresh else f"; memory was handed out at {spread(fresh)} GB/s"
         print(f"| {part:g} | {drive} |{' |' * (len(titles) - 2)}", flush=True)
     print(f"\nAfter the imports: {format_size(imports)}; activations and KV cache: {format_size(extra)}.")
     if less["accelerate"]:
@@ -356,6 +389,7 @@ def main() -> int:
     parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.5, 0.75, 0.9], help="of the weights in memory")
     parser.add_argument("--rounds", type=int, default=3, help="of all ways in turn (default: 3)")
     parser.add_argument("--tokens", type=int, default=8, help="to generate (default: 8)")
+    parser.add_argument("--fresh", action="store_true", help="have no memory ready for the processes")
     parser.add_argument("--child", nargs=4, metavar=("WAY", "FOLDER", "BYTES", "TOKENS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:

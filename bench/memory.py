@@ -17,6 +17,7 @@ import select
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,6 +63,70 @@ def kills(group: Path) -> int:
     file = group / "memory.events"
     file = file if file.exists() else group / "memory.oom_control"
     return next(int(line.split()[1]) for line in file.read_text().splitlines() if line.startswith("oom_kill "))
+
+
+READY = 256 << 20
+"""Bytes of ready memory that are free beside what a cgroup has taken of it."""
+HOLDER = """if True:
+    import mmap, sys, time
+    nbytes, piece, populate = int(sys.argv[1]), 2 << 20, 23  # MADV_POPULATE_WRITE
+    memory = mmap.mmap(-1, nbytes + piece, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    began = time.perf_counter()
+    memory.madvise(populate)
+    print(nbytes / (time.perf_counter() - began), flush=True)
+    freed = 0
+    for line in sys.stdin:
+        until = min(int(line) // piece * piece, nbytes)
+        if until > freed:
+            memory.madvise(mmap.MADV_DONTNEED, freed, until - freed)
+            freed = until
+"""
+
+
+@contextmanager
+def ready_memory(nbytes: int, group: Path) -> Iterator[float]:
+    """Have ``nbytes`` of free memory ready for the processes of ``group`` within the block. Gives the bytes per second at which
+    the system handed them out.
+
+    A hypervisor takes free memory away from a virtual machine and has to find it again at its next use, which may take ten
+    times as long as clearing it. What is measured then is the hypervisor. So a process outside of the cgroup has the memory
+    first, and frees it as the cgroup takes it: what has been free for a second would be taken away again.
+    """
+    command = [sys.executable, "-c", HOLDER, str(nbytes)]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    given, stop = holder.stdin, threading.Event()
+    rate = float(holder.stdout.readline())
+    before = _all_of(group)
+
+    def free() -> None:
+        freed = 0
+        while freed < nbytes and not stop.is_set():
+            wanted = min(nbytes, max(0, _all_of(group) - before) + READY)
+            if wanted >= freed + READY // 8 or wanted == nbytes > freed:
+                given.write(f"{wanted}\n")
+                given.flush()
+                freed = wanted
+            stop.wait(0.005)
+
+    freeing = threading.Thread(target=free)
+    freeing.start()
+    try:
+        yield rate
+    finally:
+        stop.set()
+        freeing.join()
+        given.close()
+        holder.wait()
+        holder.stdout.close()
+
+
+def _all_of(group: Path) -> int:
+    """Bytes that a cgroup has, the page cache included."""
+    v1 = group / "memory.usage_in_bytes"
+    return int((v1 if v1.exists() else group / "memory.current").read_text())
 
 
 def train(arguments: list[str], group: Path | None) -> dict[str, Any]:

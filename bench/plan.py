@@ -5,7 +5,7 @@
 
 Four models, budgets of 10, 50 and 90 % of the state, and both update modes: 24 rows. The machine is measured first, in the same
 run and the same folder. Each row trains in a process of its own: some steps until their order is known, then the median of
-five. The plan is made in this process before, with the operations of the model timed by shape.
+five. The plan is made in this process before; the operations of each model are timed by shape, once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import tiered
 from bench.step import Model as Mlp
 from tiered import TieredStore, zero
 from tiered.cli.info.probes import measured_machine
@@ -33,11 +32,14 @@ from tiered.cli.measure import Meter, environment, peak_memory
 from tiered.cli.output import told_environment
 from tiered.cli.train.model import GPT, Shape
 from tiered.planning.machine import Machine
-from tiered.planning.plan import Plan
+from tiered.planning.plan import Choice, Planner, Prediction
+from tiered.planning.sources import subject_of
+from tiered.zero import Policy
+from tiered.zero.rules import AdamWRule
 
 Update = Literal["on_fetch", "in_backward"]
 
-__all__ = ["CASES", "Case", "Measured", "measure", "predict"]
+__all__ = ["CASES", "Case", "Measured", "measure"]
 
 WARM_UP, STEPS = 5, 5
 STATE = 12
@@ -72,9 +74,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians of a step, and the most bytes of memory of the process, and of its pool."""
+    """Medians of a step, and the most bytes of memory of the process, and of its pool. Of a step ``waited`` for the store, and
+    ``updating``."""
 
     seconds: float
+    waited: float
+    updating: float
     spread: tuple[float, float]
     moved: float
     process: int
@@ -106,11 +111,12 @@ def train(case: Case, folder: str) -> dict[str, Any]:
         zero.page(model, store)
         optimizer = zero.AdamW(model.parameters(), lr=1e-4, update=case.update)
         generator = torch.Generator().manual_seed(0)
-        taken, moved = [], []
+        taken, moved, waited, updating = [], [], [], []
         meter = Meter(store)
         for number in range(WARM_UP + STEPS):
             tokens = torch.randint(0, 256, (subject.batch, subject.tokens), generator=generator)
             meter.lap()
+            before = zero.statistics(model).update_seconds
             loss_of(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
@@ -118,10 +124,12 @@ def train(case: Case, folder: str) -> dict[str, Any]:
             if number >= WARM_UP:
                 taken.append(used.seconds)
                 moved.append(used.bytes)
+                waited.append(used.stalled)
+                updating.append(zero.statistics(model).update_seconds - before)
         pool = store.statistics().tier("dram").peak
     return {
         "seconds": statistics.median(taken), "spread": (min(taken), max(taken)), "moved": statistics.fmean(moved),
-        "process": peak_memory(), "pool": pool,
+        "process": peak_memory(), "pool": pool, "waited": statistics.median(waited), "updating": statistics.median(updating),
     }
 
 
@@ -134,26 +142,25 @@ def measure(case: Case, folder: str, threads: int) -> Measured:
     return Measured(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def predict(case: Case, machine: Machine) -> Plan:
-    """Plan a case. The model is on the meta device."""
-    subject = MODELS[case.model]
+def planner_of(name: str, machine: Machine) -> Planner:
+    """Return what plans cases of a model, which is on the meta device; its operations are timed once."""
+    subject = MODELS[name]
     with torch.device("meta"):
         model = subject.make()
-    found: Plan = tiered.plan(
-        model, machine=machine, dram=dram_of(case), batch=subject.batch, sequence=subject.tokens, update=case.update,
-        activations="memory", measure=True,
-    )
-    return found
+    found = subject_of(model, batch=subject.batch, sequence=subject.tokens)
+    return Planner(found, machine, AdamWRule(1e-3, (0.9, 0.999), 1e-8, 0.01, False), Policy(), 1, measure=True)
 
 
-def rows(cases: list[Case], machine: Machine, folder: str, threads: int) -> Iterator[tuple[Case, Plan, Measured]]:
+def rows(cases: list[Case], machine: Machine, folder: str, threads: int) -> Iterator[tuple[Case, Prediction, Measured]]:
+    planners: dict[str, Planner] = {}
     for case in cases:
-        yield case, predict(case, machine), measure(case, folder, threads)
+        if case.model not in planners:
+            planners[case.model] = planner_of(case.model, machine)
+        planned = planners[case.model].predict(Choice(case.update, "memory", dram_of(case)))
+        yield case, planned, measure(case, folder, threads)
 
 
-def row(case: Case, plan: Plan, measured: Measured) -> tuple[str, tuple[float, float, float]]:
-    chosen = plan.chosen
-    assert chosen is not None
+def row(case: Case, chosen: Prediction, measured: Measured) -> tuple[str, tuple[float, float, float]]:
     moved, process = chosen.read + chosen.written, chosen.memory.process
     errors = chosen.seconds / measured.seconds - 1, moved / max(1.0, measured.moved) - 1, process / measured.process - 1
     low, high = measured.spread
@@ -163,7 +170,9 @@ def row(case: Case, plan: Plan, measured: Measured) -> tuple[str, tuple[float, f
         f"| {measured.seconds:.3f} [{low:.3f}, {high:.3f}] | {errors[0]:+.0%} | {moved / 1e6:.1f} "
         f"| {measured.moved / 1e6:.1f} | {errors[1]:+.1%} | {process / 2**20:.0f} "
         f"| {measured.process / 2**20:.0f} | {errors[2]:+.0%} "
-        f"| {parts}, waiting {chosen.waiting:.2f} |"
+        f"| {parts}, waiting {chosen.waiting:.2f} "
+        f"| update {measured.updating:.2f}, waiting {measured.waited:.2f}, "
+        f"rest {measured.seconds - measured.updating - measured.waited:.2f} |"
     ), errors
 
 
@@ -194,7 +203,7 @@ def main() -> int:
     print(told_environment(environment()) + f", {options.threads} threads of torch\n")
     print(f"Machine: {machine}\n")
     print("| model | budget | update | s planned | s measured [least, most] | error | MB planned | MB measured | error "
-          "| MiB planned | MiB measured | error | planned seconds |\n|---|---:|---|" + "---:|" * 9 + "---|")
+          "| MiB planned | MiB measured | error | planned seconds | measured |\n|---|---:|---|" + "---:|" * 9 + "---|---|")
     errors = []
     for case, plan, measured in rows(chosen, machine, options.dir, options.threads):
         text, error = row(case, plan, measured)

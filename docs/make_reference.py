@@ -1,7 +1,7 @@
 """Makes docs/reference.md from the docstrings: ``python docs/make_reference.py``; ``--check`` says whether it is out of date.
 
-It reads the sources without importing them, so what it makes depends on no version of Python or torch. The maintained tools
-were left out: pdoc and mkdocs make sites, not a page that a repository's host shows; this takes 100 lines and no dependency.
+It reads the sources without importing them, so what it makes depends on no version of Python or torch. The site has a reference of
+its own, by mkdocstrings, with the sections of this file: docs/decisions/0046-the-documentation-as-a-site.md says why there are both.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ast
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,9 +35,13 @@ SECTIONS: list[tuple[str, str, list[str] | None, str]] = [
     (
         "Statistics",
         "tiered.telemetry",
-        ["ActivationStatistics", "FlowStatistics", "LinkStatistics", "Offloaded", "StoreStatistics", "TierStatistics"],
+        [
+            *("ActivationStatistics", "FlowStatistics", "LinkStatistics", "MemoryStatistics", "Offloaded"),
+            *("StoreStatistics", "TierStatistics"),
+        ],
         "",
     ),
+    ("Memory that gets tight", "tiered.store.memory_watch", None, ""),
     (
         "Timelines",
         "tiered.telemetry",
@@ -62,7 +67,7 @@ WIDTH = 110
 """Signatures that are longer are broken."""
 MADE_BY_CALLERS = (
     "TieredDataset",
-    *("AdamW", "GradScaler", "Optimizer", "Elementwise", "SGD", "Adam", "Adagrad"),
+    *("AdamW", "GradScaler", "Optimizer", "Elementwise", "SGD", "Adam", "Adafactor", "Adagrad"),
     *("RMSprop", "NAdam", "RAdam", "Adamax", "Lion", "Muon", "AdamW8bit", "AdamW4bit", "Init", "offload_activations"),
     *("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"),
 )
@@ -185,8 +190,9 @@ def page() -> str:
         tree = source_of(module)
         parts.append(f"## {title}")
         if title == "Errors":
-            text = ast.get_docstring(tree) or ""
-            parts.append("```text\n" + inspect.cleandoc(text.partition("::\n\n")[2]) + "\n```")
+            block, _, after = (ast.get_docstring(tree) or "").partition("::\n\n")[2].partition("\n\n")
+            parts.append("```text\n" + textwrap.dedent(block).strip("\n") + "\n```")
+            parts += [re.sub(r"``(.+?)``", r"`\1`", after)] * bool(after)
         for name in public(tree) if names is None else names:
             parts += entries(definition(module, name), prefix + name, 3)
     return "\n\n".join(part.rstrip() for part in parts) + "\n"

@@ -109,6 +109,30 @@ CLONED static void decode4(
     }
 }
 
+/* The hash is a multiplication by an odd number and the finaliser of MurmurHash3 (Austin Appleby, public domain). Where chance
+   would make infinity, the number is rounded towards zero. */
+CLONED static void round_by_chance(
+    const float *restrict values, size_t count, uint16_t *restrict out, uint32_t key, uint32_t first)
+{
+    for (size_t i = 0; i < count; i++) {
+        uint32_t hash = (first + (uint32_t)i) * 0x9e3779b9u + key;
+        hash ^= hash >> 16;
+        hash *= 0x85ebca6bu;
+        hash ^= hash >> 13;
+        hash *= 0xc2b2ae35u;
+        hash ^= hash >> 16;
+        uint32_t bits;
+        memcpy(&bits, values + i, sizeof bits);
+        const uint32_t sum = bits + (hash >> 16);
+        out[i] = (uint16_t)(((sum & 0x7f800000) == 0x7f800000 ? bits : sum) >> 16);
+    }
+}
+
+void moments_round(uint64_t values, uint64_t count, uint64_t out, uint32_t key, uint32_t first)
+{
+    round_by_chance((const float *)(uintptr_t)values, (size_t)count, (uint16_t *)(uintptr_t)out, key, first);
+}
+
 #define ENCODE(bits)                                                                                                  \
     void moments_encode##bits(                                                                                        \
         uint64_t values, uint64_t count, uint64_t codes, uint64_t scales, uint64_t starts, uint64_t bounds)           \

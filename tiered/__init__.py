@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         StoreClosed,
         StoreLocked,
         TieredError,
+        TorchFileError,
         TransferError,
         UncommittedWarning,
         WriteError,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from tiered.planning.sources import Numbers
     from tiered.store.activations import offload_activations
     from tiered.store.importing import import_safetensors
+    from tiered.store.memory_watch import MemoryNotice, MemoryWatch
     from tiered.store.readers import StoreReader, TieredDataset
     from tiered.store.store import TieredStore
     from tiered.store.verify import CheckedGeneration, Damage, Verification, verify
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
         FlowStatistics,
         LeaseEvent,
         LinkStatistics,
+        MemoryStatistics,
         Offloaded,
         PoolEvent,
         Span,
@@ -88,6 +91,9 @@ __all__ = [
     "LinkStatistics",
     "Machine",
     "ManifestError",
+    "MemoryNotice",
+    "MemoryStatistics",
+    "MemoryWatch",
     "MisuseError",
     "NextUse",
     "Numbers",
@@ -116,6 +122,7 @@ __all__ = [
     "TieredError",
     "TieredStore",
     "Timeline",
+    "TorchFileError",
     "Touch",
     "TransferError",
     "TransferEvent",
@@ -139,12 +146,14 @@ _HOME = {
         "planning.plan": ("Plan", "plan"),
         "planning.sources": ("Numbers",),
         "store.importing": ("import_safetensors",),
+        "store.memory_watch": ("MemoryNotice", "MemoryWatch"),
         "interfaces": ("EvictionPolicy", "IOBackend"),
         "telemetry": (
             "ActivationStatistics",
             "FlowStatistics",
             "LeaseEvent",
             "LinkStatistics",
+            "MemoryStatistics",
             "Offloaded",
             "PoolEvent",
             "Span",

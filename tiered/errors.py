@@ -21,6 +21,7 @@
      +- ManifestError
      +- RankError                 another rank is lost, late, or does something else
      +- SafetensorsError
+     +- TorchFileError            a file of torch.save is damaged, or has what could run code
      +- InterruptedStep           an exception cut off a training step that cannot be resumed: says what to call
 
 ``UncommittedWarning`` is no error: ``close`` warns with it of changes that it drops.
@@ -55,6 +56,7 @@ __all__ = [
     "StoreClosed",
     "StoreLocked",
     "TieredError",
+    "TorchFileError",
     "TransferError",
     "WriteError",
 ]  # errors only: the package exports all of these
@@ -213,6 +215,10 @@ class RankError(TieredError):
 
 class SafetensorsError(TieredError):
     """A file is not a safetensors file, is damaged, or does not match its folder's index."""
+
+
+class TorchFileError(TieredError):
+    """A file of ``torch.save`` is damaged, or has something that is not read because it could run code."""
 
 
 class InterruptedStep(TieredError):

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import psutil
 
 from tiered.errors import CapacityError
-from tiered.telemetry import StoreStatistics
+from tiered.telemetry import MemoryStatistics, StoreStatistics
 
 __all__ = [
     "LARGEST_ALIGNMENT",
@@ -42,7 +42,9 @@ __all__ = [
     "cgroup_room",
     "compiler",
     "direct_io_alignment",
+    "free_in_heap",
     "headroom",
+    "memory_of_process",
     "refuse_little_room",
     "refuse_without_room",
     "returned_at_once",
@@ -146,6 +148,24 @@ def headroom() -> int:
     available: int = psutil.virtual_memory().available
     room = cgroup_room()
     return available if room is None else min(available, room.headroom)
+
+
+def memory_of_process() -> MemoryStatistics:
+    """Return what memory this process has and may still take. The numbers of a pool are 0: they are for the store to fill in.
+    """
+    available, room = int(psutil.virtual_memory().available), cgroup_room()
+    left = available if room is None else min(available, room.headroom)
+    return MemoryStatistics(0, 0, 0, anonymous(), left, None if room is None else room.limit)
+
+
+def free_in_heap() -> int:
+    """Return the bytes that malloc holds and nobody uses: what is allocated next takes these, and no memory of the system. 0
+    where the C library does not say."""
+    info: Any = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if info is None:
+        return 0
+    info.restype = _InUse
+    return int(info().fordblks)
 
 
 class CgroupRoom(NamedTuple):

@@ -21,6 +21,7 @@ __all__ = [
     "FlowStatistics",
     "LeaseEvent",
     "LinkStatistics",
+    "MemoryStatistics",
     "Offloaded",
     "PoolEvent",
     "Recorder",
@@ -101,6 +102,32 @@ class TierStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryStatistics:
+    """Memory of the process, in bytes, at one moment.
+
+    ``budget``: what the store may use of DRAM. ``pool``: what tensors use of that now, ``touched``: at most so far, which the
+    system has given. ``process``: anonymous memory of the process (the pool, the heap, stacks), ``beyond``: of that, what is
+    not the pool's. ``headroom``: what the process may still take; ``limit``: that of its tightest memory cgroup, None where
+    there is none."""
+
+    budget: int
+    pool: int
+    touched: int
+    process: int
+    headroom: int
+    limit: int | None
+
+    @property
+    def beyond(self) -> int:
+        return max(0, self.process - self.touched)
+
+    @property
+    def unused(self) -> int:
+        """Bytes of the budget that were never used, and that the system has yet to give."""
+        return max(0, self.budget - self.touched)
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStatistics:
     """Counters since ``open``; ``tensors``, ``generation`` and ``tiers`` are the present state.
 
@@ -111,7 +138,8 @@ class StoreStatistics:
     woke the engine's thread. ``prefetched`` counts fetches that no caller waited for when they began, one per link;
     ``prefetched_unused`` those that were evicted before their first use. ``speculated`` counts fetches for ``speculate``, one
     per link; of these ``speculated_used`` were used, and ``speculated_unused`` evicted before that. ``evictions`` counts copies
-    that left a tier to make room. ``tiers`` are from the top; ``links[i]`` joins ``tiers[i]`` and ``tiers[i + 1]``.
+    that left a tier to make room. ``tiers`` are from the top; ``links[i]`` joins ``tiers[i]`` and ``tiers[i + 1]``. ``memory``:
+    that of the process.
     """
 
     backend: str
@@ -132,6 +160,7 @@ class StoreStatistics:
     evictions: int
     tiers: tuple[TierStatistics, ...]
     links: tuple[LinkStatistics, ...]
+    memory: MemoryStatistics
 
     def tier(self, name: str) -> TierStatistics:
         """Return the statistics of the tier of that name. Raises KeyError where there is none."""
@@ -157,6 +186,12 @@ class StoreStatistics:
                 lines.append(f"{src} to {dst}: {format_size(flow.bytes)} in {flow.transfers:,} transfers{rate}{failed}")
         waits = f"{self.stalled_for_reads:.3g} s for reads, {self.stalled_for_room:.3g} s for room"
         lines.append(f"{self.leases:,} leases, {self.hits:,} granted at once; callers waited {waits}")
+        memory = self.memory
+        limit = "" if memory.limit is None else f" of the cgroup's {format_size(memory.limit)}"
+        lines.append(
+            f"process: {format_size(memory.process)}, {format_size(memory.beyond)} of it beyond the pool; "
+            f"{format_size(memory.headroom)} left{limit}"
+        )
         return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parameters_to_vector
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from bench.compatible.side import Dense, Side, Toy, drawn, row, tokens
 
@@ -283,6 +285,22 @@ reads("torch.histogram(p.detach())")(lambda model, p: torch.histogram(p.detach()
 reads("p.norm()")(lambda model, p: p.norm())
 reads("torch.linalg.vector_norm(p)")(lambda model, p: torch.linalg.vector_norm(p))
 reads("torch.linalg.svdvals(p)")(lambda model, p: torch.linalg.svdvals(p.detach()))
+reads("torch.tensor(p), torch.tensor([p[0, 0], p[1, 1]])")(
+    lambda model, p: [torch.tensor(p), torch.tensor([p[0, 0], p[1, 1]]), torch.tensor(p.detach())]
+)
+reads("torch.as_tensor(p, dtype=torch.float64), torch.asarray(p, copy=True)")(
+    lambda model, p: [torch.as_tensor(p, dtype=torch.float64), torch.asarray(p, copy=True).detach()]
+)
+reads("x.new_tensor(p)")(lambda model, p: torch.zeros(1).new_tensor(p))
+reads("a function of torch.jit.script")(lambda model, p: _scripted()(p).detach())
+@functools.cache
+def _scripted() -> Callable[[torch.Tensor], torch.Tensor]:
+    def function(weight: torch.Tensor) -> torch.Tensor:
+        return (weight * weight).sum()
+
+    return torch.jit.script(function)
+
+
 reads("p.data")(lambda model, p: p.data)
 reads("p.detach()")(lambda model, p: p.detach())
 reads("p.detach().clone()")(lambda model, p: p.detach().clone())
@@ -502,6 +520,55 @@ def _(side: Side) -> None:
     side.train(model, optimizer)
 
 
+@row(GROUP, "p.register_post_accumulate_grad_hook, accumulation over two batches")
+def _(side: Side) -> None:
+    model, optimizer = side.toy()
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: side.show("norm", p.grad.norm()))
+    for step in range(2):
+        optimizer.zero_grad()
+        model.loss(2 * step).backward()
+        model.loss(2 * step + 1).backward()
+        optimizer.step()
+    side.show_model(model)
+
+
+@row(GROUP, "one optimizer for each parameter, in p.register_post_accumulate_grad_hook")
+def _(side: Side) -> None:
+    model = side.page(Toy())
+    optimizers = {p: side.adamw([p], lr=1e-3) for p in model.parameters()}
+
+    def step(p: torch.Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    for number in range(3):
+        loss = model.loss(number)
+        loss.backward()
+        side.show("loss", loss.detach())
+    side.show_model(model)
+
+
+@row(GROUP, "torch.utils.checkpoint around blocks, selective (context_fn=)")
+def _(side: Side) -> None:
+    def choose(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = operation is torch.ops.aten.addmm.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    class Selective(Toy):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(x)
+            for block in self.body:
+                contexts = functools.partial(create_selective_checkpoint_contexts, choose)
+                x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+            return self.head(self.norm(x))
+
+    model = side.page(Selective())
+    side.train(model, side.adamw(model.parameters(), lr=1e-3), 3)
+
+
 @row(GROUP, "retain_graph=True and a second backward")
 def _(side: Side) -> None:
     model, optimizer = side.toy()
@@ -523,8 +590,6 @@ def _(side: Side) -> None:
 
 
 def _checkpointed(side: Side, reentrant: bool) -> None:
-    from torch.utils.checkpoint import checkpoint
-
     class Checkpointed(Toy):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.embed(x)

@@ -402,6 +402,85 @@ def _(side: Side) -> None:
     side.train(model, optimizer, first=2)
 
 
+class Writing(Dense):
+    """Writes to a parameter in its forward."""
+
+    def __init__(self, write: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.scale, self.write = nn.Parameter(torch.ones(32)), write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.write(self.scale)
+        return super().forward(x * self.scale)
+
+
+def in_forward(name: str) -> Callable[[Callable[[torch.Tensor], object]], object]:
+    """Register what a forward writes to a parameter of its own, before it uses it."""
+
+    def register(write: Callable[[torch.Tensor], object]) -> None:
+        def function(side: Side) -> None:
+            model = side.page(Writing(write))
+            side.train(model, side.adamw(model.parameters(), lr=1e-2), 4)
+
+        row(GROUP, name)(function)
+
+    return register
+
+
+in_forward("in forward: p.data.mul_(0.9)")(lambda p: p.data.mul_(0.9))
+in_forward("in forward: p.data[0] = 0.5")(lambda p: p.data.__setitem__(0, 0.5))
+in_forward("in forward: p.data = p.data * 0.9")(lambda p: setattr(p, "data", p.data * 0.9))
+in_forward("in forward, no_grad: p.clamp_(0, 0.99)")(lambda p: _clamped(p))
+in_forward("in forward, once: p.data.copy_(x) (ActNorm)")(lambda p: p.data.copy_(p.data * 0.3) if bool(p[0] > 0.9) else p)
+
+
+@torch.no_grad()
+def _clamped(p: torch.Tensor) -> None:
+    p.clamp_(0, 0.99)
+
+
+def in_hook(name: str) -> Callable[[Callable[[Any, Callable[..., None]], object]], object]:
+    """Register a place of a hook that writes to ``model.body[3].fc1.weight`` through ``.data``."""
+
+    def register(place: Callable[[Any, Callable[..., None]], object]) -> None:
+        def function(side: Side) -> None:
+            model, optimizer = side.toy()
+
+            def shrink(*_: object) -> None:
+                model.body[3].fc1.weight.data.mul_(0.9)
+
+            place(model.body[3].fc1, shrink)
+            side.train(model, optimizer, 4)
+
+        row(GROUP, name)(function)
+
+    return register
+
+
+in_hook("in a forward pre-hook: p.data.mul_(0.9)")(lambda module, hook: module.register_forward_pre_hook(hook))
+in_hook("in a forward hook: p.data.mul_(0.9)")(lambda module, hook: module.register_forward_hook(hook))
+in_hook("in a full backward hook: p.data.mul_(0.9)")(lambda module, hook: module.register_full_backward_hook(hook))
+in_hook("in p.register_hook: p.data.mul_(0.9)")(lambda module, hook: module.weight.register_hook(hook))
+
+
+@row(GROUP, "in p.register_post_accumulate_grad_hook: SGD by hand, p.grad = None (LOMO)")
+def _(side: Side) -> None:
+    model = side.page(Toy())
+
+    @torch.no_grad()
+    def descend(p: torch.Tensor) -> None:
+        p.add_(p.grad, alpha=-0.1)
+        p.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(descend)
+    for number in range(3):
+        loss = model.loss(number)
+        loss.backward()
+        side.show("loss", loss.detach())
+    side.show_model(model)
+
+
 @row(GROUP, "weight decay by hand between steps")
 def _(side: Side) -> None:
     model, optimizer = side.toy(weight_decay=0.0)

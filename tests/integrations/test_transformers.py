@@ -37,6 +37,7 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
+import tiered  # noqa: E402
 from tiered import MisuseError, TieredStore, zero  # noqa: E402
 from tiered.integrations.transformers import TieredCallback, TieredTrainer, from_pretrained  # noqa: E402
 from tiered.integrations.transformers.training import OPTIMIZERS  # noqa: E402
@@ -261,6 +262,8 @@ def test_what_cannot_be_says_so(tmp_path: Path, store: TieredStore) -> None:
         trainer(TieredTrainer, model, tmp_path)._move_model_to_device(model, torch.device("cuda"))
     with pytest.raises(MisuseError, match="at least 1"):
         TieredCallback(0)
+    with pytest.raises(MisuseError, match="does nothing without"):
+        TieredCallback()
 
 
 # Adapters
@@ -545,3 +548,23 @@ def test_folders_and_options_that_cannot_be_read_are_named(tmp_path: Path, store
     with pytest.raises(MisuseError, match="has an adapter"):
         from_pretrained(AutoModelForCausalLM, tmp_path, store)
     assert list(store) == []
+
+
+def test_a_callback_writes_a_page_of_the_training(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "store", dram="2MiB") as store:
+        model = zero.page(llama(), store)
+        machine = {"read": 1e9, "write": 1e9}
+        plan = tiered.plan(llama(), machine=machine, dram="2MiB", batch=4, sequence=8)
+        optimizer = zero.AdamW(model.parameters(), **KINDS)
+        callback = TieredCallback(report=tmp_path / "run.html", plan=plan)
+        more = {"optimizers": (optimizer, None), "callbacks": [callback]}
+        trainer(Trainer, model, tmp_path / "out", more, max_steps=9).train()
+        assert store.generation == 0  # it commits nothing
+    text = (tmp_path / "run.html").read_text()
+    shown = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+    assert shown["title"].startswith("LlamaForCausalLM of ")
+    assert shown["losses"]["steps"] == list(range(1, 10))
+    assert shown["series"]["step"] == list(range(1, 10))
+    assert [step[0] for step in shown["timeline"]["steps"]] == ["step 6", "step 7", "step 8"]
+    assert {name for name, *_ in shown["compared"]} >= {"a step", "read in a step", "written in a step"}
+    assert shown["run"]["arguments"]["max_steps"] == 9

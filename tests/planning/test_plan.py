@@ -38,6 +38,18 @@ def test_memory_by_kind_and_what_a_step_moves() -> None:
     assert json.loads(json.dumps(found.as_json()))["fits"] is True
 
 
+def test_no_plan_goes_below_the_optimum() -> None:
+    pytest.importorskip("scipy")
+    asked = ASKED | {"update": "on_fetch", "activations": "memory"}
+    without, found = tiered.plan(SMALL, **asked), tiered.plan(SMALL, **asked, optimum=True)
+    assert without.chosen is not None
+    assert without.chosen.optimum is None
+    assert found.chosen is not None
+    assert found.chosen.optimum is not None
+    assert 0 < found.chosen.optimum <= found.chosen.least_bytes * 1.001
+    assert found.chosen.read + found.chosen.written >= found.chosen.optimum
+
+
 def test_a_plan_without_a_machine_has_bytes_and_no_seconds() -> None:
     found = tiered.plan(SMALL, **ASKED)
     assert found.chosen is not None

@@ -310,5 +310,6 @@ def test_statistics_are_lines_for_people(tmp_path: Path) -> None:
         assert said[1].endswith("1 copies, 1 of them held by references that outlived a lease")
         assert [line.partition(" in ")[0] for line in said[3:5]] == ["nvme to dram: 390.6 KiB", "dram to nvme: 1.1 MiB"]
         assert said[5].startswith("1 leases, 0 granted at once; callers waited ")
+        assert said[6].startswith("process: ")
         del held
         store.close()

@@ -14,11 +14,14 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
+
 from tests.cli.train.trainings import TINY, losses, same, values
 from tests.stress import syscalls
 from tests.stress.syscalls import Child, Ended
 from tests.stress.tally import Tally, counts
 from tiered.cli.main import main
+from tiered.cli.train.options import OPTIMIZERS
 from tiered.format.generations import generations, load
 
 PROMISE = "16 (kill and resume is the run that was never killed)"
@@ -47,34 +50,45 @@ def killed_at(arguments: Sequence[object], number: int) -> Ended:
     )
 
 
+def killed(folder: Path, name: str, more: Sequence[str], count: int, source: random.Random, tally: Tally) -> int:
+    """Compare a training that is killed ``count`` times with one that is not. Returns how many went on from a commit."""
+    whole, here = folder / f"{name} whole", folder / name
+    report, expected, resumed = folder / f"{name}.json", folder / f"{name} whole.json", 0
+    dry = killed_at([*TRAINING, *more, "--dir", whole, "--json", expected], 0)
+    assert dry.said == ["exit code 0"], dry
+    numbers, state = losses(expected), values(whole)
+    kills = 0
+    while True:
+        begun = here.exists() and bool(generations(here))
+        if begun and load(here).meta["step"] == STEPS:  # type: ignore[union-attr] # all steps, perhaps not the last update
+            shutil.rmtree(here)
+            continue
+        resumed += begun
+        arguments = ["train", "--resume"] if begun else [*TRAINING, *more]
+        arguments += ["--dir", here, "--json", report]
+        ended = killed_at(arguments, source.randint(1, dry.calls // 2) if kills < count else 0)
+        if ended.status == -9:
+            tally.count("SIGKILL of a training", 1)
+            kills += 1
+            continue
+        assert ended.said == ["exit code 0"], f"after {kills} kills: {ended}"
+        assert losses(report) == numbers, f"after {kills} kills"
+        assert same(values(here), state), f"after {kills} kills"
+        if kills == count:
+            return resumed
+        shutil.rmtree(here)
+
+
 @counts(6, 100)
 def test_killed_at_random_moments(tmp_path: Path, count: int, tally: Tally) -> None:
     """Half of them in the training whose units are updated within backward."""
-    source, resumed = random.Random(count), 0
-    for kind, more in KINDS.items():
-        whole, folder = tmp_path / f"{kind} whole", tmp_path / kind
-        report, expected = tmp_path / f"{kind}.json", tmp_path / f"{kind} whole.json"
-        dry = killed_at([*TRAINING, *more, "--dir", whole, "--json", expected], 0)
-        assert dry.said == ["exit code 0"], dry
-        numbers, state = losses(expected), values(whole)
-        kills = 0
-        while True:
-            begun = folder.exists() and bool(generations(folder))
-            if begun and load(folder).meta["step"] == STEPS:  # type: ignore[union-attr] # all steps, perhaps not the last update
-                shutil.rmtree(folder)
-                continue
-            resumed += begun
-            arguments = ["train", "--resume"] if begun else [*TRAINING, *more]
-            arguments += ["--dir", folder, "--json", report]
-            ended = killed_at(arguments, source.randint(1, dry.calls // 2) if kills < count // 2 else 0)
-            if ended.status == -9:
-                tally.count("SIGKILL of a training", 1)
-                kills += 1
-                continue
-            assert ended.said == ["exit code 0"], f"after {kills} kills: {ended}"
-            assert losses(report) == numbers, f"after {kills} kills"
-            assert same(values(folder), state), f"after {kills} kills"
-            if kills == count // 2:
-                break
-            shutil.rmtree(folder)
+    source = random.Random(count)
+    resumed = sum(killed(tmp_path, kind, more, count // 2, source, tally) for kind, more in KINDS.items())
     assert resumed > count // 3, "most kills came before the first commit"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "adamw"])
+def test_killed_with_each_optimizer(optimizer: str, tmp_path: Path, tally: Tally) -> None:
+    more = ["--commit-every", "1", "--optimizer", optimizer]
+    assert killed(tmp_path, optimizer, more, 20, random.Random(optimizer), tally) > 20 // 3

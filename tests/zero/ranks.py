@@ -19,10 +19,23 @@ import torch.distributed as dist
 
 from tests import programs
 
-__all__ = ["PATIENCE", "on_ranks"]
+__all__ = ["PATIENCE", "averaged", "on_ranks"]
 
 PATIENCE = 240.0
 """Seconds until processes that do not end are killed, and the test fails."""
+
+
+def averaged(model: Any, optimizer: torch.optim.Optimizer, size: int, steps: range) -> None:
+    """Train in memory with the gradients that ``size`` ranks have which all compute the same: the mean, as ranks add it up."""
+    for number in steps:
+        optimizer.zero_grad()
+        model.loss(number).backward()
+        for parameter in model.parameters():
+            total = parameter.grad.clone()
+            for _ in range(size - 1):
+                total.add_(parameter.grad)
+            parameter.grad.copy_(total.div_(size))
+        optimizer.step()
 
 
 def _on_loopback(rank: int) -> None:

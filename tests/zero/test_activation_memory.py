@@ -17,6 +17,7 @@ from torch import nn
 from tests import programs
 from tests.zero.models import Block
 from tiered import TieredStore, zero
+from tiered.cli.train.model import GPT, Shape
 
 MIB = 1 << 20
 BUDGET = 64 * MIB
@@ -112,3 +113,54 @@ def test_activations_of_four_budgets_train_within_the_promised_memory(tmp_path: 
     print("in memory", {name: f"{value / MIB:.0f} MiB" for name, value in memory.items()})
     assert stored["peak"] <= allowed
     assert memory["peak"] > allowed, "what is offloaded would have fitted"
+
+
+LONG, SHORT = 4096, 1024
+"""Tokens: a sequence, and one of a quarter of its length."""
+
+
+def longer(folder: str, length: int) -> None:
+    """Two steps of a GPT on one sequence, in a store (its activations, too) or, without ``folder``, in memory; prints the peak,
+    and the losses."""
+    torch.manual_seed(0)
+    model = GPT(Shape(12, 384, 6, LONG))  # positions for the long one, so that both have as many parameters
+    losses = []
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        tokens = torch.randint(0, 256, (1, length), generator=torch.Generator().manual_seed(len(losses)))
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+
+    if folder:
+        with TieredStore.open(folder, dram=96 * MIB, durability="none") as store:
+            zero.page(model, store, activations="store")
+            paged = zero.AdamW(model.parameters(), lr=1e-3)
+            for _ in range(2):
+                step(paged)
+    else:
+        in_memory = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        for _ in range(2):
+            step(in_memory)
+    print(json.dumps({"peak": peak(), "losses": losses}))
+
+
+def run_longer(folder: Path | None, length: int) -> dict[str, Any]:
+    code = f"from tests.zero.test_activation_memory import longer; longer({str(folder or '')!r}, {length})"
+    done = programs.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss is in KiB on Linux only")
+def test_a_sequence_four_times_as_long_fits_in_the_peak_of_memory(tmp_path: Path) -> None:
+    stored, memory, too_long = run_longer(tmp_path / "store", LONG), run_longer(None, SHORT), run_longer(None, LONG)
+    for name, one in ("stored, long", stored), ("in memory, short", memory), ("in memory, long", too_long):
+        print(f"{name}: {one['peak'] / MIB:.0f} MiB")
+    assert stored["losses"] == too_long["losses"]
+    assert stored["peak"] <= memory["peak"]
+    assert too_long["peak"] > memory["peak"]

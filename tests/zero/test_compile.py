@@ -125,7 +125,10 @@ WAYS: dict[str, Way] = {
 }
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.soak if way == "reentrant" else ()) for way in WAYS])
+QUICK = ("torch.compile(model)",)
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in QUICK else pytest.mark.soak) for way in WAYS])
 def test_a_compiled_model_trains_as_in_memory(store: TieredStore, way: str) -> None:
     model = small(mode=way if way in ("checkpoint", "reentrant") else "plain")
     _, graphs = compare(store, WAYS[way], model=model, stance="default")
@@ -147,6 +150,7 @@ def test_inductor_gives_the_bits_of_the_same_blocks_in_memory(store: TieredStore
     compare(store, calling(lambda model: each_block(model, backend="inductor")), model=model, stance="default")
 
 
+@pytest.mark.soak
 def test_lengths_that_change(store: TieredStore) -> None:
     def way(model: Any, optimizer: torch.optim.Optimizer) -> Step:
         each_block(model, dynamic=True)
@@ -332,6 +336,7 @@ def test_options_of_paging(tmp_path: Path, what: str) -> None:
     assert equal(*models)
 
 
+@pytest.mark.soak
 def test_two_models_in_one_function(tmp_path: Path, store: TieredStore) -> None:
     references: list[Any] = [small(), small()]
     with TieredStore.open(tmp_path / "another", dram="1MiB", deadline=20) as another:

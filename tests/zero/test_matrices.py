@@ -1,4 +1,4 @@
-"""Muon: bit for bit torch's class in memory, on whole matrices, with AdamW beside it."""
+"""Rules for whole parameters, Muon and Adafactor: bit for bit torch's classes in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.zero.harness import clipping, equal, train
-from tests.zero.ranks import on_ranks
+from tests.zero.ranks import averaged, on_ranks
 from tests.zero.test_few_bytes import Small, built
 from tests.zero.test_rules import CUT, WHOLE, Experts, continued, opened, same_states
 from tiered import CapacityError, MisuseError, TieredStore, zero
@@ -36,6 +36,15 @@ class Both(torch.optim.Optimizer):
         self.adamw.step()
 
 
+class Narrow(Both):
+    """Muon whose momentum is rounded to bfloat16 after each step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for state in self.muon.state.values():
+            state["momentum_buffer"].copy_(state["momentum_buffer"].bfloat16())
+
+
 def made(model: nn.Module, update: str = "on_fetch", **arguments: Any) -> zero.Optimizer:
     return zero.Muon(model, lr=1e-2, adamw={"lr": 3e-3}, update=update, **arguments)
 
@@ -57,6 +66,105 @@ def test_muon_is_torchs_class(update: str, dram: str, index: int, tmp_path: Path
         matrices = len(theirs.muon.param_groups[0]["params"])
         same_states({"state": {i: s for i, s in states.items() if i < matrices}}, theirs.muon.state_dict())
         same_states({"state": {i - matrices: s for i, s in states.items() if i >= matrices}}, theirs.adamw.state_dict())
+        store.close()
+
+
+@pytest.mark.parametrize(("update", "dram"), [("on_fetch", CUT), ("in_backward", WHOLE)])
+def test_a_momentum_in_bfloat16(update: str, dram: str, tmp_path: Path) -> None:
+    reference, model = built(), built()
+    theirs = Narrow(reference)
+    numbers = train(reference, theirs, steps=6, batches=1)
+    with opened(tmp_path / "store", dram) as store:
+        zero.page(model, store, name="m")
+        ours = made(model, update, moments=torch.bfloat16)
+        assert train(model, ours, steps=6, batches=1) == numbers
+        assert equal(model.state_dict(), reference.state_dict())
+        states = ours.state_dict()["state"]
+        for index, state in enumerate(theirs.muon.state.values()):
+            kept = states[index]["momentum_buffer"]
+            assert kept.dtype is torch.bfloat16
+            assert torch.equal(kept.float(), state["momentum_buffer"])
+        saved = copy.deepcopy(ours.state_dict())
+        torch.optim.Muon(theirs.muon.param_groups[0]["params"]).load_state_dict(
+            {"state": {i: saved["state"][i] for i in range(len(theirs.muon.state))}, "param_groups": saved["param_groups"][:1]}
+        )
+        zero.commit(model, ours)
+        continued(model, ours, range(1))
+        zero.rollback(model, ours)
+        ours.load_state_dict(saved)
+        continued(model, ours, range(6, 8))
+        continued(reference, theirs, range(6, 8))
+        assert equal(model.state_dict(), reference.state_dict())
+        store.close()
+
+
+class Odd(nn.Module):
+    """Parameters of no, one, two, three and four dimensions, one of them with other strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.shift = nn.Parameter(torch.randn(33))
+        self.conv = nn.Conv2d(3, 33, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.stack = nn.Parameter(torch.randn(3, 33, 29) / 6)
+        self.turned = nn.Parameter(torch.randn(29, 33).t())
+
+    def loss(self, number: int) -> torch.Tensor:
+        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(number))
+        made = self.conv(x).mean((2, 3)) * self.gain + self.shift
+        for matrix in (*self.stack, self.turned):
+            made = made + torch.tanh(made @ matrix) @ self.turned.t()
+        return made.square().mean()
+
+
+def test_adafactor_of_all_dimensions(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    reference = Odd()
+    model = copy.deepcopy(reference)
+    theirs = torch.optim.Adafactor(reference.parameters(), lr=1e-2, foreach=False)
+    continued(reference, theirs, range(6))
+    with opened(tmp_path / "store", CUT) as store:
+        zero.page(model, store, name="m")
+        ours = zero.Adafactor(model.parameters(), lr=1e-2)
+        continued(model, ours, range(4))
+        zero.commit(model, ours)
+        store.close()
+    with opened(tmp_path / "store", WHOLE) as store:
+        model = zero.page(copy.deepcopy(reference), store, name="m", existing="resume")
+        ours = zero.Adafactor(model.parameters(), lr=1e-2)
+        zero.resume(model, ours)
+        continued(model, ours, range(4, 6))
+        assert equal(model.state_dict(), reference.state_dict())
+        same_states(ours.state_dict(), theirs.state_dict())
+        assert ours.state[model.gain].keys() == ("step", "variance")
+        assert ours.state[model.turned]["row_var"].shape == (33, 1)
+        again = zero.Adafactor(model.parameters(), lr=1e-2)
+        again.load_state_dict(theirs.state_dict())
+        continued(model, again, range(6, 7))
+        continued(reference, theirs, range(6, 7))
+        assert equal(model.state_dict(), reference.state_dict())
+        state = again.state_dict()
+        state["state"][3]["row_var"] = torch.ones(3)
+        with pytest.raises(MisuseError, match=r"'row_var' of .* has shape \(3,\)"):
+            again.load_state_dict(state)
+        store.close()
+
+
+def test_a_checkpoint_of_whole_parameters_is_divided_anew(tmp_path: Path) -> None:
+    """Units and chunks of another budget."""
+    reference = built()
+    theirs = Both(reference)
+    continued(reference, theirs, range(5))
+    with opened(tmp_path / "store", CUT) as store:
+        model = zero.page(built(), store, name="m")
+        continued(model, ours := made(model), range(3))
+        zero.commit(model, ours)
+        store.close()
+    with zero.open_store(tmp_path / "other", dram=WHOLE) as store:
+        model = zero.page(built(), store, name="m", existing="resume", source=tmp_path / "store")
+        zero.resume(model, ours := made(model))
+        continued(model, ours, range(3, 5))
+        assert equal(model.state_dict(), reference.state_dict())
         store.close()
 
 
@@ -129,6 +237,28 @@ def test_how_a_model_is_split(store: TieredStore) -> None:
     }
 
 
+def test_states_of_parameters_in_memory(tmp_path: Path) -> None:
+    reference, model = built(), built()
+    theirs = Both(reference)
+    continued(reference, theirs, range(6))
+    with opened(tmp_path / "store", CUT) as store:
+        ours = zero.Muon(model, lr=1e-2, adamw={"lr": 3e-3}, store=store)
+        continued(model, ours, range(3))
+        store.commit()
+        store.close()
+    with opened(tmp_path / "store", CUT) as store:
+        ours = zero.Muon(model, lr=1e-2, adamw={"lr": 3e-3}, store=store, existing="resume")
+        continued(model, ours, range(3, 5))
+        again = zero.Muon(model, lr=1e-2, adamw={"lr": 3e-3}, store=store, name="other")
+        again.load_state_dict(ours.state_dict())
+        continued(model, again, range(5, 6))
+        assert equal(model.state_dict(), reference.state_dict())
+        states = again.state_dict()["state"]
+        for index, state in enumerate(theirs.muon.state.values()):
+            assert torch.equal(states[index]["momentum_buffer"], state["momentum_buffer"])
+        store.close()
+
+
 class One(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -167,14 +297,18 @@ def test_what_is_refused(store: TieredStore) -> None:
         zero.Muon(model, lr=-1.0)
     with pytest.raises(MisuseError, match="is out of range"):
         zero.Muon(model, ns_steps=100)
+    with pytest.raises(MisuseError, match="momentum is a factor"):
+        zero.Muon(model, momentum=torch.bfloat16)  # type: ignore[arg-type]
     with pytest.raises(MisuseError, match="has what AdamWRule does not"):
         zero.Muon(model, adamw={"amsgrad": True})
     with pytest.raises(MisuseError, match="adamw= goes with a model"):
         zero.Muon(model.parameters(), adamw={})
     with pytest.raises(MisuseError, match="no matrices but embeddings"):
         zero.Muon(zero.page(nn.LayerNorm(4), store, name="other"))
-    with pytest.raises(MisuseError, match="updates whole matrices, which states in a store are not kept for"):
-        zero.Optimizer([nn.Parameter(torch.ones(4, 4))], zero.MuonRule(), store=store, name="resident")
+    with pytest.raises(MisuseError, match=r"parameter 0 \(of shape \(4,\)\) has the shape \(4,\)"):
+        zero.Optimizer([nn.Parameter(torch.ones(4))], zero.MuonRule(), store=store, name="resident")
+    with pytest.raises(CapacityError, match=r"take 16,777,216 bytes of DRAM.*open it with dram=16777216"):
+        zero.Muon([nn.Parameter(torch.ones(2048, 2048))], store=store, name="resident")
 
 
 def test_slices_are_refused(tmp_path: Path) -> None:
@@ -185,13 +319,132 @@ def test_slices_are_refused(tmp_path: Path) -> None:
         store.close()
 
 
-def on_a_rank(rank: int, folder: Path) -> None:
-    with zero.open_store(folder, dram="4MiB") as store:
+KINDS: dict[str, Any] = {
+    "muon": (made, Both),
+    "muon_bfloat16": (lambda model: made(model, moments=torch.bfloat16), Narrow),
+    "adafactor": (
+        lambda model: zero.Adafactor(model.parameters(), lr=1e-2),
+        lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2, foreach=False),
+    ),
+}
+
+
+def on_a_rank(rank: int, folder: Path, kinds: list[str], stages: list[str]) -> list[Any]:
+    """Train on one loss, so that the mean of the gradients is that of one process; commit, go back, and go on."""
+    torch.set_num_threads(1)
+    results = []
+    for stage in stages:
+        for kind in kinds:
+            with zero.open_store(folder / f"{stage}-{kind}", dram="2MiB") as store:
+                model = zero.page(built(), store, name="m", stage=getattr(zero, stage)())
+                ours = KINDS[kind][0](model)
+                continued(model, ours, range(2))
+                zero.commit(model, ours)
+                continued(model, ours, range(2))
+                zero.rollback(model, ours)
+                saved = copy.deepcopy(ours.state_dict())
+                continued(model, ours, range(2, 3))
+                zero.rollback(model, ours)
+                ours.load_state_dict(saved)
+                continued(model, ours, range(2, 4))
+                zero.commit(model, ours)
+                states = {index: dict(state) for index, state in ours.state_dict()["state"].items()}
+                results.append((model.state_dict(), states))
+                store.close()
+    return results
+
+
+def on_other_ranks(rank: int, folder: Path, kinds: list[str], stages: list[str]) -> list[Any]:
+    """Go on with what other ranks committed."""
+    torch.set_num_threads(1)
+    results = []
+    for stage in stages:
+        for kind in kinds:
+            with zero.open_store(folder / f"{stage}-{kind}", dram="2MiB") as store:
+                source = folder.parent / "4" / f"{stage}-{kind}"
+                model = zero.page(built(), store, name="m", existing="resume", source=source)
+                zero.resume(model, ours := KINDS[kind][0](model))
+                continued(model, ours, range(4, 6))
+                results.append((model.state_dict(), {i: dict(s) for i, s in ours.state_dict()["state"].items()}))
+                store.close()
+    return results
+
+
+def over_ranks(tmp_path: Path, sizes: tuple[int, int], kinds: list[str], stages: list[str]) -> None:
+    for size, scenario, steps in (sizes[0], on_a_rank, 4), (sizes[1], on_other_ranks, 6):
+        results = on_ranks(size, scenario, tmp_path / str(steps), kinds, stages)
+        for kind, found in zip(kinds * len(stages), zip(*results, strict=True), strict=True):
+            reference = built()
+            theirs = KINDS[kind][1](reference)
+            averaged(reference, theirs, sizes[0], range(4))
+            averaged(reference, theirs, sizes[1], range(4, steps))
+            for values, states in found:
+                assert equal({name: value.clone() for name, value in values.items()}, reference.state_dict())
+                if kind == "adafactor":
+                    same_states({"state": states}, theirs.state_dict())
+                    continue
+                for index, state in enumerate(theirs.muon.state.values()):
+                    assert torch.equal(states[index]["momentum_buffer"].float(), state["momentum_buffer"])
+
+
+def test_ranks(tmp_path: Path) -> None:
+    """Of each block of the model a matrix is in two ranks' shares, and the other is in one's; and then of three ranks."""
+    over_ranks(tmp_path, (2, 3), ["muon", "adafactor"], ["Stage3"])
+
+
+@pytest.mark.soak
+def test_ranks_of_all_kinds(tmp_path: Path) -> None:
+    over_ranks(tmp_path, (3, 2), list(KINDS), ["Stage1", "Stage2", "Stage3"])
+
+
+def in_backward(rank: int, folder: Path) -> None:
+    with zero.open_store(folder, dram="2MiB") as store:
         model: Small = zero.page(built(), store)
-        with pytest.raises(MisuseError, match="is divided among ranks"):
-            zero.Muon(model)
+        with pytest.raises(MisuseError, match=r"is divided among ranks, which gather it for its update in one order"):
+            zero.Muon(model, update="in_backward")
         store.close()
 
 
-def test_ranks_are_refused(tmp_path: Path) -> None:
-    on_ranks(2, on_a_rank, tmp_path)
+def test_ranks_in_backward_are_refused(tmp_path: Path) -> None:
+    on_ranks(2, in_backward, tmp_path)
+
+
+def in_memory_of_a_rank(rank: int, folder: Path, kinds: list[str]) -> list[Any]:
+    """Parameters in memory, the same on all ranks; each matrix is one rank's."""
+    torch.set_num_threads(1)
+    results = []
+    where: dict[str, Any] = {"stage": zero.Stage1()}
+    for kind in kinds:
+        with TieredStore.open(folder / f"{kind}{rank}", dram="1MiB") as store:
+            model = built()
+            ours = made(model, store=store, **where) if kind == "muon" else in_store(model, store, **where)
+            continued(model, ours, range(2))
+            store.commit()
+            where["existing"] = "resume"
+            ours = made(model, store=store, **where) if kind == "muon" else in_store(model, store, **where)
+            del where["existing"]
+            continued(model, ours, range(2, 4))
+            results.append((model.state_dict(), ours.state_dict()["state"]))
+            store.close()
+    return results
+
+
+def in_store(model: nn.Module, store: TieredStore, **where: Any) -> zero.Optimizer:
+    return zero.Adafactor(model.parameters(), lr=1e-2, store=store, **where)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.soak)])
+def test_ranks_with_parameters_in_memory(size: int, tmp_path: Path) -> None:
+    kinds = ["muon", "adafactor"]
+    results = on_ranks(size, in_memory_of_a_rank, tmp_path, kinds)
+    for kind, found in zip(kinds, zip(*results, strict=True), strict=True):
+        reference = built()
+        theirs = KINDS[kind][1](reference)
+        continued(reference, theirs, range(4))
+        for values, states in found:
+            assert equal(values, reference.state_dict())
+            if kind == "adafactor":
+                same_states({"state": states}, theirs.state_dict())
+                continue
+            for index, state in enumerate(theirs.muon.state.values()):
+                assert torch.equal(states[index]["momentum_buffer"], state["momentum_buffer"])

@@ -70,8 +70,11 @@ CASES = {
     "nadam": case("NAdam", lr=1e-3, weight_decay=0.01),
     "radam": case("RAdam", lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01, decoupled_weight_decay=True),
     "adamax": case("Adamax", lr=1e-3, weight_decay=0.01),
+    "adafactor": case("Adafactor", lr=1e-2, weight_decay=0.01),
+    "adafactor_eps": case("Adafactor", lr=2e-2, eps=(1e-8, 1e-4), d=2.0, beta2_decay=-0.6),
     "lion": case("Lion", ReferenceLion, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1),
 }
+PIECEWISE = [kind for kind in CASES if "adafactor" not in kind]
 for unfused in ("sgd_loop", "adam_loop", "adagrad_loop"):
     CASES[unfused].arguments["fused"] = False
 
@@ -122,20 +125,22 @@ def same_states(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         assert {name for name, value in state.items() if value is not None} == set(ours["state"].get(index, {}))
 
 
-def compare(tmp_path: Path, kind: str, update: str, dram: str, batches: int, clipped: bool, several: bool) -> None:
+def compare(
+    tmp_path: Path, kind: str, update: str, dram: str, batches: int, clipped: bool, several: bool, steps: int = STEPS
+) -> None:
     found = CASES[kind]
     reference, model = built(), built()
     theirs = found.theirs(groups(reference, several), **{**found.arguments, **found.extra})
-    numbers = train(reference, theirs, clipping(reference) if clipped else None, steps=STEPS, batches=batches)
+    numbers = train(reference, theirs, clipping(reference) if clipped else None, steps=steps, batches=batches)
     with opened(tmp_path / "store", dram) as store:
         zero.page(model, store)
         ours = found.ours(groups(model, several), **found.arguments, update=update)
         clip = ours.clip_grad_norm_ if clipped else None
-        assert train(model, ours, clip, steps=STEPS, batches=batches) == numbers
+        assert train(model, ours, clip, steps=steps, batches=batches) == numbers
         assert equal(model.state_dict(), reference.state_dict())
         same_states(ours.state_dict(), theirs.state_dict())
         cut = [key for key in store if key.endswith("#1")]
-        assert bool(cut) is (dram == CUT and kind != "sgd")
+        assert bool(cut) is (dram == CUT and kind in PIECEWISE and kind != "sgd")
         store.close()
 
 
@@ -165,20 +170,31 @@ def test_a_rule_in_backward(kind: str, tmp_path: Path) -> None:
 def test_a_rule_in_all_ways(
     kind: str, update: str, dram: str, batches: int, clipped: bool, several: bool, tmp_path: Path
 ) -> None:
-    compare(tmp_path, kind, update, dram, batches, clipped, several)
+    compare(tmp_path, kind, update, dram, batches, clipped, several, 20)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "sgd_momentum", "adam_amsgrad", "rmsprop_centered", "lion"])
+@pytest.mark.parametrize("kind", ["sgd", "sgd_momentum", "adam_amsgrad", "rmsprop_centered", "lion", "adafactor"])
 def test_a_bf16_parameter_has_a_master(kind: str, tmp_path: Path) -> None:
+    masters_are_torchs(tmp_path, kind, CUT, STEPS)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dram", [CUT, WHOLE])
+@pytest.mark.parametrize("kind", CASES)
+def test_a_bf16_parameter_has_a_master_in_all_ways(kind: str, dram: str, tmp_path: Path) -> None:
+    masters_are_torchs(tmp_path, kind, dram, 20)
+
+
+def masters_are_torchs(tmp_path: Path, kind: str, dram: str, steps: int) -> None:
     """The master is what torch's class computes with the same gradients in fp32, and the parameter is the master, rounded."""
     found = CASES[kind]
     model = built().to(torch.bfloat16)
     masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
     theirs = found.theirs(masters, **{**found.arguments, **found.extra})
-    with opened(tmp_path / "store", CUT) as store:
+    with opened(tmp_path / "store", dram) as store:
         zero.page(model, store)
         ours = found.ours(model.parameters(), **found.arguments)
-        for number in range(STEPS):
+        for number in range(steps):
             x = torch.randn(4, 97, generator=torch.Generator().manual_seed(number))
             ours.zero_grad()
             model(x.bfloat16()).square().mean().backward()
@@ -279,7 +295,7 @@ def test_states_of_parameters_in_memory(kind: str, tmp_path: Path) -> None:
         store.close()
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", PIECEWISE)
 def test_kernels_give_the_same_bits_in_pieces_of_sixteen(kind: str) -> None:
     found = CASES[kind]
     parameters = [nn.Parameter(torch.randn(1003, generator=torch.Generator().manual_seed(1)))]

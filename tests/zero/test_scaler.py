@@ -52,7 +52,7 @@ def skipped(seen: list[object]) -> int:
 
 @pytest.mark.parametrize(
     ("clipped", "made"),
-    [(False, zero.GradScaler), (True, zero.GradScaler), (True, torch.amp.GradScaler)],
+    [pytest.param(False, zero.GradScaler, marks=pytest.mark.soak), (True, zero.GradScaler), (True, torch.amp.GradScaler)],
     ids=["plain", "clipped", "clipped by torch"],
 )
 def test_fp32_like_torch(store: TieredStore, clipped: bool, made: type[torch.amp.GradScaler]) -> None:

@@ -22,6 +22,7 @@ from tiered.cli.bench import command as bench
 from tiered.cli.generate import command as generate
 from tiered.cli.info import command as info
 from tiered.cli.plan import command as plan
+from tiered.cli.plan import report
 from tiered.cli.stores import export, import_, ls, verify
 from tiered.cli.train import command as train
 from tiered.cli.train import deepspeed_config
@@ -94,7 +95,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"tiered {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for module in info, plan, bench, train, deepspeed_config, generate, ls, verify, export, import_:
+    for module in info, plan, bench, train, report, deepspeed_config, generate, ls, verify, export, import_:
         module.add_parser(commands)
     completion.add_parser(commands, parser)
     return parser

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
 
-    from tiered import ActivationStatistics
+    from tiered import ActivationStatistics, MemoryStatistics
     from tiered.cli.measure import Usage
 
 __all__ = [
@@ -242,6 +242,13 @@ class Progress:
         """Show that ``done`` of ``total`` parameters have their initial values and are in the store."""
         self._show(f"writing initial values {done / total:4.0%}", "", done / total, last=done == total)
 
+    def note(self, what: str) -> None:
+        """Show a line that stays."""
+        if self._live is not None:
+            self._live.console.print(what, markup=False, soft_wrap=True)
+        else:
+            print(what, file=self._stream, flush=True)
+
     def begin(self, share: float = 0.0) -> None:
         """Start the clock of the first step; ``share`` of the training was done before."""
         self._began, self._from = time.monotonic(), share
@@ -257,9 +264,11 @@ class Progress:
         moved: Usage,
         pool: float,
         activations: ActivationStatistics | None = None,
+        memory: MemoryStatistics | None = None,
     ) -> None:
         """Show a completed step. ``share``: of the whole training; ``tokens`` and ``moved``: of this step; ``pool``: the share
-        of the DRAM budget in use. ``activations``: those of the training so far, where they go into the store."""
+        of the DRAM budget in use. ``activations``: those of the training so far, where they go into the store.
+        ``memory``: where that of the process is."""
         gone = time.monotonic() - self._began
         what = f"step {step}/{steps}" if steps else f"step {step}"
         read, written = moved.disk_read / moved.seconds, moved.disk_written / moved.seconds
@@ -269,6 +278,11 @@ class Progress:
             f"read {read * factor:.2f} write {written * factor:.2f} {unit}  "
             f"stalled {moved.stalled / moved.seconds:.0%}  pool {pool:.0%}"
         )
+        if memory is not None:
+            rates += (
+                f" of {format_size(memory.budget)}  beyond {format_size(memory.beyond)}  "
+                f"{'left' if memory.limit is None else 'left in cgroup'} {format_size(memory.headroom)}"
+            )
         if activations is not None:
             nbytes, self._offloaded = activations.offloaded - self._offloaded, activations.offloaded
             rates += f"  activations {nbytes / 1e6:.0f} MB"

@@ -1,4 +1,5 @@
-"""Encode the moments of optimizers in 8 or 4 bits, and decode them: codes and one scale for each block.
+"""Encode the moments of optimizers in 8 or 4 bits, and decode them: codes and one scale for each block. Round to bfloat16 by
+chance.
 
 A block's scale is its largest absolute value. A code stands for a value of a *map* of 256 or 16 numbers between -1 and 1: that
 which is nearest to the element divided by the scale, of two that are equally near the smaller one. A decoded element is the
@@ -13,6 +14,9 @@ map's value times the scale. All is computed in float32.
 
 Where a block has infinity or NaN, or is zero, its codes are those of zero (the smallest value of a map without zero); its
 scale times any value then is NaN, infinite, or zero.
+
+``round_by_chance`` rounds a number that lies between two of bfloat16 to either, with a probability that makes the mean of many
+the number. What decides is a hash of a key and of the element's number: whoever has these has the same bits.
 
 A C kernel (``libaio_ext/moments.c``) computes in the caller's thread; where it was not built, and elsewhere than in host
 memory, torch computes the same bits.
@@ -30,7 +34,10 @@ try:
 except ImportError:  # there was no compiler
     lib = None  # type: ignore[assignment]
 
-__all__ = ["MOMENT_4", "MOMENT_8", "SQUARE_4", "SQUARE_8", "BlockCode"]
+__all__ = [
+    *("MOMENT_4", "MOMENT_8", "SQUARE_4", "SQUARE_8", "BlockCode"),
+    *("round_by_chance", "round_by_chance_by_torch"),
+]
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,35 @@ class BlockCode:
         first, last = torch.minimum(*codes), torch.maximum(*codes)
         assert bool((last - first <= 1).all())
         return first.to(torch.uint8)
+
+
+_WORD = 0xFFFFFFFF
+
+
+@torch.no_grad()
+def round_by_chance(given: torch.Tensor, out: torch.Tensor, key: int, first: int) -> None:
+    """Round ``given``, finite float32 of shape (n,), to ``out``, bfloat16 of that shape. ``key``: 32 bits; ``first``: the
+    number of the first element, of which 32 bits count. Both without gaps, on one device."""
+    assert given.dtype is torch.float32 and out.dtype is torch.bfloat16 and given.numel() == out.numel()
+    assert given.is_contiguous() and out.is_contiguous()
+    if given.device.type == "cpu" and hasattr(lib, "moments_round"):
+        lib.moments_round(given.data_ptr(), given.numel(), out.data_ptr(), key, first & _WORD)
+        return
+    round_by_chance_by_torch(given, out, key, first)
+
+
+@torch.no_grad()
+def round_by_chance_by_torch(given: torch.Tensor, out: torch.Tensor, key: int, first: int) -> None:
+    """Do what ``round_by_chance`` does by torch's functions: 32-bit numbers as int64, whose upper halves are cleared."""
+    numbers = torch.arange(given.numel(), dtype=torch.int64, device=given.device) + (first & _WORD)
+    value = (numbers * 0x9E3779B9 + key) & _WORD
+    value = ((value ^ value >> 16) * 0x85EBCA6B) & _WORD
+    value = ((value ^ value >> 13) * 0xC2B2AE35) & _WORD
+    value ^= value >> 16
+    bits = given.view(torch.int32).to(torch.int64) & _WORD
+    total = bits + (value >> 16)
+    total = torch.where(total & 0x7F800000 == 0x7F800000, bits, total) >> 16
+    out.view(torch.int16).copy_(torch.where(total >= 0x8000, total - 0x10000, total))
 
 
 def _dynamic(bits: int, signed: bool) -> tuple[float, ...]:

@@ -18,6 +18,7 @@ from tiered.engine.retention import bytes_moved, decide
 from tiered.errors import CapacityError, MisuseError
 from tiered.planning.dry_run import DryRun, Loss
 from tiered.planning.machine import Machine
+from tiered.planning.optimum import lower_bound
 from tiered.planning.rehearsal import Rehearsed, Seconds, no_time, rehearse
 from tiered.planning.simulated import DriveRates
 from tiered.planning.sources import Numbers, Subject, subject_of
@@ -90,7 +91,8 @@ class Prediction:
     """One choice, and what a step of it does. Bytes of the drive are each step's. ``seconds`` is 0 where no machine was given;
     ``by_work`` are the processor's, by kind ("forward", "backward", "update", "gradients", "store"), ``waiting`` those in which
     it waits for the drive, ``drive_busy`` those in which the drive works. ``least_bytes``: read and written by the best that
-    could be done on demand with all of the budget, knowing the whole order. ``touches``: leases and creations of tensors."""
+    could be done on demand with all of the budget, knowing the whole order. ``optimum``: bytes that no way to serve the step
+    within the budget goes below, where that was asked for. ``touches``: leases and creations of tensors."""
 
     choice: Choice
     read: float
@@ -102,6 +104,7 @@ class Prediction:
     memory: Memory
     touches: int
     by_work: Mapping[str, float] = field(default_factory=dict)
+    optimum: float | None = None
 
     @property
     def processor(self) -> float:
@@ -173,6 +176,24 @@ class Plan:
     def stops_paying(self) -> int | None:
         """The number of ranks from which on twice as many no longer pay; None where there is none among ``ranks``."""
         return next((before.ranks for before, row in zip(self.ranks, self.ranks[1:], strict=False) if not row.pays), None)
+
+    def of_step(self) -> dict[str, Any] | None:
+        """Return what a report sets beside a step that was measured: seconds, bytes of the drive, and memory; None where the
+        model does not fit."""
+        found = self.chosen
+        if found is None:
+            return None
+        timed, machine = bool(found.seconds), self.machine
+        by = "no machine" if machine is None else f"with the rates of {machine.name or 'a machine'}"
+        return {
+            "seconds": found.seconds if timed else None,
+            "waiting": found.waiting if timed else None,
+            "read": found.read,
+            "written": found.written,
+            "process": found.memory.process,
+            "activations": found.memory.activations,
+            "by": f"tiered.plan, {by}.",
+        }
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as a value for ``json.dumps``; bytes, seconds and counts are numbers."""
@@ -256,6 +277,20 @@ class Planner:
             by_work=found.by_work,
         )
 
+    def optimum(self, choice: Choice) -> float:
+        """Return the bytes that no way to serve a step of a choice goes below, in the long run: of four steps without those of
+        two. Raises MisuseError without scipy."""
+        plan = self.divided(choice.dram)
+        run, sizes = self.run(choice.activations, plan), sizes_of(plan, NAME, self._rule)
+        steps = Steps(self.subject.model, plan, sizes, run, choice.update, self._passes)
+        keys, uses, bytes_of = _touched(steps)  # in whole slots they would take more room, and the bound would be none
+        known = dict(zip(keys, bytes_of, strict=True))
+        two, four = (
+            lower_bound(list(zip(keys, uses, strict=True)) * count, known, choice.dram, final_writeback=False)
+            for count in (2, 4)
+        )
+        return (four - two) / 2
+
     def with_ranks(self, choice: Choice, ranks: int, tokens: int) -> Ranks:
         """Play steps of one of several ranks. Raises CapacityError where they do not fit."""
         machine = self.machine
@@ -328,6 +363,7 @@ def plan(
     measure: bool = False,
     budgets: Sequence[int | str] = (),
     ranks: Sequence[int] = (),
+    optimum: bool = False,
 ) -> Plan:
     """Plan a training: does ``model`` fit, what does a step move, and how long does it take?
 
@@ -343,6 +379,8 @@ def plan(
     the model on this machine's CPU, some seconds, instead of computing with the machine's rates. ``budgets``: other budgets to
     predict (``Plan.curve``, for both update modes). ``ranks``: numbers of ranks, up to thousands, to simulate (``Plan.ranks``;
     they need a ``machine``, whose ``network``, ``latency`` and ``ranks_per_node`` they use).
+    ``optimum``: also say how few bytes any way to serve a step could move (``Prediction.optimum``); it needs scipy, and seconds
+    to minutes.
 
     Bytes are those of the store's own code, played in a store without memory; seconds are estimates. Raises MisuseError for
     what cannot be planned; a model that does not fit is an answer (``Plan.refused``), not an error.
@@ -387,6 +425,8 @@ def plan(
         changes = _to_fit(chosen, room, smallest)
     if ranks and found is None:
         raise MisuseError("ranks need machine=, with its network")
+    if optimum:
+        chosen = replace(chosen, optimum=planner.optimum(chosen.choice))
     curve = _curve(planner, chosen.choice, [parse_size(one) for one in budgets], updates)
     rows = _rows(planner, chosen.choice, ranks, tokens)
     return Plan(
@@ -492,6 +532,12 @@ def _to_fit(chosen: Prediction, room: int, smallest: int) -> tuple[str, ...]:
 
 def uses_of(steps: Steps) -> tuple[list[str], list[Use], list[int]]:
     """Return the touches of one step: keys, uses, and bytes in whole slots."""
+    keys, uses, sizes = _touched(steps)
+    return keys, uses, [-(-size // 4096) * 4096 for size in sizes]
+
+
+def _touched(steps: Steps) -> tuple[list[str], list[Use], list[int]]:
+    """Return the touches of one step: keys, uses, and the bytes of tensors, which are those that are moved."""
     sizes = steps.initial()
     keys, uses = list[str](), list[Use]()
     for one in steps.step():
@@ -502,4 +548,4 @@ def uses_of(steps: Steps) -> tuple[list[str], list[Use], list[int]]:
         elif isinstance(one, Lease):
             keys += one.keys
             uses += [Use.WRITE if one.write else Use.READ] * len(one.keys)
-    return keys, uses, [-(-sizes[key] // 4096) * 4096 for key in keys]
+    return keys, uses, [sizes[key] for key in keys]

@@ -290,6 +290,8 @@ class SavedTensors:
         self._stored: dict[int, _Trace] = {}
         """The newest regions, those that are restored, and those in the store, by the identity of the trace, oldest first."""
         self._young_bytes = self._cached_bytes = 0
+        self.regions = 0
+        """Bytes of all regions so far: of what autograd would have kept in memory."""
         self._shared: list[tuple[int, int, int, _Trace]] = []
         """A heap of when to look again whether somebody else keeps a region, an order among equals, and what the wait was."""
         self._order = count()
@@ -349,6 +351,7 @@ class SavedTensors:
         known.append(trace)
         self._young[id(trace)] = trace
         self._young_bytes += region.nbytes
+        self.regions += region.nbytes
         return region
 
     def _let_go(self) -> None:

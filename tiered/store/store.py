@@ -10,6 +10,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
@@ -42,6 +43,7 @@ from tiered.store.lease import (
 from tiered.store.mapping import MISSING, Default, TensorMapping
 from tiered.store.opening import Existing, Newer, OpenOptions, Parts, access_of, assemble
 from tiered.store.readers import StoreReader
+from tiered.system import memory_of_process
 from tiered.tables.layout import Pattern
 from tiered.tables.table import Table, open_table
 from tiered.telemetry import NO_SPAN, Offloaded, Span, StoreStatistics, Timeline
@@ -804,7 +806,10 @@ class TieredStore(TensorMapping):
         them."""
         engine = self._running()
         engine.look()
+        memory = memory_of_process()
         with engine.lock:
+            tiers = engine.state.tier_statistics()
+            dram = next(tier for tier in tiers if tier.name == "dram")
             return StoreStatistics(
                 backend=self._parts.backend.name if self._parts.backend else "none",
                 direct=self._parts.nvme is not None and self._parts.nvme.direct,
@@ -822,8 +827,9 @@ class TieredStore(TensorMapping):
                 speculated_unused=engine.state.speculated_unused,
                 wakes=engine.wakes,
                 evictions=engine.state.evictions,
-                tiers=engine.state.tier_statistics(),
+                tiers=tiers,
                 links=engine.link_statistics(),
+                memory=replace(memory, budget=dram.capacity, pool=dram.used, touched=dram.peak),
             )
 
     @contextlib.contextmanager

@@ -1,13 +1,28 @@
 """ZeRO-Infinity on a ``TieredStore``: parameters and optimizer states paged around each layer's forward and backward."""
 
+from tiered.tuning.adaptive import AutoPlan, AutoPlanStatistics
 from tiered.zero.build.construct import Construction, ConstructionStatistics, init
 from tiered.zero.checkpoint.checkpoint import commit, commit_async, resume, rollback
+from tiered.zero.checkpoint.dcp import Committed, load_dcp
 from tiered.zero.checkpoint.safetensors import export
 from tiered.zero.deepspeed.engine import Engine
 from tiered.zero.deepspeed.initialize import Init, initialize
 from tiered.zero.deepspeed.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from tiered.zero.optimizers.elementwise import Elementwise
-from tiered.zero.optimizers.named import SGD, Adagrad, Adam, Adamax, AdamW4bit, AdamW8bit, Lion, Muon, NAdam, RAdam, RMSprop
+from tiered.zero.optimizers.named import (
+    SGD,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW4bit,
+    AdamW8bit,
+    Lion,
+    Muon,
+    NAdam,
+    RAdam,
+    RMSprop,
+)
 from tiered.zero.optimizers.optimizer import AdamW, GradScaler, Optimizer
 from tiered.zero.page import Moved, PagingStatistics, gathered, no_sync, offload, onload, page, statistics
 from tiered.zero.paging.sharding import Stage, Stage1, Stage2, Stage3
@@ -15,14 +30,19 @@ from tiered.zero.paging.tensors.compiling import keep_out
 from tiered.zero.paging.units import Policy
 from tiered.zero.rank_stores import open_store
 from tiered.zero.rules import (
+    AdafactorRule,
     AdagradRule,
     AdamaxRule,
     AdamRule,
+    AdamW4bitRoundedRule,
     AdamW4bitRule,
+    AdamW8bitRoundedRule,
     AdamW8bitRule,
+    AdamWBFloat16RoundedRule,
     AdamWBFloat16Rule,
     AdamWRule,
     LionRule,
+    MuonBFloat16Rule,
     MuonRule,
     NAdamRule,
     RAdamRule,
@@ -33,19 +53,27 @@ from tiered.zero.rules import (
 
 __all__ = [
     "SGD",
+    "Adafactor",
+    "AdafactorRule",
     "Adagrad",
     "AdagradRule",
     "Adam",
     "AdamRule",
     "AdamW",
     "AdamW4bit",
+    "AdamW4bitRoundedRule",
     "AdamW4bitRule",
     "AdamW8bit",
+    "AdamW8bitRoundedRule",
     "AdamW8bitRule",
+    "AdamWBFloat16RoundedRule",
     "AdamWBFloat16Rule",
     "AdamWRule",
     "Adamax",
     "AdamaxRule",
+    "AutoPlan",
+    "AutoPlanStatistics",
+    "Committed",
     "Construction",
     "ConstructionStatistics",
     "Elementwise",
@@ -57,6 +85,7 @@ __all__ = [
     "LionRule",
     "Moved",
     "Muon",
+    "MuonBFloat16Rule",
     "MuonRule",
     "NAdam",
     "NAdamRule",
@@ -83,6 +112,7 @@ __all__ = [
     "gathered",
     "init",
     "initialize",
+    "load_dcp",
     "no_sync",
     "offload",
     "onload",

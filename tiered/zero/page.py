@@ -20,6 +20,8 @@ from torch import nn
 from tiered import Access, ActivationStatistics, CapacityError, MisuseError, TieredError, TieredStore
 from tiered.store.activations import refuse_one_tier
 from tiered.system import Trimmer, refuse_little_room, returned_at_once
+from tiered.tuning.adaptive import AutoPlan, AutoPlanStatistics
+from tiered.tuning.program import refuse_without_solver
 from tiered.zero.build.construct import unguard
 from tiered.zero.build.deferred import Deferred, expect
 from tiered.zero.build.staging import PREFIX, Staged, Window, current, find
@@ -49,8 +51,9 @@ class PagingStatistics:
     ``units``: how many there are. ``largest_unit``: bytes of the largest one's parameters. ``updates``: how many updates of a
     unit were applied, ``update_seconds``: what they took, without the time that they waited for the store. ``split``: names of
     the modules that divide the batch (``micro_batch=``), or whose inside backward computes again
-    (``activations="recompute"``); ``computed_again``: how often forward came to one of these. ``activations``: what went into
-    the store with ``activations="store"``, else None.
+    (``activations="recompute"``), or may (``"auto"``); ``computed_again``: how often forward came to one of these.
+    ``activations``: what went into the store with ``activations="store"`` or "auto", else None. ``plan``: what "auto" chose,
+    else None.
     """
 
     units: int
@@ -60,6 +63,7 @@ class PagingStatistics:
     split: tuple[str, ...]
     computed_again: int = 0
     activations: ActivationStatistics | None = None
+    plan: AutoPlanStatistics | None = None
 
 
 def statistics(model: nn.Module) -> PagingStatistics:
@@ -74,6 +78,7 @@ def statistics(model: nn.Module) -> PagingStatistics:
         split=pager.splitter.split if pager.splitter is not None else (),
         computed_again=pager.splitter.computed_again if pager.splitter is not None else 0,
         activations=None if pager.saved is None else pager.saved.statistics(),
+        plan=None if pager.adaptive is None else pager.adaptive.chosen(),
     )
 
 
@@ -224,6 +229,7 @@ def page(
     prefetch: Prefetch = "on",
     micro_batch: int = 1,
     activations: Activations = "memory",
+    plan: AutoPlan | Literal["auto"] | None = None,
     param_init_fn: Init | None = None,
     policy: Policy = AS_IT_IS,
     weights: str | os.PathLike[str] | None = None,
@@ -267,7 +273,11 @@ def page(
     ``statistics(model).split`` are computed again from their inputs, which wait in the store, as with ``micro_batch``; "store":
     in the store, but for the newest eighth of the budget (64 MiB at most) and small tensors, as with
     ``tiered.offload_activations``. Results are the same, bit for bit. ``statistics(model).activations`` says how much went
-    there, and what backward waited for.
+    there, and what backward waited for. "auto": each of these modules one of the three ways, chosen after a measured warm-up,
+    and anew when memory, rates or inputs have changed by more than a quarter. ``statistics(model).plan`` says what was chosen,
+    and why. It needs scipy (the extra ``plan``) and one process.
+    ``plan``: "auto" is ``activations="auto"``; a ``zero.AutoPlan`` also says how much memory activations may take, and which
+    ways there are.
 
     ``source``: with ``existing="resume"``, where the store has no checkpoint of ``name`` yet: the folder of another store, or
     of the stores of all ranks (``zero.open_store``), whose last checkpoint is taken over: of any number of ranks, with any
@@ -305,7 +315,8 @@ def page(
         existing=existing,
         prefetch=prefetch,
         micro_batch=micro_batch,
-        activations=activations,
+        activations="auto" if plan is not None and activations == "memory" else activations,
+        plan=plan,
         param_init_fn=param_init_fn,
         policy=policy,
         weights=weights,
@@ -368,6 +379,7 @@ class _Options:
     prefetch: Prefetch = "on"
     micro_batch: int = 1
     activations: Activations = "memory"
+    plan: AutoPlan | Literal["auto"] | None = None
     param_init_fn: Init | None = None
     policy: Policy = AS_IT_IS
     weights: str | os.PathLike[str] | None = None
@@ -395,15 +407,19 @@ class _Options:
             raise MisuseError(
                 f"micro_batch is into how many parts units divide the batch, at least 1, not {self.micro_batch!r}"
             )
-        if self.activations == "auto":  # type: ignore[comparison-overlap]
-            raise MisuseError("activations='auto' needs a plan, and there is none: choose 'memory', 'recompute' or 'store'")
-        if self.activations not in ("memory", "recompute", "store"):
-            raise MisuseError(f"activations is 'memory', 'recompute' or 'store', not {self.activations!r}")
-        if self.activations == "store" and self.micro_batch > 1:
+        if self.activations not in ("memory", "recompute", "store", "auto"):
+            raise MisuseError(f"activations is 'memory', 'recompute', 'store' or 'auto', not {self.activations!r}")
+        if self.plan is not None and self.plan != "auto" and not isinstance(self.plan, AutoPlan):
+            raise MisuseError(f"plan is 'auto', or a zero.AutoPlan, not {self.plan!r}")
+        if self.plan is not None and self.activations != "auto":
+            raise MisuseError(f"plan= chooses where activations are: leave out activations={self.activations!r}")
+        if self.activations in ("store", "auto") and self.micro_batch > 1:
             raise MisuseError(
-                "micro_batch computes the inside of units again, so that nothing of it is left for activations='store': leave "
-                "one of them out"
+                f"micro_batch computes the inside of units again, so that nothing of it is left for "
+                f"activations={self.activations!r}: leave one of them out"
             )
+        if self.activations == "auto":
+            refuse_without_solver()
         if self.source is not None and self.existing != "resume":
             raise MisuseError("source= is for existing='resume': where the checkpoint is that this model goes on from")
         if self.weights is not None and (self.existing == "resume" or self.param_init_fn is not None):
@@ -417,7 +433,7 @@ class _Options:
 def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     refuse_others()
     in_update_tier(store, options.update_tier)
-    if options.activations == "store":
+    if options.activations in ("store", "auto"):
         refuse_one_tier(store)
     window = Window.of(store)
     held = [key for key in store if key.startswith(f"{options.name}/")]
@@ -437,6 +453,11 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     staged = _staged(model, window)
     strides = {parameter: found.stride for parameter, found in staged.items()}
     partition = _partition(options.stage, options.group, options.timeout)
+    if options.activations == "auto" and partition.shares > 1:
+        raise MisuseError(
+            "activations='auto' is for one process: several ranks would have to choose alike; choose 'memory', 'recompute' or "
+            "'store'"
+        )
     pool = partition.all_min(min(tier.capacity for tier in store.statistics().tiers if tier.name != "nvme"))
     limits = Limits.of(pool, partition.shares)
     if options.existing == "resume":
@@ -469,7 +490,8 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
             "computed again: use activations='store', or a larger memory budget"
         )
     config = PagerConfig(
-        *(options.name, pool, partition, options.prefetch, options.micro_batch, options.update_tier, options.activations)
+        *(options.name, pool, partition, options.prefetch, options.micro_batch, options.update_tier, options.activations),
+        plan=options.plan if isinstance(options.plan, AutoPlan) else AutoPlan(),
     )
     if options.existing == "resume":
         checkpoint.refuse_other(store, options.name, tentative, partition, model)

@@ -28,13 +28,13 @@ from tiered import ManifestError, MisuseError, TensorSpec
 from tiered.errors import shown
 from tiered.packing.quantised import FORMS, TYPES, packing_of
 from tiered.types import LARGEST
-from tiered.zero.paging.units import Limits, Placement, UnitPlan, even_chunks
+from tiered.zero.paging.units import OLDER_SHARE_STEP, Limits, Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import UPDATED_AT_ONCE, States
 from tiered.zero.rules import RULES, Kept, as_kept, settings_of
 
 __all__ = [
-    *("VERSION", "checked", "dumps", "loads", "plans", "refuse_other_states", "refuse_other_tensors", "states_shown"),
-    *("states_used", "type_named"),
+    *("VERSION", "checked", "dumps", "limits_of", "loads", "plans", "refuse_other_states", "refuse_other_tensors"),
+    *("states_shown", "states_used", "type_named"),
 ]
 
 INLINE = 16 << 10
@@ -229,6 +229,10 @@ class _Layout(_Struct):
     chunk: Annotated[int, msgspec.Meta(ge=16, le=2**40, multiple_of=16)]
     units: list[tuple[str, list[tuple[str, _Sizes, str, str, _Sizes]]]]
     share: _Share | msgspec.UnsetType = msgspec.UNSET
+    step: Annotated[int, msgspec.Meta(ge=OLDER_SHARE_STEP, le=2**20, multiple_of=OLDER_SHARE_STEP)] | msgspec.UnsetType = (
+        msgspec.UNSET
+    )
+    """Of ranks: elements at multiples of which parameters begin and shares end."""
     sliced: dict[str, tuple[Annotated[int, msgspec.Meta(ge=2, le=2**32)], _Size]] | msgspec.UnsetType = msgspec.UNSET
     """By name of each parameter that is sliced, if there is one: how many slices, and how many rows each has (0: it is one row,
     without that dimension)."""
@@ -440,7 +444,11 @@ def _fits(value: Any, usual: Any) -> bool:
     if isinstance(usual, bool):
         return value is None or isinstance(value, bool)
     if isinstance(usual, tuple):
-        return isinstance(value, tuple) and len(value) == len(usual) and all(map(_fits, value, usual))
+        known = [0.0 if one is None else one for one in usual]
+        return isinstance(value, tuple) and len(value) == len(usual) and all(
+            (one is None and like is None) or _fits(one, fallback)
+            for one, like, fallback in zip(value, usual, known, strict=True)
+        )
     return type(value) in (int, float) and math.isfinite(value)
 
 
@@ -492,8 +500,13 @@ def plans(record: Mapping[str, Any]) -> tuple[list[UnitPlan], Limits]:
             _placement(qualified, index, shape, dtype, stored, stride)
             for index, (qualified, shape, dtype, stored, stride) in enumerate(described)
         ]
-        units.append(UnitPlan(name, placements, found.get("share", {}).get("ranks", 1)))
-    return units, Limits(found["limit"], found["chunk"])
+        units.append(UnitPlan(name, placements, found.get("share", {}).get("ranks", 1), step=limits_of(found).step))
+    return units, limits_of(found)
+
+
+def limits_of(layout: Mapping[str, Any]) -> Limits:
+    """Return the limits by which a model was divided, of the layout in its record."""
+    return Limits(layout["limit"], layout["chunk"], layout.get("step", OLDER_SHARE_STEP))
 
 
 def _placement(

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from hashlib import blake2b
+from math import prod
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -21,14 +23,19 @@ from tiered import MisuseError, TensorSpec
 from tiered.packing.moments import MOMENT_4, MOMENT_8, SQUARE_4, SQUARE_8, BlockCode
 
 __all__ = [
-    *("AdagradRule", "AdamRule", "AdamW4bitRule", "AdamW8bitRule", "AdamWBFloat16Rule", "AdamWRule", "AdamaxRule", "Kept"),
-    *("LARGEST_BLOCK", "LionRule", "MuonRule", "NAdamRule", "RAdamRule", "RMSpropRule", "RULES", "SGDRule", "SMALLEST_BLOCK"),
-    *("UpdateRule", "as_kept", "constants_of", "kept_by", "made_from", "name_of", "settings_of", "stores_step"),
-    *("torch_name", "WHOLE"),
+    *("AdafactorRule", "AdagradRule", "AdamRule", "AdamW4bitRule", "AdamW8bitRule", "AdamWBFloat16Rule", "AdamWRule"),
+    *("AdamW4bitRoundedRule", "AdamW8bitRoundedRule", "AdamWBFloat16RoundedRule"),
+    *("AdamaxRule", "COLUMNS", "Kept", "LARGEST_BLOCK", "LionRule", "MuonBFloat16Rule", "MuonRule", "NAdamRule", "RAdamRule"),
+    *("RMSpropRule", "ROWS", "RULES", "SGDRule", "SMALLEST_BLOCK", "VECTOR"),
+    *("UpdateRule", "WHOLE", "as_kept", "chance_of", "constants_of", "kept_by", "made_from", "name_of", "rounds_by_chance"),
+    *("settings_of", "stores_step", "torch_name"),
 ]
 
 WHOLE, SMALLEST_BLOCK, LARGEST_BLOCK = 0, 16, 1024
 """Elements: parameters are cut at multiples of the second anyway, and a chunk of states has at least as many as the third."""
+ROWS, COLUMNS, VECTOR = -1, -2, -3
+"""Values of a whole parameter: one for each row (of all dimensions but the last), one for each column (of all but the last
+but one), neither for a parameter of fewer than two dimensions; one for each element of such a parameter, none for others."""
 
 State = Mapping[str, torch.Tensor]
 
@@ -41,23 +48,28 @@ class UpdateRule(Protocol):
 
     - ``granularity``: what must be updated together. "elements", as where there is none: parameters are cut anywhere, at
       multiples of 16 elements. A number: blocks of so many elements, a multiple of 16 up to 1,024, in memory order from the
-      parameter's first; the last one may be smaller. "matrix": a whole parameter of two dimensions. There are no others yet.
+      parameter's first; the last one may be smaller. "matrix": a whole parameter of two dimensions. "tensor": a whole
+      parameter.
     - ``torch_names``: what ``state_dict()`` calls a state, by its name in the store, where these differ.
-    - ``constant``: the fields that must stay as they are once a step was made.
+    - ``constant``: the fields that must stay as they are once a step was made. ``optional``: those that a state which is
+      loaded need not have; they stay as they are then.
+    - ``rounds``: True where parameters are bf16, have no masters, and are rounded by chance: then it has a field ``seed``.
     """
 
     def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
         """Return what has to be kept for a (flat slice of a) parameter: a spec by name, of as many elements; states start as
         zeros. With blocks ``param`` has one block, and a spec any number of elements: so many are kept for each block. With
-        matrices ``param`` has two dimensions, and so has what is kept."""
+        matrices ``param`` has two dimensions, and so has what is kept. With "tensor" ``param`` has any dimensions; what is kept
+        has all of them, or 1 for the last, or 1 for the last but one, and may be there only for more than one dimension, or
+        only for others."""
         ...
 
     def update(
         self, param: torch.Tensor, grad: torch.Tensor, state: Mapping[str, torch.Tensor], step: int
     ) -> None:
         """Change ``param`` and ``state`` in place. All are flat, of equal length (of a state with another number of elements
-        for each block: of what the blocks have; of "matrix", in the shape and strides of the parameter); ``step`` counts from
-        1.
+        for each block: of what the blocks have; of "matrix" and "tensor", in the shape and strides of the parameter, or in that
+        of the spec); ``step`` counts from 1.
 
         ``param`` is the fp32 master (fp64 for fp64 parameters), ``grad`` is of the same dtype, and is not changed. Before step
         1 all states are zeros.
@@ -370,6 +382,40 @@ class LionRule:
 
 
 @dataclass(frozen=True)
+class AdafactorRule:
+    """Adafactor (Shazeer and Stern, 2018, https://arxiv.org/abs/1804.04235) by ``torch.optim.Adafactor(foreach=False)``, for a
+    whole parameter at a time: second moments of rows and of columns, and of the elements of vectors."""
+
+    lr: float = 1e-2
+    beta2_decay: float = -0.8
+    eps: tuple[float | None, float] = (None, 1e-3)
+    d: float = 1.0
+    weight_decay: float = 0.0
+    maximize: bool = False
+
+    granularity: ClassVar[str] = "tensor"
+    workspace: ClassVar[int] = 24
+    """Bytes beside the store for each element of a parameter while it is updated: of a narrow parameter its master, its
+    gradient and what its halves are joined with in fp32; the estimate, a negative gradient, and one temporary tensor of
+    torch's."""
+
+    def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
+        if len(param.shape) < 2:
+            return {"variance": param}
+        rows, columns = (*param.shape[:-1], 1), (*param.shape[:-2], 1, param.shape[-1])
+        return {
+            name: TensorSpec(param.dtype, shape, param.itemsize) for name, shape in (("row_var", rows), ("col_var", columns))
+        }
+
+    def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
+        optimizer = torch.optim.Adafactor([param], foreach=False, **settings_of(self))
+        optimizer.state[param] = {"step": _before(step, param), **state}
+        param.grad = grad
+        optimizer.step()  # type: ignore[no-untyped-call]
+        param.grad = None
+
+
+@dataclass(frozen=True)
 class MuonRule:
     """Muon (Jordan, 2024, https://kellerjordan.github.io/posts/muon/) by ``torch.optim.Muon`` (of torch 2.9): momentum whose
     singular values a Newton-Schulz iteration in bfloat16 brings near 1, for a whole matrix at a time."""
@@ -399,6 +445,24 @@ class MuonRule:
         param.grad = grad
         optimizer.step()  # type: ignore[no-untyped-call]
         param.grad = None
+
+
+@dataclass(frozen=True)
+class MuonBFloat16Rule(MuonRule):
+    """Muon whose momentum is bfloat16 in the store. Inexact: a step widens it, is that of ``MuonRule``, and rounds it to
+    even."""
+
+    workspace: ClassVar[int] = 32
+    """Bytes as of ``MuonRule``, and the momentum in fp32."""
+    torch_names: ClassVar[Mapping[str, str]] = {"momentum16": "momentum_buffer"}
+
+    def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
+        return {"momentum16": TensorSpec("bfloat16", param.shape, 2)}
+
+    def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
+        momentum = state["momentum16"].to(param.dtype)
+        super().update(param, grad, {"momentum_buffer": momentum}, step)
+        state["momentum16"].copy_(momentum)
 
 
 # AdamW with moments in fewer bytes
@@ -545,11 +609,43 @@ class AdamW4bitRule(_Encoded):
     }
 
 
+@dataclass(frozen=True)
+class AdamWBFloat16RoundedRule(AdamWBFloat16Rule):
+    """``AdamWBFloat16Rule`` for bf16 parameters without masters, which are rounded by chance (Zamirai and others, 2020,
+    https://arxiv.org/abs/2010.06192). Inexact. ``seed``, the step, and a parameter's name and elements decide."""
+
+    seed: int = 0
+
+    rounds: ClassVar[bool] = True
+    optional: ClassVar[tuple[str, ...]] = ("seed",)
+
+
+@dataclass(frozen=True)
+class AdamW8bitRoundedRule(AdamW8bitRule):
+    """``AdamW8bitRule`` for bf16 parameters without masters, as ``AdamWBFloat16RoundedRule``."""
+
+    seed: int = 0
+
+    rounds: ClassVar[bool] = True
+    optional: ClassVar[tuple[str, ...]] = ("seed",)
+
+
+@dataclass(frozen=True)
+class AdamW4bitRoundedRule(AdamW4bitRule):
+    """``AdamW4bitRule`` for bf16 parameters without masters, as ``AdamWBFloat16RoundedRule``."""
+
+    seed: int = 0
+
+    rounds: ClassVar[bool] = True
+    optional: ClassVar[tuple[str, ...]] = ("seed",)
+
+
 RULES: Mapping[str, type[Any]] = {
     rule.__name__: rule
     for rule in (
-        *(SGDRule, AdamRule, AdagradRule, RMSpropRule, NAdamRule, RAdamRule, AdamaxRule, LionRule),
-        *(MuonRule, AdamWBFloat16Rule, AdamW8bitRule, AdamW4bitRule),
+        *(SGDRule, AdamRule, AdagradRule, RMSpropRule, NAdamRule, RAdamRule, AdamaxRule, LionRule, AdafactorRule),
+        *(MuonRule, MuonBFloat16Rule, AdamWBFloat16Rule, AdamW8bitRule, AdamW4bitRule),
+        *(AdamWBFloat16RoundedRule, AdamW8bitRoundedRule, AdamW4bitRoundedRule),
     )
 }
 """Rules whose updates a record may have, by name, beside ``AdamWRule``."""
@@ -604,13 +700,13 @@ def made_from(rule: UpdateRule, group: Mapping[str, Any]) -> UpdateRule:
 def _number(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return float(value)
-    return tuple(map(float, value)) if isinstance(value, tuple | list) else value
+    return tuple(None if one is None else float(one) for one in value) if isinstance(value, tuple | list) else value
 
 
 @dataclass(frozen=True)
 class Kept:
     """Form of a state in the store: ``values`` of type ``dtype`` for each ``block`` elements of a parameter. A block of 0 is a
-    whole parameter (``WHOLE``), with one value for each element."""
+    whole parameter (``WHOLE``), with one value for each element, or as ``ROWS``, ``COLUMNS`` and ``VECTOR`` say."""
 
     dtype: torch.dtype
     block: int = SMALLEST_BLOCK
@@ -621,21 +717,58 @@ class Kept:
         """Return whether there is one value for each element."""
         return self.values == self.block
 
-    def span(self, start: int, stop: int) -> slice:
-        """Return which values are those of elements ``start``, where a block begins, to ``stop``."""
+    @property
+    def unmastered(self) -> bool:
+        """Return whether this is no state, and says that a narrow parameter has no master."""
+        return self.block != WHOLE and self.values == 0
+
+    @property
+    def of_whole(self) -> bool:
+        """Return whether the values are those of a whole parameter, and not of its elements or blocks."""
+        return self.block == WHOLE and not self.elementwise
+
+    def span(self, start: int, stop: int, shape: torch.Size) -> slice:
+        """Return which values are those of elements ``start``, where a block begins, to ``stop`` of a parameter of ``shape``.
+        """
         if self.elementwise:
             return slice(start, stop)
+        if self.block == WHOLE:
+            return slice(0, self.count(stop, shape))
         return slice(start // self.block * self.values, -(-stop // self.block) * self.values)
 
-    def count(self, elements: int) -> int:
-        """Return how many values so many elements have."""
+    def count(self, elements: int, shape: torch.Size) -> int:
+        """Return how many values so many elements of a parameter of ``shape`` have."""
+        if self.of_whole:
+            return prod(self._reduced(shape))
         return elements if self.elementwise else -(-elements // self.block) * self.values
+
+    def fitting(self, shape: torch.Size) -> torch.Size:
+        """Return the shape of this state, in ``state_dict()``, of a whole parameter of ``shape``."""
+        if self.elementwise:
+            return shape
+        return torch.Size(self._reduced(shape) if self.of_whole else (self.count(shape.numel(), shape),))
+
+    def shaped(self, flat: torch.Tensor, shape: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
+        """Return the values, flat, of a whole parameter of ``shape`` and ``stride`` in the shape that they have in
+        ``state_dict()``."""
+        return flat.as_strided(shape, stride) if self.elementwise else flat.view(self.fitting(shape))
+
+    def _reduced(self, shape: torch.Size) -> tuple[int, ...]:
+        if self.values == VECTOR:
+            return (0,) if len(shape) > 1 else tuple(shape)
+        if len(shape) < 2:
+            return (0,)
+        return (*shape[:-1], 1) if self.values == ROWS else (*shape[:-2], 1, shape[-1])
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
         if self.block == WHOLE:
-            return f"{name}, whole"
-        return name if self.block == SMALLEST_BLOCK else f"{name}, {self.values} for {self.block}"
+            return f"{name}, {_WHOLES[self.values]}"
+        usual = self.block == SMALLEST_BLOCK == self.values
+        return name if usual else f"{name}, {self.values} for {self.block}"
+
+
+_WHOLES = {WHOLE: "whole", ROWS: "rows", COLUMNS: "columns", VECTOR: "vector"}
 
 
 def as_kept(shown: str) -> Kept:
@@ -646,12 +779,14 @@ def as_kept(shown: str) -> Kept:
         raise ValueError(f"{name!r} is no type")
     if not numbers:
         return Kept(dtype)
-    if numbers == "whole":
-        return Kept(dtype, WHOLE, WHOLE)
+    for whole, word in _WHOLES.items():
+        if numbers == word:
+            return Kept(dtype, WHOLE, whole)
     values, _, block = numbers.partition(" for ")
     found = Kept(dtype, int(block), int(values))
-    wrong = found.block % SMALLEST_BLOCK or not SMALLEST_BLOCK < found.block <= LARGEST_BLOCK
-    if wrong or not 1 <= found.values <= found.block or str(found) != shown:
+    wrong = found.block % SMALLEST_BLOCK or not SMALLEST_BLOCK <= found.block <= LARGEST_BLOCK
+    few = found.block == SMALLEST_BLOCK and found.values
+    if wrong or few or not 0 <= found.values <= found.block or str(found) != shown:
         raise ValueError(f"{shown!r} is no form of a state")
     return found
 
@@ -659,13 +794,13 @@ def as_kept(shown: str) -> Kept:
 def _block_of(rule: UpdateRule) -> int:
     """Return the elements that a rule updates together. Raises MisuseError for what parameters are not cut into."""
     found = getattr(rule, "granularity", "elements")
-    if found in ("elements", "matrix"):
+    if found in ("elements", "matrix", "tensor"):
         return SMALLEST_BLOCK if found == "elements" else WHOLE
     if type(found) is not int or found % SMALLEST_BLOCK or not SMALLEST_BLOCK <= found <= LARGEST_BLOCK:
         raise MisuseError(
             f"{type(rule).__name__} updates {found!r} together, and parameters are cut between elements, or between blocks: "
-            f"rules of granularity 'elements', 'matrix', or of a multiple of {SMALLEST_BLOCK} up to {LARGEST_BLOCK} are all "
-            "there are"
+            "rules of granularity 'elements', 'matrix', 'tensor', or of a multiple of "
+            f"{SMALLEST_BLOCK} up to {LARGEST_BLOCK} are all there are"
         )
     return found
 
@@ -674,23 +809,69 @@ def kept_by(rule: UpdateRule, wide: torch.dtype) -> dict[str, Kept]:
     """Return the forms of a rule's states, by name, for parameters that are updated in type ``wide``. Raises MisuseError for a
     state that has not one value for each element, where it does not belong to blocks."""
     block = _block_of(rule)
-    shape = (4, 4) if block == WHOLE else (block,)
-    param = TensorSpec(str(wide).removeprefix("torch."), shape, wide.itemsize)
-    found = {}
-    for name, spec in rule.state_specs(param).items():
-        dtype = vars(torch).get(spec.dtype)
-        some = block > SMALLEST_BLOCK and len(spec.shape) == 1 and 1 <= spec.shape[0] <= block
-        fits = tuple(spec.shape) == shape or some
-        if not fits or not isinstance(dtype, torch.dtype):
-            raise MisuseError(
-                f"{type(rule).__name__} keeps {name!r} as {spec.dtype} of shape {list(spec.shape)} for a parameter of shape "
-                f"{list(shape)}: a state has one value for each element (of a rule with a number for granularity: up to so "
-                "many values for each block); what is the same for all can be computed from the number of the step"
-            )
-        found[name] = Kept(dtype, block, WHOLE if block == WHOLE else spec.shape[0])
+    found: dict[str, Kept] = {}
+    if block == WHOLE:
+        tried = [(4, 4)] if rule.granularity == "matrix" else list(_TRIED)  # type: ignore[attr-defined]  # it has one
+        made = {shape: rule.state_specs(_spec(shape, wide)) for shape in tried}
+        for name in dict.fromkeys(name for specs in made.values() for name in specs):
+            specs = [made[shape].get(name) for shape in tried]
+            shapes = tuple(None if spec is None else tuple(spec.shape) for spec in specs)
+            values = WHOLE if shapes == tuple(tried) else _REDUCED.get(shapes)
+            dtypes = {vars(torch).get(spec.dtype) for spec in specs if spec is not None}
+            dtype = dtypes.pop()
+            if values is None or dtypes or not isinstance(dtype, torch.dtype):
+                raise MisuseError(
+                    f"{type(rule).__name__} keeps {name!r} of shape {shapes} for parameters of shape {tuple(tried)}: a state "
+                    "has one value for each element, or (of a rule of granularity 'tensor') for each row or column of two "
+                    "dimensions or more, or for each element of fewer"
+                )
+            found[name] = Kept(dtype, block, values)
+    else:
+        for name, spec in rule.state_specs(_spec((block,), wide)).items():
+            dtype = vars(torch).get(spec.dtype)
+            some = block > SMALLEST_BLOCK and len(spec.shape) == 1 and 1 <= spec.shape[0] <= block
+            fits = tuple(spec.shape) == (block,) or some
+            if not fits or not isinstance(dtype, torch.dtype):
+                raise MisuseError(
+                    f"{type(rule).__name__} keeps {name!r} as {spec.dtype} of shape {list(spec.shape)} for a parameter of "
+                    f"shape {[block]}: a state has one value for each element (of a rule with a number for granularity: up to "
+                    "so many values for each block); what is the same for all can be computed from the number of the step"
+                )
+            found[name] = Kept(dtype, block, spec.shape[0])
     if not found and block != SMALLEST_BLOCK:
         raise MisuseError(f"{type(rule).__name__} updates more than {SMALLEST_BLOCK} elements together: keep a state of them")
+    if any(name.startswith(UNMASTERED) for name in found):
+        raise MisuseError(f"{type(rule).__name__} keeps a state whose name begins with {UNMASTERED!r}: give it another one")
+    if rounds_by_chance(rule):
+        found[f"{UNMASTERED}{block}"] = Kept(torch.uint8, block, 0)
     return found
+
+
+UNMASTERED = "unmastered"
+
+
+def rounds_by_chance(rule: UpdateRule) -> bool:
+    """Return whether a rule's bf16 parameters have no masters, and are rounded by chance."""
+    return bool(getattr(rule, "rounds", False))
+
+
+def chance_of(rule: UpdateRule, step: int, name: str) -> int:
+    """Return the key by which parameter ``name`` is rounded at a step: 32 bits."""
+    said = f"{rule.seed} {step} {name}"  # type: ignore[attr-defined]  # it rounds by chance
+    return int.from_bytes(blake2b(said.encode(), digest_size=4).digest(), "little")
+
+
+_TRIED = ((2, 3, 5), (7,))
+"""Shapes that a rule for whole parameters is asked about."""
+_REDUCED: Mapping[tuple[tuple[int, ...] | None, ...], int] = {
+    ((2, 3, 1), None): ROWS,
+    ((2, 1, 5), None): COLUMNS,
+    (None, (7,)): VECTOR,
+}
+
+
+def _spec(shape: tuple[int, ...], wide: torch.dtype) -> TensorSpec:
+    return TensorSpec(str(wide).removeprefix("torch."), shape, wide.itemsize)
 
 
 def torch_name(rule: UpdateRule, state: str) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.cli.train.trainings import TINY, tiered
 from tiered import ActivationStatistics
 from tiered.cli.measure import Rates, Usage
 from tiered.cli.train.report import Summary, describe
@@ -75,3 +78,44 @@ def test_it_says_where_activations_were() -> None:
     again = summary(7, steps=2, activations="recompute", computed_again=12)
     assert "backward  computed the insides of 6 modules per step again" in describe(again, None, "")
     assert again.as_json()["activations"] == {"where": "recompute", "modules_computed_again": 12}
+
+
+def test_a_training_writes_a_page_and_its_json_makes_the_same(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 8)
+    given = [*TINY, "--text", "text", "--dir", "s", "--steps", "9", "--activations", "recompute"]
+    done = tiered("train", *given, "--json", "run.json", "--report", "run.html", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "report    run.html" in done.stdout
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["series"]["step"] == list(range(1, 10))
+    assert run["series"]["tokens"] == [32] * 9
+    assert run["losses"]["values"] == run["loss"]["all"]
+    assert [step[0] for step in run["timeline"]["steps"]] == ["step 6", "step 7", "step 8"]
+    assert run["predicted"]["seconds"] > 0
+    assert run["predicted"]["read"] == pytest.approx(sum(run["series"]["read"][5:]) / 4, rel=0.25)
+    done = tiered("report", "run.json", "--out", "again.html", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "again.html").read_text() == (tmp_path / "run.html").read_text()
+    done = tiered("report", "run.json", "--out", "text", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == "tiered: text exists already and is no report of tiered, so it stays: name another file\n"
+    done = tiered("report", "text", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("tiered: text is no report of tiered train")
+
+
+def test_a_training_chooses_and_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("scipy")
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 8)
+    given = [*TINY, "--text", "text", "--dir", "s", "--steps", "6", "--auto", "--activation-memory", "64KiB"]
+    done = tiered("train", *given, "--json", "run.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "plan      measuring for some steps" in done.stdout
+    assert "plan      activations after a warm-up: of " in done.stdout
+    assert "plan      chosen 1 time: activations of modules " in done.stdout
+    plan = json.loads((tmp_path / "run.json").read_text())["plan"]
+    assert plan["choices"] == 1
+    assert set(plan["ways"].values()) <= {"memory", "recompute", "store"}
+    done = tiered("train", *TINY, "--activation-memory", "1MiB", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--activation-memory needs --auto" in done.stderr

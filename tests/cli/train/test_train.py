@@ -101,7 +101,8 @@ class TestTraining:
 
     def test_progress_and_summary_are_for_people(self, trained: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
         shown = trained[1].stderr
-        assert re.search(r"^step 1/12  loss \d\.\d+  \d+ tokens/s  read .* stalled +\d+%  pool \d+%  0:\d\d left$", shown, re.M)
+        first = r"^step 1/12  loss \d\.\d+  \d+ tokens/s  read .* stalled +\d+%  pool \d+% of \d+\.0 MiB"
+        assert re.search(first + r"  beyond \d.* MiB  left (in cgroup )?\d.* [MG]iB  0:\d\d left$", shown, re.M)
         assert re.search(r"^step 12/12 ", shown, re.M)
         for line in (
             "loss ",

@@ -267,7 +267,6 @@ def test_the_model_may_have_checkpoints_of_its_own_around_it(store: TieredStore)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"activations": "auto"}, "needs a plan"),
         ({"activations": "disk"}, "not 'disk'"),
         ({"activations": "store", "micro_batch": 2}, "leave one of them out"),
     ],
@@ -294,6 +293,33 @@ def test_recomputing_what_changes_a_buffer_is_refused(store: TieredStore) -> Non
     zero.page(model, store, activations="recompute")
     with pytest.raises(MisuseError, match=r"activations='recompute'.*buffer"):
         model.loss(1)
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(24, 4)
+        self.last = nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, _ = self.attention(x, x, x, need_weights=False)
+        found: torch.Tensor = self.last(x)
+        return found
+
+    def loss(self, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        found: torch.Tensor = self(torch.randn(8, 4, 24, generator=generator, requires_grad=True)).square().mean()
+        return found
+
+
+def test_one_tensor_that_is_given_thrice_comes_back_as_one(store: TieredStore) -> None:
+    torch.manual_seed(0)
+    reference = Attending()
+    paged = copy.deepcopy(reference)
+    zero.page(paged, store, activations="recompute")
+    wanted = train(reference, torch.optim.AdamW(reference.parameters(), lr=1e-3, fused=True), steps=3)
+    assert train(paged, zero.AdamW(paged.parameters(), lr=1e-3), steps=3) == wanted
+    assert zero.statistics(paged).computed_again > 0
 
 
 class Constant(nn.Module):

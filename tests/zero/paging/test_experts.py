@@ -182,7 +182,7 @@ def test_checkpointed(store: TieredStore, recompute: bool, update: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's own reads
-@pytest.mark.parametrize("how", ["eager", "batched"])
+@pytest.mark.parametrize("how", [pytest.param("eager", marks=pytest.mark.soak), "batched"])
 def test_compiled(store: TieredStore, how: str) -> None:
     """Reads of experts break the graph. So the numbers are those of memory without torch.compile, which adds up gradients in
     another order."""

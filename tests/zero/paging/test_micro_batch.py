@@ -50,7 +50,7 @@ def trained(
     return train(model, optimizer, clip, look, steps=STEPS, loss=loss)
 
 
-@pytest.mark.parametrize("parts", [3, 16])
+@pytest.mark.parametrize("parts", [3, pytest.param(16, marks=pytest.mark.soak)])
 def test_training_gives_the_bits_of_the_same_split_in_memory(store: TieredStore, parts: int) -> None:
     reference, paged = twins(store, parts, width=64, layers=2)
     assert {"embedding", "blocks.0.mlp", "head"} <= set(zero.statistics(paged).split)

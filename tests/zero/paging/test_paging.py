@@ -177,9 +177,17 @@ def test_a_write_in_forward_lands_in_the_store(store: TieredStore, kind: type[nn
         with torch.no_grad():
             assert torch.equal(model(torch.ones(4)), reference(torch.ones(4)))
         assert torch.equal(model.state_dict()["weight"], reference.state_dict()["weight"])
+    gradients = []
+    for one in (reference, model):
+        x = torch.arange(4.0, requires_grad=True)
+        one(x).sum().backward()
+        gradients.append((x.grad, one.weight.grad.clone()))
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True)), "what was saved after the write is good"
+    first = model(torch.ones(4, requires_grad=True)).sum()
+    model(torch.ones(4, requires_grad=True)).sum().backward()
     if kind is Doubling:
         with pytest.raises(MisuseError, match="or written to, after this graph was made"):
-            model(torch.ones(4, requires_grad=True)).sum().backward()
+            first.backward()
 
 
 @pytest.mark.parametrize("harm", ["data", "assigned"])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import pickle
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +168,34 @@ READS: dict[str, Callable[[Model], Any]] = {
     "torch.func.vmap": lambda m: torch.func.vmap(lambda row: row.clamp(-1, 1).sum())(m.extra.t()),
     "torch.func.jacrev": lambda m: torch.func.jacrev(lambda bias: (m.extra.t() @ bias).sin())(m.first.bias),
     "forward mode": lambda m: forward_mode(m),
+    "torch.tensor": lambda m: [copied(p) for p in m.parameters()] + [copied(m.extra.t()), copied([m.scale, m.scale])],
+    "torch.tensor of elements": lambda m: copied([m.extra[0, 1], m.extra[2, 3]]),
+    "as_tensor": lambda m: [
+        torch.as_tensor(m.extra, dtype=torch.float64),
+        copied(m.extra, functools.partial(torch.asarray, dtype=torch.bfloat16)),
+    ],
+    "torch.asarray": lambda m: copied(m.extra, functools.partial(torch.asarray, copy=True)),
+    "new_tensor": lambda m: copied(m.extra, torch.zeros(1).new_tensor),
+    "sparse": lambda m: torch.sparse_coo_tensor(torch.arange(96)[None], m.first.bias, check_invariants=False).to_dense(),
+    "torch.jit.script": lambda m: [scripted()(m.extra, m.scale), scripted()(m.extra.t(), m.scale)],
 }
+
+
+def copied(value: Any, copy: Callable[[Any], torch.Tensor] = torch.tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # detach().clone() would be better
+        return copy(value)
+
+
+@functools.cache
+def scripted() -> Callable[..., torch.Tensor]:
+    def function(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (weight * weight).sum() * scale
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        made: Callable[..., torch.Tensor] = torch.jit.script(function)
+        return made
 
 
 def forward_mode(model: Model) -> list[torch.Tensor]:
@@ -333,6 +363,80 @@ def numbers(model: Model) -> int:
 def test_a_write_lands_in_the_store(opened: TieredStore, name: str) -> None:
     sides = Sides(opened)
     sides.agree(lambda model: (WRITES[name](model), [p.sum() for p in model.parameters()])[1])
+
+
+def shrink(parameter: nn.Parameter) -> None:
+    parameter.data.mul_(0.9)
+
+
+@torch.no_grad()
+def clamp(parameter: nn.Parameter) -> None:
+    parameter.clamp_(-0.05, 0.05)
+
+
+def replace_row(parameter: nn.Parameter) -> None:
+    parameter.data[0] = 0.25
+
+
+MOMENTS: dict[str, Callable[[Model, Callable[[nn.Parameter], None]], object]] = {
+    "before the module": lambda m, write: m.second.register_forward_pre_hook(lambda *_: write(m.second.weight)),
+    "before the model": lambda m, write: m.register_forward_pre_hook(lambda *_: write(m.extra)),
+    "after the module": lambda m, write: m.frozen.register_forward_hook(lambda *_: write(m.frozen.weight)),
+    "in backward": lambda m, write: m.extra.register_hook(lambda _: write(m.extra)),
+    "after accumulation": lambda m, write: m.extra.register_post_accumulate_grad_hook(write),
+}
+
+
+class Chain(nn.Sequential):
+    """Layers that do not fit into a budget of 1 MiB with their states, and use each parameter once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(48, 96), nn.Linear(96, 96)
+        self.frozen = nn.Linear(96, 96).requires_grad_(False)
+        self.between = nn.ModuleList(nn.Linear(96, 96) for _ in range(14))
+        self.extra = nn.Parameter(torch.randn(96, 48))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(self.second(self.first(x).tanh()).tanh()).tanh()
+        for layer in self.between:
+            x = layer(x).tanh()
+        return x @ self.extra
+
+
+SAVED_BEFORE = ("after the module", clamp)
+"""torch refuses it in backward, because what was saved has changed."""
+
+
+@pytest.mark.parametrize(
+    ("moment", "write"), [pair for pair in product(MOMENTS, [shrink, clamp, replace_row]) if pair != SAVED_BEFORE]
+)
+def test_a_write_in_a_step_lands_in_the_store(store: TieredStore, moment: str, write: Callable[[nn.Parameter], None]) -> None:
+    memory, paged = Chain(), zero.page(Chain(), store)
+    x = torch.randn(6, 48, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for model in (memory, paged):
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, fused=True) if model is memory else zero.AdamW(trained)
+        MOMENTS[moment](model, write)
+        for _ in range(3):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[:3] == losses[3:]
+    state = paged.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in memory.state_dict().items())
+
+
+def test_a_write_after_a_parameter_was_saved_raises_in_backward(store: TieredStore) -> None:
+    model = zero.page(Chain(), store)
+    model.second.register_forward_hook(lambda *_: clamp(model.second.weight))
+    loss = model(torch.ones(6, 48)).sum()
+    with pytest.raises(MisuseError, match="after this graph was made"):
+        loss.backward()
 
 
 def test_a_write_is_committed(tmp_path: Path) -> None:
@@ -630,3 +734,70 @@ def test_scripting_raises_before_it_begins(store: TieredStore) -> None:
     with pytest.raises(MisuseError, match=r"torch\.jit\.script"):
         torch.jit.script(model)
     assert model(torch.ones(1, 8)).shape == (1, 8)
+
+
+TAKEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "data": lambda p: p.data,
+    "a view of data": lambda p: p.data[3:7],
+    "detach": lambda p: p.detach(),
+    "view": lambda p: p.view(-1),
+}
+
+
+def taken_in_forward(model: nn.Sequential, how: str, layer: int = 0) -> torch.Tensor:
+    """Return a tensor on the memory that a layer's weight had in forward."""
+    kept: list[torch.Tensor] = []
+    with torch.no_grad(), model[layer].register_forward_hook(lambda module, *_: kept.append(TAKEN[how](module.weight))):
+        model(torch.ones(1, 160))
+    return kept.pop()
+
+
+@pytest.mark.parametrize("how", TAKEN)
+def test_what_is_written_to_a_tensor_that_forward_gave_lands(store: TieredStore, how: str) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(160, 160), nn.Tanh(), nn.Linear(160, 160))
+    model = zero.page(copy.deepcopy(reference), store)
+    optimizers = torch.optim.AdamW(reference.parameters(), fused=True), zero.AdamW(model.parameters())
+    for one, optimizer in zip((reference, model), optimizers, strict=True):
+        kept = taken_in_forward(one, how)
+        for step in range(2):
+            optimizer.zero_grad()
+            one(torch.ones(2, 160)).square().mean().backward()
+            optimizer.step()
+            one(torch.ones(2, 160))
+            with torch.no_grad():
+                kept.mul_(2 + step)
+        one(torch.ones(2, 160))
+        del kept
+        one(torch.ones(2, 160))
+    for name, values in model.state_dict().items():
+        assert torch.equal(values, reference.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("how", TAKEN)
+def test_a_write_to_a_tensor_that_is_gone_by_the_next_forward_raises(store: TieredStore, how: str) -> None:
+    """Nobody knows whether the memory was evicted meanwhile. The parameter has one value: before and after it is evicted, and
+    in the next commit."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(160, 160) for _ in range(14)]
+    before = [layer.weight.detach().clone() for layer in layers]
+    model = zero.page(nn.Sequential(*layers), store)
+    lost = 0
+    for layer in (0, 6, 13):
+        kept = taken_in_forward(model, how, layer)
+        with torch.no_grad():
+            kept.mul_(2)
+            del kept
+            for other in (*range(14), *range(14)):
+                if other != layer:
+                    model[other](torch.ones(1, 160))
+            with pytest.raises(MisuseError, match=rf"parameter '{layer}\.weight' was written to through a tensor"):
+                model(torch.ones(1, 160))
+            now = model[layer].weight.clone()
+            lost += torch.equal(now, before[layer])
+            for _ in range(3):
+                model(torch.ones(1, 160))
+                assert torch.equal(model[layer].weight, now)
+        zero.commit(model)
+        assert torch.equal(model.state_dict()[f"{layer}.weight"], now)
+    assert lost, "no layer was evicted"

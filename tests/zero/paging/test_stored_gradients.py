@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.zero.harness import Clip, equal, in_memory, train
 from tests.zero.models import Mixed, Tied, parameter_groups
@@ -527,3 +528,80 @@ def test_factors_are_committed(store: TieredStore) -> None:
     fused = torch.optim.AdamW(theirs.parameters(), fused=True)
     fused.step()
     assert equal(ours.state_dict(), theirs.state_dict())
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_hooks_after_accumulation_see_the_sum(store: TieredStore, late: bool) -> None:
+    """Whether they were registered before the package's own ones or after."""
+
+    def norms(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+        found: list[float] = []
+
+        def look(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            found.append(parameter.grad.norm().item())
+
+        if late:
+            train(model, optimizer, steps=1)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        handles = [parameter.register_post_accumulate_grad_hook(look) for parameter in trained]
+        for batch in range(3):
+            model.loss(batch).backward()
+        for handle in handles:
+            handle.remove()
+        count = len(found)
+        model.loss(3).backward()
+        assert len(found) == count, "a hook that was removed is not called"
+        return sorted(found)
+
+    memory = Tied()
+    paged = zero.page(copy.deepcopy(memory), store)
+    ours = norms(paged, zero.AdamW(paged.parameters()))
+    assert ours == norms(memory, torch.optim.AdamW(memory.parameters(), fused=True))
+
+
+def test_an_update_in_a_hook_after_accumulation(store: TieredStore) -> None:
+    """One optimizer for each parameter, which makes a step as the gradient arrives, and drops it."""
+    memory = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    paged = zero.page(copy.deepcopy(memory), store)
+    for model in (memory, paged):
+        for one in model.parameters():
+            optimizer = torch.optim.AdamW([one], fused=True) if model is memory else zero.AdamW([one])
+
+            def step(_: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            one.register_post_accumulate_grad_hook(step)
+        for _ in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+    assert equal(paged.state_dict(), memory.state_dict())
+
+
+def test_values_are_read_below_autograd(store: TieredStore) -> None:
+    """Functions of torch in C++ read numbers of a list so, as torch.tensor does."""
+    model = zero.page(nn.Linear(8, 8), store)
+    expected = model.state_dict()["weight"]
+    with torch._C._AutoDispatchBelowAutograd():
+        assert torch.equal(model.weight.sum(1), expected.sum(1))
+
+
+def test_modes_see_nothing_of_paging(store: TieredStore) -> None:
+    """Selective checkpointing looks at each operation in forward, and expects the same ones when it computes again."""
+
+    def choose(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        save = operation is torch.ops.aten.addmm.default
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    memory = nn.Sequential(*[nn.Sequential(nn.Linear(96, 96), nn.Tanh()) for _ in range(20)])
+    paged = zero.page(copy.deepcopy(memory), store)
+    gradients = []
+    for model in (memory, paged):
+        x = torch.ones(2, 96)
+        for block in model:
+            contexts = partial(create_selective_checkpoint_contexts, choose)
+            x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        x.sum().backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert len(gradients[0]) == 40
+    assert equal(*gradients)

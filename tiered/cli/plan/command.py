@@ -53,6 +53,9 @@ def add_parser(commands: Commands) -> None:
     machine.add_argument("--network", type=positive, metavar="GB/S", help="network of a node (default: the file's, or 1.25)")
     outcome = parser.add_argument_group("results")
     outcome.add_argument("--ranks", type=counts, metavar="N,N", default=(), help="simulate so many ranks, like 1,8,64,1024")
+    outcome.add_argument(
+        "--optimum", action="store_true", help="also say how few bytes any plan could move (pip install '.[plan]')"
+    )
     outcome.add_argument("--plot", metavar="FILE", help="draw seconds by budget, as .svg or .png (pip install '.[plot]')")
     add_json(parser)
     parser.set_defaults(run=_run)

@@ -49,10 +49,11 @@ def planned(parsed: argparse.Namespace) -> int:
         "machine": machine, "dram": parsed.dram, "batch": parsed.batch or default_of("batch"),
         "sequence": parsed.context or default_of("context"), "optimizer": parsed.optimizer, "update": parsed.update,
         "activations": parsed.activations, "accumulate": parsed.accumulate, "measure": here, "ranks": parsed.ranks,
+        "optimum": parsed.optimum,
     }
     plan = tiered.plan(model, **asked)
     if parsed.plot is not None and plan.chosen is not None:
-        mode = {"activations": plan.chosen.choice.activations, "ranks": ()}
+        mode = {"activations": plan.chosen.choice.activations, "ranks": (), "optimum": False}
         curve = tiered.plan(model, **{**asked, **mode, "budgets": _budgets(plan)}).curve
         plan = replace(plan, curve=curve)
     if parsed.json != "-":
@@ -155,6 +156,8 @@ def _memory(found: Prediction, plan: Plan) -> list[str]:
 def _step(found: Prediction, plan: Plan) -> list[str]:
     moved = found.read + found.written
     beside = f" ({moved / found.least_bytes:.2f} x the best plan on demand)" if found.least_bytes else ""
+    if found.optimum:
+        beside = f" ({moved / found.optimum:.2f} x what no plan goes below)"
     lines = [f"drive     {found.read / 1e9:.2f} GB read, {found.written / 1e9:.2f} GB written a step{beside}"]
     if not found.seconds:
         return lines

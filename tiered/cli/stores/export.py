@@ -20,12 +20,17 @@ Write the parameters of a model that was committed with zero.commit, or all tens
 safetensors files with an index, which safetensors and transformers can load. A job may have the store open meanwhile,
 and goes on: the commit that is exported is kept until the command ends. No tensor is changed. Pending optimizer
 updates are applied to the exported values. The command needs little memory, however large the model is.
+
+--format torch-dcp writes a folder that torch.distributed.checkpoint reads: the model, and the optimizer's states and
+param groups. --format deepspeed-universal writes a checkpoint that DeepSpeed loads with {"checkpoint":
+{"load_universal": true}}: fp32 parameters, the moments of Adam, counters, the schedule. --out must not exist then.
 """
 
 EXAMPLES = """\
 examples:
   tiered export state/ --out model/
   tiered export state/ --out model/ --generation 7 --dtype bfloat16 --shard 2GB
+  tiered export state/ --out checkpoint/ --format deepspeed-universal
 """
 
 
@@ -36,6 +41,12 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--out", metavar="FOLDER", required=True, help="where the files are written; made where absent")
     add_generation(parser, "export this generation (default: the newest)")
     parser.add_argument("--model", metavar="NAME", help="name of the model, for a store with several")
+    parser.add_argument(
+        "--format",
+        choices=("safetensors", "torch-dcp", "deepspeed-universal"),
+        default="safetensors",
+        help="of the files (default: safetensors)",
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="type of all floating-point tensors (default: the stored type)")
     parser.add_argument("--shard", metavar="SIZE", type=size, default="5GB", help="largest size of a file (default: 5GB)")
     parser.add_argument(
@@ -58,6 +69,8 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     from tiered.zero.checkpoint.safetensors import export_at_rest, export_of_ranks
     from tiered.zero.rank_stores import sets_in
 
+    if parsed.format != "safetensors":
+        return _whole(parsed)
     written = 0
     try:
         with StopRequest() as stop, Progress(sys.stderr) as progress:
@@ -86,4 +99,31 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
         return stopped.exit_code
     files = names[0] if len(names) == 1 else f"{len(names)} files"
     print(f"{shown(parsed.out, 1000)}: {files} of {of}, {format_size(written)}")
+    return 0
+
+
+def _whole(parsed: argparse.Namespace) -> int:
+    """Export parameters and optimizer states in the format of another program."""
+    from tiered.cli.output import Progress
+    from tiered.cli.stop import Stopped, StopRequest
+    from tiered.errors import shown
+    from tiered.types import parse_size
+    from tiered.zero.checkpoint.exports import export_dcp, export_universal
+
+    if parsed.dtype is not None or parsed.shard != parse_size("5GB") or parsed.existing != "refuse" or parsed.paths is not None:
+        parsed.parser.error(f"--dtype, --shard, --existing and --paths are for safetensors, not for --format {parsed.format}")
+    export = export_dcp if parsed.format == "torch-dcp" else export_universal
+    try:
+        with StopRequest() as stop, Progress(sys.stderr) as progress:
+
+            def advanced(done: int, total: int) -> None:
+                stop.check()
+                progress.working(f"wrote {done / max(total, 1):.0%}", done / max(total, 1))
+
+            wanted: dict[str, Any] = {"model": parsed.model, "generation": parsed.generation, "progress": advanced}
+            names = export(parsed.folder, parsed.out, **wanted)
+    except Stopped as stopped:
+        print("tiered: stopped; nothing was left behind", file=sys.stderr)
+        return stopped.exit_code
+    print(f"{shown(parsed.out, 1000)}: {', '.join(names[:4])}{' …' if len(names) > 4 else ''}")
     return 0

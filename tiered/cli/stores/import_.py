@@ -1,4 +1,5 @@
-"""``tiered import``: put the tensors of safetensors files, or a model that can be opened and used, into a store."""
+"""``tiered import``: put the tensors of safetensors files, a model that can be opened and used, or a checkpoint that DeepSpeed
+wrote, into a store."""
 
 from __future__ import annotations
 
@@ -29,6 +30,11 @@ keeps its configuration and tokenizer, too, so that the folder is not needed any
 written once, a unit at a time, and what is there is committed every few seconds: when the command is stopped, or
 dies, the same command goes on where it was. Until then nothing else uses the model. --verify reads everything again,
 from the disk and from SOURCE, and compares.
+
+With --deepspeed, SOURCE is a checkpoint that DeepSpeed wrote (ZeRO stages 1 to 3, any number of ranks, also with the
+optimizer on NVMe): the folder that has the file "latest", or the folder of one tag. Parameters, fp32 masters, moments,
+counters and client state go into the store. engine.load_checkpoint("state/") and zero.page(existing="resume",
+source="state/") go on from there. Nothing in a pickle is run; a file that asks for it is refused.
 """
 
 EXAMPLES = """\
@@ -38,13 +44,14 @@ examples:
   tiered import llama/ --dir state/ --model
   tiered import llama/ --dir state/ --model --compute float32      for processors that are slow with bf16
   tiered import llama/ --dir state/ --model --quantize int8        inexact: a byte for each weight of a matrix
+  tiered import checkpoints/ --dir state/ --deepspeed --tag global_step100
 """
 
 
 def add_parser(commands: Commands) -> None:
     """Add ``import`` to the commands."""
     parser = command(commands, "import", "put safetensors into a store", DESCRIPTION, EXAMPLES)
-    parser.add_argument("source", metavar="SOURCE", help="a .safetensors file, or a folder with model.safetensors or an index")
+    parser.add_argument("source", metavar="SOURCE", help="a .safetensors file, or a folder (see above)")
     parser.add_argument("--dir", metavar="STORE", required=True, help="the store's folder")
     add_paths(parser)
     parser.add_argument("--dram", metavar="SIZE", type=size, help="host memory of the store (default: half of what is free)")
@@ -55,7 +62,9 @@ def add_parser(commands: Commands) -> None:
         help="what to do with tensors, or a model, of the same name in the store (default: refuse)",
     )
     parser.add_argument("--model", action="store_true", help="put the model of a Hugging Face folder into the store")
-    parser.add_argument("--name", metavar="NAME", help="with --model: its name in the store (default: model)")
+    parser.add_argument("--deepspeed", action="store_true", help="put a checkpoint that DeepSpeed wrote into the store")
+    parser.add_argument("--tag", metavar="TAG", help="with --deepspeed: which checkpoint (default: that of the file latest)")
+    parser.add_argument("--name", metavar="NAME", help="of a model: its name in the store (default: model)")
     parser.add_argument(
         "--unit",
         metavar="SIZE",
@@ -83,10 +92,16 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     from tiered.cli.stop import Stopped, StopRequest
     from tiered.errors import TieredError
 
-    of_models = parsed.name, parsed.unit, parsed.compute, parsed.quantize, parsed.verify or None
+    of_models = parsed.unit, parsed.compute, parsed.quantize, parsed.verify or None
+    if parsed.model and parsed.deepspeed:
+        parsed.parser.error("SOURCE is a Hugging Face model (--model) or a checkpoint of DeepSpeed's (--deepspeed), not both")
     if not parsed.model and any(one is not None for one in of_models):
-        parsed.parser.error("--name, --unit, --compute, --quantize and --verify are for models: give --model, too")
-    put = _model if parsed.model else _tensors
+        parsed.parser.error("--unit, --compute, --quantize and --verify are for models: give --model, too")
+    if parsed.name is not None and not (parsed.model or parsed.deepspeed):
+        parsed.parser.error("--name is for models: give --model or --deepspeed, too")
+    if parsed.tag is not None and not parsed.deepspeed:
+        parsed.parser.error("--tag is for checkpoints of DeepSpeed's: give --deepspeed, too")
+    put = _model if parsed.model else _checkpoint if parsed.deepspeed else _tensors
     if parsed.model:
         _refuse_without_transformers()
     new = not os.path.lexists(parsed.dir) and not parsed.paths
@@ -150,6 +165,32 @@ def _tensors(parsed: argparse.Namespace, store: TieredStore, stop: StopRequest, 
     tensors = import_safetensors(store, parsed.source, existing=parsed.existing, progress=advanced)
     generation = store.commit()
     return f"{shown(parsed.dir, 1000)}: {counted(tensors, 'tensor')}, {format_size(read)}, in generation {generation}"
+
+
+def _checkpoint(parsed: argparse.Namespace, store: TieredStore, stop: StopRequest, progress: Progress) -> str:
+    """Put a checkpoint of DeepSpeed's into the store and commit. Returns what to tell."""
+    from tiered.cli.output import counted
+    from tiered.errors import shown
+    from tiered.types import format_size
+    from tiered.zero.deepspeed.importing import import_saved
+    from tiered.zero.deepspeed.saved import Saved, tag_of
+
+    def advanced(done: int, total: int) -> None:
+        stop.check()
+        progress.working(f"read {done:,} of {total:,} parameters", done / max(total, 1))
+
+    name = parsed.name or "model"
+    with Saved(tag_of(parsed.source, parsed.tag)) as saved:
+        if parsed.existing == "overwrite":
+            for key in [key for key in store if key.startswith(f"{name}/")]:
+                store.delete(key)
+        import_saved(saved, store, name, progress=advanced)
+        generation = store.commit(meta={**store.meta, "step": saved.counters.global_steps})
+        numbers = sum(store.spec(key).nbytes for key in store if key.startswith(f"{name}/param/"))
+        return (
+            f"{shown(parsed.dir, 1000)}: {counted(len(saved.parameters), 'parameter')} of step {saved.counters.global_steps} "
+            f"(ZeRO stage {saved.stage}, {counted(saved.ranks, 'rank')}), {format_size(numbers)}, in generation {generation}"
+        )
 
 
 def _refuse_without_transformers() -> None:

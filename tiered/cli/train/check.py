@@ -124,7 +124,7 @@ def check(options: Options) -> int:
 
 
 def _activations(options: Options) -> str:
-    told = {"memory": "kept", "recompute": "recomputed", "store": "kept in the store"}
+    told = {"memory": "kept", "recompute": "recomputed", "store": "kept in the store", "auto": "kept where a plan says"}
     return "recomputed" if options.recompute else told[options.activations]
 
 

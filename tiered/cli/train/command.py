@@ -37,8 +37,9 @@ resuming:
   Ctrl-C or SIGTERM commits the last complete step and stops; a second signal stops at once, without a commit.
   --resume continues from the newest commit in --dir, bit for bit as if the training had never stopped, with the
   options of its beginning. These options may be given again with other values: --steps, --minutes, --dram, --hbm,
-  --device, --update-tier, --backend, --commit-every, --checkpoint, --activations, --no-prefetch,
-  --text (a copy of the same text), --stage (with another number of ranks) and all options of the group "outcome".
+  --device, --update-tier, --backend, --commit-every, --checkpoint, --activations, --auto, --activation-memory,
+  --no-prefetch, --text (a copy of the same text), --stage (with another number of ranks) and all options of the
+  group "outcome".
   --steps and --minutes count from the beginning of the training. The learning rate follows them: with a larger
   number it continues at the place on the new curve that the steps or minutes so far have reached. After a
   training that had completed its curve, the learning rate therefore rises again.
@@ -64,7 +65,9 @@ examples:
   torchrun --nproc-per-node 2 --max-restarts 3 -m tiered train --resume --dir many --commit-every 10
   tiered train --hbm 8GiB --dram 32GiB                 compute on a GPU
   tiered train --optimizer lion --lr 3e-5              one state for each parameter, and not two
+  tiered train --auto --activation-memory 256MiB       measure, and choose where activations are
   tiered train --check                                 compare with training in memory, bit by bit
+  tiered train --report run.html                       a page to look at when the training has ended
   tiered train --timeline run.json --plot run.png      record what happens when in three steps
 
 A model and data of your own: docs/training.md
@@ -130,8 +133,21 @@ def add_parser(commands: Commands) -> None:
     model.add_argument(
         "--activations",
         choices=ACTIVATIONS,
-        help="where backward has the activations of units from: memory, computed again from inputs that wait in the store, or "
-        f"the store; the numbers are the same {_default('activations')}",
+        help="where backward has the activations of units from: memory, computed again from inputs that wait in the store, the "
+        f"store, or for each unit what is fastest; the numbers are the same {_default('activations')}",
+    )
+    model.add_argument(
+        "--auto",
+        dest="activations",
+        action="store_const",
+        const="auto",
+        help="as --activations auto: measure some steps, and choose for each module where its activations are",
+    )
+    model.add_argument(
+        "--activation-memory",
+        metavar="SIZE",
+        type=size_or_none,
+        help="with --auto: memory that activations may take beside --dram (default: half of what is left)",
     )
     training = parser.add_argument_group("training")
     for name in "batch", "accumulate", "micro_batch":
@@ -142,7 +158,8 @@ def add_parser(commands: Commands) -> None:
         choices=OPTIMIZERS,
         help="what updates the parameters, bit for bit as torch's class of that name (torch has no lion, and none of the "
         "inexact adamw_bf16, adamw8bit and adamw4bit, which keep moments in 16, 8 and 4 bits); sgd has a momentum of 0.9. "
-        "sgd, adagrad, rmsprop and lion keep one state and not two, and need another --lr "
+        "sgd, adagrad, rmsprop and lion keep one state and not two, adafactor one for each row and column; they need another "
+        "--lr "
         f"{_default('optimizer')}",
     )
     training.add_argument(
@@ -192,6 +209,11 @@ def add_parser(commands: Commands) -> None:
     outcome.add_argument(
         "--timeline", metavar="FILE", help="write a trace of some steps for ui.perfetto.dev or chrome://tracing"
     )
+    outcome.add_argument(
+        "--report",
+        metavar="FILE.html",
+        help="write a page with all of it: loss, memory, drive, timeline, and what tiered plan predicts; one file, no network",
+    )
     outcome.add_argument("--plot", metavar="FILE.png", help="draw the same trace (pip install '.[plot]')")
     outcome.add_argument(
         "--timeline-steps",
@@ -209,8 +231,10 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: lis
     in_backward = parsed.update == "in_backward"
     if parsed.check and parsed.minutes is not None:
         parser.error("--check compares a fixed number of steps: give --steps, not --minutes")
-    if parsed.check and (parsed.timeline or parsed.plot):
-        parser.error("--check records no timeline: leave out --timeline and --plot")
+    if parsed.check and (parsed.timeline or parsed.plot or parsed.report):
+        parser.error("--check records no timeline: leave out --timeline, --plot and --report")
+    if parsed.report and (parsed.timeline or parsed.plot):
+        parser.error("--report records a timeline of its own: leave out --timeline and --plot")
     if parsed.check and (parsed.resume or parsed.commit_every):
         parser.error("--check commits nothing: leave out --resume and --commit-every")
     if parsed.resume and parsed.existing:
@@ -223,8 +247,13 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: lis
         parser.error("--timeline-steps needs --timeline or --plot")
     if parsed.recompute and (parsed.micro_batch or 1) > 1:
         parser.error("--micro-batch recomputes activations already: leave out --checkpoint")
-    if parsed.activations == "store" and (parsed.micro_batch or 1) > 1:
-        parser.error("--micro-batch recomputes activations, so that none are left for the store: leave out --activations store")
+    if parsed.activations in ("store", "auto") and (parsed.micro_batch or 1) > 1:
+        parser.error(
+            "--micro-batch recomputes activations, so that none are left for the store: leave out --activations "
+            f"{parsed.activations}"
+        )
+    if parsed.activation_memory is not None and parsed.activations != "auto" and not parsed.resume:
+        parser.error("--activation-memory needs --auto")
     if parsed.recompute and (parsed.activations or "memory") != "memory":
         parser.error(f"--checkpoint recomputes activations: leave it out, or --activations {parsed.activations}")
     if in_backward and (parsed.clip or (parsed.accumulate or 1) > 1):

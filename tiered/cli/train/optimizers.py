@@ -67,6 +67,7 @@ _KINDS = {
     "adagrad": OptimizerKind(zero.Adagrad, torch.optim.Adagrad, 1, {}, _FUSED),
     "rmsprop": OptimizerKind(zero.RMSprop, torch.optim.RMSprop, 1, {}, _SINGLE),
     "lion": OptimizerKind(zero.Lion, None, 1),
+    "adafactor": OptimizerKind(zero.Adafactor, torch.optim.Adafactor, 0, {}, _SINGLE),
     "adamw_bf16": OptimizerKind(zero.AdamW, None, 2 / 2, _BETAS | {"moments": torch.bfloat16}),
     "adamw8bit": OptimizerKind(zero.AdamW8bit, None, 2 / 4 + 2 / 256, _BETAS),
     "adamw4bit": OptimizerKind(zero.AdamW4bit, None, 1 / 4 + 2 / 128, _BETAS),

@@ -27,9 +27,9 @@ NAME = "model"
 """The model's name in the store."""
 
 UPDATES = ("on_fetch", "in_backward")
-ACTIVATIONS = ("memory", "recompute", "store")
+ACTIVATIONS = ("memory", "recompute", "store", "auto")
 OPTIMIZERS = (
-    *("adamw", "adam", "nadam", "radam", "adamax", "sgd", "adagrad", "rmsprop", "lion"),
+    *("adamw", "adam", "nadam", "radam", "adamax", "sgd", "adagrad", "rmsprop", "lion", "adafactor"),
     *("adamw_bf16", "adamw8bit", "adamw4bit"),
 )
 WITHOUT_REFERENCE = ("lion", "adamw_bf16", "adamw8bit", "adamw4bit")
@@ -90,7 +90,8 @@ class Options(StoreOptions):
     optimizer: str = field(metadata=_option("model", "adamw"))
     update: Literal["on_fetch", "in_backward"] = field(metadata=_option("model", "on_fetch"))
     recompute: bool = field(metadata=_option("changeable", False))
-    activations: Literal["memory", "recompute", "store"] = field(metadata=_option("changeable", "memory"))
+    activations: Literal["memory", "recompute", "store", "auto"] = field(metadata=_option("changeable", "memory"))
+    activation_memory: int | None = field(metadata=_option("changeable"))
     steps: int | None = field(metadata=_option("changeable", 50, with_check=20))
     minutes: float | None = field(metadata=_option("changeable"))
     lr: float = field(metadata=_option("model", 1e-4))
@@ -101,6 +102,7 @@ class Options(StoreOptions):
     json: str | None = field(metadata=_option("session"))
     timeline: str | None = field(metadata=_option("session"))
     plot: str | None = field(metadata=_option("session"))
+    report: str | None = field(metadata=_option("session"))
     timeline_steps: int = field(metadata=_option("session", 3))
     stage: int = field(metadata=_option("changeable", 3))
 

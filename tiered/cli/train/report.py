@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import itertools
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiered import ActivationStatistics, TieredStore, Timeline
+import psutil
+import torch
+
+import tiered
+from tiered import ActivationStatistics, TieredStore, Timeline, zero
 from tiered.cli.measure import Rates, Usage
 from tiered.cli.output import counted, rate_unit, refuse_unplottable, refuse_unwritable
+from tiered.cli.train.model import GPT, Shape
 from tiered.cli.train.timeline import describe_timeline, plot_timeline, write_timeline
 from tiered.telemetry import StoreStatistics
 from tiered.types import format_size
@@ -21,7 +27,7 @@ if TYPE_CHECKING:
     from tiered.cli.train.loop import Result
     from tiered.cli.train.options import Options
 
-__all__ = ["Recording", "Summary", "describe"]
+__all__ = ["Recording", "Summary", "describe", "predicted"]
 
 @dataclass(frozen=True)
 class Summary:
@@ -31,7 +37,7 @@ class Summary:
     In a resumed training, only ``earlier_losses`` are of the steps before. With several ``ranks`` the losses are means,
     ``tokens`` are those of all ranks, and everything else is rank 0's. ``kept`` and ``in_memory``: bytes of a parameter in the
     store, and in training in memory. ``activations``: where they were; ``offloaded``: what of them went into the store,
-    ``computed_again``: how many modules' insides were computed again.
+    ``computed_again``: how many modules' insides were computed again. ``plan``: what ``--auto`` chose.
     """
 
     steps: int
@@ -56,6 +62,7 @@ class Summary:
     activations: str = "memory"
     offloaded: ActivationStatistics | None = None
     computed_again: int = 0
+    plan: zero.AutoPlanStatistics | None = None
 
     @property
     def last_loss(self) -> float:
@@ -126,6 +133,7 @@ class Summary:
                 "counted_by": moved.counted_by,
             },
             "activations": {"where": self.activations, **self._activations()},
+            "plan": None if self.plan is None else asdict(self.plan),
             "peak_rss_bytes": self.peak_rss,
             "baseline_rss_bytes": self.baseline_rss,
             "in_memory_bytes": round(self.in_memory * self.parameters),
@@ -145,8 +153,22 @@ def _told(summary: Summary) -> list[str]:
         return [f"backward  computed the insides of {counted(summary.computed_again // steps, 'module')} per step again"]
     if found is None:
         return []
+    chosen = []
+    if summary.plan is not None:
+        ways = Counter(summary.plan.ways.values())
+        told = {"memory": "in memory", "recompute": "computed again", "store": "in the store"}
+        of_each = ", ".join(f"{number} {told[way]}" for way, number in sorted(ways.items()))
+        step = f", {summary.plan.predicted:.2f} s a pass predicted, {summary.plan.measured:.2f} measured"
+        chosen = [
+            f"plan      chosen {counted(summary.plan.choices, 'time')}: activations of modules {of_each}{step}"
+            if summary.plan.choices
+            else "plan      none was made: training ended before the measurement"
+        ]
+        if summary.computed_again:
+            chosen.append(f"backward  computed the insides of {counted(summary.computed_again, 'module')} in all again")
     hidden = f"{found.hidden / found.restored:.0%} of them in time" if found.restored else "none came back"
     return [
+        *chosen,
         f"backward  {_amount(found.offloaded / steps)} per step went into the store, "
         f"{_amount(found.restored / steps)} came back, {hidden};",
         f"          forward waited {found.waited_in_forward / steps:.2f} s per step for room, backward "
@@ -203,6 +225,31 @@ def describe(summary: Summary, other_way: str | None, again: str) -> str:
             "model of your own: docs/training.md",
         ]
     )
+
+
+def predicted(options: Options, summary: Summary) -> dict[str, Any] | None:
+    """Return what ``tiered.plan`` predicts of a step, with the rates of the drive that the training measured at its end, and
+    this machine's operations timed; None where a plan does not know these options."""
+    rates = summary.rates
+    planned = options.activations in ("memory", "recompute") and options.optimizer not in ("nadam", "radam", "adamax")
+    if not planned or rates is None or options.hbm or options.micro_batch > 1 or summary.ranks > 1:
+        return None
+    machine = {
+        "read": rates.read, "write": rates.write, "base": summary.baseline_rss, "threads": torch.get_num_threads(),
+        "cores": psutil.cpu_count() or 1,
+    }  # fmt: skip
+    shape = Shape(options.layers, options.width, options.heads, options.context, options.recompute)
+    optimizer: Any = "adamw" if options.optimizer == "adamw_bf16" else options.optimizer
+    with torch.device("meta"):
+        model = GPT(shape)
+    plan = tiered.plan(
+        model, machine=machine, dram=options.dram, batch=options.batch, sequence=options.context, optimizer=optimizer,
+        update=options.update, activations="recompute" if options.activations == "recompute" else "memory",
+        accumulate=options.accumulate, measure=True,
+    )
+    found = plan.of_step()
+    by = "tiered.plan, with the rates of the drive that were measured when the training ended, and operations timed then."
+    return None if found is None else found | {"by": by}
 
 
 def _exported(summary: Summary) -> str:

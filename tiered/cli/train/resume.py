@@ -37,7 +37,7 @@ __all__ = [
     "refuse_others",
 ]
 
-ADDED = ("device", "update_tier", "stage", "optimizer", "activations")
+ADDED = ("device", "update_tier", "stage", "optimizer", "activations", "activation_memory")
 """Options that records of earlier releases lack; such a training has their defaults."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]

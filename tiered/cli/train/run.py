@@ -15,10 +15,10 @@ import psutil
 import torch
 from torch import nn
 
-from tiered import CapacityError, MisuseError, RankError, TieredStore, zero
+from tiered import CapacityError, MemoryWatch, MisuseError, RankError, TieredStore, __version__, zero
 from tiered.cli.arguments import Launched, launched
 from tiered.cli.measure import Meter, measure, peak_memory
-from tiered.cli.output import Progress, Silent, counted, refuse_unwritable, write_report
+from tiered.cli.output import MADE_BY, Progress, Silent, counted, refuse_unwritable, write_report
 from tiered.cli.stop import StopNoted, Stopped, StopRequest
 from tiered.cli.train import resume as resuming
 from tiered.cli.train.loop import Checkpointer, Schedule, TrainingLoop
@@ -26,8 +26,11 @@ from tiered.cli.train.model import GPT, Shape, Text, build, initialiser, open_te
 from tiered.cli.train.optimizers import OptimizerKind, kind_of
 from tiered.cli.train.options import DEFAULT_FOLDER, NAME, Options, StoreOptions
 from tiered.cli.train.ranks import Peers, joined
-from tiered.cli.train.report import Recording, Summary, describe
+from tiered.cli.train.report import Recording, Summary, describe, predicted
 from tiered.cli.train.resume import Earlier, Place
+from tiered.reporting.page import page as page_of
+from tiered.reporting.page import refuse_foreign, write_page
+from tiered.reporting.record import RunRecord
 from tiered.store.at_rest import StoreAtRest
 from tiered.types import format_size
 
@@ -90,7 +93,7 @@ def page(
     zero.page(
         model, store, name=NAME, existing=existing, prefetch=options.prefetch, micro_batch=options.micro_batch,
         param_init_fn=initialise_one, source=source, update_tier=options.update_tier, activations=options.activations,
-        **staged,
+        plan=zero.AutoPlan(memory=options.activation_memory) if options.activations == "auto" else None, **staged,
     )
 
 
@@ -237,6 +240,13 @@ class _Session:
     earlier: Earlier | None = None
     source: str | None = None
 
+    @cached_property
+    def record(self) -> RunRecord | None:
+        """What is recorded of each step for --json and --report."""
+        if not self.first or (self.options.json is None and self.options.report is None):
+            return None
+        return RunRecord(self.store, done=len(self.losses), steps=3 if self.options.report is not None else 0)
+
     @property
     def first(self) -> bool:
         """Whether this is the rank that prints."""
@@ -291,7 +301,14 @@ def _run(session: _Session) -> int:
     told = session.recording.write(describe_model(options, session.parameters))
     if told is not None:
         print(f"\n{told}", file=session.stream)
-    write_report(options.json, summary.as_json())
+    report = summary.as_json() | {"model": describe_model(options, session.parameters)}
+    if session.record is not None:
+        report |= session.record.as_json()
+        if options.report is not None:
+            report["predicted"] = predicted(options, summary)
+            write_page(options.report, page_of({MADE_BY: __version__, **report}))
+            print(f"\nreport    {options.report}", file=session.stream)
+    write_report(options.json, report)
     return 0
 
 
@@ -339,6 +356,7 @@ def _train(session: _Session, model: GPT, stop: StopRequest) -> Summary:
     with Progress(stream) as progress:
         existing = options.existing if earlier is None else "resume"
         peers.watch(stop)
+        MemoryWatch(store, lambda notice: progress.note(f"memory    {notice}"))
         try:
             page(
                 model, store, options, existing, lambda done: progress.preparing(done, session.parameters), stop, peers,
@@ -355,24 +373,41 @@ def _train(session: _Session, model: GPT, stop: StopRequest) -> Summary:
         if earlier is not None:
             zero.resume(model, optimizer, scheduler=loop.scheduler, data=loop.data)
             loop.continue_after(earlier.step)
+        record = session.record
+        if record is not None:
+            record.updating = lambda: zero.statistics(model).update_seconds
         checkpointer = Checkpointer(model, optimizer, loop, options, session.text, losses, peers)
         tokens = options.batch * options.context * options.accumulate * peers.launched.ranks
         whole, step = Meter(store), Meter(store)
         progress.begin(schedule.share(loop.done))
         stopped: Stopped | None = None
+        told = ""
         try:
             stop.interrupt_nothing(leave)
             peers.check()
+            if record is not None:
+                record.begin()
             for result in session.recording.of(loop.steps(), store):
                 losses.append(result.loss)
-                share, dram = schedule.share(result.step), store.statistics().tier("dram")
-                used = dram.used / dram.capacity
-                offloaded = zero.statistics(model).activations
-                progress.stepped(result.step, options.steps, share, result.loss, tokens, step.lap(), used, offloaded)
+                if record is not None:
+                    record.stepped(result.step, result.loss, tokens)
+                share, seen = schedule.share(result.step), store.statistics()
+                used = seen.tier("dram").used / seen.tier("dram").capacity
+                paging = zero.statistics(model)
+                offloaded = paging.activations
+                if paging.plan is not None and paging.plan.why != told:
+                    told = paging.plan.why
+                    progress.note(f"plan      {told}" if paging.plan.choices else f"plan      {told} for some steps")
+                progress.stepped(
+                    result.step, options.steps, share, result.loss, tokens, step.lap(), used, offloaded, seen.memory
+                )
                 checkpointer.stepped()
                 peers.check()
         except StopNoted as noted:
             stopped = Stopped(noted.signum)  # without the traceback, which keeps the graph of the interrupted step alive
+        finally:
+            if record is not None:
+                record.close()
         if stopped is not None:
             loop.give_up_step()
             checkpointer.finish()
@@ -408,17 +443,20 @@ def _train(session: _Session, model: GPT, stop: StopRequest) -> Summary:
         activations=options.activations,
         offloaded=zero.statistics(model).activations,
         computed_again=zero.statistics(model).computed_again,
+        plan=zero.statistics(model).plan,
     )
 
 
 def _of_first(options: Options, peers: Peers) -> Options:
     """Return the options without output files, except on rank 0."""
-    return options if peers.launched.rank == 0 else replace(options, json=None, timeline=None, plot=None)
+    return options if peers.launched.rank == 0 else replace(options, json=None, timeline=None, plot=None, report=None)
 
 
 def _refuse_unwritable(options: Options, done: int) -> Recording:
     recording = Recording(options, done)
     refuse_unwritable(options.json)
+    if options.report is not None:
+        refuse_foreign(options.report)
     recording.refuse_unwritable()
     return recording
 

@@ -6,16 +6,15 @@ microseconds, and lies on the line that ``pid`` (here a group of lines) and ``ti
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from tiered import Timeline, __version__
 from tiered.cli.output import MADE_BY, counted
+from tiered.reporting.timeline import COMPUTE, Part, activity, lanes, ways
 from tiered.types import Direction, Urgency, format_size
 
 if TYPE_CHECKING:
@@ -34,21 +33,8 @@ __all__ = [
     "write_timeline",
 ]
 
-COMPUTE = ("forward", "recompute", "backward", "update")
-"""Kinds of spans in which ``tiered.zero`` computes."""
 MARGIN = 1
 """Least length of a slice in nanoseconds, so that shorter ones remain visible."""
-
-Item = TypeVar("Item")
-
-
-class Part(NamedTuple):
-    """A time from ``began`` to ``ended`` in which the caller did ``kind`` and nothing nested in it."""
-
-    kind: str
-    began: float
-    ended: float
-
 
 @dataclass(frozen=True)
 class _Slice:
@@ -58,34 +44,6 @@ class _Slice:
     began: int
     ended: int
     args: dict[str, Any]
-
-
-def ways(timeline: Timeline) -> list[tuple[str, str, Direction]]:
-    """List the links and directions that have transfers, as (src, dst, direction): the lowest link last, upward first."""
-    found = {(transfer.src, transfer.dst, transfer.direction) for transfer in timeline.transfers}
-    order = list(timeline.capacity)
-    return sorted(found, key=lambda way: (order.index(way[0]), way[2] is Direction.DOWN))
-
-
-def lanes(items: Iterable[Item], ends: Callable[[Item], tuple[float, float]], nested: str = "apart") -> list[list[Item]]:
-    """Distribute ``items`` over as few lines as possible so that no two items of a line overlap, each line in order of time.
-
-    ``nested="together"``: an item may lie within another one of its line."""
-    found: list[list[Item]] = []
-    open_until: list[list[float]] = []  # by line: ends of the items that can contain others, the outermost first
-    for item in sorted(items, key=lambda item: (ends(item)[0], -ends(item)[1])):
-        began, ended = ends(item)
-        for line, until in zip(found, open_until, strict=True):
-            while until and until[-1] <= began:
-                until.pop()
-            if not until or (nested == "together" and ended <= until[-1]):
-                line.append(item)
-                until.append(ended)
-                break
-        else:
-            found.append([item])
-            open_until.append([ended])
-    return found
 
 
 def as_trace(timeline: Timeline) -> dict[str, Any]:
@@ -169,34 +127,6 @@ def write_timeline(path: str, timeline: Timeline) -> None:
         file.write(f'{head[:-1]}, "traceEvents": [\n')
         file.write(",\n".join(json.dumps(event) for event in events))
         file.write("\n]}\n")
-
-
-def activity(timeline: Timeline) -> list[Part]:
-    """Divide the time of a caller into parts: of nested spans the innermost counts, and waiting counts before computing.
-
-    Only spans of the kinds in ``COMPUTE`` count. Correct for a store that one thread uses."""
-    spans = [Part(span.kind, span.began, span.ended) for span in timeline.spans if span.kind in COMPUTE]
-    spans += [Part(stall.reason, stall.began, stall.ended) for stall in timeline.stalls]
-    spans = sorted((span for span in spans if span.ended > span.began), key=lambda span: span.began)
-    moments = sorted({moment for span in spans for moment in (span.began, span.ended)})
-    found: list[Part] = []
-    running: list[tuple[float, float, str]] = []  # the span that began last is on top
-    waiting = iter([*spans, None])
-    coming = next(waiting)
-    for moment, following in itertools.pairwise(moments):
-        while coming is not None and coming.began <= moment:
-            heapq.heappush(running, (-coming.began, coming.ended, coming.kind))
-            coming = next(waiting)
-        while running and running[0][1] <= moment:
-            heapq.heappop(running)
-        if not running:
-            continue
-        kind = running[0][2]
-        if found and found[-1].kind == kind and found[-1].ended == moment:
-            found[-1] = found[-1]._replace(ended=following)
-        else:
-            found.append(Part(kind, moment, following))
-    return found
 
 
 def shares(timeline: Timeline) -> dict[str, dict[str, float]]:

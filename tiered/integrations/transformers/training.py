@@ -6,7 +6,7 @@ An unmodified ``Trainer`` trains a paged model with ``zero.AdamW`` bit for bit a
 - ``TieredTrainer`` commits the store where ``Trainer`` writes a checkpoint, which would copy the state. A commit has all that
   the next step depends on, and the trainer's state in ``extra``. The folder ``checkpoint-N`` only names the generation.
   ``CommitCheckpoints`` does so for other classes that derive from ``Trainer``.
-- ``TieredCallback`` commits every so many steps of any ``Trainer``.
+- ``TieredCallback`` commits every so many steps of any ``Trainer``, and writes a report of it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,24 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
-from tiered import MisuseError, zero
+from tiered import MisuseError, __version__, zero
+from tiered.reporting.page import page, refuse_foreign, write_page
+from tiered.reporting.record import RunRecord
 from tiered.zero.checkpoint.checkpoint import extra_of
 from tiered.zero.checkpoint.loaders import of_random, random_states
 from tiered.zero.paging.pager import Listing, Pager, pager_of
+
+if TYPE_CHECKING:
+    from tiered import Plan
 
 __all__ = ["CommitCheckpoints", "TieredCallback", "TieredTrainer"]
 
@@ -85,22 +92,68 @@ class TieredCallback(TrainerCallback):
     """Commit every ``steps`` steps of any ``Trainer``. ``TieredTrainer.train(resume_from_checkpoint=True)`` goes on from there.
 
     A commit writes only what changed since the last, and has the trainer's state. Give ``save_strategy="no"`` where ordinary
-    checkpoints, which copy the state, are not wanted.
+    checkpoints, which copy the state, are not wanted. ``steps`` None: no commits.
+
+    ``report``: an HTML file that shows the training when it has ended: losses that Trainer logs, memory, drive, waiting, and
+    the timeline of some steps; ``plan``: a ``tiered.Plan`` to set beside what was measured.
     """
 
-    def __init__(self, steps: int) -> None:
-        if type(steps) is not int or steps < 1:
+    def __init__(
+        self, steps: int | None = None, *, report: str | os.PathLike[str] | None = None, plan: Plan | None = None
+    ) -> None:
+        if steps is not None and (type(steps) is not int or steps < 1):
             raise MisuseError(f"steps is how many steps lie between two commits, at least 1, not {steps!r}")
-        self.steps = steps
+        if steps is None and report is None:
+            raise MisuseError("TieredCallback does nothing without steps=, to commit, or report=, to write a page")
+        if plan is not None and report is None:
+            raise MisuseError("plan= is for the page of report=: give both")
+        if report is not None:
+            refuse_foreign(report)
+        self.steps, self._report, self._plan = steps, report, plan
+        self._record: RunRecord | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         _pager(given["model"])
         _ours(given["optimizer"])
-        if args.fp16:
+        if args.fp16 and self.steps is not None:
             raise MisuseError("fp16 has a loss scale, which a callback does not see: use TieredTrainer, or bf16")
+        if self._report is not None:
+            model = given["model"]
+            store = _pager(model).store
+            self._record = RunRecord(store, lambda: zero.statistics(model).update_seconds, state.global_step)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if self._record is not None and not self._record.begun:
+            self._record.begin()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:
+        if self._record is not None and logs is not None and "loss" in logs:
+            self._record.lost(state.global_step, float(logs["loss"]))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        record, self._record = self._record, None
+        if record is None or self._report is None:
+            return
+        record.close()
+        pager = _pager(given["model"])
+        found = zero.statistics(given["model"]).plan
+        parameters = sum(parameter.numel() for parameter in given["model"].parameters())
+        run = record.as_json() | {
+            "tiered": __version__,
+            "model": f"{type(given['model']).__name__} of {parameters:,} parameters",
+            "peak_rss_bytes": psutil.Process().memory_info().rss,
+            "plan": None if found is None else asdict(found),
+            "predicted": None if self._plan is None else self._plan.of_step(),
+            "arguments": {name: value for name, value in args.to_dict().items() if isinstance(value, str | int | float)},
+            "statistics": str(pager.store.statistics()).splitlines(),
+        }  # fmt: skip
+        if record.steps:
+            write_page(self._report, page(run))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        if state.global_step % self.steps == 0:
+        if self._record is not None:
+            self._record.stepped(state.global_step)
+        if self.steps is not None and state.global_step % self.steps == 0:
             with tempfile.TemporaryDirectory() as folder:
                 file = os.path.join(folder, STATE)
                 state.save_to_json(file)

@@ -17,15 +17,25 @@ from tiered.zero.paging.pager import Pager, name_of, owner_of, pager_of, pagers_
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.storage import CheckpointRecord
 from tiered.zero.paging.unit import Unit
-from tiered.zero.paging.units import Limits, ModelPlan, Placement, UnitPlan
+from tiered.zero.paging.units import OLDER_SHARE_STEP, Limits, ModelPlan, Placement, UnitPlan
 from tiered.zero.paging.update import Missed, Pending, Update
-from tiered.zero.record import MOST, VERSION, checked, dumps, loads, refuse_other_tensors, states_shown, states_used
+from tiered.zero.record import (
+    MOST,
+    VERSION,
+    checked,
+    dumps,
+    limits_of,
+    loads,
+    refuse_other_tensors,
+    states_shown,
+    states_used,
+)
 from tiered.zero.rules import RULES, AdamWRule, UpdateRule, settings_of
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["commit", "commit_async", "resume", "rollback"]
+__all__ = ["commit", "commit_async", "load_record", "resume", "rollback"]
 
 class Readable(Protocol):
     """The methods of a store that reading a record needs."""
@@ -49,7 +59,8 @@ def commit(
 ) -> int:
     """Make all that training needs to go on durable, and return the generation: ``store.commit`` with what is not in tensors.
 
-    That is: parameters, buffers, moments, masters, gradients and updates that are pending (none is applied for this), step
+    That is: parameters, buffers, moments, masters, gradients and updates that are pending (none is applied for this, but those
+    of parameters that several ranks gather), step
     counts and param groups, ``scheduler``, ``scaler``, the random states of Python, NumPy and torch, the position of ``data``
     (a ``torch.Generator``, or what has ``state_dict``), and ``extra``: JSON values, tuples, tensors. Costs what is still dirty
     in memory. Between steps, or between backward and ``step()``; not within forward or backward. After an exception in one of
@@ -64,6 +75,7 @@ def commit(
     def prepare() -> None:
         _prepare(model, optimizer, scheduler, scaler, data, extra)
 
+    _update_together(pager)
     return pager.partition.commit(pager.store, meta, prepare, pager.checkpoint.invalidate)
 
 
@@ -100,7 +112,7 @@ def resume(
     for a record that is damaged.
     """
     pager = pager_of(model)
-    return _load(pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
+    return load_record(pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
 
 
 def rollback(
@@ -145,7 +157,7 @@ def rollback(
         pager.splitter.activations.forget()
     pager.gradient_sync.paused = False
     recall(pager)
-    extra = _load(pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
+    extra = load_record(pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
     getattr(scaler, "_per_optimizer_states", {}).clear()  # what torch does after each step, and load_state_dict does not
     pager.checkpoint.unchanged()
     pager.intent.forget()
@@ -172,6 +184,15 @@ def load_optimizer(optimizer: Optimizer, record: Mapping[str, Any]) -> None:
 
 
 # Writing
+
+
+def _update_together(pager: Pager) -> None:
+    """Apply the pending updates for which ranks gather parameters: stores that are read alone could not."""
+    together = [unit for unit in pager.units if unit.updates_together]
+    if together:
+        pager.start_anew()
+    for unit in together:
+        unit.apply_update()
 
 
 def _prepare(
@@ -375,13 +396,13 @@ def pending_of(found: Mapping[str, Any], named: Mapping[str, Placement]) -> Pend
     return Pending(updates, found["chunks_done"], found["pieces_done"])
 
 
-def _load(
+def load_record(
     pager: Pager,
     record: Mapping[str, Any],
     optimizer: Optimizer | None,
     scheduler: Stateful | None,
-    scaler: Stateful | None,
-    data: Stateful | torch.Generator | None,
+    scaler: Stateful | None = None,
+    data: Stateful | torch.Generator | None = None,
 ) -> Any:
     """Load optimizer, scheduler, scaler, data and random states from a record: all of them, or, where it raises, none."""
     for what, given in (("optimizer", optimizer), ("scheduler", scheduler), ("scaler", scaler), ("data", data)):
@@ -433,7 +454,7 @@ def layout(store: TieredStore, name: str) -> tuple[Limits, dict[str, tuple[int, 
     found = read_record(store, name)["layout"]
     strides = {parameter[0]: tuple(parameter[4]) for _, parameters in found["units"] for parameter in parameters}
     rows = {sliced: rows or None for sliced, (_, rows) in found.get("sliced", {}).items()}
-    return Limits(found["limit"], found["chunk"]), strides, rows
+    return limits_of(found), strides, rows
 
 
 def persistent_buffers(model: nn.Module) -> list[str]:
@@ -449,9 +470,12 @@ def persistent_buffers(model: nn.Module) -> list[str]:
 def refuse_other(store: TieredStore, name: str, plan: ModelPlan, partition: Partition, model: nn.Module) -> None:
     """Raise MisuseError where ``model``, divided by ``plan``, is not the one that was committed as ``name``, and ManifestError
     where its record is damaged, or not of the tensors that are there."""
-    buffers = _fitting(store, name, plan.units, plan.limits, partition, model)["buffers"]
+    record = _fitting(store, name, plan.units, plan.limits, partition, model)
+    buffers, mine = record["buffers"], set(persistent_buffers(model))
+    # Of another program's checkpoint a record has no other buffers than that had: those that state_dict has.
+    foreign = record.get("persistent") == list(buffers)
     for fresh, _ in model.named_buffers():
-        if fresh not in buffers:
+        if fresh not in buffers and not (foreign and fresh not in mine):
             raise MisuseError(f"this model is not what was committed as {name!r}: that had no buffer {fresh!r}")
 
 
@@ -486,4 +510,7 @@ def layout_of(units: Sequence[UnitPlan], limits: Limits, partition: Partition) -
     sliced = {p.sliced.name: p.sliced for unit in units for p in unit.placements if p.sliced is not None}
     if sliced:
         layout["sliced"] = {name: (len(one.slices), one.rows or 0) for name, one in sliced.items()}
-    return layout if partition.shares == 1 else {**layout, "share": partition.share()}
+    if partition.shares == 1:
+        return layout
+    step = {} if limits.step == OLDER_SHARE_STEP else {"step": limits.step}
+    return {**layout, **step, "share": partition.share()}

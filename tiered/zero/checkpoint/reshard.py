@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -28,7 +28,7 @@ from tiered.zero.rank_stores import has_commit, newest_set, sets_in
 from tiered.zero.record import plans, refuse_other_tensors, states_shown, states_used, type_named
 from tiered.zero.rules import SMALLEST_BLOCK, Kept
 
-__all__ = ["Copies", "Source", "opened", "reshard"]
+__all__ = ["Copies", "Elements", "Source", "opened", "reshard"]
 
 class Copies:
     """``TensorStore`` over ``store`` whose leases give copies. ``kept``: copies stay as their holders leave them, for the next
@@ -106,7 +106,7 @@ class Source:
                 f"{name!r} in {stores[0]} is quantised, and cannot be divided anew: import the model into the other store, "
                 "too, or export it, which gives the values that it computes with"
             )
-        of_all = [self.records[0]["layout"][part] for part in ("units", "limit", "chunk")]
+        of_all = [self.records[0]["layout"].get(part) for part in ("units", "limit", "chunk", "step")]
         shares = [record["layout"].get("share", {"rank": 0, "ranks": 1, "stage": "Alone"}) for record in self.records]
         for rank, share in enumerate(shares):
             if (share["rank"], share["ranks"]) != (rank, self.ranks):
@@ -115,7 +115,9 @@ class Source:
                     f"{rank} of {self.ranks}"
                 )
             layout = self.records[rank]["layout"]
-            if share["stage"] != shares[0]["stage"] or [layout[part] for part in ("units", "limit", "chunk")] != of_all:
+            if share["stage"] != shares[0]["stage"] or [
+                layout.get(part) for part in ("units", "limit", "chunk", "step")
+            ] != of_all:
                 raise MisuseError(f"{stores[rank]} has a share of another model {name!r}, or another stage, than {stores[0]}")
             refuse_other_tensors(stores[rank], name, self.records[rank], self.units, self.limits)
             if _graded(self.records[rank]) != _graded(self.records[0]):
@@ -143,6 +145,15 @@ class Source:
     def stride(self, name: str) -> tuple[int, ...]:
         """Return the strides that a parameter had. Raises as ``named``."""
         return _row_major_of(self._shape(name)) if name in self._slices else self.named(name).stride
+
+    def described(self, name: str) -> tuple[torch.Size, torch.dtype, torch.dtype]:
+        """Return the shape of a parameter, the type that the model has it in, and that of the store."""
+        one = self._slices[name][0] if name in self._slices else self.named(name)
+        return self._shape(name), one.dtype, one.stored
+
+    def first_part(self, name: str) -> str:
+        """Return the name of the first placement of a parameter: itself, or its first slice."""
+        return self._slices[name][0].name if name in self._slices else name
 
     def _shape(self, name: str) -> torch.Size:
         if name not in self._slices:
@@ -203,6 +214,26 @@ class Source:
         zeros = [torch.zeros(stop - start, dtype=present[0].dtype, device="cpu") for _, start, stop in pieces]
         return torch.cat([zero if one is None else one for one, zero in zip(found, zeros, strict=True)])
 
+    def whole(self, name: str, kind: str) -> torch.Tensor | None:
+        """Return all of a parameter in its shape: of itself as the model has it ("param"), of its fp32 "master", or of a
+        state with a value for each element. None where there is none. Raises MisuseError for a state of blocks."""
+        parts = self._slices[name] if name in self._slices else [self.named(name)]
+        found = []
+        for part in parts:
+            form = states_used(self.records[0]["units"][self._home[part.name]]).get(part.name, {}).get(kind)
+            if form is not None and not form.elementwise:
+                raise MisuseError(f"{part.name!r} keeps {kind!r} in codes of blocks, which only this project reads")
+            values = self.values(part.name, kind, 0, part.numel)
+            if values is None and part.numel:
+                return None
+            if values is None:
+                values = torch.empty(0, dtype=part.dtype if kind == "param" else torch.float32, device="cpu")
+            shaped = values.as_strided(part.shape, part.stride)
+            found.append(shaped.to(part.dtype) if kind == "param" else shaped)
+        if name not in self._slices:
+            return found[0]
+        return torch.stack(found) if name in self._stacked else torch.cat(found)
+
     def values(self, name: str, kind: str, begin: int, end: int) -> torch.Tensor | None:
         """Return elements ``begin`` to ``end`` of a parameter in memory order: of itself ("param", as it was stored), "m", "v",
         "master" or "grad". None where there are none of that kind. Raises MisuseError for a state of blocks that are cut."""
@@ -218,14 +249,17 @@ class Source:
                 found = self._share(index, rank).values[name].get(kind)
                 if found is None:
                     return None
-                cut = start % form.block or (stop % form.block and stop < last)
-                if form.block > SMALLEST_BLOCK and (self.ranks > 1 or cut):
+                if form.of_whole:
+                    return found
+                block = form.block or SMALLEST_BLOCK
+                cut = block > SMALLEST_BLOCK and (start % block or (stop % block and stop < self.named(name).numel))
+                if cut:
                     raise MisuseError(
                         f"{name!r} of {self.name!r} has a state for each block of {form.block} elements, and would be cut "
                         "within a block: page the model as it was paged when it was committed, with the same dram= and no "
                         "other ranks"
                     )
-                pieces.append(found[form.span(start - first, stop - first)])
+                pieces.append(found[form.span(start - first, stop - first, self.named(name).shape)])
         return torch.cat(pieces) if pieces else None
 
     def _parts(self, index: int, rank: int) -> dict[str, tuple[int, int]]:
@@ -268,27 +302,46 @@ class Source:
         return share
 
 
+class Elements(Protocol):
+    """What ``reshard`` reads: the elements of the parameters of a checkpoint, whatever program wrote it. ``Source`` is one."""
+
+    name: str
+    ranks: int
+    records: list[dict[str, Any]]
+
+    @property
+    def names(self) -> set[str]: ...
+
+    def refuse_other(self, placement: Placement) -> None: ...
+
+    def pieces(self, placement: Placement, begin: int, end: int) -> list[tuple[str, int, int]]: ...
+
+    def of_gradient(self, placement: Placement) -> Mapping[str, Any] | None: ...
+
+    def all_values(self, placement: Placement, kind: str, begin: int, end: int) -> torch.Tensor | None: ...
+
+
 def _graded(record: Mapping[str, Any]) -> list[str]:
     """Return the names of the parameters that have a gradient."""
     return sorted(name for unit in record["units"] for name, said in unit["gradients"].items() if said["there"])
 
 
-def opened(path: str | os.PathLike[str], stack: ExitStack) -> list[StoreAtRest]:
+def opened(path: str | os.PathLike[str], stack: ExitStack, generation: int | None = None) -> list[StoreAtRest]:
     """Open the stores of the last training below ``path`` for reading: of all of its ranks as of the last commit that all of
-    them have, or the one store that ``path`` is, where none of its ranks committed together.
+    them have, or the one store that ``path`` is, where none of its ranks committed together, or ``generation`` is given.
 
     Raises MisuseError where there is none, ManifestError where ranks have no commit in common.
     """
-    newest = newest_set(path)
+    newest = newest_set(path) if generation is None else None
     if newest is not None:
         both = zip(newest.folders, newest.joints, strict=True)
         return [stack.enter_context(StoreAtRest(folder, generation=joint.generation)) for folder, joint in both]
-    if sets_in(path) and not has_commit(Path(os.path.expanduser(path))):
+    if generation is None and sets_in(path) and not has_commit(Path(os.path.expanduser(path))):
         raise ManifestError(f"the ranks' stores in {Path(path)} have no commit in common")
-    return [stack.enter_context(StoreAtRest(path))]
+    return [stack.enter_context(StoreAtRest(path, generation=generation))]
 
 
-def reshard(source: Source, store: TieredStore, plan: ModelPlan, partition: Partition) -> None:
+def reshard(source: Elements, store: TieredStore, plan: ModelPlan, partition: Partition) -> None:
     """Write this rank's share under ``plan`` of ``source`` to ``store``, with a checkpoint: as if as many ranks with that stage
     had committed it.
 
@@ -314,7 +367,7 @@ def reshard(source: Source, store: TieredStore, plan: ModelPlan, partition: Part
         raise
 
 
-def _steps(source: Source, plan: ModelPlan, steps: Mapping[str, int]) -> dict[str, int]:
+def _steps(source: Elements, plan: ModelPlan, steps: Mapping[str, int]) -> dict[str, int]:
     """Return how many steps each placement of ``plan`` has had."""
     made = {}
     for unit in plan.units:
@@ -330,7 +383,7 @@ def _row_major_of(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _reshard_unit(
-    source: Source, store: TieredStore, unit: UnitPlan, limits: Limits, partition: Partition
+    source: Elements, store: TieredStore, unit: UnitPlan, limits: Limits, partition: Partition
 ) -> dict[str, Any]:
     key, parts = f"{source.name}/param/{unit.name}", unit.parts(partition.rank)
     for placement in unit.placements:
@@ -380,7 +433,7 @@ def _reshard_unit(
 
 
 def _put_gradients(
-    source: Source,
+    source: Elements,
     store: TieredStore,
     key: str,
     unit: UnitPlan,

@@ -22,11 +22,13 @@ from tiered.zero.checkpoint.loaders import Stateful
 from tiered.zero.collectives import Ranks
 from tiered.zero.deepspeed import tags
 from tiered.zero.deepspeed.config import Config
+from tiered.zero.deepspeed.importing import load_imported, load_saved
 from tiered.zero.deepspeed.loss_scale import LossScale
 from tiered.zero.deepspeed.monitors import Event, Monitors
+from tiered.zero.deepspeed.saved import Saved, is_saved
 from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.page import no_sync, offload, onload
-from tiered.zero.rank_stores import shared_json
+from tiered.zero.rank_stores import has_commit, shared_json
 
 __all__ = ["Engine"]
 
@@ -58,6 +60,7 @@ class _Loading(msgspec.Struct, forbid_unknown_fields=True):
     mark: str = ""
     generations: list[int] = []
     store: str = ""
+    foreign: bool = False
 
 
 class Engine(nn.Module):
@@ -415,25 +418,34 @@ class Engine(nn.Module):
 
         The model, optimizer, scheduler, loss scale, counters, gradients and random states are as they were. Without
         ``load_optimizer_states``, or with ``load_module_only``, the optimizer begins anew, with the param groups it has;
-        without ``load_lr_scheduler_states`` the scheduler stays as it is. No tensor is moved. Raises MisuseError where the
-        store is not the one that was saved from, for a checkpoint of DeepSpeed's own, for ``custom_load_fn``, and as
-        ``zero.rollback``.
+        without ``load_lr_scheduler_states`` the scheduler stays as it is. No tensor is moved.
+
+        A checkpoint that DeepSpeed wrote (ZeRO stages 1 to 3, any number of ranks), and a store that ``tiered import`` made of
+        one (``load_dir`` is its folder), are copied into this store; nothing in their pickles is run. They have no random
+        states: those of now stay. What follows is durable once ``save_checkpoint`` has been called.
+
+        Raises MisuseError where the store is not the one that was saved from, where the model or the optimizer is another one,
+        for ``custom_load_fn``, and as ``zero.rollback``; TorchFileError for files that are damaged or could run code.
         """
         if custom_load_fn is not None:
             raise MisuseError("custom_load_fn= loads tensors, and a checkpoint here is a commit: leave it out")
         folder = Path(load_dir).expanduser().absolute()
         there = self._found(folder, tag)
-        if not there.mark:
+        if not there.mark and not there.foreign:
             what = folder / (there.tag or tags.LATEST)
             warnings.warn(f"there is no checkpoint to load: {what} does not exist", stacklevel=2)
             return Loaded(None, None)
         name = there.tag
-        generation = self._generation(tags.Tagged(there.mark, tuple(there.generations), there.store), folder / name)
         anew = load_module_only or not load_optimizer_states
         groups = [dict(group) for group in self.optimizer.param_groups] if self.optimizer is not None else []
         scheduler: Stateful | None = self.lr_scheduler
         before = scheduler.state_dict() if scheduler is not None else None
-        extra = checkpoint.rollback(self.module, self.optimizer, scheduler=scheduler, generation=generation)
+        if there.foreign:
+            extra = self._taken_over(folder / name, anew=anew)
+        else:
+            tagged = tags.Tagged(there.mark, tuple(there.generations), there.store)
+            generation = self._generation(tagged, folder / name)
+            extra = checkpoint.rollback(self.module, self.optimizer, scheduler=scheduler, generation=generation)
         if anew and self.optimizer is not None:
             self.optimizer.load_state_dict({"state": {}, "param_groups": _packed(self.optimizer)})
         if (anew or not load_lr_scheduler_states) and scheduler is not None:
@@ -451,6 +463,15 @@ class Engine(nn.Module):
         self._losses.clear()
         self._norm, self.loaded_checkpoint_tag = None, name
         return Loaded(str(folder / name), dict(extra["client_state"]))
+
+    def _taken_over(self, folder: Path, *, anew: bool) -> dict[str, Any]:
+        """Load a checkpoint that DeepSpeed wrote, or a store that was made of one. Returns what a commit has in ``extra``."""
+        optimizer, scheduler = (None, None) if anew else (self.optimizer, self.lr_scheduler)
+        sizes = {"passes": self._accumulation_steps, "samples": self._train_batch_size, "micro": self._micro_batch_size}
+        if not is_saved(folder):
+            return load_imported(folder, self.module, optimizer, scheduler, sizes)
+        with Saved(folder) as saved:
+            return load_saved(saved, self.module, optimizer, scheduler, sizes)
 
     def _generation(self, tagged: tags.Tagged, where: Path) -> int:
         """Return the generation of this rank's store that a tag names. Raises MisuseError where it is another store's."""
@@ -494,7 +515,8 @@ class Engine(nn.Module):
         if self.global_rank == 0:
             try:
                 mine.tag = (tags.latest(folder) or "") if tag is None else str(tag)
-                tagged = tags.found(folder, mine.tag) if mine.tag else None
+                mine.foreign = is_saved(folder / mine.tag) or (not mine.tag and has_commit(folder))
+                tagged = tags.found(folder, mine.tag) if mine.tag and not mine.foreign else None
                 if tagged is not None:
                     mine.mark, mine.generations, mine.store = tagged.mark, list(tagged.generations), tagged.store
             except MisuseError as error:

@@ -37,11 +37,6 @@ META = "tiered.tag"
 """Where the meta of a commit says its tag, its folder, and its mark."""
 BUDGET = "tiered.budget"
 """Where the meta of a commit says by which budgets the model was divided."""
-FOREIGN = (
-    "mp_rank_00_model_states.pt",
-    "zero_pp_rank_0_mp_rank_00_model_states.pt",
-    "zero_pp_rank_0_mp_rank_00_optim_states.pt",
-)
 
 
 @dataclass(frozen=True)
@@ -91,14 +86,12 @@ def latest(folder: Path) -> str | None:
 
 
 def found(folder: Path, tag: str) -> Tagged | None:
-    """Return the commit that a tag names; None where there is no such folder. Raises MisuseError for one that DeepSpeed wrote,
-    and for one that is damaged."""
+    """Return the commit that a tag names; None where there is no such folder. Raises MisuseError for one that is damaged, or
+    another folder."""
     if not (folder / tag).is_dir():
         return None
     path = folder / tag / FILE
     if not path.exists():
-        if any((folder / tag / name).exists() for name in FOREIGN):
-            raise MisuseError(f"{folder / tag} is a checkpoint of DeepSpeed's own, which load_checkpoint does not read")
         raise MisuseError(f"{folder / tag} has no {FILE}: save_checkpoint did not come to its end, or it is another folder")
     try:
         read = json.loads(path.read_text())

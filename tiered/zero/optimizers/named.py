@@ -14,13 +14,17 @@ from tiered import MisuseError, TieredStore
 from tiered.zero.optimizers.optimizer import Optimizer, stride_of
 from tiered.zero.paging.sharding import Stage
 from tiered.zero.rules import (
+    AdafactorRule,
     AdagradRule,
     AdamaxRule,
     AdamRule,
+    AdamW4bitRoundedRule,
     AdamW4bitRule,
+    AdamW8bitRoundedRule,
     AdamW8bitRule,
     AdamWRule,
     LionRule,
+    MuonBFloat16Rule,
     MuonRule,
     NAdamRule,
     RAdamRule,
@@ -35,7 +39,10 @@ from tiered.zero.rules import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW4bit", "AdamW8bit", "Adamax", "Lion", "Muon", "NAdam", "RAdam", "RMSprop", "Where"]
+__all__ = [
+    *("SGD", "Adafactor", "Adagrad", "Adam", "AdamW4bit", "AdamW8bit", "Adamax", "Lion", "Muon", "NAdam", "RAdam", "RMSprop"),
+    "Where",
+]
 
 Number = float | torch.Tensor
 
@@ -289,6 +296,33 @@ class Adamax(_Named, torchs=torch.optim.Adamax, rule=AdamaxRule):
         super().__init__(params, settings, where)
 
 
+class Adafactor(_Named, torchs=torch.optim.Adafactor, rule=AdafactorRule):
+    """``torch.optim.Adafactor(foreach=False)``, torch's default on a CPU, bit for bit.
+
+    A state for each row and each column of a parameter of two dimensions or more, and one for each element of others. A
+    parameter is in memory as a whole while it is updated, with its gradient. ``where`` as in ``AdamW``. Raises MisuseError for
+    arguments out of range, for ``foreach=True``, and for parameters that are divided into slices; CapacityError, with the
+    number, where the store has too little memory for a parameter.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Number = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        **where: Unpack[Where],
+    ) -> None:
+        settings: dict[str, Any] = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d}
+        settings |= {"weight_decay": weight_decay, "foreach": foreach, "maximize": maximize}
+        super().__init__(params, settings, where)
+
+
 class Lion(Optimizer):
     """Lion (Chen and others, 2023, https://arxiv.org/abs/2302.06675, algorithm 2), with decoupled weight decay: the parameter
     is decayed, then moved by ``lr`` against the sign of the momentum, looked ahead with the first of ``betas``.
@@ -322,9 +356,15 @@ class Muon(Optimizer):
     ``model.get_output_embeddings()`` returns. ``split`` has by name of each parameter of a model the rule that it got.
 
     A matrix is in memory as a whole while it is updated, with its momentum: one state for each element. Momentum and masters of
-    narrow parameters are fp32. ``update`` as in ``AdamW``. Needs torch 2.9. Raises MisuseError for arguments out of range, for
-    parameters of other dimensions, and for those that are divided among ranks or into slices; CapacityError, with the number,
-    where the store has too little memory for a matrix.
+    narrow parameters are fp32. ``moments=torch.bfloat16``: the momentum is bf16 in the store, half as many bytes. That is
+    inexact: a step widens it, is that of fp32, and rounds it to even. (``momentum`` is torch's argument, the factor.)
+    ``where`` as in ``AdamW``. Needs torch 2.9.
+
+    Among ranks a matrix that lies in one rank's share is updated there alone. One that is cut is gathered, with its gradient
+    and its momentum, and each rank that has a part of it computes the whole update; that needs ``update="on_fetch"``. With
+    ``stage=`` each matrix has one owner. Raises MisuseError for arguments out of range, for parameters of other dimensions, for
+    DTensors, and for those that are divided into slices; CapacityError, with the number, where the store has too little memory
+    for a matrix.
     """
 
     def __init__(
@@ -340,8 +380,14 @@ class Muon(Optimizer):
         adjust_lr_fn: str | None = None,
         *,
         adamw: Mapping[str, Any] | None = None,
-        update: str = "on_fetch",
+        moments: torch.dtype | None = None,
+        **where: Unpack[Where],
     ) -> None:
+        if moments not in (None, torch.float32, torch.bfloat16) or isinstance(momentum, torch.dtype):
+            raise MisuseError(
+                f"moments={moments} and momentum={momentum}: momentum is a factor, as torch has it; moments is the type in "
+                "which what it makes is kept, float32 or bfloat16"
+            )
         if not hasattr(torch.optim, "Muon"):
             raise MisuseError(f"this torch ({torch.__version__}) has no Muon: it came with 2.9")
         settings: dict[str, Any] = {"lr": float(lr), "weight_decay": weight_decay, "momentum": momentum}
@@ -353,18 +399,19 @@ class Muon(Optimizer):
             raise MisuseError(str(error)) from error
         if not 0 < ns_steps < 100 or len(settings["ns_coefficients"]) != 3:
             raise MisuseError(f"ns_steps={ns_steps} or ns_coefficients={ns_coefficients} is out of range")
+        kind = MuonBFloat16Rule if moments is torch.bfloat16 else MuonRule
         self.split: dict[str, str] = {}
         if isinstance(params, torch.nn.Module):
             usual = {"lr": float(lr), "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "maximize": False}
             given: dict[str, Any] = {**usual, **(adamw or {})}
             if given.keys() - AdamWRule.__dataclass_fields__.keys():
                 raise MisuseError(f"adamw={adamw} has what AdamWRule does not: give lr, betas, eps, weight_decay or maximize")
-            params = self._divided(params, AdamWRule(**given))
+            params = self._divided(params, AdamWRule(**given), kind.__name__)
         elif adamw is not None:
             raise MisuseError("adamw= goes with a model; of param groups give one with its rule: zero.AdamWRule(...)")
-        super().__init__(params, MuonRule(**settings), update=update)
+        super().__init__(params, kind(**settings), **where)
 
-    def _divided(self, model: torch.nn.Module, other: UpdateRule) -> list[dict[str, Any]]:
+    def _divided(self, model: torch.nn.Module, other: UpdateRule, matrices_by: str) -> list[dict[str, Any]]:
         """Return the param groups of a model, and set ``split``."""
         tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
         rows = {module.num_embeddings for module in tables}
@@ -377,7 +424,7 @@ class Muon(Optimizer):
         for name, parameter in model.named_parameters():
             fits = parameter.dim() == 2 and parameter not in apart
             (matrices if fits else rest).append((name, parameter))
-            self.split[name] = "MuonRule" if fits else type(other).__name__
+            self.split[name] = matrices_by if fits else type(other).__name__
         if not matrices:
             raise MisuseError("this model has no matrices but embeddings and heads: take zero.AdamW")
         return [{"params": matrices}, *([{"params": rest, "rule": other}] if rest else [])]
@@ -404,7 +451,8 @@ class _Encoded(Optimizer):
             rule, parameter = rules[index], parameters[index]
             if not isinstance(rule, AdamW8bitRule | AdamW4bitRule):
                 continue
-            flat = {name: _flat(state.pop(torch_name(rule, name))) for name in kept_by(rule, torch.float32)}
+            names = {name: torch_name(rule, name) for name in kept_by(rule, torch.float32)}
+            flat = {name: _flat(state.pop(shown)) for name, shown in names.items() if shown in state}
             for name in rule.decoded:
                 moment = rule.decode(name, flat, parameter.numel())
                 state[name] = moment.as_strided(parameter.shape, stride_of(parameter))
@@ -425,8 +473,10 @@ class AdamW8bit(_Encoded):
     ``"rule": zero.AdamWRule(...)``.
 
     ``state_dict()`` has ``exp_avg_codes``, ``exp_avg_scales``, ``exp_avg_sq_codes`` and ``exp_avg_sq_scales``;
-    ``float_state_dict()`` has fp32 moments, and ``load_state_dict`` takes both. ``where`` as in ``AdamW``. Raises MisuseError
-    for arguments out of range, and for parameters that are divided within a block: among ranks, and in slices.
+    ``float_state_dict()`` has fp32 moments, and ``load_state_dict`` takes both. ``rounding="stochastic"`` and ``seed``, for
+    bf16 parameters without masters, as in ``AdamW``. ``where`` as in ``AdamW``. Raises MisuseError
+    for arguments out of range, and for parameters that are divided within a block: in slices, and among ranks in stores of
+    earlier releases.
     """
 
     def __init__(
@@ -438,9 +488,13 @@ class AdamW8bit(_Encoded):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
+        rounding: str | None = None,
+        seed: int = 0,
         **where: Unpack[Where],
     ) -> None:
-        self._encode(params, AdamW8bitRule(float(lr), betas, eps, weight_decay, maximize), where)
+        rule = AdamW8bitRule(float(lr), betas, eps, weight_decay, maximize)
+        rounded = AdamW8bitRoundedRule(float(lr), betas, eps, weight_decay, maximize, seed)
+        self._encode(params, rounded if _by_chance(rounding) else rule, where)
 
 
 class AdamW4bit(_Encoded):
@@ -461,9 +515,20 @@ class AdamW4bit(_Encoded):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
+        rounding: str | None = None,
+        seed: int = 0,
         **where: Unpack[Where],
     ) -> None:
-        self._encode(params, AdamW4bitRule(float(lr), betas, eps, weight_decay, maximize), where)
+        rule = AdamW4bitRule(float(lr), betas, eps, weight_decay, maximize)
+        rounded = AdamW4bitRoundedRule(float(lr), betas, eps, weight_decay, maximize, seed)
+        self._encode(params, rounded if _by_chance(rounding) else rule, where)
+
+
+def _by_chance(rounding: str | None) -> bool:
+    """Return whether parameters are rounded by chance. Raises MisuseError for another word."""
+    if rounding not in (None, "stochastic"):
+        raise MisuseError(f"rounding is None (there are masters) or 'stochastic', not {rounding!r}")
+    return rounding is not None
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

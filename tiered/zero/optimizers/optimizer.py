@@ -32,11 +32,12 @@ from tiered.zero.paging.tensors.compiling import traced
 from tiered.zero.paging.tensors.gradients import SpentGradient, whole_norms
 from tiered.zero.paging.tensors.states import StateView
 from tiered.zero.paging.unit import Unit
-from tiered.zero.paging.units import Placement, Sliced
+from tiered.zero.paging.units import SHARE_STEP, Placement, Sliced, UnitPlan
 from tiered.zero.paging.update import Update, flat_view
 from tiered.zero.rules import (
     SMALLEST_BLOCK,
     WHOLE,
+    AdamWBFloat16RoundedRule,
     AdamWBFloat16Rule,
     AdamWRule,
     Kept,
@@ -44,6 +45,7 @@ from tiered.zero.rules import (
     constants_of,
     kept_by,
     made_from,
+    rounds_by_chance,
     settings_of,
     stores_step,
     torch_name,
@@ -72,7 +74,10 @@ HALF_LOADED = (
     "call it again, or zero.rollback"
 )
 
-NAMED = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Lion", "AdamW8bit", "AdamW4bit")
+NAMED = (
+    *("SGD", "Adam", "AdamW", "Adafactor", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Lion", "Muon", "AdamW8bit"),
+    "AdamW4bit",
+)
 """Optimizers of ``tiered.zero`` that have the name of one in memory: of torch's, bitsandbytes' or torchao's."""
 
 
@@ -156,6 +161,8 @@ class Optimizer(TorchOptimizer):
         try:
             self._refuse_mixed()
             if self._resident is not None:
+                for name, parameter in zip(self._names(group), group["params"], strict=True):
+                    _refuse_masters(name, parameter.dtype, rule)
                 self._resident.add(group["params"], self._names(group), rule)
                 self._rules.append(rule)
                 if self._made:
@@ -167,8 +174,9 @@ class Optimizer(TorchOptimizer):
                 if torch.float64 in kinds and len(kinds) > 1:
                     raise MisuseError(f"unit {unit.plan.name!r} mixes float64 with other element types: use one of them")
                 unit.states.refuse(placement.name, kept_by(rule, unit.states.wide))
-                _refuse_cut_blocks(placement, unit.plan.shares, rule)
-                _refuse_cut_matrix(pager, unit, placement, rule)
+                _refuse_masters(placement.name, placement.stored, rule)
+                _refuse_cut_blocks(placement, unit.plan, rule)
+                _refuse_cut_matrix(pager, unit, placement, rule, self._in_backward)
         except TieredError:
             self.param_groups.pop()
             raise
@@ -408,9 +416,10 @@ class Optimizer(TorchOptimizer):
     def _state_names(self, parameter: torch.Tensor) -> tuple[str, ...]:
         if not self._steps_of(parameter):
             return ()
-        master = placements_of(parameter)[0][2].stored in (torch.bfloat16, torch.float16)
         rule = self._rules[self._group_number(parameter)]
-        return (*self._counts(rule, 1), *_torch_names(rule), *(["master"] if master else []))
+        narrow = placements_of(parameter)[0][2].stored in (torch.bfloat16, torch.float16)
+        master = narrow and not rounds_by_chance(rule)
+        return (*self._counts(rule, 1), *_torch_names(rule, parameter.shape), *(["master"] if master else []))
 
     def _state_of(self, parameter: torch.Tensor, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
         rule = self._rules[self._group_number(parameter)]
@@ -462,6 +471,7 @@ class Optimizer(TorchOptimizer):
         if any(group.get("amsgrad") and "amsgrad" not in here for group, here in self._beside(state_dict)):
             name = f"tiered.zero.{type(self).__name__}"
             raise MisuseError(f"this state was trained with amsgrad=True, which {name} does not have")
+        state_dict = self._completed(state_dict)
         rules = self._loaded(state_dict)
         pagers = [] if self._resident is not None else list(self.pagers())
         for pager in pagers:
@@ -496,7 +506,8 @@ class Optimizer(TorchOptimizer):
         if self._resident is not None:
             for index, found in moments.items():
                 if index < len(rules):
-                    _refuse_lacking(f"parameter {index}", found, rules[index], type(self).__name__)
+                    shape = self._resident.locals[index].shape
+                    _refuse_lacking(f"parameter {index}", shape, found, rules[index], type(self).__name__)
             steps = {index: int(found.get("step", 1)) for index, found in moments.items()}
             before = [self._rules[local.group] for local in self._resident.locals]
             for old, new in zip(before, rules, strict=False):
@@ -553,6 +564,15 @@ class Optimizer(TorchOptimizer):
         """Yield each param group that is loaded, with the one that it is loaded into."""
         return zip(state_dict["param_groups"], self.param_groups, strict=False)
 
+    def _completed(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return ``state_dict`` with the hyper-parameters that its param groups need not have."""
+        groups = list(state_dict["param_groups"])
+        for index, (rule, here) in enumerate(zip(self._rules, self.param_groups, strict=False)):
+            lacking = [name for name in getattr(rule, "optional", ()) if index < len(groups) and name not in groups[index]]
+            if lacking:
+                groups[index] = {**groups[index], **{name: here[name] for name in lacking}}
+        return {**state_dict, "param_groups": groups}
+
     def _loaded(self, state_dict: Mapping[str, Any]) -> list[UpdateRule]:
         """Return by parameter the rules that the param groups of ``state_dict`` make. Raises MisuseError where one lacks a
         hyper-parameter."""
@@ -588,6 +608,10 @@ class Optimizer(TorchOptimizer):
     def rule_name(self, index: int) -> str:
         """Return the name of the rule of a param group."""
         return rule_name(self._rules[index])
+
+    def rule_of(self, index: int) -> UpdateRule:
+        """Return the rule of a param group, as it was when states were last kept for it."""
+        return self._rules[index]
 
     def settings(self, index: int) -> Iterable[str]:
         """Return the names of a param group's hyper-parameters."""
@@ -773,6 +797,10 @@ class AdamW(Optimizer):
     fp32, and rounds them to even. A second moment then does not decay where ``betas[1]`` is above 0.998. What
     ``moments=None`` left is loaded by ``load_state_dict``, and the other way round.
 
+    ``rounding="stochastic"``, with bf16 moments, for bf16 parameters: they have no masters, and each step rounds them by
+    chance, up or down as near as they are. What decides is a hash of ``seed``, the step, the parameter's name and the element's
+    number, so a run that goes on from a commit has the same bits, and so have other budgets and numbers of ranks. Inexact.
+
     A bf16 parameter that is given another value between steps keeps the low bits of its master, which are less than half a
     unit of its last place.
 
@@ -798,6 +826,8 @@ class AdamW(Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         moments: torch.dtype | None = None,
+        rounding: str | None = None,
+        seed: int = 0,
         update: str = "on_fetch",
         store: TieredStore | None = None,
         name: str = "optimizer",
@@ -825,6 +855,14 @@ class AdamW(Optimizer):
             raise MisuseError(f"moments={moments}: they are float32, or bfloat16; zero.AdamW8bit and zero.AdamW4bit have codes")
         kind = AdamWBFloat16Rule if moments is torch.bfloat16 else AdamWRule
         rule: UpdateRule = kind(float(lr), (numbers[0], numbers[1]), eps, weight_decay, maximize)
+        if rounding is not None:
+            if rounding != "stochastic" or moments is not torch.bfloat16:
+                raise MisuseError(
+                    f"rounding={rounding!r} with moments={moments}: it is 'stochastic', with moments=torch.bfloat16, or of "
+                    "zero.AdamW8bit and zero.AdamW4bit"
+                )
+            rule = AdamWBFloat16RoundedRule(float(lr), (numbers[0], numbers[1]), eps, weight_decay, maximize, seed)
+            defaults["seed"] = seed
         self._begin(params, rule, defaults, update, store, name, existing, _Share(stage, group, timeout))
 
     def _refuse_group(self, group: Mapping[str, Any]) -> None:
@@ -843,36 +881,53 @@ def stride_of(parameter: torch.Tensor) -> tuple[int, ...]:
     return torch.empty(parameter.shape, device="meta").stride() if placement.sliced is not None else placement.stride
 
 
-def _refuse_cut_blocks(placement: Placement, shares: int, rule: UpdateRule) -> None:
+def _refuse_masters(name: str, stored: torch.dtype, rule: UpdateRule) -> None:
+    """Raise MisuseError where ``rule`` rounds by chance what is not bf16."""
+    if rounds_by_chance(rule) and stored is not torch.bfloat16:
+        raise MisuseError(
+            f"{type(rule).__name__} rounds bfloat16 parameters by chance, and {name!r} is {stored}: give it a param group with "
+            "another rule"
+        )
+
+
+def _refuse_cut_blocks(placement: Placement, plan: UnitPlan, rule: UpdateRule) -> None:
     """Raise MisuseError where a parameter is divided within blocks for which ``rule`` keeps states."""
     block = max((form.block for form in kept_by(rule, torch.float32).values()), default=SMALLEST_BLOCK)
     if block in (SMALLEST_BLOCK, WHOLE):
         return
     what = f"{type(rule).__name__} keeps states for blocks of {block} elements, and {placement.name!r} is divided among"
     mend = "take zero.AdamW for it, with moments=torch.bfloat16 where its states are to be smaller"
-    if shares > 1:
-        raise MisuseError(f"{what} ranks, which may be within a block: {mend}")
+    if plan.shares > 1 and plan.step % block:
+        why = "as earlier releases did and as very many ranks with little memory do, " if plan.step < SHARE_STEP else ""
+        raise MisuseError(f"{what} ranks at multiples of {plan.step} elements, {why}which may be within a block: {mend}")
     if placement.sliced is not None and placement.numel % block and placement.number < len(placement.sliced.slices) - 1:
         raise MisuseError(f"{what} slices of {placement.numel} elements, each of which ends within a block: {mend}")
 
 
-def _refuse_cut_matrix(pager: Pager, unit: Unit, placement: Placement, rule: UpdateRule) -> None:
-    """Raise MisuseError where ``rule`` updates whole matrices and a parameter is none, or is divided; CapacityError where there
+def _refuse_cut_matrix(pager: Pager, unit: Unit, placement: Placement, rule: UpdateRule, in_backward: bool) -> None:
+    """Raise MisuseError where ``rule`` updates whole parameters and one is no matrix, or is divided; CapacityError where there
     is not enough memory for one."""
     states = kept_by(rule, unit.states.wide)
     if not any(form.block == WHOLE for form in states.values()):
         return
-    what = f"{type(rule).__name__} updates whole matrices, and {placement.name!r}"
+    matrices = getattr(rule, "granularity", "") == "matrix"
+    what = f"{type(rule).__name__} updates whole {'matrices' if matrices else 'parameters'}, and {placement.name!r}"
     if placement.sliced is not None:
         raise MisuseError(f"{what} is divided into slices: give it a param group with another rule, or more dram= to the store")
-    if len(placement.shape) != 2:
+    if matrices and len(placement.shape) != 2:
         raise MisuseError(f"{what} has the shape {tuple(placement.shape)}: give it a param group with another rule")
-    if unit.plan.shares > 1:
-        raise MisuseError(f"{what} is divided among ranks: give it a param group with another rule, or train with one process")
+    cut = placement in unit.plan.cut
+    if cut and in_backward:
+        raise MisuseError(
+            f"{what} is divided among ranks, which gather it for its update in one order: make the optimizer with "
+            'update="on_fetch"'
+        )
     tiers = [tier for tier in pager.store.statistics().tiers if tier.name in ("dram", pager.update_tier)]
     smallest = min(tiers, key=lambda tier: tier.capacity)
     pool, name = smallest.capacity, smallest.name
-    needed = -(-(3 * unit.plan.nbytes + unit.states.needed(placement, states)) // 4096) * 4096
+    part = unit.parts.get(placement)
+    own = 0 if part is None else unit.states.needed(part, states)
+    needed = -(-(3 * unit.plan.nbytes + own) // 4096) * 4096
     if pool < needed:
         raise CapacityError(
             f"{what} of shape {tuple(placement.shape)} has to be in memory with its unit, the gradients and its states: that "
@@ -880,6 +935,9 @@ def _refuse_cut_matrix(pager: Pager, unit: Unit, placement: Placement, rule: Upd
             "parameter another rule"
         )
     beside = int(getattr(rule, "workspace", 0)) * placement.numel
+    if cut:  # what is gathered, one tensor at a time, and what becomes of it
+        gathered = [unit.states.wide.itemsize] * 2 + [form.dtype.itemsize for form in states.values() if form.elementwise]
+        beside += (sum(gathered) + unit.plan.shares * max(gathered)) * placement.numel
     refuse_little_room(pager.store, f"updating {placement.name!r} as a whole", largest=beside)
 
 
@@ -890,7 +948,7 @@ def _of_slice(placement: Placement, state: Mapping[str, torch.Tensor], forms: Ma
     return {
         name: value[_at(placement)]
         if name not in forms or forms[name].elementwise
-        else value[forms[name].span(begin, begin + placement.numel)]
+        else value[forms[name].span(begin, begin + placement.numel, placement.shape)]
         for name, value in state.items()
     }
 
@@ -919,9 +977,12 @@ def _refuse_places(update: str, store: TieredStore | None, divided: tuple[object
         raise MisuseError("name, existing, stage, group and timeout go with store=; a paged model was given them by page")
 
 
-def _torch_names(rule: UpdateRule) -> dict[str, str]:
-    """Return the names of a rule's states in the store, by what torch calls them."""
-    return {torch_name(rule, name): name for name in kept_by(rule, torch.float32)}
+def _torch_names(rule: UpdateRule, shape: torch.Size | None = None) -> dict[str, str]:
+    """Return the names of a rule's states in the store, by what torch calls them: of all, or of those that a parameter of this
+    shape has."""
+    forms = kept_by(rule, torch.float32)
+    kept = [name for name, form in forms.items() if shape is None or form.count(max(1, shape.numel()), shape)]
+    return {torch_name(rule, name): name for name in kept}
 
 
 def _refuse_changed(before: UpdateRule, rule: UpdateRule) -> None:
@@ -970,21 +1031,21 @@ def _refuse_paged(optimizer: TorchOptimizer, args: object, kwargs: object) -> No
 
 def _refuse_state(name: str, shape: torch.Size, found: Mapping[str, Any], rule: UpdateRule, of: str) -> None:
     """Raise MisuseError unless ``found`` is what ``state_dict`` gives for a parameter of that shape."""
-    _refuse_lacking(repr(name), found, rule, of)
+    _refuse_lacking(repr(name), shape, found, rule, of)
     forms = {torch_name(rule, name): form for name, form in kept_by(rule, torch.float32).items()}
     names = tuple(forms)
     for key in (*names, "master"):
         value, blocked = found.get(key), key in forms and not forms[key].elementwise
-        fitting = torch.Size((forms[key].count(shape.numel()),)) if blocked else shape
+        fitting = forms[key].fitting(shape) if blocked else shape
         if key in found and not (isinstance(value, torch.Tensor) and value.shape == fitting):
             what = f"has shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"is {type(value).__name__}"
             due = f", for which it has {tuple(fitting)}" if blocked else ""
             raise MisuseError(f"{key!r} of {name!r} {what}, and the parameter has shape {tuple(shape)}{due}")
 
 
-def _refuse_lacking(name: str, found: Mapping[str, Any], rule: UpdateRule, of: str) -> None:
+def _refuse_lacking(name: str, shape: torch.Size, found: Mapping[str, Any], rule: UpdateRule, of: str) -> None:
     """Raise MisuseError where ``found`` has not all that ``rule`` keeps of a parameter."""
-    for key in (*(["step"] if stores_step(rule) else []), *_torch_names(rule)):
+    for key in (*(["step"] if stores_step(rule) else []), *_torch_names(rule, shape)):
         if key not in found:
             method = "float_state_dict()" if f"{key}_codes" in found else f"state_dict() of an {of}"
             raise MisuseError(f"the state of {name} has no {key!r}: give what {method} returns")

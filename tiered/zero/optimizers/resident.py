@@ -19,7 +19,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from tiered import ManifestError, MisuseError, TieredStore
+from tiered import CapacityError, ManifestError, MisuseError, TieredStore
 from tiered.zero.collectives import Ranks, Under
 from tiered.zero.optimizers.resident_shard import LocalShard
 from tiered.zero.paging.storage import TensorStore, host, in_dram
@@ -27,7 +27,7 @@ from tiered.zero.paging.units import Limits, Placement
 from tiered.zero.paging.update import Pending, States, Update
 from tiered.zero.rank_stores import shared_json
 from tiered.zero.record import MOST, MOST_STEPS, refuse_other_states
-from tiered.zero.rules import SMALLEST_BLOCK, WHOLE, AdamWRule, UpdateRule, kept_by, name_of
+from tiered.zero.rules import SMALLEST_BLOCK, WHOLE, AdamWRule, Kept, UpdateRule, kept_by, name_of
 
 __all__ = ["Resident"]
 
@@ -39,6 +39,7 @@ STEP = 16
 computes what is left over at the end of a tensor."""
 AHEAD = 2
 """Rounds whose states are asked for before they are needed."""
+ELEMENTWISE = Kept(torch.float32)
 NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
@@ -68,10 +69,18 @@ class Segment(Placement):
     _gradient: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, local: LocalShard, begin: int, end: int, element: int) -> Segment:
+    def made(cls, local: LocalShard, begin: int, end: int, element: int) -> Segment:
         return cls(
             local.parameter, local.name, 0, (1,), local.dtype, element=element, begin=begin, end=end, local=local
         )
+
+    @property
+    def full_shape(self) -> torch.Size:
+        return self.local.shape
+
+    @property
+    def full_stride(self) -> tuple[int, ...]:
+        return self.local.stride
 
     def __post_init__(self) -> None:
         self.shape, self.dtype = torch.Size((self.end - self.begin,)), self.local.dtype
@@ -179,36 +188,37 @@ class Round:
 
     def copies(self, into: Mapping[LocalShard, dict[str, torch.Tensor]], ranks: Ranks | None) -> None:
         """Copy all states of this round, those of other ranks too, into flat tensors of each parameter's size."""
-        kinds = self.states.blank(self.segments[0][0])
+        flat = {s: self.states.flat_copies(s, host(s.all)) for s in self.own if s.local in into}
         if ranks is None:
-            self._copies_here(into)
-            return
-        own = {name: torch.zeros(self.share, dtype=kind.dtype, device="cpu") for name, kind in kinds.items()}
-        for segment in self.own:
-            if segment.local in into:
-                found = self.states.copies(segment, host(segment.all))
+            for segment, found in flat.items():
                 for name, value in found.items():
-                    segment.take(own[name]).copy_(value)
-        for name, row in own.items():
-            rows = ranks.all_gather(row, f"{name} of {self.states.key!r}")
-            for here, segments in zip(rows, self.segments, strict=True):
-                for segment in segments:
-                    if segment.local in into:
-                        empty = torch.empty(segment.local.numel, dtype=row.dtype, device="cpu")
-                        whole = into[segment.local].setdefault(name, empty)
-                        whole[segment.begin : segment.end] = segment.take(here)
+                    self._place(into[segment.local], segment, name, value)
+            return
+        first = self.segments[0][0]
+        forms = dict(self.states.states_of(first))
+        if "master" in self.states.blank(first):
+            forms["master"] = ELEMENTWISE
+        for name, form in forms.items():
+            counts = [[form.count(s.numel, s.local.shape) for s in segments] for segments in self.segments]
+            own = [
+                flat[s][name] if s in flat and count else torch.zeros(count, dtype=form.dtype, device="cpu")
+                for s, count in zip(self.own, counts[self.rank], strict=True)
+            ]
+            row = torch.zeros(max(map(sum, counts)), dtype=form.dtype, device="cpu")
+            if own:
+                row[: sum(counts[self.rank])] = torch.cat(own)
+            rows: Any = ranks.all_gather(row, f"{name} of {self.states.key!r}") if len(row) else []
+            for here, segments, sizes in zip(rows, self.segments, counts, strict=len(row) > 0):
+                for segment, value in zip(segments, here[: sum(sizes)].split(sizes), strict=True):
+                    if segment.local in into and len(value):
+                        self._place(into[segment.local], segment, name, value)
 
-    def _copies_here(self, into: Mapping[LocalShard, dict[str, torch.Tensor]]) -> None:
-        """Copy all states of this round, where there are no other ranks."""
-        for segment in self.own:
-            if segment.local not in into:
-                continue
-            forms = self.states.states_of(segment)
-            for name, value in self.states.flat_copies(segment, host(segment.all)).items():
-                count = forms[name].count(segment.local.numel) if name in forms else segment.local.numel
-                whole = into[segment.local].setdefault(name, torch.empty(count, dtype=value.dtype, device="cpu"))
-                span = forms[name].span(segment.begin, segment.end) if name in forms else slice(segment.begin, segment.end)
-                whole[span] = value
+    def _place(self, whole: dict[str, torch.Tensor], segment: Segment, name: str, value: torch.Tensor) -> None:
+        """Copy a segment's values of one state to their place in its parameter's."""
+        form, shape = self.states.states_of(segment).get(name, ELEMENTWISE), segment.local.shape
+        count = form.count(segment.local.numel, shape)
+        kept = whole.setdefault(name, torch.empty(count, dtype=value.dtype, device="cpu"))
+        kept[form.span(segment.begin, segment.end, shape)] = value
 
 
 class Resident:
@@ -263,22 +273,14 @@ class Resident:
     def add(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str], rule: UpdateRule) -> None:
         """Add a param group, which ``rule`` updates. Changes nothing in the store, and nothing here where it raises
         MisuseError."""
-        if any(form.block == WHOLE for form in kept_by(rule, torch.float32).values()):
-            raise MisuseError(
-                f"{type(rule).__name__} updates whole matrices, which states in a store are not kept for: page the model, or "
-                "take torch's optimizer, with states in memory"
-            )
         group = len(self._layouts)
         fresh = [LocalShard(parameter, name, group) for parameter, name in zip(parameters, names, strict=True)]
         for local in fresh:
             if local.divided and self._ranks is not None:
                 raise MisuseError(f"{local.name} is a DTensor, whose states are divided as it is: leave stage= out")
-            if _step(rule) > STEP and (local.divided or self._ranks is not None):
-                raise MisuseError(
-                    f"{type(rule).__name__} keeps states for blocks of {_step(rule)} elements, and {local.name} is divided "
-                    "among ranks, which may be within a block: take zero.AdamW, with moments=torch.bfloat16 where its states "
-                    "are to be smaller"
-                )
+            _refuse_cut(local, rule)
+            if _of_whole(rule):
+                self._refuse_small_pool(local, rule)
         key = f"{self.name}/{group}/layout"
         limit = self._limit
         layout: dict[str, Any] = {
@@ -309,22 +311,27 @@ class Resident:
         rounds: list[Round] = []
         for dtype in dict.fromkeys(local.dtype for local in locals_):
             row = [local for local in locals_ if local.dtype is dtype]
+            if _of_whole(rule):
+                for share, cut in self._owned(row, limit):
+                    key = f"{self.name}/{group}/{len(rounds)}"
+                    rounds.append(Round(in_dram(self.store), key, cut, share, self._rank, rule))
+                continue
             step = _step(rule)
             share = _even(math.ceil(sum(_up(local.numel, step) for local in row) / self._size), limit, step)
-            cut: list[list[list[Segment]]] = []
+            rows: list[list[list[Segment]]] = []
             at = share * self._size
             for local in row:
                 begin = 0
                 while begin < local.numel:
                     if at == share * self._size:
-                        cut.append([[] for _ in range(self._size)])
+                        rows.append([[] for _ in range(self._size)])
                         at = 0
                     rank, element = divmod(at, share)
                     end = min(local.numel, begin + share - element)
-                    cut[-1][rank].append(Segment.of(local, begin, end, element))
+                    rows[-1][rank].append(Segment.made(local, begin, end, element))
                     at, begin = at + _up(end - begin, step), end
             first = len(rounds)
-            for number, segments in enumerate(cut, first):
+            for number, segments in enumerate(rows, first):
                 rounds.append(Round(in_dram(self.store), f"{self.name}/{group}/{number}", segments, share, self._rank, rule))
         return rounds
 
@@ -425,6 +432,38 @@ class Resident:
                 "gradients that are the same everywhere, as those of DistributedDataParallel are"
             )
 
+    def _owned(self, row: Sequence[LocalShard], limit: int) -> Iterator[tuple[int, list[list[Segment]]]]:
+        """Yield rounds in which each parameter is one rank's, as a whole: the elements of each rank's share, and the segments.
+        The largest come first, so that what is gathered is padded little."""
+        waiting = sorted((local for local in row if local.numel), key=lambda local: -local.numel)
+        while waiting:
+            share = max(limit, _up(waiting[0].numel, STEP))
+            owned: list[list[Segment]] = [[] for _ in range(self._size)]
+            filled, left = [0] * self._size, []
+            for local in waiting:
+                rank = filled.index(min(filled))
+                if filled[rank] + _up(local.numel, STEP) > share:
+                    left.append(local)
+                    continue
+                owned[rank].append(Segment.made(local, 0, local.numel, filled[rank]))
+                filled[rank] += _up(local.numel, STEP)
+            yield max(filled), owned
+            waiting = left
+
+    def _refuse_small_pool(self, local: LocalShard, rule: UpdateRule) -> None:
+        """Raise CapacityError where the states of a parameter, and its master, do not fit the store's memory."""
+        wide = torch.float64 if local.dtype is torch.float64 else torch.float32
+        forms = [*kept_by(rule, wide).values(), *([ELEMENTWISE] if local.dtype is torch.float16 else [])]
+        needed = sum(form.dtype.itemsize * form.count(local.numel, local.shape) for form in forms)
+        needed += 2 * local.numel if local.dtype is torch.bfloat16 else 0
+        needed = -(-needed // 4096) * 4096
+        pool = self.store.statistics().tier("dram").capacity
+        if pool < needed:
+            raise CapacityError(
+                f"{type(rule).__name__} updates whole parameters, and the states of {local.name} take {needed:,} bytes of "
+                f"DRAM, of which the store has {pool:,}: open it with dram={needed}, or give the parameter another rule"
+            )
+
     def _run(self, updates: Mapping[LocalShard, Update]) -> None:
         """Update round after round, forward and backward in turn: what a step used last, the next uses first, and it may still
         be in memory."""
@@ -456,7 +495,7 @@ class Resident:
                 if not local.numel:
                     empty = States(in_dram(self.store), "", [], 1, {local.dtype})
                     empty.use(local.name, kept_by(self._rules[local.group], empty.wide))
-                    found[local] = dict(empty.blank(Segment.of(local, 0, 0, 0)))
+                    found[local] = dict(empty.blank(Segment.made(local, 0, 0, 0)))
             for here in self._rounds:
                 if here.concerns(found):
                     here.copies(found, self._ranks)
@@ -468,8 +507,13 @@ class Resident:
     def _shaped(self, local: LocalShard, flat: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return states in the shape of their parameter, but for those that have another number of elements."""
         wide = torch.float64 if local.dtype is torch.float64 else torch.float32
-        blocked = {name for name, form in kept_by(self._rules[local.group], wide).items() if not form.elementwise}
-        return {name: value if name in blocked else local.like(value) for name, value in flat.items()}
+        forms = kept_by(self._rules[local.group], wide)
+        return {
+            name: local.like(value)
+            if forms.get(name, ELEMENTWISE).elementwise
+            else forms[name].shaped(value, local.shape, local.stride)
+            for name, value in flat.items()
+        }
 
     def load(self, states: Mapping[int, Mapping[str, torch.Tensor]], steps: Mapping[int, int]) -> list[int]:
         """Load what ``copies`` returned, by the parameters' numbers; those that are missing begin anew. Return ``steps``."""
@@ -490,7 +534,8 @@ class Resident:
                 for segment in here.own:
                     if segment.local in flat:
                         kept = here.states.states_of(segment)
-                        spans = {name: form.span(segment.begin, segment.end) for name, form in kept.items()}
+                        shape = segment.local.shape
+                        spans = {name: form.span(segment.begin, segment.end, shape) for name, form in kept.items()}
                         usual = slice(segment.begin, segment.end)
                         parts = {name: value[spans.get(name, usual)] for name, value in flat[segment.local].items()}
                         here.load(segment, parts)
@@ -523,6 +568,32 @@ def _up(elements: int, step: int) -> int:
 def _step(rule: UpdateRule) -> int:
     """Return the elements at multiples of which parameters are cut."""
     return max((form.block for form in kept_by(rule, torch.float32).values()), default=SMALLEST_BLOCK)
+
+
+def _of_whole(rule: UpdateRule) -> bool:
+    """Return whether a rule updates whole parameters."""
+    return any(form.block == WHOLE for form in kept_by(rule, torch.float32).values())
+
+
+def _refuse_cut(local: LocalShard, rule: UpdateRule) -> None:
+    """Raise MisuseError where ``rule`` updates what a parameter is not, or is divided within."""
+    name = type(rule).__name__
+    if _of_whole(rule) and local.divided:
+        raise MisuseError(
+            f"{name} updates whole parameters, and {local.name} is a DTensor, of which each rank has a shard: page the model "
+            "(zero.page), whose ranks gather what is divided, or take another rule"
+        )
+    if getattr(rule, "granularity", "") == "matrix" and len(local.shape) != 2:
+        raise MisuseError(
+            f"{name} updates whole matrices, and {local.name} has the shape {tuple(local.shape)}: give it a param group with "
+            "another rule"
+        )
+    block = _step(rule)
+    if block > STEP and local.divided and not local.ends_at(block):
+        raise MisuseError(
+            f"{name} keeps states for blocks of {block} elements, and {local.name} is a DTensor whose shards end within a "
+            "block: take zero.AdamW for it, with moments=torch.bfloat16 where its states are to be smaller"
+        )
 
 
 def _in_words(steps: Sequence[int]) -> str:

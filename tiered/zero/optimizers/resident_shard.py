@@ -57,6 +57,21 @@ class LocalShard:
         mesh: Any = self.parameter.device_mesh  # type: ignore[attr-defined]
         return [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
 
+    def ends_at(self, block: int) -> bool:
+        """Return whether all shards of the DTensor, in memory order, begin and end at multiples of ``block`` elements, or with
+        the parameter. The same on all ranks."""
+        whole: Any = self.parameter
+        divided = [
+            (placement, size) for placement, size in zip(whole.placements, whole.device_mesh.shape, strict=True) if size > 1
+        ]
+        sharded = [(placement, size) for placement, size in divided if not placement.is_replicate()]
+        if not sharded:
+            return True
+        if len(sharded) > 1 or not sharded[0][0].is_shard(0) or not whole.is_contiguous():
+            return False
+        rows = -(-whole.shape[0] // sharded[0][1])  # as torch.chunk divides
+        return bool(rows >= whole.shape[0] or rows * whole.shape[1:].numel() % block == 0)
+
     def describe(self) -> list[Any]:
         """Return what must be the same for its states to fit, as JSON."""
         found: list[Any] = [list(self.shape), list(self.stride), str(self.dtype)]
@@ -81,7 +96,10 @@ class LocalShard:
             gradient = gradient.redistribute(placements=self.parameter.placements)  # type: ignore[attr-defined]
         gradient = _part(gradient.detach())
         if gradient.layout is not torch.strided:
-            raise MisuseError(f"{self.name} has a sparse gradient, which AdamW does not have a step for")
+            raise MisuseError(
+                f"{self.name} has a sparse gradient, for which there is no step here: make its embedding with sparse=False, "
+                "or keep torch.optim.SparseAdam for it, with states in memory"
+            )
         self.gradient = flat_view(gradient) if gradient.stride() == self.stride else self.flat(gradient, gradient.dtype)
 
     def unbind(self) -> None:

@@ -17,8 +17,9 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -38,7 +39,10 @@ from tiered.zero.paging.saved_tensors import (
 from tiered.zero.paging.tensors.compiling import unentered
 from tiered.zero.paging.units import ModelPlan, is_called
 
-__all__ = ["SAVED_SHARE", "Splitter", "Structure", "flatten", "paths", "rebuild", "refuse_batch_dependent", "split_modules"]
+__all__ = [
+    *("SAVED_SHARE", "Splitter", "Structure", "Ways", "flatten", "paths", "rebuild", "refuse_batch_dependent"),
+    "split_modules",
+]
 
 @dataclass(frozen=True)
 class Structure:
@@ -162,8 +166,22 @@ def refuse_batch_dependent(module: nn.Module, name: str) -> None:
             )
 
 
+class Ways(Protocol):
+    """Decides for each call of a split module where its activations wait, where not all are computed again."""
+
+    def running(self, name: str, given: int) -> AbstractContextManager[str]:
+        """Have a block of code be the forward of the module ``name``, which is given so many bytes; give "recompute" where its
+        inside is to be computed again."""
+        ...
+
+    def refuse_again(self, name: str) -> None:
+        """Note that a module cannot be computed again."""
+        ...
+
+
 class Splitter:
-    """Split modules of one paged model; ``split`` has their names."""
+    """Split modules of one paged model; ``split`` has their names. ``ways``: who decides which of them are computed again,
+    where not all are."""
 
     def __init__(
         self,
@@ -174,8 +192,10 @@ class Splitter:
         pool: int,
         parts: int,
         references: ParameterReferences,
+        ways: Ways | None = None,
     ) -> None:
         modules = split_modules(model, plan)
+        self._ways = ways
         self.references, self.parts, self.split = references, parts, tuple(modules.values())
         self._model = model
         piece = min(LARGEST_PART, pool // SAVED_SHARE) // 4096 * 4096
@@ -225,7 +245,9 @@ class Splitter:
     def _run_undivided(self, original: Forward, args: Any, kwargs: Any) -> Any:
         """Run the model's forward where modules compute the whole batch at once."""
         before, result = self.computed_again, original(*args, **kwargs)
-        if self.computed_again == before and torch.is_grad_enabled() and not in_backward() and not self._inside:
+        if self._ways is not None or self.computed_again != before:
+            return result
+        if torch.is_grad_enabled() and not in_backward() and not self._inside:
             leaves, _ = flatten(result)
             if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
                 raise MisuseError(
@@ -280,8 +302,41 @@ class Splitter:
     ) -> Any:
         """Run ``module``'s forward, of which backward computes the inside again; what it is given is in the store meanwhile."""
         given = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and self._is_given(leaf)]
+        if self._ways is not None and torch.is_grad_enabled() and not in_backward():
+            return self._run_one_way(self._ways, module, name, original, leaves, structure, given)
         if not given or not _trains(module, leaves):
             return _compute(original, structure, leaves)
+        return self._run_checkpointed(module, name, original, leaves, structure, given)
+
+    def _run_one_way(
+        self,
+        ways: Ways,
+        module: nn.Module,
+        name: str,
+        original: Forward,
+        leaves: list[Any],
+        structure: Structure | None,
+        given: list[int],
+    ) -> Any:
+        """Run ``module``'s forward, of which ``ways`` decides whether backward computes the inside again."""
+        with ways.running(name, sum(unexpanded(leaves[i]).nbytes for i in given)) as way:
+            if way == "recompute" and given and _trains(module, leaves):
+                return self._run_checkpointed(module, name, original, leaves, structure, given)
+            buffers = _versions_of_buffers(module)
+            output = _compute(original, structure, leaves)
+            if not given or _changed(module, buffers):
+                ways.refuse_again(name)
+            return output
+
+    def _run_checkpointed(
+        self,
+        module: nn.Module,
+        name: str,
+        original: Forward,
+        leaves: list[Any],
+        structure: Structure | None,
+        given: list[int],
+    ) -> Any:
         buffers = _versions_of_buffers(module)
         (output,) = _Call(self, module, original, structure, leaves, given, [1]).checkpointed(name)
         self._refuse_changed(module, name, buffers)
@@ -290,16 +345,17 @@ class Splitter:
 
     def _refuse_changed(self, module: nn.Module, name: str, before: list[tuple[str, torch.Tensor, int]]) -> None:
         """Raise MisuseError where forward has changed a buffer of ``module``."""
-        after = dict(module.named_buffers())
-        for inner, buffer, version in before:
-            if after.get(inner) is not buffer or buffer._version != version:
-                option, mend = "micro_batch", "micro_batch=1"
-                if self.parts == 1:
-                    option, mend = "activations='recompute'", "activations='store' or 'memory'"
-                raise MisuseError(
-                    f"{option}: {name!r} changes its buffer {inner!r} in forward: it would change with every part, and again "
-                    f"when the part is computed anew in backward; use {mend}"
-                )
+        inner = _changed(module, before)
+        if inner is not None:
+            option, mend = "micro_batch", "micro_batch=1"
+            if self._ways is not None:
+                option, mend = "activations='auto'", "AutoPlan(ways=('memory', 'store'))"
+            elif self.parts == 1:
+                option, mend = "activations='recompute'", "activations='store' or 'memory'"
+            raise MisuseError(
+                f"{option}: {name!r} changes its buffer {inner!r} in forward: it would change with every part, and again "
+                f"when the part is computed anew in backward; use {mend}"
+            )
 
     def _is_batch(self, leaf: Any, batch: int) -> bool:
         """Return whether ``leaf`` has the batch. Parameters, buffers and views of them are shared, whatever their size, unless
@@ -382,15 +438,20 @@ class _Call:
         for part in range(len(self._sizes)):
             given = self._given(part)
             again: list[Any] = []
+            same: dict[int, Any] = {}  # attention takes another path where query, key and value are one tensor
             for i, leaf in enumerate(given):
                 found = kept.get(i)
-                if not isinstance(leaf, torch.Tensor):
+                if id(leaf) in same:
+                    again.append(same[id(leaf)])
+                elif not isinstance(leaf, torch.Tensor):
                     again.append(leaf)
                 elif found is not None:
                     again.append(_Again(found[part], leaf.requires_grad))
                 else:
                     reference = self._splitter.references.reference(leaf)
                     again.append(_Again(leaf.detach() if reference is None else reference, leaf.requires_grad))
+                if isinstance(leaf, torch.Tensor):
+                    same[id(leaf)] = again[-1]
             run = _Part(self._splitter, self._module, self._compute, given, again)
             outputs.append(checkpoint(run, self._splitter.anywhere, use_reentrant=False))
         return outputs
@@ -430,12 +491,11 @@ class _Part:
             return self._splitter.undivided(self._compute, given)
         self._splitter.activations.sweep()
         with self._splitter.references.recomputing(self._module, self._versions) as unpack:
-            leaves = []
+            restored: dict[_Again, torch.Tensor] = {}
             for leaf in self._again:
-                if isinstance(leaf, _Again):
-                    leaves.append(unpack(leaf.source).detach().requires_grad_(leaf.requires_grad))
-                else:
-                    leaves.append(leaf)
+                if isinstance(leaf, _Again) and leaf not in restored:
+                    restored[leaf] = unpack(leaf.source).detach().requires_grad_(leaf.requires_grad)
+            leaves = [restored[leaf] if isinstance(leaf, _Again) else leaf for leaf in self._again]
             return self._splitter.undivided(self._compute, leaves)
 
 
@@ -445,6 +505,12 @@ def _trains(module: nn.Module, leaves: Sequence[Any]) -> bool:
         any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
         or any(parameter.requires_grad for parameter in module.parameters())
     )
+
+
+def _changed(module: nn.Module, before: list[tuple[str, torch.Tensor, int]]) -> str | None:
+    """Return the name of a buffer that forward has changed, if there is one."""
+    after = dict(module.named_buffers())
+    return next((name for name, buffer, version in before if after.get(name) is not buffer or buffer._version != version), None)
 
 
 def _versions_of_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor, int]]:

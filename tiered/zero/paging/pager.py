@@ -22,7 +22,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial, wraps
 from typing import Any, Literal
@@ -34,11 +34,13 @@ from torch.compiler import is_dynamo_compiling
 
 from tiered import CapacityError, MisuseError, Span, TieredError, TieredStore, Touch
 from tiered.store.activations import Hooks, Left, SavedTensors, hooks_active, pop_hooks, push_hooks
+from tiered.store.memory_watch import MemoryWatch
 from tiered.system import Trimmer
+from tiered.tuning.adaptive import AdaptiveActivations, AutoPlan
 from tiered.types import Access
 from tiered.zero.intent import Intent
 from tiered.zero.leases import Leases
-from tiered.zero.paging.micro_batch import Splitter
+from tiered.zero.paging.micro_batch import Splitter, split_modules
 from tiered.zero.paging.reduction import ReduceScatter, gradient_sync
 from tiered.zero.paging.saved_tensors import (
     OverHooks,
@@ -85,13 +87,16 @@ __all__ = [
     "weak_hook",
 ]
 
-Activations = Literal["memory", "recompute", "store"]
-"""Where what backward needs of forward is meanwhile: in memory, nowhere (it is computed again), or in the store."""
+Activations = Literal["memory", "recompute", "store", "auto"]
+"""Where what backward needs of forward is meanwhile: in memory, nowhere (it is computed again), or in the store; "auto": each
+module's where a plan says."""
 NEWEST = 64 << 20
 """Bytes of saved activations that stay in memory with "store", at most, and at most an eighth of the memory budget."""
 LEAST = 256 << 10
 """Bytes: smaller ones stay in memory, too; with a budget below 16 MiB, those smaller than a 64th of it."""
 
+_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 IN_ONE_THREAD = "another thread is computing with this model: use it in one thread at a time, or take a lock around it"
 HELD = 4
 """A part of forward holds one in this many bytes of the memory at most: as many as ``SHARE`` units of the largest size."""
@@ -100,10 +105,11 @@ HELD = 4
 class Reference:
     """Saved tensor that was a paged parameter, or a view of one."""
 
-    __slots__ = ("__weakref__", "dtype", "offset", "size", "stride", "unit", "version")
+    __slots__ = ("__weakref__", "dtype", "offset", "saved", "size", "stride", "unit", "version")
 
     def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
         self.unit, self.version = unit, unit.version
+        self.saved = -1 if tensor.is_inference() else tensor._version
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.offset = tensor.storage_offset()
         unit.references.add(weakref.ref(self, unit.references.discard))  # of C: no exception keeps it from being called
@@ -211,6 +217,8 @@ class PagerConfig:
     micro_batch: int = 1
     update_tier: UpdateTier = "dram"
     activations: Activations = "memory"
+    plan: AutoPlan = field(default_factory=AutoPlan)
+    """How "auto" chooses."""
 
 
 class Pager:
@@ -252,12 +260,17 @@ class Pager:
         self.step_trace.leave_out(unit.key for unit in self.units if unit.plan.of_expert)
         for tied, keys in self._sliced_embeddings():
             (self.step_trace.looked_up if tied else self.step_trace.leave_out)(keys)
+        self._memory = MemoryWatch.of(store)
         self._trimmer = Trimmer(pool, max((placement.nbytes for placement in self.placements), default=0))
         self._watch()
-        computes_again = config.micro_batch > 1 or config.activations == "recompute"
-        self.splitter = Splitter(model, store, name, plan, pool, config.micro_batch, self) if computes_again else None
-        offloads = config.activations == "store"
-        self.saved = SavedTensors(store, min(NEWEST, pool // 8), min(LEAST, pool // 64)) if offloads else None
+        offloads = config.activations in ("store", "auto")
+        saved = SavedTensors(store, min(NEWEST, pool // 8), min(LEAST, pool // 64)) if offloads else None
+        self.adaptive = self._adapting(saved, plan, config) if saved is not None and config.activations == "auto" else None
+        self.saved = saved if self.adaptive is None else self.adaptive
+        computes_again = config.micro_batch > 1 or config.activations in ("recompute", "auto")
+        self.splitter = (
+            Splitter(model, store, name, plan, pool, config.micro_batch, self, self.adaptive) if computes_again else None
+        )
         for module in self.model.modules():
             module.__dict__["__prepare_scriptable__"] = _refuse_scripting  # torch.jit.script calls it first
             if self._is_hooked(module):
@@ -283,6 +296,14 @@ class Pager:
             if self._is_hooked(module):
                 held = self._held.get(module, ())
                 ForwardHooks(held, self._before_forward, self._after_forward).register(module)
+
+    def _adapting(self, saved: SavedTensors, plan: ModelPlan, config: PagerConfig) -> AdaptiveActivations:
+        """Return what chooses where activations wait."""
+        segments = tuple(split_modules(self.model, plan).values())
+        keys, units = [unit.key for unit in self.units], self.units
+        return AdaptiveActivations(
+            saved, segments, keys, lambda: sum(unit.states.update_seconds for unit in units), config.pool, config.plan
+        )
 
     def _sliced_embeddings(self) -> Iterator[tuple[bool, list[str]]]:
         """Yield whether a layer of another kind uses the weights of a sliced embedding, and the keys of the slices."""
@@ -375,8 +396,10 @@ class Pager:
             self._leave(self._frames.pop())
         if not self._frames:
             self._claimed.pop("by", None)
-            if self.saved is not None and output is not None and not in_backward():
-                self.saved.look_again()  # what the modules had in their hands
+            if output is not None and not in_backward():
+                if self.saved is not None:
+                    self.saved.look_again()  # what the modules had in their hands
+                self._memory.look()
 
     def _leave(self, frame: Frame) -> None:
         frame.end_span()
@@ -822,6 +845,8 @@ class Pager:
                 self._updates.arrived(unit, placement)
             self._updates.finish()
             self.intent.updated = False
+            if self.adaptive is not None:
+                self.adaptive.pass_ended()
         finally:
             self._end_backward()
 
@@ -850,7 +875,7 @@ class Pager:
 
     def _hook_gradients(self, unit: Unit) -> None:
         """Hook the gradients of a unit, also of a parameter that was unfrozen since."""
-        if not torch.is_grad_enabled():  # nothing is recorded, and in inference mode there is no node to hook
+        if not torch.is_grad_enabled() or _excluded(_AUTOGRAD):  # nothing is recorded, so there is no node to hook
             return
         for placement in unit.plan.placements:
             state = unit.gradients.states.get(placement)
@@ -865,7 +890,11 @@ class Pager:
                 # holds its node weakly.
                 node, pair = get_gradient_edge(parameter).node, object()
                 node.register_prehook(weak_hook(parameter, partial(Pager._gradient_arrives, pair=pair)))
-                parameter.register_post_accumulate_grad_hook(weak_hook(parameter, partial(Pager._gradient_arrived, pair=pair)))
+                arrived = weak_hook(parameter, partial(Pager._gradient_arrived, pair=pair))
+                ours = parameter.register_post_accumulate_grad_hook(arrived).id
+                hooks = parameter._post_accumulate_grad_hooks
+                for theirs in [number for number in hooks if number != ours]:
+                    hooks[theirs] = hooks.pop(theirs)  # after ours, which gives ``parameter.grad`` its values
                 state.hooks = node, pair  # from here on they count: one of them alone would do harm
 
     def _is_hook(self, unit: Unit, placement: Placement, pair: object) -> bool:
@@ -997,6 +1026,13 @@ class ParameterHandle:
         pager, unit, placement = self._pager(), self._unit(), self._placement()
         return None if pager is None or unit is None or placement is None else (pager, unit, placement)
 
+    def lend(self, values: torch.Tensor) -> None:
+        """Have the unit look, when it is dropped, whether something was written to ``values``, which are ``.data`` of the
+        parameter."""
+        unit, placement = self._unit(), self._placement()
+        if unit is not None and placement is not None:
+            unit.lend(placement, values)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Called by copy and pickle."""
         raise no_copy()
@@ -1009,6 +1045,9 @@ class SlicedHandle:
     def __init__(self, pager: Pager, sliced: Sliced) -> None:
         self._pager = weakref.ref(pager)
         self.name, self.slices, self.rows = sliced.name, sliced.slices, sliced.rows
+
+    def lend(self, values: torch.Tensor) -> None:
+        """Do nothing: ``.data`` of a sliced parameter writes to its slices."""
 
     def owner(self) -> Pager | None:
         """Return the pager, or None where the model is gone."""

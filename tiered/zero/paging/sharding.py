@@ -25,6 +25,7 @@ from tiered.zero.paging.gradients import Arriving, LocalGradients, UnitGradients
 from tiered.zero.paging.storage import AllGathered, CheckpointRecord, Local, ParameterStorage, Replicated, TensorStore, in_dram
 from tiered.zero.paging.units import Placement, UnitPlan
 from tiered.zero.rank_stores import BEGUN, META, number_of, said_in, shared_json
+from tiered.zero.rules import Kept
 
 __all__ = ["Partition", "Sharded", "Stage", "Stage1", "Stage2", "Stage3", "Unsharded"]
 
@@ -180,9 +181,11 @@ class Partition(Protocol):
         ``undo()`` what is prepared."""
         ...
 
-    def whole(self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str) -> torch.Tensor:
+    def whole(
+        self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str, form: Kept | None = None
+    ) -> torch.Tensor:
         """Return all of a parameter, or of a tensor like it, of which this rank has ``part``: in the parameter's shape and
-        strides, in host memory, as ``part``."""
+        strides, in host memory, as ``part``. Of a state of ``form``: as ``Kept.shaped`` gives it."""
         ...
 
 
@@ -243,7 +246,9 @@ class Unsharded:
         prepare()
         return store.commit(self.noted(store, meta))
 
-    def whole(self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str) -> torch.Tensor:
+    def whole(
+        self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str, form: Kept | None = None
+    ) -> torch.Tensor:
         return part
 
 
@@ -375,11 +380,15 @@ class Sharded:
         if not all(fine):
             raise CommitError(f"{_lost(fine)}, which says why, {what}")
 
-    def whole(self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str) -> torch.Tensor:
+    def whole(
+        self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str, form: Kept | None = None
+    ) -> torch.Tensor:
         shares = [plan.parts(rank).get(placement) for rank in range(self.shares)]
-        sizes = [0 if share is None else share.numel for share in shares]
+        form = form or Kept(part.dtype)
+        sizes = [0 if share is None else form.count(share.numel, placement.shape) for share in shares]
         padded = torch.zeros(max(sizes, default=0), dtype=part.dtype, device="cpu")
         padded[: part.numel()] = part.reshape(-1)
         found = self.ranks.all_gather(padded, f"{what} of {placement.name!r}")
-        flat = torch.cat([row[:size] for row, size in zip(found, sizes, strict=True)])
-        return flat.as_strided(placement.shape, placement.stride)
+        rows = [row[:size] for row, size in zip(found, sizes, strict=True) if size]
+        flat = rows[0].clone() if form.of_whole else torch.cat(rows or [found.flatten()])
+        return form.shaped(flat, placement.shape, placement.stride)

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tiered import Access, MisuseError, TieredStore
 from tiered.zero.intent import Intent, decide
@@ -31,7 +33,7 @@ from tiered.zero.paging.tensors.compiling import traced
 from tiered.zero.paging.tensors.parameters import paged_class
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import Pending, States, Update
-from tiered.zero.rules import Kept, UpdateRule
+from tiered.zero.rules import WHOLE, Kept, UpdateRule, kept_by
 
 __all__ = ["BackwardUpdates", "DevicePlaceholder", "Placeholder", "Stepper", "Unit"]
 
@@ -93,6 +95,35 @@ Stepper = Callable[[Placement], tuple[Update, Callable[[], None]]]
 now, and what counts it when it is called, once or twice."""
 
 
+class Saved(Protocol):
+    """What a graph saved of a unit: ``offset`` in elements of ``dtype``, ``version`` of the unit, ``saved``: of the tensor."""
+
+    dtype: torch.dtype
+    offset: int | torch.SymInt
+    saved: int
+    version: int
+
+
+class _Witness:
+    """What tells of writes to a tensor that was got as ``parameter.data``: a tensor with its version, and without memory."""
+
+    __slots__ = ("_tensor", "_version", "placement", "storage")
+
+    def __init__(self, placement: Placement, values: torch.Tensor, version: int) -> None:
+        self.placement, self._version = placement, version
+        self.storage = StorageWeakRef(values.untyped_storage())  # type: ignore[no-untyped-call]
+        self._tensor = values.detach()
+        self._tensor.data = torch.empty(0, dtype=values.dtype, device=values.device)  # keeps the version counter
+
+    @property
+    def written(self) -> bool:
+        return self._tensor._version != self._version
+
+    def look_again(self) -> None:
+        """Count as written what is written from here on."""
+        self._version = self._tensor._version
+
+
 class Unit:
     """Parameters that are paged together.
 
@@ -131,6 +162,10 @@ class Unit:
         self._in_use = False  # from before the parameters are given memory until after it is taken away
         self._access = Access.READ
         self._versions: list[int] = []
+        self._left: list[int] | None = None
+        """Versions of the parameters when the unit was last dropped, where they are known."""
+        self._memory: tuple[int, StorageWeakRef] | None = None
+        """What the parameters were views of then: its address, and whether anything still is."""
         self._placeholders = {p: Placeholder.on(store.device, p.shape, p.dtype) for p in plan.placements}
         self._kinds = {p: type(p.parameter) for p in plan.placements}
         """The class that each parameter has while it is held."""
@@ -138,9 +173,16 @@ class Unit:
         self.counted_by: dict[Placement, object] = {}
         """What stands for the optimizer that counts the steps of a parameter, once one has made a step or loaded a state."""
         self._lent: list[StorageWeakRef] = []
-        self.references: set[weakref.ref[object]] = set()  # what graphs saved of it, which has no memory of its own
+        self.references: set[weakref.ref[Saved]] = set()  # what graphs saved of it, which has no memory of its own
+        self._data: list[tuple[Placement, torch.Tensor, int]] = []
+        """What was given as ``parameter.data`` since the unit is held, with its version then."""
+        self._witnesses: list[_Witness] = []
+        """Of those that somebody kept when the unit was dropped."""
         kinds = {placement.stored for placement in plan.placements}
         self.states = States(updates, self.key, list(self.parts.values()), even_chunks(plan.elements, chunk), kinds)
+        self._cut = plan.cut if plan.shares > 1 else set()
+        if self._cut:
+            self.states.gather = partial(partition.whole, plan)
 
     # -- parameters --------------------------------------------------------------------------------------------------------
 
@@ -161,6 +203,10 @@ class Unit:
         if self._holders == 0:
             refuse_tracing()
             refuse_transforms()
+            if torch._C._len_torch_dispatch_stack():
+                with _disable_current_modes():  # of selective checkpointing, say, which counts what a module computes
+                    self.hold(access)
+                return
             if self._in_use:  # an interruption left it so
                 self.let_go()
             for placement in self.plan.placements:
@@ -169,9 +215,14 @@ class Unit:
             self._in_use = True
             try:
                 self._open(access)
+                changed = self._changed_since()
             except BaseException:
                 self.give_up()
                 raise
+            if changed:
+                self._take_over(changed)
+                self.hold(access)
+                return
         elif access is Access.WRITE and self._access is not Access.WRITE:
             raise MisuseError(f"the parameters of {self.plan.name!r} are in use: write to them outside forward and backward")
         self._holders += 1
@@ -187,6 +238,42 @@ class Unit:
             placement.parameter.__class__, placement.parameter.data = kind, view
         self._versions = [p.parameter._version for p in self.plan.placements]
 
+    def _changed_since(self) -> list[Placement]:
+        """Return the parameters that were written to since the unit was dropped, through tensors that somebody kept."""
+        before = self._versions if self._left is None else self._left
+        changed = [p for p, now, then in zip(self.plan.placements, self._versions, before, strict=True) if now != then]
+        return changed + [one.placement for one in self._witnesses if one.written]
+
+    def _take_over(self, changed: Collection[Placement]) -> None:
+        """Have the store keep the memory as it is, into which a tensor that somebody kept was perhaps written. Raises
+        MisuseError unless it surely was, because that tensor shows this very memory."""
+        assert self.base is not None
+        shown = self._is_shown()
+        values = {placement: placement.parameter.detach().clone() for placement in changed}
+        for one in self._witnesses:
+            one.look_again()
+        self.give_up()
+        self.plan.refuse_writing()
+        self._land(values)
+        if not shown:
+            raise MisuseError(
+                f"parameter {next(iter(values)).name!r} was written to through a tensor that was taken of it in forward or "
+                "backward (detach(), .data or a view) and kept until the memory of the parameter had been given back, and the "
+                "change may be lost: write to the parameter itself"
+            )
+
+    def _is_shown(self) -> bool:
+        """Return whether a tensor that somebody kept since an earlier hold is on the memory that the unit has now."""
+        if self._memory is None or self.base is None:
+            return False
+        address, storage = self._memory
+        return address == _address(self.base) and not storage.expired()  # type: ignore[no-untyped-call]
+
+    def lend(self, placement: Placement, values: torch.Tensor) -> None:
+        """Note that ``values``, which show a parameter's memory, can be written to without a trace in the parameter."""
+        if self._holders and self._access is Access.READ and not values.is_inference():
+            self._data.append((placement, values, values._version))
+
     def drop(self) -> None:
         """Undo one ``hold``; the last one takes the parameters' memory away again."""
         if self._holders > 1:
@@ -198,6 +285,10 @@ class Unit:
     def let_go(self) -> None:
         """Drop the unit, however often it is held and whatever an interruption left of it."""
         if not self._in_use:
+            return
+        if torch._C._len_torch_dispatch_stack():
+            with _disable_current_modes():
+                self.let_go()
             return
         written: dict[Placement, torch.Tensor] = {}
         if self.base is not None:
@@ -240,33 +331,59 @@ class Unit:
         """Return copies of the parameters that were changed while they were memory at ``here`` that is leased for reading."""
         written = {}
         assert self.base is not None
+        through_data = {placement for placement, values, version in self._data if values._version != version}
         for placement, version in zip(self.plan.placements, self._versions, strict=True):
             parameter = placement.parameter
             if _address(parameter) == self._placeholders[placement].address:
                 continue  # an exception struck as memory was given, or taken away
             if _address(parameter) == here:
                 _refuse_tied(placement, self.base)
-            if parameter._version != version or _address(parameter) != here:
+            if parameter._version != version or _address(parameter) != here or placement in through_data:
                 _refuse_other_kind(placement)
                 written[placement] = parameter.detach().clone()
         return written
 
     @torch.no_grad()
     def _land(self, written: dict[Placement, torch.Tensor]) -> None:
-        """Write the values to the store. A graph made before raises in backward, because the unit has a new version."""
+        """Write the values to the store. What a graph saved of a parameter before the write raises in backward, as in memory;
+        what it saved afterwards, or of another parameter, is as good as before, although the unit has a new version."""
+        before = self.version
+        good = [saved for saved in (one() for one in list(self.references)) if saved and saved.version == before]
+        good = [saved for saved in good if self._is_present(saved, written)]
         self.hold(Access.WRITE)
         try:
+            assert self.base is not None
             for placement, values in written.items():
-                placement.parameter.copy_(values)
+                placement.view(self.base).copy_(values)  # the write itself has changed the version of the parameter, or has not
         finally:
             self.drop()
+        for saved in good:
+            saved.version = self.version
+
+    def _is_present(self, saved: Saved, written: Collection[Placement]) -> bool:
+        """Return whether what a graph saved shows the values of now, of which ``written`` were written."""
+        at = saved.offset * saved.dtype.itemsize
+        return all(
+            saved.saved == placement.parameter._version
+            for placement in written
+            if placement.offset <= at < placement.offset + max(1, placement.nbytes)
+        )
 
     def give_up(self) -> None:
         """Drop the unit without writing it back, because all was rolled back or nothing came of it."""
         if self._in_use:
+            lent = [_Witness(*one) for one in self._data]
+            self._data.clear()
+            if self.base is not None:
+                self._left = None
+                if not self._is_shown():
+                    self._memory = _address(self.base), StorageWeakRef(self.base.untyped_storage())  # type: ignore[no-untyped-call]
+                self._left = [placement.parameter._version for placement in self.plan.placements]
             self.release_parameters()
             self.base = None
             self.storage.close()
+            if lent or self._witnesses:
+                self._witnesses = [one for one in (*self._witnesses, *lent) if not one.storage.expired()]  # type: ignore[no-untyped-call]
             self._holders = 0
             self._in_use = False
 
@@ -339,7 +456,17 @@ class Unit:
 
     def defer_update(self, updates: dict[Placement, Update]) -> Callable[[], None]:
         """Return what makes ``updates`` pending when it is called, once or twice."""
-        return self._mark(Pending({self.parts[p]: update for p, update in updates.items() if p in self.parts}))
+        mine = {self.parts[p]: update for p, update in updates.items() if p in self.parts}
+        elsewhere = [p for p in self._cut if p in updates and p not in self.parts and _of_whole(updates[p].rule)]
+        return self._mark(Pending(mine, elsewhere=sorted(elsewhere, key=lambda placement: placement.element)))
+
+    @property
+    def updates_together(self) -> bool:
+        """Return whether ranks gather parameters for the pending update."""
+        if self.pending is None:
+            return False
+        mine = any(part.of in self._cut and _of_whole(update.rule) for part, update in self.pending.updates.items())
+        return mine or bool(self.pending.elsewhere)
 
     def defer_missed(self, missed: Mapping[Placement, tuple[Update, Mapping[int, UpdateRule]]]) -> Callable[[], None]:
         """Return what has a step with zero gradients follow the pending update when it is called, once or twice. ``missed``:
@@ -369,7 +496,10 @@ class Unit:
 
         def mark() -> None:
             self.pending, self.version = pending, version
+            self._left = None
             torch.autograd.graph.increment_version(changed)  # of what others saved
+            with torch._C.DisableTorchFunctionSubclass():
+                self._left = [placement.parameter._version for placement in self.plan.placements]
 
         return mark
 
@@ -416,7 +546,10 @@ class Unit:
                 param = host(part.stored_flat(unit, 0, part.numel))
                 copies = self.states.copies(part, param)
                 del unit, param
-        return {name: self._partition.whole(self.plan, placement, copy, name) for name, copy in copies.items()}
+        forms = self.states.states_of(placement)
+        return {
+            name: self._partition.whole(self.plan, placement, copy, name, forms.get(name)) for name, copy in copies.items()
+        }
 
     def gradient(self, placement: Placement) -> torch.Tensor | None:
         """Return a copy of the gradient as torch would have it in ``parameter.grad``, or None."""
@@ -439,8 +572,22 @@ class Unit:
             return
         with self.storage.shard(Access.READ) as unit:
             param = host(part.stored_flat(unit, 0, part.numel))
-            self.states.load(part, param, {name: part.cut(value) for name, value in state.items()})
+            forms = self.states.states_of(part)
+            self.states.load(part, param, {name: _cut(part, value, forms.get(name)) for name, value in state.items()})
             del unit, param
+
+
+def _of_whole(rule: UpdateRule) -> bool:
+    """Return whether a rule updates whole parameters."""
+    return any(form.block == WHOLE for form in kept_by(rule, torch.float32).values())
+
+
+def _cut(part: Placement, value: torch.Tensor, form: Kept | None) -> torch.Tensor:
+    """Return of a state of a whole parameter what belongs to ``part``."""
+    if form is None or form.elementwise:
+        return part.cut(value)
+    begin = getattr(part, "begin", 0)
+    return value.reshape(-1)[form.span(begin, begin + part.numel, part.full_shape)]
 
 
 def _refuse_other_kind(placement: Placement) -> None:

@@ -94,21 +94,29 @@ of 1 to 128 rows, 64 to 11,008 columns; a last slice of 1 or 4 rows had others).
 CHUNK_SHARE = 64
 """A chunk of optimizer state is at most this fraction of the pool, and at most ``LARGEST_CHUNK`` bytes of fp32."""
 LARGEST_CHUNK = 4 << 20
+SHARE_STEP, OLDER_SHARE_STEP = 256, ALIGNMENT // 2
+"""Elements at multiples of which parameters begin, and shares of ranks end: so the blocks of which states are kept are whole in
+each share. The second, 64 bytes of the smallest type that can be trained, is that of commits that do not say, and of very many
+ranks with little memory."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits by which a model is divided: bytes of a unit, and elements of a chunk of optimizer state."""
+    """Limits by which a model is divided: bytes of a unit, elements of a chunk of optimizer state, and, where ranks share it,
+    elements at multiples of which they do."""
 
     unit: int
     chunk: int
+    step: int = OLDER_SHARE_STEP
 
     @classmethod
     def of(cls, pool: int, shares: int = 1) -> Limits:
         """Return the limits for a store with ``pool`` bytes of memory. Several ranks have more tensors of a unit's size in use
         at a time."""
         share = UNIT_SHARE if shares == 1 else 2 * UNIT_SHARE
-        return cls(pool // share, max(4096, min(LARGEST_CHUNK, pool // CHUNK_SHARE) // 4096 * 4096) // 4)
+        chunk = max(4096, min(LARGEST_CHUNK, pool // CHUNK_SHARE) // 4096 * 4096) // 4
+        fits = shares > 1 and 4 * shares * SHARE_STEP <= pool // share  # the smallest unit there may be, in fp32
+        return cls(pool // share, chunk, SHARE_STEP if fits else OLDER_SHARE_STEP)
 
 
 @dataclass(eq=False)
@@ -170,6 +178,21 @@ class Placement:
     @property
     def numel(self) -> int:
         return self.shape.numel()
+
+    @property
+    def of(self) -> Placement:
+        """Return what this is the whole of, or a rank's part of."""
+        return self
+
+    @property
+    def full_shape(self) -> torch.Size:
+        """Return the shape of what this is the whole of, or a rank's part of."""
+        return self.of.shape
+
+    @property
+    def full_stride(self) -> tuple[int, ...]:
+        """Return the strides of what this is the whole of, or a rank's part of."""
+        return self.of.stride
 
     @property
     def nbytes(self) -> int:
@@ -241,7 +264,7 @@ class Part(Placement):
     _whole: Placement = field(init=False)
 
     @classmethod
-    def of(cls, whole: Placement, begin: int, end: int, at: int) -> Part:
+    def made(cls, whole: Placement, begin: int, end: int, at: int) -> Part:
         """Make the part with elements ``begin`` to ``end`` of ``whole``, which are at element ``at`` of the rank's share."""
         size, stored = whole.dtype.itemsize, whole.stored.itemsize
         offsets = at * size, at * stored, at
@@ -249,6 +272,10 @@ class Part(Placement):
         part._whole = whole
         part.shape, part.stride = torch.Size((end - begin,)), (1,)
         return part
+
+    @property
+    def of(self) -> Placement:
+        return self._whole
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         dense = torch.empty_strided(self._whole.shape, self._whole.stride, dtype=whole.dtype, device="cpu").copy_(whole)
@@ -318,7 +345,7 @@ class Sliced:
             shapes = [torch.Size((min(self.rows, count - at), *inside)) for at in range(0, count, self.rows)]
         with torch.inference_mode(False):
             nothing = torch.zeros((), dtype=whole.dtype, device="cpu")
-            self.slices = [Slice(nothing.expand(shape), whole.requires_grad) for shape in shapes]
+            self.slices = [Slice(nothing.data.expand(shape), whole.requires_grad) for shape in shapes]  # each its own version
 
     def at(self, number: int) -> int | slice:
         """Return the index of a slice in the whole."""
@@ -342,11 +369,12 @@ class UnitPlan:
     """Placements of one unit, those that need a gradient first, so that gradients and states cover only the beginning of the
     unit.
 
-    ``nbytes``: those of the unit in use, ``stored_nbytes``: in the store; ``converted``: these are not the same bytes.
+    ``step``: elements at multiples of which parameters begin and shares end. ``nbytes``: those of the unit in use,
+    ``stored_nbytes``: in the store; ``converted``: these are not the same bytes.
     ``read_only``: it belongs to a model that is quantised, and nothing writes to it; placements are as they were given.
 
     With several ``shares`` the unit is one row of elements of one type (``divide`` sees to it), padded so that all shares are
-    equal, at multiples of 64 bytes: the same row in the unit, in the store, in gradients and in states.
+    equal: the same row in the unit, in the store, in gradients and in states.
     """
 
     name: str
@@ -356,6 +384,7 @@ class UnitPlan:
     stored_nbytes: int = 0
     elements: int = 0  # of each kind of optimizer state; of one share
     read_only: bool = False
+    step: int = OLDER_SHARE_STEP
 
     def __post_init__(self) -> None:
         if not self.read_only:
@@ -373,7 +402,7 @@ class UnitPlan:
         self.elements = max(ALIGNMENT // 4, element)
 
     def _lay_out_shares(self) -> None:
-        step, row = ALIGNMENT // 2, 0  # elements: of two bytes, the smallest that can be trained
+        step, row = self.step, 0
         for placement in self.placements:
             placement.offset, placement.stored_offset = row * placement.dtype.itemsize, row * placement.stored.itemsize
             placement.element = row
@@ -393,9 +422,17 @@ class UnitPlan:
             start = max(placement.element, begin)
             stop = min(placement.element + placement.numel, begin + self.elements)
             if start < stop:
-                own = Part.of(placement, start - placement.element, stop - placement.element, start - begin)
+                own = Part.made(placement, start - placement.element, stop - placement.element, start - begin)
                 parts[placement] = own
         return parts
+
+    @property
+    def cut(self) -> set[Placement]:
+        """Return the parameters of which several ranks have a share."""
+        if self.shares == 1:
+            return set()
+        found = [(p, p.element, p.element + p.numel - 1) for p in self.placements if p.numel]
+        return {p for p, first, last in found if first // self.elements != last // self.elements}
 
     @property
     def of_expert(self) -> bool:
@@ -476,7 +513,7 @@ def divide(
             plan.units.append(made(f"{name}#{number}" if number else name, placements))
 
     def made(name: str, placements: list[Placement]) -> UnitPlan:
-        return UnitPlan(name, placements, shares, read_only=quantize is not None)
+        return UnitPlan(name, placements, shares, read_only=quantize is not None, step=limits.step)
 
     def fresh(named: Iterator[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in named if parameter not in home and parameter not in outside]

@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 
 from tiered import Access, InterruptedStep, MisuseError, TensorSpec
+from tiered.packing.moments import round_by_chance
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.storage import TensorStore
 from tiered.zero.paging.units import Placement
-from tiered.zero.rules import SMALLEST_BLOCK, WHOLE, Kept, UpdateRule
+from tiered.zero.rules import SMALLEST_BLOCK, WHOLE, Kept, UpdateRule, chance_of, rounds_by_chance
 
 __all__ = ["Missed", "Pending", "States", "Update", "all_finite", "flat_view", "join", "split"]
 
@@ -59,6 +60,7 @@ UPDATED_AT_ONCE = 1 << 18
 """Elements that are updated at a time: all buffers of one piece stay in the processor's cache."""
 
 
+_MASTER = Kept(torch.float32)
 _NARROW = {torch.bfloat16: "lo", torch.float16: "master"}
 """What is kept of a master, beside the moments."""
 
@@ -116,8 +118,16 @@ class Pending:
     """Deferred update of a unit. It counts the chunks that are done, and the pieces of the next chunk, so that an interrupted
     update goes on where it stopped. Between ``begin`` and ``done`` a piece is neither as it was nor updated."""
 
-    def __init__(self, updates: dict[Placement, Update], chunks_done: int = 0, pieces_done: int = 0) -> None:
-        self.updates = updates
+    def __init__(
+        self,
+        updates: dict[Placement, Update],
+        chunks_done: int = 0,
+        pieces_done: int = 0,
+        elsewhere: Sequence[Placement] = (),
+    ) -> None:
+        """Initialise. ``elsewhere``: parameters that other ranks gather for their updates, in order; this one has nothing of
+        them."""
+        self.updates, self.elsewhere = updates, elsewhere
         self._place = chunks_done, pieces_done
         self._begun: tuple[int, int] | None = None
 
@@ -199,7 +209,9 @@ class States:
             self._masters["master"] = Kept(torch.float32)
         self._usual: dict[str, Kept] = {"m": Kept(self.wide), "v": Kept(self.wide)}
         self.used: dict[str, dict[str, Kept]] = {}
-        self._before: dict[tuple[int, int], dict[Placement, int]] = {}
+        self._before: dict[tuple[int, int, int], dict[Placement, int]] = {}
+        self.gather: Callable[[Placement, torch.Tensor, str], torch.Tensor] | None = None
+        """Returns all of a parameter, or of a tensor like it, of which ranks have parts; all call it together."""
         for name, states in (used or {}).items():
             self.use(name, states)
 
@@ -229,6 +241,16 @@ class States:
         """Return the states that a parameter keeps, without its master: forms by name, in the order of their keys."""
         return self.used.get(placement.name, self._usual)
 
+    def _stored_of(self, placement: Placement) -> dict[str, Kept]:
+        """Return the states of which a parameter has any values."""
+        states, shape = self.states_of(placement), placement.full_shape
+        return {name: form for name, form in states.items() if form.count(placement.numel, shape)}
+
+    def _masters_of(self, placement: Placement) -> dict[str, Kept]:
+        """Return the forms of what is kept of a parameter's master, if it has one."""
+        without = any(form.unmastered for form in self.states_of(placement).values())
+        return {} if without else self._masters
+
     @property
     def uniform(self) -> bool:
         """Return whether all parameters keep the same states."""
@@ -247,19 +269,22 @@ class States:
 
     def chunks(self, placements: Iterable[Placement]) -> list[tuple[int, list[str]]]:
         """Return the chunks that ``placements`` lie in, in order: index and keys."""
-        found: dict[int, dict[str, Kept]] = {}
+        found: dict[int, tuple[dict[str, Kept], dict[str, Kept]]] = {}
         for placement in placements:
             if not placement.numel:
                 continue
             block = self._block(placement)
+            masters = self._masters_of(placement)
             first = placement.element // self.chunk_elements
             last = (placement.element + (placement.numel - 1) // block * block) // self.chunk_elements
             for index in range(first, last + 1):
                 if self._within(placement, index, block):
-                    found.setdefault(index, {}).update(self.states_of(placement))
+                    states, beside = found.setdefault(index, ({}, {}))
+                    states.update(self._stored_of(placement))
+                    beside.update(masters)
         return [
-            (index, [f"{self.key}/{name}#{index}" for name in (*states, *self._masters)])
-            for index, states in sorted(found.items())
+            (index, [f"{self.key}/{name}#{index}" for name in (*states, *beside)])
+            for index, (states, beside) in sorted(found.items())
         ]
 
     def _within(self, placement: Placement, index: int, block: int = 0) -> range:
@@ -276,27 +301,29 @@ class States:
         if form.elementwise:
             first = placement.element - index * self.chunk_elements
             return slice(first + elements.start, first + elements.stop)
-        span = form.span(elements.start, elements.stop)
-        first = self._values_before(index, form.block)[placement] * form.values
+        span = form.span(elements.start, elements.stop, placement.full_shape)
+        first = self._values_before(index, form)[placement]
         return slice(first + span.start, first + span.stop)
 
-    def _values_before(self, index: int, block: int) -> Mapping[Placement, int]:
-        """Return for each parameter how many blocks of the parameters before it a chunk has, whatever these keep, less those of
-        its own that are in chunks before."""
-        if (index, block) not in self._before:
+    def _values_before(self, index: int, form: Kept) -> Mapping[Placement, int]:
+        """Return for each parameter how many values the parameters before it have in a chunk, if all have a state of this form,
+        less those of its own that are in chunks before."""
+        key = index, form.block, form.values
+        if key not in self._before:
             count, found = 0, {}
             for placement in self._placements:
-                here = self._within(placement, index, block)
-                found[placement] = count - here.start // block
-                count += -(-len(here) // block)
-            self._before[index, block] = found
-        return self._before[index, block]
+                here = self._within(placement, index, form.block or max(1, placement.numel))
+                found[placement] = count - form.count(here.start, placement.full_shape) if here.start else count
+                count += form.count(len(here), placement.full_shape) if here else 0
+            self._before[key] = found
+        return self._before[key]
 
     def needed(self, placement: Placement, states: Mapping[str, Kept]) -> int:
         """Return the bytes of the largest chunk that a parameter lies in, if it keeps ``states`` and is updated as a whole."""
-        before = placement.element % self.chunk_elements
-        forms = [*states.values(), *self._masters.values()]
-        return sum(form.dtype.itemsize for form in forms) * max(self.chunk_elements, before + placement.numel)
+        elements = max(self.chunk_elements, placement.element % self.chunk_elements + placement.numel)
+        masters = {} if any(form.unmastered for form in states.values()) else self._masters
+        forms = [*states.values(), *masters.values()]
+        return sum(form.dtype.itemsize * form.count(elements, placement.full_shape) for form in forms)
 
     def sizes(self, key: str) -> list[int]:
         """Return the sizes that the tensor of this key may have: with all parameters up to each, in order."""
@@ -306,13 +333,16 @@ class States:
     def _size(self, kind: str, index: int, placement: Placement) -> int:
         """Return how large chunk number ``index`` of a kind of state has to be for a parameter, or for one before it; 0 for a
         parameter that does not keep it."""
-        form = {**self._masters, **self.states_of(placement)}.get(kind)
+        form = {**self._masters_of(placement), **self.states_of(placement)}.get(kind)
         if form is None:
             return 0
         end = placement.element + placement.numel - index * self.chunk_elements
         least = max(0, min(self.chunk_elements, end)) if form.elementwise else 0
         here = self._within(placement, index)
-        return max(least, self._span(placement, index, form, here).stop) if here else least
+        if not here or not form.count(placement.numel, placement.full_shape):
+            return least
+        last: int = self._span(placement, index, form, here).stop
+        return max(least, last)
 
     def _create(self, index: int, keys: list[str], placements: Iterable[Placement]) -> None:
         """Create a chunk of zeros where there is none, as large as the parameters that need states; enlarge one that is
@@ -344,6 +374,8 @@ class States:
         InterruptedStep where an exception struck in the middle of a piece before.
         """
         scratch = _Scratch(unit.device)
+        first = min((part.of.element for part in self._placements), default=math.inf)
+        self._help([placement for placement in pending.elsewhere if placement.element < first])
         for index, keys in self.chunks(pending.updates)[pending.chunks_done :]:
             self._create(index, keys, pending.updates)
             with (
@@ -353,7 +385,7 @@ class States:
             ):
                 began = time.perf_counter()
                 for placement, piece in self._pieces(pending.updates, index)[pending.pieces_done :]:
-                    kept = {**self.states_of(placement), **self._masters}
+                    kept = {**self._stored_of(placement), **self._masters_of(placement)}
                     state = {
                         _kind(key): whole[self._span(placement, index, kept[_kind(key)], piece)]
                         for key, whole in zip(keys, chunk, strict=True)
@@ -366,7 +398,7 @@ class States:
                         grad = placement.flat(gradient, piece.start, piece.stop)
                     pending.begin()
                     try:
-                        self._update_piece(placement, update, param, grad, state, scratch)
+                        self._update_piece(placement, update, param, grad, state, scratch, piece.start)
                     except MisuseError:
                         pending.as_it_was()
                         raise
@@ -375,7 +407,19 @@ class States:
                 self.update_seconds += time.perf_counter() - began
                 del chunk  # the last alias: the chunk may go to disk as soon as the lease ends
             pending.chunk_done()
+        self._help([placement for placement in pending.elsewhere if placement.element >= first])
         self.stale_masters.difference_update(pending.updates)
+
+    def _help(self, placements: Iterable[Placement]) -> None:
+        """Take part in what the ranks gather that update ``placements``, of which this one has nothing."""
+        assert self.gather is not None or not placements
+        for placement in placements:
+            empty = torch.empty(0, dtype=self.wide, device="cpu")
+            for what in ("the parameter", "the gradient"):
+                self.gather(placement, empty, what)  # type: ignore[misc]
+            for name, form in self._stored_of(placement).items():
+                if form.elementwise:
+                    self.gather(placement, empty.to(form.dtype), name)  # type: ignore[misc]
 
     def _lease(self, keys: list[str]) -> AbstractContextManager[Sequence[torch.Tensor]]:
         """Lease a chunk. A rule without states has none."""
@@ -384,6 +428,9 @@ class States:
     def _pieces(self, placements: Iterable[Placement], index: int) -> list[tuple[Placement, range]]:
         """Return the pieces of one chunk: parameter, and which elements of it."""
         pieces = []
+        if self.gather is not None:  # all ranks gather in one order
+            of_whole = {p: any(form.block == WHOLE for form in self.states_of(p).values()) for p in placements}
+            placements = sorted(of_whole, key=lambda placement: placement.element if of_whole[placement] else -1)
         for placement in placements:
             block = self._block(placement)
             whole, step = self._within(placement, index, block), max(1, UPDATED_AT_ONCE // block) * block
@@ -400,8 +447,10 @@ class States:
         grad: torch.Tensor | None,
         state: dict[str, torch.Tensor],
         scratch: _Scratch,
+        begin: int,
     ) -> None:
-        """Update one piece. All tensors are flat, and those that are not of blocks of one length. ``grad``: None is zero."""
+        """Update one piece, which begins at element ``begin``. All tensors are flat, and those that are not of blocks of one
+        length. ``grad``: None is zero."""
         size = param.numel()
         if grad is None:
             grad = scratch.take("scaled", placement.dtype, size).zero_()
@@ -412,21 +461,25 @@ class States:
         stale = placement in self.stale_masters
         for scale in update.scales:
             grad = torch.mul(grad, scale, out=scratch.take("scaled", grad.dtype, size))
-        moments = {name: state[name] for name in self.states_of(placement)}
-        matrix = placement if any(form.block == WHOLE for form in self.states_of(placement).values()) else None
+        forms = self._stored_of(placement)
+        moments = {name: state[name] for name in forms}
+        matrix = (placement, forms) if any(form.block == WHOLE for form in forms.values()) else None
         if param.dtype not in _NARROW:
             for scale in update.wide_scales:
                 grad = torch.mul(grad, scale, out=scratch.take("scaled", grad.dtype, size))
-            _steps(update, param, grad, moments, scratch, matrix)
+            self._steps(update, param, grad, moments, scratch, matrix)
             return
         wide = scratch.take("wide", torch.float32, size).copy_(grad)
         for scale in update.wide_scales:
             wide.mul_(scale)
+        if rounds_by_chance(update.rule):
+            self._round(placement, update, param, wide, moments, scratch, begin)
+            return
         if param.dtype is torch.float16:
             master = state["master"]
             if stale:
                 master.copy_(param)
-            _steps(update, master, wide, moments, scratch, matrix)
+            self._steps(update, master, wide, moments, scratch, matrix)
             param.copy_(master)
             return
         master = scratch.take("master", torch.float32, size)
@@ -436,36 +489,104 @@ class States:
         before = {
             name: scratch.take(f"before {name}", moment.dtype, moment.numel()).copy_(moment) for name, moment in moments.items()
         }
-        _steps(update, master, wide, moments, scratch, matrix)
-        if not all_finite(master):
+        updated = self._steps(update, master, wide, moments, scratch, matrix)
+        if not all_finite(updated):
             for name, moment in before.items():
                 moments[name].copy_(moment)
-            raise MisuseError(
-                f"the update of {placement.name!r} would make it infinite or NaN, which a bfloat16 parameter in the store "
-                "cannot be: look at the gradients and the learning rate"
-            )
+            raise _not_finite(placement)
         split(master, param, state["lo"])
+
+    def _round(
+        self,
+        placement: Placement,
+        update: Update,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        moments: dict[str, torch.Tensor],
+        scratch: _Scratch,
+        begin: int,
+    ) -> None:
+        """Make the step of ``update``, and the missed ones that follow, of bf16 elements without a master: each in fp32, after
+        which they are rounded by chance."""
+        name, first = placement.of.name, getattr(placement, "begin", 0) + begin
+        if placement.sliced is not None:
+            name, first = placement.sliced.name, placement.sliced.element(placement.number) + begin
+        before = {
+            key: scratch.take(f"before {key}", moment.dtype, moment.numel()).copy_(moment) for key, moment in moments.items()
+        }
+        made = scratch.take("rounded", torch.bfloat16, param.numel()).copy_(param)
+        for step in range(update.step, update.last + 1):
+            rule = update.rule if step == update.step or update.missed is None else update.missed.rule(step)
+            master = scratch.take("master", torch.float32, param.numel()).copy_(made)
+            rule.update(master, grad if step == update.step else grad.zero_(), moments, step)
+            if not all_finite(master):
+                for key, moment in before.items():
+                    moments[key].copy_(moment)
+                raise _not_finite(placement)
+            round_by_chance(master, made, chance_of(rule, step, name), first)
+        param.copy_(made)
+
+    def _steps(
+        self,
+        update: Update,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        moments: dict[str, torch.Tensor],
+        scratch: _Scratch,
+        matrix: tuple[Placement, Mapping[str, Kept]] | None,
+    ) -> torch.Tensor:
+        """Make the step of ``update``, and the missed ones that follow. ``matrix``: the parameter whose shape all are given,
+        and the forms of its states. Returns what was updated: ``param``, or all of a parameter of which this rank has a part.
+
+        A part is gathered, with its gradient and states, and all ranks that have one compute the same.
+        """
+        if matrix is None or matrix[0].numel == matrix[0].of.numel:
+            _steps(update, param, grad, moments, scratch, matrix)
+            return param
+        (part, forms), gather = matrix, self.gather
+        assert gather is not None and update.missed is None
+        begin = getattr(part, "begin", 0)
+        own = slice(begin, begin + part.numel)
+        whole, gradient = (
+            gather(part.of, tensor, what).to(param.device)
+            for tensor, what in ((param, "the parameter"), (grad, "the gradient"))
+        )
+        states = {
+            name: gather(part.of, flat, name).to(flat.device)
+            if forms[name].elementwise
+            else forms[name].shaped(flat, part.full_shape, part.full_stride)
+            for name, flat in moments.items()
+        }
+        update.rule.update(whole, gradient, states, update.step)
+        param.copy_(flat_view(whole)[own])
+        for name, flat in moments.items():
+            if forms[name].elementwise:
+                flat.copy_(flat_view(states[name])[own])
+        return flat_view(whole)
 
     # -- by parameter ------------------------------------------------------------------------------------------------------
 
     def blank(self, placement: Placement) -> dict[str, torch.Tensor]:
         """Return the ``copies`` of a parameter that has no element here."""
-        kept = () if _NARROW.get(placement.stored) is None else ("master",)
-        kinds = {name: form.dtype for name, form in self.states_of(placement).items()}
+        kept = () if _NARROW.get(placement.stored) is None or not self._masters_of(placement) else ("master",)
+        forms, shape = self.states_of(placement), placement.shape
+        kinds = {name: form.dtype for name, form in forms.items() if form.count(max(1, placement.numel), shape)}
         kinds |= dict.fromkeys(kept, torch.float32)
         return {name: torch.empty(0, dtype=dtype, device="cpu") for name, dtype in kinds.items()}
 
     def copies(self, placement: Placement, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return copies of its states and, for bf16 and fp16 parameters, of ``master`` (fp32), in the parameter's shape and
-        strides. A state with another number of values than its block has elements has one dimension.
+        strides. A state with another number of values than its block has elements has one dimension, and so has that of rows or
+        columns where ``placement`` is a part.
 
         ``param`` is the parameter, flat, in host memory; so are they.
         """
-        blocked = {name for name, form in self.states_of(placement).items() if not form.elementwise}
-        flat = self.flat_copies(placement, param)
+        forms = self.states_of(placement)
         return {
-            name: copy if name in blocked else copy.as_strided(placement.shape, placement.stride)
-            for name, copy in flat.items()
+            name: forms.get(name, _MASTER).shaped(copy, placement.shape, placement.stride)
+            if placement.shape == placement.full_shape or forms.get(name, _MASTER).elementwise
+            else copy
+            for name, copy in self.flat_copies(placement, param).items()
         }
 
     def known(self, placement: Placement) -> bool:
@@ -480,18 +601,20 @@ class States:
 
     def flat_copies(self, placement: Placement, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return ``copies`` as tensors of one dimension."""
-        narrow = _NARROW.get(placement.stored)
+        narrow = _NARROW.get(placement.stored) if self._masters_of(placement) else None
         kept = () if narrow is None or placement in self.stale_masters else (narrow,)
-        forms = {**self.states_of(placement), **{name: self._masters[name] for name in kept}}
+        forms = {**self._stored_of(placement), **{name: self._masters[name] for name in kept}}
+        shape = placement.full_shape
         flat = {
-            name: torch.empty(form.count(placement.numel), dtype=form.dtype, device="cpu") for name, form in forms.items()
+            name: torch.empty(form.count(placement.numel, shape), dtype=form.dtype, device="cpu")
+            for name, form in forms.items()
         }
         for index, _ in self.chunks([placement]):
             here = self._within(placement, index)
             for name, copy in flat.items():
                 with self.store.lease(f"{self.key}/{name}#{index}") as chunk:
                     form = forms[name]
-                    copy[form.span(here.start, here.stop)] = chunk[self._span(placement, index, form, here)]
+                    copy[form.span(here.start, here.stop, shape)] = chunk[self._span(placement, index, form, here)]
                 del chunk
         if "lo" in flat:
             flat["master"] = torch.empty(placement.numel, device="cpu")
@@ -503,18 +626,19 @@ class States:
     def load(self, placement: Placement, param: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
         """Take over what ``copies`` returned; ``param`` as there. A master that is missing, or does not round to the parameter,
         starts from the parameter again."""
-        flat = {}
-        forms = {**self.states_of(placement), **self._masters}
+        flat, shape = {}, placement.full_shape
+        forms = {**self.states_of(placement), **self._masters_of(placement)}
         for name, value in state.items():
-            form = Kept(torch.float32) if name == "master" else forms[name]
+            form = _MASTER if name == "master" else forms[name]
             if not form.elementwise:
-                flat[name] = torch.empty(form.count(placement.numel), dtype=form.dtype, device="cpu").copy_(value)
+                count = form.count(placement.numel, shape)
+                flat[name] = torch.empty(count, dtype=form.dtype, device="cpu").copy_(value.reshape(-1))
                 continue
             arranged = torch.empty_strided(placement.shape, placement.stride, dtype=form.dtype, device="cpu")
             flat[name] = flat_view(arranged.copy_(value))
         self.stale_masters.add(placement)
         master = flat.pop("master", None)
-        narrow = _NARROW.get(placement.stored)
+        narrow = _NARROW.get(placement.stored) if self._masters_of(placement) else None
         if master is not None and narrow is not None and all_finite(master):
             rounded, low = torch.empty_like(param), torch.empty(placement.numel, dtype=torch.int16, device="cpu")
             if narrow == "lo":
@@ -528,9 +652,17 @@ class States:
             self._create(index, keys, [placement])
             here = self._within(placement, index)
             for name, value in flat.items():
+                form = forms[name]
                 with self.store.lease(f"{self.key}/{name}#{index}", access=Access.WRITE) as chunk:
-                    chunk[self._span(placement, index, forms[name], here)] = value[forms[name].span(here.start, here.stop)]
+                    chunk[self._span(placement, index, form, here)] = value[form.span(here.start, here.stop, shape)]
                 del chunk
+
+
+def _not_finite(placement: Placement) -> MisuseError:
+    return MisuseError(
+        f"the update of {placement.name!r} would make it infinite or NaN, which a bfloat16 parameter in the store cannot be: "
+        "look at the gradients and the learning rate"
+    )
 
 
 def _steps(
@@ -539,12 +671,14 @@ def _steps(
     grad: torch.Tensor,
     moments: dict[str, torch.Tensor],
     scratch: _Scratch,
-    matrix: Placement | None,
+    matrix: tuple[Placement, Mapping[str, Kept]] | None,
 ) -> None:
-    """Make the step of ``update``, and the missed ones that follow. ``matrix``: the parameter whose shape all are given."""
+    """Make the step of ``update``, and the missed ones that follow. ``matrix``: the parameter whose shape all are given, and
+    the forms of its states."""
     if matrix is not None:
-        param, grad = (flat.as_strided(matrix.shape, matrix.stride) for flat in (param, grad))
-        moments = {name: flat.as_strided(matrix.shape, matrix.stride) for name, flat in moments.items()}
+        whole, forms = matrix
+        param, grad = (flat.as_strided(whole.full_shape, whole.full_stride) for flat in (param, grad))
+        moments = {name: forms[name].shaped(flat, whole.full_shape, whole.full_stride) for name, flat in moments.items()}
     update.rule.update(param, grad, moments, update.step)
     if update.missed is not None and update.missed.last > update.step:
         zero = scratch.take("zero", grad.dtype, grad.numel()).zero_()

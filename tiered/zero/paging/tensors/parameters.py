@@ -354,6 +354,29 @@ def paged_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     return type(f"Paged{kind.__name__}", (PagedParameter, kind), {"held_class": kind})
 
 
+_DATA: Any = torch._C.TensorBase.data
+
+
+class _Data:
+    """``nn.Parameter.data``, which tells the unit that holds a parameter what may be written to. A write to ``parameter.data``
+    leaves ``parameter._version`` as it is: only the version of the tensor that was given tells of it."""
+
+    __set__ = _DATA.__set__  # of C: no signal handler comes between an assignment and its effect
+
+    def __get__(self, parameter: Any, kind: Any = None) -> Any:
+        if parameter is None:
+            return _DATA
+        values = _DATA.__get__(parameter)
+        handle = None if isinstance(parameter, PagedParameter) else parameter.__dict__.get("_tiered")
+        if handle is not None:
+            handle.lend(values)
+        return values
+
+
+nn.Parameter.data = _Data()  # type: ignore[assignment]
+_OURS = _Data.__get__.__code__
+
+
 def unpage(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Make a parameter an ordinary one, which has ``values``. Nothing interrupts this between its parts."""
     kind = parameter.held_class if isinstance(parameter, PagedParameter) else type(parameter)
@@ -410,6 +433,8 @@ def asks_for_gradient(name: str, args: Sequence[Any], kwargs: Mapping[str, Any])
 def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name = name_of(func)
     caller = sys._getframe(1).f_back  # of the function, of which C has no frame
+    if caller is not None and caller.f_code is _OURS:
+        caller = caller.f_back
     module = "" if caller is None else caller.f_globals.get("__name__", "")
     if module.startswith("torch."):
         break_graph(module)
@@ -527,6 +552,36 @@ def _with_copies(module: Any, name: str, at: int) -> None:
     setattr(module, name, take)
 
 
+def _with_values(owner: Any, name: str) -> None:
+    """Have a function of torch that reads memory of tensors which it does not ask for their class, take copies of parameters,
+    of views of them, and of lists of them."""
+    takes: Callable[..., Any] = getattr(owner, name)
+
+    @functools.wraps(takes)
+    def take(*args: Any, **kwargs: Any) -> Any:
+        if any(map(_has_no_values, args)) or any(map(_has_no_values, kwargs.values())):
+            args, kwargs = _map((args, kwargs), lambda value: value.clone() if _has_no_values(value) else value)
+        return takes(*args, **kwargs)
+
+    setattr(owner, name, take)
+    if torch.jit._builtins._builtin_table is not None:  # else it is made later, from what torch has then
+        known = torch.jit._builtins._builtin_table.get(id(takes))
+        if known is not None:
+            torch.jit._builtins._register_builtin(take, known)
+
+
+def _has_no_values(value: Any) -> bool:
+    """Return whether ``value`` is a parameter that nobody holds, or a view of one, or a list that begins with one."""
+    if isinstance(value, list | tuple) and value:
+        value = value[0]
+    return isinstance(value, torch.Tensor) and (hasattr(type(value), "held_class") or isinstance(value, PagedView))
+
+
+for _name in ("tensor", "as_tensor", "asarray", "sparse_coo_tensor", "sparse_csr_tensor", "sparse_compressed_tensor"):
+    _with_values(torch, _name)
+_with_values(torch.Tensor, "new_tensor")
+_with_values(torch._C.ScriptFunction, "__call__")
+_with_values(torch._C.ScriptMethod, "__call__")
 _with_copies(torch._functorch.vmap, "_add_batch_dim", 0)
 _with_copies(torch._functorch.eager_transforms, "_wrap_for_grad", 0)
 _with_copies(torch.autograd, "_make_grads", 1)  # the gradients that a backward pass begins with

@@ -1,0 +1,192 @@
+"""Activations in memory, computed again, in the store, and where a plan puts them: seconds of a step, interleaved.
+
+    .venv/bin/python -m bench.activations --dir /mnt/nvme > bench/results/activations_<hardware>_<date>.md
+    .venv/bin/python -m bench.activations --shape long --steps 5       one shape
+
+Each variant trains the same model in a process of its own, with half of its state in DRAM. The processes take turns, one step
+each, so that all of them see the same drive and the same other programs. "auto" may have a share (``--share``) of the
+activations in memory, and is measured after it has chosen. Losses of all variants have to be equal, or nothing is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tiered import TieredStore, zero
+from tiered.cli.measure import Meter, environment, peak_memory
+from tiered.cli.output import told_environment
+from tiered.cli.train.model import GPT, Shape
+
+VARIANTS = ("memory", "recompute", "store", "auto")
+WARM_UP = 6
+"""Steps before those that count: three are measured by "auto", and the order of the steps that follow is known after two."""
+STATE = 12
+
+
+@dataclass(frozen=True)
+class Case:
+    """``share``: of the model's state that DRAM has room for."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    batch: int
+    share: float = 0.5
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.layers, self.width, self.heads, self.context)
+
+
+SHAPES = {
+    "wide": Case(4, 768, 12, 256, 2),
+    "long": Case(4, 256, 4, 1024, 2),
+    "small": Case(8, 384, 6, 128, 2),
+}
+
+
+def work(case: Case, variant: str, folder: str, memory: int | None) -> None:
+    """Train a step for each line of stdin; print a line of JSON for each."""
+    torch.manual_seed(0)
+    dram = max(8 << 20, int(case.share * STATE * case.shape.parameters))
+    tokens = torch.Generator().manual_seed(0)
+    with TieredStore.open(folder, dram=dram, durability="none") as store:
+        model = GPT(case.shape)
+        options: dict[str, Any] = {"plan": zero.AutoPlan(memory=memory)} if variant == "auto" else {"activations": variant}
+        zero.page(model, store, **options)
+        optimizer = zero.AdamW(model.parameters(), lr=1e-4)
+        meter = Meter(store)
+        for _ in sys.stdin:
+            batch = torch.randint(0, 256, (case.batch, case.context), generator=tokens)
+            meter.lap()
+            loss = F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            used = meter.lap()
+            found, chosen = zero.statistics(model), zero.statistics(model).plan
+            print(
+                json.dumps({
+                    "loss": loss.item(), "seconds": used.seconds, "moved": used.bytes, "waited": used.stalled,
+                    "peak": peak_memory(), "offloaded": found.activations.offloaded if found.activations else 0,
+                    "plan": None if chosen is None else asdict(chosen),
+                }),
+                flush=True,
+            )  # fmt: skip
+
+
+class Child:
+    def __init__(self, case: Case, variant: str, folder: str, memory: int | None) -> None:
+        given = json.dumps({"case": asdict(case), "variant": variant, "folder": folder, "memory": memory})
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "bench.activations", "--worker", given],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+
+    def step(self) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            sys.exit(f"training failed ({self.process.wait()})")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def saved_by(case: Case) -> int:
+    """Return about how many bytes of activations a pass of the model saves: measured in memory, once."""
+    torch.manual_seed(0)
+    model, found = GPT(case.shape), dict[int, int]()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    batch = torch.zeros(case.batch, case.context, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+    del kept
+    return sum(nbytes for address, nbytes in found.items() if address not in parameters)
+
+
+def run(name: str, case: Case, folder: str, steps: int, share: float) -> None:
+    saved = saved_by(case)
+    memory = int(share * saved)
+    with tempfile.TemporaryDirectory(dir=folder) as at:
+        children = {variant: Child(case, variant, f"{at}/{variant}", memory) for variant in VARIANTS}
+        rows: dict[str, list[dict[str, Any]]] = {variant: [] for variant in VARIANTS}
+        for number in range(WARM_UP + steps):
+            order = VARIANTS[number % len(VARIANTS) :] + VARIANTS[: number % len(VARIANTS)]
+            for variant in order:
+                rows[variant].append(children[variant].step())
+        for child in children.values():
+            child.end()
+    losses = {variant: [one["loss"] for one in found] for variant, found in rows.items()}
+    if any(found != losses["memory"] for found in losses.values()):
+        sys.exit(f"{name}: losses differ: {losses}")
+    base = [one["seconds"] for one in rows["memory"][WARM_UP:]]
+    plan = rows["auto"][-1]["plan"]
+    print(f"\n## {name}: {case.layers} layers of width {case.width}, {case.batch} x {case.context} tokens\n")
+    print(f"{case.shape.parameters / 1e6:.1f} M parameters, DRAM for {case.share:.0%} of the state.")
+    print(f"A pass saves {saved / 2**20:.0f} MiB, of which auto may keep {memory / 2**20:.0f} MiB in memory.")
+    print(f"Losses of {WARM_UP + steps} steps are equal, bit for bit.\n")
+    print("| activations | seconds a step, median [least, most] | by memory, of pairs | waited | MB moved a step | peak MiB |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for variant in VARIANTS:
+        found = rows[variant][WARM_UP:]
+        taken = [one["seconds"] for one in found]
+        pairs = [a / b for a, b in zip(taken, base, strict=True)]
+        print(
+            f"| {variant} | {statistics.median(taken):.3f} [{min(taken):.3f}, {max(taken):.3f}] "
+            f"| {statistics.median(pairs):.2f} [{min(pairs):.2f}, {max(pairs):.2f}] "
+            f"| {statistics.median(one['waited'] for one in found):.2f} "
+            f"| {statistics.median(one['moved'] for one in found) / 1e6:.0f} | {found[-1]['peak'] / 2**20:.0f} |"
+        )
+    ways = list(plan["ways"].values())
+    counts = ", ".join(f"{ways.count(way)} {way}" for way in VARIANTS[:3])
+    print(f"\nauto chose {plan['choices']} times: {counts}; the rest: {plan['rest']}. {plan['why']}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", default=".", help="a folder on the drive")
+    parser.add_argument("--shape", action="append", choices=SHAPES)
+    parser.add_argument("--steps", type=int, default=7, help="that count")
+    parser.add_argument("--share", type=float, default=0.5, help="of the activations that auto may keep in memory")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        given = json.loads(options.worker)
+        work(Case(**given["case"]), given["variant"], given["folder"], given["memory"])
+        return 0
+    began = time.monotonic()
+    print(told_environment(environment()))
+    for name, case in SHAPES.items():
+        if name in (options.shape or SHAPES):
+            run(name, case, options.dir, options.steps, options.share)
+    print(f"\n{time.monotonic() - began:.0f} s in all")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Train a model that does not fit into the memory that it is given, stop at any time, and go on.
+
+    python docs/examples/train.py --steps 20
+
+Run it again with more ``--steps``: it goes on from its last commit, bit for bit as if it had never stopped.
+"""
+
+import argparse
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: idle threads of its leave the cores to others
+
+import torch
+
+from tiered import TieredStore, zero
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--store", default="train-store", help="folder of the store (default: %(default)s)")
+parser.add_argument("--dram", default="8MiB", help="host memory for parameters, gradients and states (default: %(default)s)")
+parser.add_argument("--layers", type=int, default=12, help="hidden layers of 1 MiB each (default: %(default)s)")
+parser.add_argument("--steps", type=int, default=20, help="steps in all (default: %(default)s)")
+options = parser.parse_args()
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = torch.nn.Linear(512, 512)
+
+    def forward(self, x):
+        return x + torch.nn.functional.gelu(self.inside(x))
+
+
+torch.manual_seed(0)
+target = torch.randn(512, 512) / 512**0.5  # what the model shall learn
+data = torch.Generator().manual_seed(1)
+with TieredStore.open(options.store, dram=options.dram) as store:
+    resuming = "model/checkpoint" in store
+    with zero.init(store):  # the model is never whole in memory
+        model = torch.nn.Sequential(*[Block() for _ in range(options.layers)])
+    zero.page(model, store, existing="resume" if resuming else "refuse")
+    optimizer = zero.AdamW(model.parameters(), lr=1e-3)
+    done = zero.resume(model, optimizer, data=data)["done"] if resuming else 0
+    for step in range(done, options.steps):
+        x = torch.randn(64, 512, generator=data)
+        optimizer.zero_grad()
+        loss = (model(x) - x @ target).square().mean()
+        loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        print(f"step {step}: loss {loss.item():.4f}")
+        if step % 10 == 9 or step + 1 == options.steps:
+            zero.commit(model, optimizer, data=data, extra={"done": step + 1})  # durable from here on
+    state, peak = sum(store.spec(key).nbytes for key in store), store.statistics().tier("dram").peak
+    print(f"{state:,} bytes of parameters and states, at most {peak:,} of them in memory")

@@ -1,0 +1,269 @@
+"""Checkpoints that DeepSpeed 0.19.8 wrote (``make_theirs.py``), read into engines and stores that go on training."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+from tests.zero.deepspeed.shared import AFTER, BEFORE, CASES, Case, Small, batch, config_of, groups_of, unpacked
+from tiered import MisuseError, TieredStore, TorchFileError, zero
+from tiered.cli.main import main
+from tiered.zero.deepspeed.saved import Saved
+
+ROUNDING = {"fp32": 1e-6, "bf16": 2e-2, "fp16": 2e-3}
+"""By how much losses may differ: of fp32 a few last bits, of narrow types one rounding of the loss's logits."""
+
+
+def engine_of(case: Case, store: Path, seed: int = 7, **more: Any) -> zero.Engine:
+    """An engine of one process, for which each pass is what was a rank of DeepSpeed's."""
+    torch.manual_seed(seed)
+    model = Small(case.width)
+    config = {
+        **config_of(case),
+        "gradient_accumulation_steps": case.ranks,
+        "tiered": {"path": str(store), "dram": "1MiB"},
+        **more,
+    }
+    config["zero_optimization"] = {"stage": 1}
+    return zero.initialize(model=model, config=config, model_parameters=groups_of(model))[0]
+
+
+def losses_of(engine: zero.Engine, case: Case, steps: int = AFTER) -> list[list[float]]:
+    """Train on, and return the losses of each rank."""
+    found: list[list[float]] = [[] for _ in range(case.ranks)]
+    for step in range(BEFORE, BEFORE + steps):
+        for rank in range(case.ranks):
+            loss = engine(batch(step, rank))
+            engine.backward(loss)
+            engine.step()
+            found[rank].append(loss.item())
+    return found
+
+
+def close(found: list[list[float]], expected: list[list[float]], within: float) -> bool:
+    return all(
+        math.isclose(one, other, rel_tol=within)
+        for mine, theirs in zip(found, expected, strict=True)
+        for one, other in zip(mine, theirs, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_goes_on(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """From the folder itself, and from a store that ``tiered import`` made of it: both as DeepSpeed went on, to rounding."""
+    case, theirs = CASES[name], unpacked(name, tmp_path)
+    expected = json.loads((theirs / "losses.json").read_text())
+    engine = engine_of(case, tmp_path / "store")
+    path, client_state = engine.load_checkpoint(theirs)
+    assert path == str(theirs / f"global_step{BEFORE}")
+    assert client_state == {"epoch": 5, "who": ("a", 1.5)}
+    assert (engine.global_steps, engine.skipped_steps) == (BEFORE, 0)
+    if case.dtype == "fp16":
+        assert engine.loss_scale() == 64
+    lr = engine.get_lr()
+    found = losses_of(engine, case)
+    assert close(found, expected, ROUNDING[case.dtype]), (found, expected)
+    engine.save_checkpoint(tmp_path / "ours")
+    engine.destroy()
+    if name in ("stage2-fp32", "stage3-bf16"):
+        assert main(["import", str(theirs), "--dir", str(tmp_path / "imported"), "--deepspeed", "--dram", "1MiB"]) == 0
+        assert f"of step {BEFORE} (ZeRO stage {case.stage}, {case.ranks} ranks)" in capfd.readouterr().out
+        engine = engine_of(case, tmp_path / "again", seed=3)
+        assert engine.load_checkpoint(tmp_path / "imported")[1] == client_state
+        assert engine.get_lr() == lr
+        assert losses_of(engine, case) == found
+        engine.destroy()
+
+
+def test_a_checkpoint_of_ours_follows(tmp_path: Path) -> None:
+    """What was loaded is durable after ``save_checkpoint``, and goes on bit for bit in a new engine."""
+    case, theirs = CASES["stage3-nvme"], unpacked("stage3-nvme", tmp_path)
+    assert list(theirs.glob("*/offloaded_tensors/rank01/exp_avg-*.swp"))  # what it is about
+    engine = engine_of(case, tmp_path / "store")
+    engine.load_checkpoint(theirs)
+    engine.save_checkpoint(tmp_path / "ours")
+    found = losses_of(engine, case, 2)
+    engine.destroy()
+    engine = engine_of(case, tmp_path / "store", seed=1)
+    engine.load_checkpoint(tmp_path / "ours")
+    assert losses_of(engine, case, 2) == found
+    engine.destroy()
+
+
+def test_a_loop_of_ones_own_goes_on_from_an_import(tmp_path: Path) -> None:
+    """``zero.page(source=)`` and ``zero.resume``: parameters, moments and counts are those of the files, bit for bit."""
+    theirs = unpacked("stage2-fp32", tmp_path)
+    assert main(["import", str(theirs), "--dir", str(tmp_path / "imported"), "--deepspeed", "--dram", "1MiB"]) == 0
+    with TieredStore.open(None, dram="1MiB") as store:
+        model = zero.page(Small(6), store, existing="resume", source=tmp_path / "imported")
+        optimizer = zero.AdamW(groups_of(model))
+        extra = zero.resume(model, optimizer)
+        assert extra["client_state"] == {"epoch": 5, "who": ("a", 1.5)}
+        assert extra["lr_scheduler"] == {"last_batch_iteration": BEFORE - 1}
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+        state = optimizer.state_dict()["state"]
+        names = [name for group in optimizer.param_groups for name in _names(model, group["params"])]
+        with Saved(theirs / f"global_step{BEFORE}") as saved:
+            assert saved.aliases == {"head.weight": "embed.weight"}
+            for name, parameter in model.named_parameters():
+                assert torch.equal(_read(saved, name, "param"), parameter.detach().clone())
+            for index, name in enumerate(names):
+                assert state[index]["step"] == BEFORE
+                for kind in ("exp_avg", "exp_avg_sq"):
+                    assert torch.equal(_read(saved, name, kind), state[index][kind])
+        assert torch.equal(model.seen, torch.full((3,), float(BEFORE)))
+
+
+def _names(model: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> list[str]:
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [known[id(parameter)] for parameter in parameters]
+
+
+def _read(saved: Saved, name: str, state: str) -> torch.Tensor:
+    shape = saved.parameters[name].shape
+    found = saved.read(name, state, 0, math.prod(shape))
+    assert found is not None
+    return found.view(shape)
+
+
+@pytest.mark.parametrize("option", ["load_module_only", "load_optimizer_states"])
+def test_the_parameters_alone(tmp_path: Path, option: str) -> None:
+    """The optimizer begins anew: its first steps are those of one that was made for these parameters."""
+    case, theirs = CASES["stage3-fp32"], unpacked("stage3-fp32", tmp_path)
+    engine = engine_of(case, tmp_path / "store")
+    losses_of(engine, case, 2)  # states that must not stay
+    engine.load_checkpoint(theirs, **{option: option == "load_module_only"})
+    values = engine.module_state_dict()
+    assert engine.global_steps == (2 if option == "load_module_only" else BEFORE)
+    assert not engine.optimizer.state_dict()["state"]
+    with Saved(theirs / f"global_step{BEFORE}") as saved:
+        assert all(torch.equal(_read(saved, name, "param"), values[name]) for name in saved.parameters)
+    engine.destroy()
+
+
+def test_other_models_are_refused(tmp_path: Path) -> None:
+    theirs = unpacked("stage2-fp32", tmp_path)
+    wide = Case(2, width=12)
+    engine = engine_of(wide, tmp_path / "store")
+    with pytest.raises(MisuseError, match=r"'embed.weight' of shape \(11, 6\), and this model of \(11, 12\)"):
+        engine.load_checkpoint(theirs)
+    assert losses_of(engine, wide, 1)  # nothing was changed
+    engine.destroy()
+    case = CASES["stage2-fp32"]
+    engine = engine_of(case, tmp_path / "other", optimizer={"type": "Lion", "params": {"lr": 1e-3}})
+    engine.load_checkpoint(theirs)  # Lion keeps exp_avg alone, which Adam has, too
+    engine.destroy()
+    engine = engine_of(case, tmp_path / "third", optimizer={"type": "RMSprop", "params": {"lr": 1e-3}})
+    with pytest.raises(MisuseError, match=r"has no 'square_avg' of 'embed\.weight', which RMSpropRule keeps"):
+        engine.load_checkpoint(theirs)
+    engine.destroy()
+
+
+def test_a_lost_rank_is_named(tmp_path: Path) -> None:
+    theirs = unpacked("stage3-bf16", tmp_path)
+    tag = theirs / f"global_step{BEFORE}"
+    lost = tag / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    lost.unlink()
+    with pytest.raises(TorchFileError, match="saved by 3 ranks, and has the optimizer states of 2: 0, 2"):
+        Saved(tag)
+
+
+# -- exports ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with a bf16 model that was trained for some steps; its last update is pending."""
+    folder = tmp_path_factory.mktemp("exports") / "store"
+    case = Case(1, "bf16", ranks=1, width=12)
+    engine = engine_of(case, folder)
+    losses_of(engine, case, 3)
+    engine.save_checkpoint(folder.parent / "saved", client_state={"epoch": 2})
+    torch.save(
+        {"model": engine.module_state_dict(), "optimizer": engine.optimizer.state_dict(), "names": _groups(engine)},
+        folder.parent / "expected.pt",
+    )
+    engine.destroy()
+    return folder
+
+
+def _groups(engine: zero.Engine) -> list[str]:
+    return [name for group in engine.optimizer.param_groups for name in _names(engine.module, group["params"])]
+
+
+def expected_of(trained: Path) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    found = torch.load(trained.parent / "expected.pt", weights_only=False)
+    states = {found["names"][index]: state for index, state in found["optimizer"]["state"].items()}
+    return found["model"], states
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_what_is_exported_for_it(trained: Path, tmp_path: Path) -> None:
+    assert main(["export", str(trained), "--out", str(tmp_path / "dcp"), "--format", "torch-dcp"]) == 0
+    values, states = expected_of(trained)
+    del values["head.weight"]  # the embedding's second name
+    wanted: dict[str, Any] = {
+        "model": {name: torch.zeros_like(value) for name, value in values.items()},
+        "optimizer": {
+            "state": {
+                name: {key: torch.zeros_like(torch.as_tensor(value)).float() for key, value in state.items()}
+                for name, state in states.items()
+            },
+            "param_groups": [{"lr": 0.0, "weight_decay": 1.0, "params": []} for _ in range(2)],
+        },
+    }
+    dcp.load(wanted, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert all(torch.equal(wanted["model"][name], value) for name, value in values.items())
+    assert len(states) == 10
+    for name, state in states.items():
+        assert state.keys() == {"step", "exp_avg", "exp_avg_sq", "master"}
+        for key, value in state.items():
+            assert torch.equal(wanted["optimizer"]["state"][name][key], torch.as_tensor(value)), (name, key)
+    assert [group["weight_decay"] for group in wanted["optimizer"]["param_groups"]] == [0.1, 0.0]
+
+
+def test_safetensors_reads_what_is_exported_for_it(trained: Path, tmp_path: Path) -> None:
+    assert main(["export", str(trained), "--out", str(tmp_path / "out"), "--format", "safetensors"]) == 0
+    values, _ = expected_of(trained)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == values.keys() - {"head.weight"}
+    assert all(torch.equal(value, values[name]) for name, value in found.items())
+
+
+def test_the_universal_files(trained: Path, tmp_path: Path) -> None:
+    """As torch reads them; test_real_deepspeed.py has DeepSpeed read them."""
+    assert main(["export", str(trained), "--out", str(tmp_path / "uni"), "--format", "deepspeed-universal"]) == 0
+    _, states = expected_of(trained)
+    tag = (tmp_path / "uni" / "latest_universal").read_text()
+    assert tag == "global_step3"
+    for name, state in states.items():
+        for file, key in (("fp32", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+            found = torch.load(tmp_path / "uni" / tag / "zero" / name / f"{file}.pt", weights_only=True)["param"]
+            assert torch.equal(found, state[key])
+        assert torch.load(tmp_path / "uni" / tag / "zero" / name / "step.pt", weights_only=True) == 3
+    model = torch.load(tmp_path / "uni" / tag / "mp_rank_00_model_states.pt", weights_only=True)
+    assert (model["epoch"], model["global_steps"], model["lr_scheduler"]["last_batch_iteration"]) == (2, 3, 2)
+
+
+def test_what_cannot_be_exported(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    for arguments, says in (
+        (["--out", str(tmp_path / "taken"), "--format", "torch-dcp"], "is there already"),
+        (["--out", str(tmp_path / "a"), "--format", "torch-dcp", "--dtype", "float16"], "are for safetensors"),
+        (["--out", str(tmp_path / "a"), "--format", "deepspeed-universal", "--model", "other"], "other"),
+    ):
+        try:
+            code = main(["export", str(trained), *arguments])
+        except SystemExit as ended:
+            code = ended.code
+        assert code
+        assert says in capfd.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]

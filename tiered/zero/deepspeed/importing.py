@@ -1,0 +1,237 @@
+"""Go on from a checkpoint that DeepSpeed wrote: in an engine that has the model, or in a store, without the model."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from tiered import MisuseError, TieredStore
+from tiered.errors import TorchFileError
+from tiered.format.torch_file import Instance
+from tiered.zero.checkpoint import checkpoint
+from tiered.zero.checkpoint.foreign import ONE, ForeignGroup, put, record_of, replace, take_over
+from tiered.zero.checkpoint.loaders import Stateful
+from tiered.zero.checkpoint.reshard import Source, opened
+from tiered.zero.deepspeed.saved import Saved, SavedGroup
+from tiered.zero.optimizers.optimizer import Optimizer
+from tiered.zero.paging.pager import name_of, pager_of
+from tiered.zero.rules import (
+    AdagradRule,
+    AdamRule,
+    AdamWRule,
+    LionRule,
+    SGDRule,
+    UpdateRule,
+    settings_of,
+    torch_name,
+)
+
+__all__ = ["import_saved", "load_imported", "load_saved"]
+
+USUAL: Mapping[str, type[Any]] = {
+    "adam": AdamWRule,
+    "adamw": AdamWRule,
+    "lion": LionRule,
+    "adagrad": AdagradRule,
+    "sgd": SGDRule,
+}
+"""Rules by the names of optimizers in a configuration."""
+SCALE = (("left", "cur_hysteresis", 1), ("steps", "cur_iter", 0), ("last_overflow", "last_overflow_iter", -1))
+"""Of a dynamic loss scale: our name, DeepSpeed's, and what holds where that is missing."""
+ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "maximize": False}
+
+
+def load_saved(
+    saved: Saved, model: torch.nn.Module, optimizer: Optimizer | None, scheduler: Stateful | None, sizes: Mapping[str, int]
+) -> dict[str, Any]:
+    """Replace what a paged model, its optimizer and its scheduler have by what is in a checkpoint. Returns what
+    ``engine.save_checkpoint`` commits beside them. ``sizes``: passes of a step, its samples, samples of a pass on one rank.
+
+    Raises MisuseError where the model is another one, or the optimizer updates by another rule; TorchFileError.
+    """
+    pager = pager_of(model)
+    groups = [] if optimizer is None else _groups_of(optimizer, saved)
+    _refuse_stateless(groups, saved)
+    extra = _extra(saved, sizes)
+    record = record_of(saved, groups, extra)
+    if scheduler is not None:
+        rates = [float(group.settings.get("lr", math.nan)) for group in groups]
+        record["scheduler"] = _schedule(scheduler, saved.scheduler, rates, saved.where)
+    take_over(pager, saved, groups, record)
+    checkpoint.load_record(pager, record, optimizer, scheduler)
+    return extra
+
+
+def load_imported(
+    folder: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: Optimizer | None,
+    scheduler: Stateful | None,
+    sizes: Mapping[str, int],
+) -> dict[str, Any]:
+    """Do as ``load_saved``, from a store that ``tiered import`` made of such a checkpoint. Raises as that, and
+    ManifestError."""
+    pager = pager_of(model)
+    with ExitStack() as stack:
+        source = Source(opened(folder, stack), pager.name)
+        record = dict(source.records[0])
+        if optimizer is None:
+            record["optimizer"] = None
+        extra = dict(record["extra"] or {})
+        if not {"engine", "sizes", "loss_scale", "client_state"} <= extra.keys():
+            raise MisuseError(f"{folder} has a commit that is no checkpoint of an engine: zero.page(source=) takes it over")
+        if scheduler is not None and record["scheduler"] is None:
+            rates = [float(group["lr"]) for group in (record["optimizer"] or {"groups": []})["groups"]]
+            record["scheduler"] = _schedule(scheduler, extra.get("lr_scheduler"), rates, str(folder))
+        replace(pager, source)
+    checkpoint.load_record(pager, record, optimizer, scheduler)
+    engine = {**extra["engine"], "micro_steps": extra["engine"]["global_steps"] * sizes["passes"]}
+    return {**extra, "engine": engine, "sizes": _sizes(sizes)}
+
+
+def _sizes(sizes: Mapping[str, int]) -> tuple[int, int, int, int]:
+    """Return what an engine's checkpoint has of these sizes, between two steps."""
+    return sizes["passes"], sizes["samples"], sizes["micro"], 0
+
+
+def import_saved(
+    saved: Saved, store: TieredStore, name: str = "model", *, progress: Any = None
+) -> dict[str, Any]:
+    """Write a checkpoint into ``store`` as one of model ``name``, which is not at hand: ``zero.page(existing="resume",
+    source=)`` and ``engine.load_checkpoint`` take it over. The optimizer is that of the configuration in it. Returns its
+    ``extra``.
+
+    Raises MisuseError for an optimizer that there is no rule for, TorchFileError, and what the store raises.
+    """
+    groups = [ForeignGroup(_in_order(group, saved), _rule(saved, group), {}) for group in saved.groups]
+    _refuse_stateless(groups, saved)
+    config = saved.config
+    sizes = {
+        "passes": _whole(config.get("gradient_accumulation_steps"), 1),
+        "samples": _whole(config.get("train_batch_size"), 1),
+        "micro": _whole(config.get("train_micro_batch_size_per_gpu"), 1),
+    }
+    extra = {**_extra(saved, sizes), "lr_scheduler": saved.scheduler}
+    put(store, saved, name, groups, extra, progress=progress)
+    return extra
+
+
+def _in_order(group: SavedGroup, saved: Saved) -> tuple[str, ...]:
+    """Return the names of a group in the model's order: stage 1 to 3 may flatten them in another."""
+    inside = set(group.names)
+    return tuple(name for name in saved.parameters if name in inside)
+
+
+def _whole(value: Any, usual: int) -> int:
+    return value if type(value) is int and value > 0 else usual
+
+
+def _extra(saved: Saved, sizes: Mapping[str, int]) -> dict[str, Any]:
+    counters = saved.counters
+    return {
+        "engine": {
+            "micro_steps": counters.global_steps * sizes["passes"],
+            "global_steps": counters.global_steps,
+            "global_samples": counters.global_samples,
+            "skipped_steps": counters.skipped_steps,
+        },
+        "sizes": _sizes(sizes),
+        "loss_scale": _scale(saved.scaler),
+        "client_state": saved.client_state,
+    }
+
+
+def _scale(scaler: Any) -> dict[str, Any]:
+    """Return the state of the loss scale, as ``LossScale`` has it."""
+    state = scaler.state if isinstance(scaler, Instance) and isinstance(scaler.state, dict) else {}
+    scale = state.get("cur_scale")
+    if not isinstance(scale, int | float) or not 0 < scale < math.inf:
+        raise TorchFileError(f"the checkpoint has {scale!r:.40} for its loss scale")
+    found: dict[str, Any] = {"scale": float(scale)}
+    for name, theirs, usual in SCALE:
+        value = state.get(theirs, usual)
+        found[name] = value if type(value) is int else usual
+    return found
+
+
+def _groups_of(optimizer: Optimizer, saved: Saved) -> list[ForeignGroup]:
+    """Return the param groups of an optimizer, with the settings that its parameters have in the checkpoint."""
+    home = {name: group for group in saved.groups for name in group.names}
+    found = []
+    for index, group in enumerate(optimizer.param_groups):
+        names = tuple(name_of(parameter) for parameter in group["params"])
+        theirs = [home[one] for name in names if (one := saved.aliases.get(name, name)) in home]
+        rule = optimizer.rule_of(index)
+        first = theirs[0].settings if theirs else {}
+        known = {key: _setting(first[key]) for key in settings_of(rule) if key in first}
+        settings = {**{key: group[key] for key in settings_of(rule)}, **known}
+        for other in theirs:
+            if any(_setting(other.settings.get(key)) != value for key, value in known.items()):
+                raise MisuseError(
+                    f"param group {index} of this optimizer has parameters of several groups of {saved.where}, with other "
+                    "settings: divide the parameters as they were divided for DeepSpeed"
+                )
+        found.append(ForeignGroup(names, rule, settings))
+    return found
+
+
+def _setting(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _rule(saved: Saved, group: SavedGroup) -> UpdateRule:
+    """Return the rule that updates a group, by the configuration in a checkpoint."""
+    section = saved.config.get("optimizer")
+    kind = section.get("type") if isinstance(section, dict) else None
+    params = section.get("params") if isinstance(section, dict) else None
+    rule = USUAL.get(str(kind).lower()) if kind is not None else AdamWRule  # an optimizer of the caller's: by its states
+    coupled = isinstance(params, dict) and params.get("adam_w_mode") is False
+    if str(kind).lower() == "adam" and coupled:
+        rule = AdamRule
+    if rule is None:
+        raise MisuseError(
+            f"{saved.where} was trained with {kind!r:.60}, which tiered import has no rule for ({', '.join(sorted(USUAL))}): "
+            "engine.load_checkpoint loads it into an engine that has that optimizer"
+        )
+    usual = settings_of(rule(**(ADAMW if rule is AdamWRule else {})))
+    given = {key: _setting(value) for key, value in group.settings.items() if key in usual}
+    if rule in (AdamRule, AdagradRule, SGDRule):
+        given["fused"] = False
+    made: UpdateRule = rule(**{**usual, **given})
+    return made
+
+
+def _refuse_stateless(groups: list[ForeignGroup], saved: Saved) -> None:
+    """Raise MisuseError where parameters were updated, and the checkpoint lacks a state that the rule keeps."""
+    for group in groups:
+        for name in group.names:
+            known = saved.aliases.get(name, name)
+            if known not in saved.parameters or not saved.parameters[known].steps or known not in saved.trained:
+                continue
+            kept = [torch_name(group.rule, state) for state in group.rule.state_specs(ONE)]
+            lacks = [state for state in kept if not saved.has(known, state)]
+            if lacks:
+                raise MisuseError(
+                    f"{saved.where} has no {lacks[0]!r} of {name!r}, which {type(group.rule).__name__} keeps: it was trained "
+                    "with another optimizer; name that one, or load with load_optimizer_states=False"
+                )
+
+
+def _schedule(scheduler: Stateful, theirs: Any, rates: Sequence[float], where: str) -> Any:
+    """Return the state of a scheduler: what it has, at the iteration that the checkpoint says. ``rates``: those of groups."""
+    mine = scheduler.state_dict()
+    if not isinstance(theirs, dict):
+        return mine
+    if "last_batch_iteration" not in theirs:
+        return theirs
+    last = theirs["last_batch_iteration"]
+    if type(last) is not int or last < -1:
+        raise TorchFileError(f"{where} has {last!r:.40} for the iteration of its scheduler")
+    if not isinstance(mine, dict) or "last_epoch" not in mine:
+        raise MisuseError(f"{where} has a schedule of DeepSpeed's, and lr_scheduler= is a {type(scheduler).__name__}")
+    return {**mine, "last_epoch": last + 1, "_step_count": last + 2, "_last_lr": list(rates)}

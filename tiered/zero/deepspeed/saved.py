@@ -1,0 +1,628 @@
+"""Read checkpoints that DeepSpeed wrote: ZeRO stages 1 to 3, of any number of ranks.
+
+Their layout, of version 0.19 and back to 0.14, learnt from https://github.com/deepspeedai/DeepSpeed (``deepspeed/utils/
+zero_to_fp32.py`` and the ``state_dict`` methods of the ZeRO optimizers) and from files that version 0.19.8 wrote here:
+
+- ``TAG/mp_rank_00_model_states.pt`` (stage 3: ``zero_pp_rank_R_mp_rank_00_model_states.pt``): the module's tensors (with
+  stage 3 its buffers), names and shapes of the trained parameters in the order in which they are flattened
+  (``param_shapes``, a dict for each group), parameters that are not trained, counters, the scheduler's state, and what the
+  caller added.
+- ``TAG/[bf16_|fp16_]zero_pp_rank_R_mp_rank_00_optim_states.pt``: the share of rank R of each group's fp32 parameters and
+  moments. Stages 1 and 2 flatten a group and divide it evenly; ``param_slice_mappings`` says which elements of the share
+  are whose. Stage 3 divides each parameter evenly, and flattens the shares of a sub-group one after the other.
+- With stage 3 and the optimizer on NVMe, sub-groups of at least 1 MiB are empty in these files. They are in
+  ``TAG/offloaded_tensors/rankRR/[STATE-]FIRST_LAST.tensor.swp``: raw fp32, padded. FIRST and LAST are the numbers of a
+  sub-group's first and last parameter, counted over all parameters of the model as DeepSpeed met them: in the order of
+  ``parameters()``, or, for a model that was built under its ``zero.Init``, those of a module after those of the modules in
+  it.
+
+Pickles are read by ``tiered.format.torch_file``, which runs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from tiered.errors import MisuseError, TorchFileError, shown
+from tiered.format.torch_file import ELEMENTS, Instance, Name, StoredTensor, TorchFile
+from tiered.zero.checkpoint.foreign import Described
+
+__all__ = ["INERT", "Counters", "Saved", "SavedGroup", "is_saved", "plain", "tag_of"]
+
+INERT = (
+    *("deepspeed.runtime.fp16.loss_scaler.LossScaler", "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    *("deepspeed.runtime.zero.config.ZeroStageEnum", "deepspeed.utils.tensor_fragment.fragment_address"),
+    *("deepspeed.runtime.zero.offload_config.OffloadDeviceEnum", "deepspeed.checkpoint.universal_checkpoint.SubparamShape"),
+    *("argparse.Namespace", "torch.device", "pathlib.PosixPath"),
+)
+"""Classes of which a checkpoint may have objects: each becomes an inert stand-in."""
+LARGEST = 2**40
+"""Elements of a parameter."""
+_OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt", re.ASCII)
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)(?:_\d+)?_model_states\.pt", re.ASCII)
+_OWN = frozenset(
+    (
+        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "lr_scheduler"),
+        *("frozen_param_fragments", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"),
+        *("global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version", "num_experts"),
+        *("universal_checkpoint_info", "checkpoint_parallel_dimensions", "ds_autoep_layers", "autoep_layers", "folding"),
+        *("autotp_universal_checkpoint_info", "dataloader"),
+    )
+)
+"""What DeepSpeed itself writes beside the model; the rest of a model's file is the caller's."""
+COUNTED = ("global_steps", "global_samples", "skipped_steps")
+MOST_VALUES = 1_000_000
+MOST_PADDING = 1 << 20
+"""Bytes: 1 KiB for each thread of DeepSpeed's aio."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What DeepSpeed's engine counts."""
+
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+
+
+class SavedGroup(NamedTuple):
+    """Param group of the optimizer: its settings, as DeepSpeed's have them, and the names of its parameters."""
+
+    settings: Mapping[str, Any]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Raw:
+    """File of fp32 numbers, which may be padded."""
+
+    path: str
+    count: int
+    dtype: str = "float32"
+    is_contiguous: bool = True
+
+    def read(self, begin: int, end: int) -> bytearray:
+        """Return the bytes of elements ``begin`` to ``end``."""
+        data = bytearray(4 * (end - begin))
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(4 * begin)
+            view = memoryview(data)
+            while view:
+                count = file.readinto(view)
+                if not count:
+                    raise ValueError(f"{self.path} became shorter while it was read")
+                view = view[count:]
+        return data
+
+
+_Flat = StoredTensor | _Raw
+
+
+class _Fragment(NamedTuple):
+    """Elements ``begin`` to ``end`` of a parameter, which begin at element ``at`` of flat tensors of a rank: its fp32
+    values, and its states by name."""
+
+    begin: int
+    end: int
+    at: int
+    flats: Mapping[str, _Flat]
+
+
+def is_saved(folder: str | os.PathLike[str]) -> bool:
+    """Return whether a folder is that of one tag of DeepSpeed's."""
+    try:
+        return any(_MODEL.fullmatch(name) for name in os.listdir(folder))
+    except OSError:
+        return False
+
+
+def tag_of(folder: str | os.PathLike[str], tag: str | None = None) -> Path:
+    """Return the folder of a tag below ``folder`` (None: the one that ``latest`` names), or ``folder`` itself where it is one.
+    Raises MisuseError where there is none."""
+    there = Path(os.path.expanduser(folder))
+    if tag is None and is_saved(there):
+        return there
+    if tag is None:
+        try:
+            tag = (there / "latest").read_text().strip()
+        except (OSError, ValueError) as error:
+            raise MisuseError(
+                f"{there} is no checkpoint of DeepSpeed's: it has neither files mp_rank_…_model_states.pt nor a file latest"
+            ) from error
+    if not tag or "/" in tag or "\0" in tag or tag in (".", "..") or not is_saved(there / tag):
+        raise MisuseError(f"{there / shown(tag, 100)} is no checkpoint of DeepSpeed's")
+    return there / tag
+
+
+class Saved:
+    """One checkpoint that DeepSpeed wrote, open for reading; a context manager, and a ``Foreign``.
+
+    ``groups``: the param groups of its optimizer. ``scheduler``: the state of its scheduler, ``scaler`` that of its loss
+    scale, by attribute. ``client_state``: what the caller saved with it. ``config``: the configuration.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """Open the files of the folder of a tag. Raises MisuseError for what is not supported, TorchFileError for what is
+        damaged or could run code, OSError."""
+        self.where = str(folder)
+        self._stack = ExitStack()
+        try:
+            with self._sound():
+                self._open(Path(folder))
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> Saved:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        self._stack.close()
+
+    def _sound(self) -> _Sound:
+        return _Sound(self.where)
+
+    # -- reading the files ---------------------------------------------------------------------------------------------------
+
+    def _open(self, folder: Path) -> None:
+        models, optims = _files(folder, _MODEL), _files(folder, _OPTIM)
+        if not models:
+            raise MisuseError(f"{folder} is no checkpoint of DeepSpeed's: it has no file …model_states.pt")
+        if any(re.search(r"mp_rank_(?!00)\d+", name) for name in os.listdir(folder)):
+            raise MisuseError(f"{folder} is divided by tensor parallelism (mp_rank_01), which there is not here")
+        if any(name.startswith(("expp_", "layer_")) or "_expert_" in name for name in os.listdir(folder)):
+            raise MisuseError(f"{folder} is of a pipeline or of DeepSpeed's own experts, which there are not here")
+        model = self._value(models[min(models)])
+        self.config: Mapping[str, Any] = _dict(plain(model.get("ds_config") or {}))
+        self.counters = Counters(*(_count(model.get(name, 0)) for name in COUNTED))
+        self.version = str(model.get("ds_version"))
+        self.scheduler: Any = plain(model.get("lr_scheduler"))
+        self.client_state: dict[str, Any] = {
+            str(key): plain(value) for key, value in model.items() if key not in _OWN
+        }
+        if not optims:
+            raise MisuseError(
+                f"{folder} has no file …zero_pp_rank_0_mp_rank_00_optim_states.pt: it was saved without ZeRO (stage 0), or "
+                "without the optimizer; load its module with torch.load(weights_only=True)"
+            )
+        saved = [self._value(optims[rank]) for rank in sorted(optims)]
+        states = [_dict(one["optimizer_state_dict"]) for one in saved]
+        stage = _number(states[0]["zero_stage"])
+        count = states[0]["partition_count"]
+        ranks = max(map(_count, count)) if isinstance(count, list) else _count(count)
+        if sorted(optims) != list(range(ranks)):
+            raise TorchFileError(
+                f"{folder} was saved by {ranks} ranks, and has the optimizer states of {len(optims)}: {_some(optims)}"
+            )
+        if stage not in (1, 2, 3):
+            raise MisuseError(f"{folder} is of ZeRO stage {stage}, and there are 1 to 3")
+        if isinstance(count, list) and len({*map(_count, count)}) > 1:
+            raise MisuseError(f"{folder} has param groups of different numbers of ranks (experts), which there are not here")
+        self.stage, self.ranks = stage, ranks
+        self.scaler = states[0].get("loss_scaler")
+        shapes = [
+            {_text(name): _shape(shape) for name, shape in _dict(group).items()} for group in _list(model["param_shapes"])
+        ]
+        self._fragments: dict[str, list[_Fragment]] = {}
+        own = {*map(_text, _list(model["buffer_names"])), *_dict(model.get("shared_params") or {})}
+        order = [_text(name) for name in _dict(model["module"]) if name not in own]
+        steps = self._of_stage_3(folder, states, shapes, order) if stage == 3 else self._of_stage_2(states, shapes)
+        self._describe(model, models, shapes, steps)
+
+    def _value(self, path: Path) -> Mapping[str, Any]:
+        file = self._stack.enter_context(TorchFile(path, inert=INERT))
+        return _dict(file.value)
+
+    def _of_stage_2(self, states: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> list[int]:
+        """Note where the elements of each parameter are, of stages 1 and 2. Returns the steps of each group."""
+        base = states[0]["base_optimizer_state"]
+        if not isinstance(base, dict):
+            raise MisuseError(f"{self.where} is an elastic checkpoint: save it with elastic_checkpoint false, the default")
+        groups = _list(base["param_groups"])
+        if len(groups) != len(shapes):
+            raise ValueError(f"it has {len(groups)} param groups, and shapes of {len(shapes)}")
+        self.groups = [
+            SavedGroup(_settings(group), tuple(names)) for group, names in zip(groups, shapes, strict=True)
+        ]
+        done = {name: 0 for group in shapes for name in group}
+        steps = [0] * len(shapes)
+        for state in states:
+            mappings, masters = _list(state["param_slice_mappings"]), _list(state["single_partition_of_fp32_groups"])
+            kept = _dict(_dict(state["base_optimizer_state"])["state"])
+            for index, (mapping, master) in enumerate(zip(mappings, masters, strict=True)):
+                flats, step = _flats(kept.get(index, {}), master)
+                steps[index] = max(steps[index], _step(step, groups[index]))
+                for name, address in _dict(mapping).items():
+                    at, numel = _count(address.attribute("start")), _count(address.attribute("numel"))
+                    begin = done[_text(name)]
+                    self._fragments.setdefault(name, []).append(_Fragment(begin, begin + numel, at, flats))
+                    done[name] += numel
+        return steps
+
+    def _of_stage_3(
+        self,
+        folder: Path,
+        states: Sequence[Mapping[str, Any]],
+        shapes: Sequence[Mapping[str, tuple[int, ...]]],
+        order: Sequence[str],
+    ) -> list[int]:
+        """Note where the elements of each parameter are, of stage 3. Returns the steps of each sub-group."""
+        base = _dict(states[0]["optimizer_state_dict"])
+        of_group = [[_count(one) for one in _list(group["params"])] for group in map(_dict, _list(base["param_groups"]))]
+        if sorted(one for group in of_group for one in group) != list(range(len(shapes))):
+            raise ValueError("its param groups do not have each sub-group once")
+        self.groups = [
+            SavedGroup(_settings(group), tuple(name for index in members for name in shapes[index]))
+            for group, members in zip(map(_dict, base["param_groups"]), of_group, strict=True)
+        ]
+        home = {index: group for group, members in enumerate(of_group) for index in members}
+        steps = [0] * len(shapes)
+        sizes = [sum(-(-math.prod(shape) // self.ranks) for shape in names.values()) for names in shapes]
+        first = _list(states[0]["fp32_flat_groups"])
+        empty = {index: list(shapes[index]) for index in range(len(sizes)) if sizes[index] and not _tensor(first[index]).count}
+        swapped = _swapped(folder, self.ranks, order, empty)
+        for rank, state in enumerate(states):
+            masters = _list(state["fp32_flat_groups"])
+            kept = _dict(_dict(state["optimizer_state_dict"])["state"])
+            if len(masters) != len(shapes):
+                raise ValueError(f"it has {len(masters)} sub-groups, and shapes of {len(shapes)}")
+            for index, (names, master) in enumerate(zip(shapes, masters, strict=True)):
+                flats, step = _flats(kept.get(index, {}), master)
+                if index in swapped:
+                    flats = _file_of(folder, rank, swapped[index], sizes[index], flats)
+                steps[index] = max(steps[index], _step(step, base["param_groups"][home[index]]))
+                at = 0
+                for name, shape in names.items():
+                    numel = math.prod(shape)
+                    share = -(-numel // self.ranks)
+                    begin = min(rank * share, numel)
+                    self._fragments.setdefault(name, []).append(_Fragment(begin, min(begin + share, numel), at, flats))
+                    at += share
+        return steps
+
+    def _describe(
+        self,
+        model: Mapping[str, Any],
+        models: Mapping[int, Path],
+        shapes: Sequence[Mapping[str, tuple[int, ...]]],
+        steps: Sequence[int],
+    ) -> None:
+        """Note all parameters, in the model's order, its buffers and aliases."""
+        module = _dict(model["module"])
+        self.trained = frozenset(name for group in shapes for name in group)
+        trained = {name: (shape, step) for group, step in zip(shapes, steps, strict=True) for name, shape in group.items()}
+        frozen = {_text(name): _shape(shape) for name, shape in _dict(model.get("frozen_param_shapes") or {}).items()}
+        buffers = {_text(name) for name in _list(model["buffer_names"])}
+        shared = _dict(model.get("shared_params") or {})
+        self.aliases: Mapping[str, str] = {_text(alias): _text(name) for alias, name in shared.items()}
+        found: dict[str, Described] = {}
+        narrow = next((torch_type for key, torch_type in TYPES.items() if _enabled(self.config, key)), torch.float32)
+        for name, value in module.items():
+            if name in buffers or name in self.aliases:
+                continue
+            if not isinstance(value, StoredTensor):
+                raise ValueError(f"its module has a {type(value).__name__} for {shown(_text(name), 100)}")
+            dtype = _type(value.dtype)
+            if name in trained:
+                found[name] = Described(trained[name][0], dtype, True, trained[name][1])
+            else:
+                found[name] = Described(frozen.get(name, value.shape), dtype, False)
+                if name not in frozen:
+                    self._whole(name, value, value.shape)
+        for name, (shape, step) in trained.items():  # which the module may lack with stage 3
+            found.setdefault(name, Described(shape, narrow, True, step))
+        self._of_frozen(frozen, models, model, found)
+        self.parameters: Mapping[str, Described] = found
+        there = [name for name in module if name in buffers]
+        self.buffers: Mapping[str, torch.Tensor] = {name: tensor_of(_tensor(module[name])) for name in there}
+        for name, one in found.items():
+            parts, end = self._fragments.get(name, []), 0
+            for part in parts:
+                if part.begin != end and part.begin < part.end:
+                    raise ValueError(f"{shown(name, 100)} lacks elements {end} to {part.begin}")
+                end = max(end, part.end)
+            if end != math.prod(one.shape) or math.prod(one.shape) > LARGEST:
+                raise ValueError(f"{shown(name, 100)} of shape {one.shape} has {end} elements")
+
+    def _whole(self, name: str, value: StoredTensor, shape: tuple[int, ...]) -> None:
+        numel = math.prod(shape)
+        if not value.is_contiguous or value.count != numel:
+            raise ValueError(f"{shown(name, 100)} is not contiguous, or of another shape")
+        self._fragments[name] = [_Fragment(0, numel, 0, {"param": value})]
+
+    def _of_frozen(
+        self,
+        frozen: Mapping[str, tuple[int, ...]],
+        models: Mapping[int, Path],
+        model: Mapping[str, Any],
+        found: dict[str, Described],
+    ) -> None:
+        """Note where the parameters are that are not trained: with stage 3 each rank has its share of them."""
+        if not frozen:
+            return
+        if self.stage == 3 and sorted(models) != list(range(self.ranks)):
+            raise TorchFileError(f"{self.where} was saved by {self.ranks} ranks, and has the model states of {len(models)}")
+        files = [self._value(models[rank]) for rank in sorted(models)] if self.stage == 3 else [model]
+        for name, shape in frozen.items():
+            numel, begin = math.prod(shape), 0
+            parts = self._fragments[name] = []
+            for file in files:
+                value = _tensor(_dict(file["frozen_param_fragments"])[name])
+                if not value.is_contiguous:
+                    raise ValueError(f"{shown(name, 100)} is not contiguous")
+                end = min(begin + value.count, numel)
+                parts.append(_Fragment(begin, end, 0, {"param": value}))
+                begin = end
+            found.setdefault(name, Described(shape, _type(parts[0].flats["param"].dtype), False))
+
+    def has(self, name: str, state: str) -> bool:
+        """Return whether there is a state of this name of a parameter."""
+        return all(state in part.flats for part in self._fragments[name])
+
+    # -- its values ----------------------------------------------------------------------------------------------------------
+
+    def read(self, name: str, state: str, begin: int, end: int) -> torch.Tensor | None:
+        """Return elements ``begin`` to ``end`` of a parameter, row-major: "param", or a state by the name that torch has
+        for it. None where it has no such state. Raises TorchFileError."""
+        pieces: list[torch.Tensor] = []
+        with self._sound():
+            for part in self._fragments[name]:
+                start, stop = max(begin, part.begin), min(end, part.end)
+                if state not in part.flats:
+                    if part.begin < part.end or not part.flats:
+                        return None
+                    continue
+                if start < stop:
+                    first = part.at + start - part.begin
+                    pieces.append(_elements(part.flats[state], first, first + stop - start))
+        if not pieces:
+            kind = torch.float32 if state != "param" else self.parameters[name].dtype
+            return torch.empty(0, dtype=kind, device="cpu")
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+
+TYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
+
+
+class _Sound:
+    """Turn what Python raises for values that are not what is expected into TorchFileError."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        wrong = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, struct.error, RecursionError)
+        if isinstance(error, wrong) and not isinstance(error, MisuseError):
+            raise TorchFileError(f"{self._where}: it is not as DeepSpeed writes it ({shown(repr(error), 200)})") from error
+
+
+def _files(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    """Return the files of all ranks whose names fit, by rank."""
+    found: dict[int, Path] = {}
+    for name in sorted(os.listdir(folder)):
+        match = pattern.fullmatch(name)
+        if match is not None:
+            rank = int(match[1] or 0)
+            if rank in found:
+                raise TorchFileError(f"{folder} has two files of rank {rank}: {found[rank].name} and {name}")
+            found[rank] = folder / name
+    return found
+
+
+def _some(ranks: Iterable[int]) -> str:
+    known = sorted(ranks)
+    return ", ".join(map(str, known[:8])) + (" …" if len(known) > 8 else "")
+
+
+def _swapped(
+    folder: Path, ranks: int, order: Sequence[str], groups: Mapping[int, Sequence[str]]
+) -> dict[int, str]:
+    """Return how the files are named that have these sub-groups, which are empty in the pickles. Raises TorchFileError where
+    there are other files, or where the order in which parameters were numbered cannot be told."""
+    there = folder / "offloaded_tensors"
+    wanted = [f"rank{rank:02}" for rank in range(ranks)]
+    if not groups:
+        return {}
+    found = {name: {path.name.rpartition("-")[2] for path in (there / name).glob("*.tensor.swp")} for name in wanted}
+    fitting = []
+    for numbers in (_numbers(order), _numbers(_after_children(order))):
+        named = {index: f"{numbers[names[0]]}_{numbers[names[-1]]}.tensor.swp" for index, names in groups.items()}
+        if all(present == set(named.values()) for present in found.values()) and named not in fitting:
+            fitting.append(named)
+    if len(fitting) != 1:
+        raise TorchFileError(
+            f"{there} does not have one file for the parameters of each sub-group and rank, or the parameters were numbered in "
+            "an order that is not known: save without nvme"
+        )
+    return fitting[0]
+
+
+def _file_of(folder: Path, rank: int, base: str, count: int, flats: Mapping[str, _Flat]) -> dict[str, _Flat]:
+    """Return the files of one sub-group of ``count`` elements."""
+    made: dict[str, _Flat] = {}
+    for state in flats:
+        path = folder / "offloaded_tensors" / f"rank{rank:02}" / (base if state == "param" else f"{state}-{base}")
+        size = path.stat().st_size if path.is_file() else -1
+        if not 4 * count <= size < 4 * count + MOST_PADDING:
+            has = "is missing" if size < 0 else f"has {size} bytes, and {4 * count} are expected"
+            raise TorchFileError(f"{path} {has}")
+        made[state] = _Raw(str(path), count)
+    return made
+
+
+def _numbers(order: Sequence[str]) -> dict[str, int]:
+    return {name: number for number, name in enumerate(order)}
+
+
+def _after_children(order: Sequence[str]) -> list[str]:
+    """Return names with those of a module after those of the modules in it, else in their order."""
+    tree: dict[str, Any] = {}
+    for name in order:
+        *path, last = name.split(".")
+        here = tree
+        for part in path:
+            here = here.setdefault(part, {})
+        here[f"{last}="] = name
+
+    def walk(here: Mapping[str, Any]) -> Iterator[str]:
+        for value in here.values():
+            if isinstance(value, dict):
+                yield from walk(value)
+        for value in here.values():
+            if isinstance(value, str):
+                yield value
+
+    return list(walk(tree))
+
+
+def _flats(kept: Any, master: Any) -> tuple[dict[str, _Flat], Any]:
+    """Return the flat tensors of a group on one rank by name, and its step."""
+    state = _dict(kept)
+    flats: dict[str, _Flat] = {"param": _tensor(master)}
+    for name, value in state.items():
+        if name != "step" and isinstance(value, StoredTensor) and value.shape:
+            flats[_text(name)] = value
+    if "exp_avg_sq" in flats and "exp_avg" not in flats:
+        flats["sum"] = flats.pop("exp_avg_sq")  # as DeepSpeed's Adagrad calls what torch's calls sum
+    for value in flats.values():
+        if not value.is_contiguous:
+            raise ValueError("a flat tensor is not contiguous")
+    return flats, state.get("step")
+
+
+def _step(step: Any, group: Any) -> int:
+    """Return how many steps a group has had: a state says it, or, of some of DeepSpeed's optimizers, the group."""
+    value = step if step is not None else _dict(group).get("step", 0)
+    if isinstance(value, StoredTensor):
+        value = tensor_of(value).item()
+    return _count(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
+def _settings(group: Any) -> dict[str, Any]:
+    return {_text(key): plain(value) for key, value in _dict(group).items() if key != "params"}
+
+
+def _elements(flat: _Flat, begin: int, end: int) -> torch.Tensor:
+    if end > flat.count:
+        raise ValueError(f"a flat tensor has {flat.count} elements, and {end} are asked for")
+    data = flat.read(begin, end)
+    dtype = _type(flat.dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
+
+
+def tensor_of(stored: StoredTensor) -> torch.Tensor:
+    """Return a small tensor of a file, whole. Raises ValueError for one that is larger than its bytes in the file."""
+    if stored.count > stored.numel:
+        raise ValueError(f"a tensor of shape {stored.shape} has {stored.numel} elements in the file")
+    data, dtype = stored.read(0, stored.span), _type(stored.dtype)
+    flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
+    return flat.as_strided(stored.shape, stored.stride).clone() if stored.count else flat.new_empty(stored.shape)
+
+
+def plain(value: Any) -> Any:
+    """Return a value with tensors, and without stand-ins: of an object its attributes, or its arguments. Raises ValueError for
+    what is nested very deep, or very large."""
+    left = [MOST_VALUES]
+
+    def made(one: Any, depth: int) -> Any:
+        left[0] -= 1
+        if left[0] < 0 or depth > 90:
+            raise ValueError("it is nested deeper than 90 levels, or has a million values")
+        if isinstance(one, StoredTensor):
+            return tensor_of(one)
+        if isinstance(one, dict):
+            return {made(key, depth + 1): made(item, depth + 1) for key, item in one.items()}
+        if isinstance(one, list | tuple):
+            return type(one)(made(item, depth + 1) for item in one)
+        if isinstance(one, set):
+            return sorted((made(item, depth + 1) for item in one), key=repr)
+        if isinstance(one, Instance):
+            if isinstance(one.state, dict):
+                return made(one.state, depth + 1)
+            if one.name == "pathlib.PosixPath":
+                return "/".join(map(str, one.arguments)).replace("//", "/")
+            return made(one.arguments[0], depth + 1) if len(one.arguments) == 1 else made(one.arguments, depth + 1)
+        if isinstance(one, Name):
+            return one.text
+        if isinstance(one, bytes | bytearray):
+            return list(one)
+        if one is None or isinstance(one, bool | int | float | str):
+            return one
+        raise ValueError(f"it has a {type(one).__name__}")
+
+    return made(value, 0)
+
+
+def _enabled(config: Mapping[str, Any], key: str) -> bool:
+    section = config.get(key)
+    return isinstance(section, dict) and section.get("enabled") is True
+
+
+def _type(name: str) -> torch.dtype:
+    if name not in ELEMENTS or not hasattr(torch, name):
+        raise ValueError(f"this torch has no type {name!r:.40}")
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def _dict(value: Any) -> Mapping[Any, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"a {type(value).__name__} is taken for a dict")
+    return value
+
+
+def _list(value: Any) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"a {type(value).__name__} is taken for a list")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"a {type(value).__name__} is taken for a name")
+    return value
+
+
+def _tensor(value: Any) -> StoredTensor:
+    if not isinstance(value, StoredTensor):
+        raise ValueError(f"a {type(value).__name__} is taken for a tensor")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**53:
+        raise ValueError(f"{value!r:.40} is no count")
+    return value
+
+
+def _number(value: Any) -> int:
+    """Return an integer, or that of an enumeration's value."""
+    if isinstance(value, Instance) and len(value.arguments) == 1:
+        value = value.arguments[0]
+    return _count(value)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(map(_count, _list(value)))
+
