@@ -56,8 +56,7 @@ MOST = 256
 
 @dataclass(frozen=True)
 class Sizes:
-    """``memory``: the pool's bytes within a limit. Everything else is four times that; the ring has 50,000 rows, where those are
-    not more."""
+    """``memory``: the pool's bytes within a limit. Everything else is four times that, the ring of 50,000 rows at most."""
 
     memory: int
     arrays: int
@@ -346,7 +345,7 @@ ROWS = {"tiered": Tiered, "memmap": Memmap, "memmap, MADV_RANDOM": MemmapRandom,
 STATE = {"tiered": Tiered, "safetensors": Safetensors, "torch.save": TorchSave}
 
 
-# -- jobs: ``make`` writes what ``run`` uses; ``run`` returns how many operations that was --------------------------------------
+# -- jobs: ``make`` writes what ``run`` uses; ``run`` returns how many operations that was -------------------------------------
 
 
 def zipf(count: int, draws: int, seed: int) -> torch.Tensor:

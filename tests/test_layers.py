@@ -117,6 +117,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "tables.kernel": "copies of rows, in C or without it",
     "io.probe": "whether libaio works here, asked without importing it",
     "store.store": "the public calls of a store, which threads and coroutines share",
+    "tables.table": "the calls on a table: rows gathered from and scattered to leased blocks",
     "store.commit": "generations of an open store: commit, rollback, recovery",
     "store.activations": "what autograd saved, from pack to unpack",
     "zero.page": "the public calls on a whole model, beside training it",

@@ -29,6 +29,7 @@ from tiered import (
     TieredEmbedding,
     TieredStore,
 )
+from tiered.engine.state import EngineState
 from tiered.tables import kernel
 
 
@@ -255,6 +256,9 @@ def test_blocks_fit_the_pattern_and_the_pool(on_disk: TieredStore, tmp_path: Pat
 
 def test_a_row_that_never_fits(on_disk: TieredStore) -> None:
     table = on_disk.table("t", 10, 1 << 20)
+    for work in (lambda: table[0], lambda: table[:], lambda: table.append(torch.zeros(1 << 20))):
+        with pytest.raises(CapacityError, match="4,194,304"):
+            work()
     with pytest.raises(CapacityError, match="4,194,304"):
         table[0] = torch.zeros(1 << 20)
     with pytest.raises(CapacityError, match="4,194,304"):
@@ -343,6 +347,7 @@ def test_damaged_records(on_disk: TieredStore) -> None:
     damaged += [good.replace(b'"format":1', b'"format":2'), good.replace(b'"rows":100', b'"rows":-1'), good + b" x"]
     damaged += [good.replace(b'"rows":100', b'"rows":4611686018427387904'), good.replace(b"[3]", b"[0]")]
     damaged += [good.replace(b"[3]", b"3")]
+    damaged += [good.replace(b"float32", b"int8").replace(b'"fill":0.0', b'"fill":1e300')]
     for record in damaged:
         assert record != good
         on_disk.put("t/table", torch.frombuffer(bytearray(record + b" " * (not record)), dtype=torch.uint8))
@@ -351,6 +356,10 @@ def test_damaged_records(on_disk: TieredStore) -> None:
     on_disk.put("t/table", torch.zeros(3))
     with pytest.raises(ManifestError):
         on_disk.table("t")
+    large = good.replace(b'"rows":100', b'"rows":1099511627776').replace(b'"block_rows":100', b'"block_rows":1099511627776')
+    on_disk.put("t/table", torch.frombuffer(bytearray(large), dtype=torch.uint8))
+    with pytest.raises(CapacityError, match="13,194,139,533,312"):  # before a byte of it is taken
+        on_disk.table("t").look_up([5])
     on_disk.put("t/table", torch.frombuffer(bytearray(good), dtype=torch.uint8))
     table = on_disk.table("t")
     for counter in (torch.zeros(1), torch.zeros(2, dtype=torch.int64), torch.tensor([-1])):
@@ -475,3 +484,24 @@ def test_another_default_device(on_disk: TieredStore) -> None:
     same(found, expected)
     assert appended == 130
     assert not torch.equal(table[99], found[99])
+
+
+def test_a_batch_from_the_disk_is_decided_once(on_disk: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the whole lease anew for each of its blocks."""
+    table = on_disk.table("t", 6400, 64, block="4KiB")
+    table[:] = torch.ones(6400, 64)
+    on_disk.commit()
+    asked, is_on_its_way = 0, EngineState._on_its_way
+
+    def counted(self: EngineState, *arguments: Any) -> bool:
+        nonlocal asked
+        asked += 1
+        return is_on_its_way(self, *arguments)
+
+    monkeypatch.setattr(EngineState, "_on_its_way", counted)
+    before = on_disk.statistics().links[-1].up.transfers
+    for begin in range(0, 6400, 640):
+        assert table.look_up(torch.arange(begin, begin + 640)).eq(1).all()
+    read = on_disk.statistics().links[-1].up.transfers - before
+    assert read > 60
+    assert asked < 4 * read

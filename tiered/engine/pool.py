@@ -224,7 +224,7 @@ class Pool:
         if chosen:
             among = _Among(self.evictable, lambda copy: copy.key not in self.marked and accept(copy))
         kept = sum(copy.slot.nbytes for copy in chosen)
-        wanted = nbytes - min(self.free, nbytes - 1)
+        wanted = nbytes - min(self.free, nbytes // 2)
         while True:
             more = self.policy.victims(wanted - kept, among) if wanted > kept else []
             every = more is None
@@ -246,8 +246,13 @@ class Pool:
     def enough(self, nbytes: int, copies: list[Copy], most: float = MOVED) -> list[Copy] | None:
         """Return the copies that must leave so that ``nbytes`` fit in one piece, out of the shortest sufficient prefix of
         ``copies``; with very many copies, some of their neighbours in that order, too."""
-        if copies and copies[0].slot.nbytes >= nbytes:
-            return copies[:1]
+        before = 0
+        for copy in copies:  # small ones that were used long ago must not make every search a plan of moves
+            if copy.slot.nbytes >= nbytes:
+                return [copy]
+            before += copy.slot.nbytes
+            if before > nbytes // 2:
+                break
         movable = self._movable()
         each = max(1, -(-len(copies) // WEIGHED))
 

@@ -420,10 +420,13 @@ class RequestQueue:
         if request.done:
             return True
         request.full_tiers = ()
+        self._state.asked = (request, {}) if request.urgency is Urgency.DEMAND else None
         try:
             request.done = request.attempt(self._scheduler)
         except TieredError as error:
             request.error, request.done = error, True
+        finally:
+            self._state.asked = None
         request.tried = True
         request.short = request.short or bool(request.full_tiers)
         return request.done

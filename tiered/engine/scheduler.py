@@ -383,6 +383,9 @@ class Scheduler:
     def evict(self, copy: Copy) -> None:
         state = self.state
         state.evictions += 1
+        if state.asked is not None:
+            for tier, too in [key for key in state.asked[1] if key[0] > copy.tier]:
+                del state.asked[1][tier, too]  # the tensor may be on its way again, through these
         if copy.prefetched:
             state.prefetched_unused += 1
         if copy.speculated:

@@ -520,6 +520,8 @@ class EngineState:
         self.doomed: dict[tuple[Key, int], None] = {}  # temporary tensors whose holder died while something used them
         self.doomed_due = False  # perhaps nothing uses one of them any more
         self.spoiled = 0  # tensors that were written to under a READ lease, and have no right bytes any more
+        self.asked: tuple[Ticket, dict[tuple[int, bool], set[Key]]] | None = None
+        """The demand that is attempted now, and what ``wanted`` answered since: until something is evicted, that stays so."""
         self.disturbances = 0  # write-backs that failed, WRITE leases that began
         self._sequence = 0
 
@@ -662,11 +664,17 @@ class EngineState:
     def wanted(self, tier: int, ticket: Ticket, *, too: bool) -> set[Key]:
         """Return the tensors whose copy in ``tier`` is needed by the requests that go before ``ticket``: the more urgent ones,
         and its equals that came earlier. ``too``: also by ``ticket`` itself."""
+        known = self.asked[1] if self.asked is not None and self.asked[0] is ticket else None
+        if known is not None and (tier, too) in known:
+            return known[tier, too]
         mine = (ticket.urgency, ticket.sequence)
         tickets = [other for other in self.waiting if (other.urgency, other.sequence) < mine]
         if too:
             tickets.append(ticket)
-        return {key for other in tickets for key in other.wants() if self._on_its_way(key, tier, other.tier)}
+        found = {key for other in tickets for key in other.wants() if self._on_its_way(key, tier, other.tier)}
+        if known is not None:
+            known[tier, too] = found
+        return found
 
     def _on_its_way(self, key: Key, tier: int, target: int) -> bool:
         """Whether a copy in ``tier`` has still to serve a request for ``target``: no tier between has the bytes yet."""

@@ -121,7 +121,8 @@ class Layout:
             layout = Layout(found.rows, tuple(found.shape), dtype, found.block_rows, found.fill)
             if layout.rows * layout.row_nbytes > LARGEST:
                 raise ValueError("it is larger than a store can be")
-        except (msgspec.DecodeError, msgspec.ValidationError, ValueError) as error:
+            _refuse_fill(name, layout)
+        except (msgspec.DecodeError, msgspec.ValidationError, ValueError, MisuseError) as error:
             raise ManifestError(f"{record_key(name)!r} is not the record of a table: {error}") from error
         return layout
 

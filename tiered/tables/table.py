@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from tiered.errors import KeyNotFound, MisuseError, from_here
+from tiered.errors import CapacityError, KeyNotFound, MisuseError, from_here
 from tiered.tables.kernel import copy, copy_equal
 from tiered.tables.layout import Layout, Pattern, Run, appended_key, block_prefix, described, record_key
 from tiered.types import Key
@@ -76,7 +76,7 @@ class Table:
         self._store, self._layout = store, layout
         self.name = name
         """The name; keys of the table's tensors begin with it."""
-        self._together = max(1, budget // SHARE)
+        self._budget, self._together = budget, max(1, budget // SHARE)
         self._prefix = block_prefix(name)
         self._expected = 0
         """What ``appended`` is, unless the store went back or ahead: only a guess, which each call compares."""
@@ -412,6 +412,11 @@ class Table:
 
     def _unwritten(self) -> torch.Tensor:
         """Return a block as it is before anybody writes to it."""
+        if self._layout.block_nbytes > self._budget:  # also where a damaged record says so: before memory is taken
+            raise CapacityError(
+                f"a block of table {self.name!r} has {self._layout.block_nbytes:,} bytes, which can never be in the pool of "
+                f"{self._budget:,} bytes: open the store with more room there"
+            )
         if self._blank is None:
             shape = (self._layout.block_rows, *self.row_shape)
             self._blank = torch.full(shape, self._layout.fill, dtype=self.dtype, device="cpu")
