@@ -305,7 +305,8 @@ def test_what_a_page_loads_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", [page.name for page in PAGES if page.name not in ("README.md", "reference.md")])
 def test_every_page_has_a_place_in_the_site(page: str) -> None:
-    assert re.search(rf"^ +- (?:[^:]+: )?{re.escape(page)}$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE) or page == "examples.md"
+    places = (ROOT / "mkdocs.yml").read_text()
+    assert page == "examples.md" or re.search(rf"^ +- (?:[^:]+: )?{re.escape(page)}$", places, re.MULTILINE)
 
 
 @pytest.mark.soak
