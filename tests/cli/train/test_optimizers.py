@@ -46,7 +46,7 @@ def test_no_reference(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_name_that_is_none_is_told_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--optimizer", "adafactor"]) == 2
+    assert main(["train", "--optimizer", "adadelta"]) == 2
     said = capsys.readouterr().err
     assert all(name in said for name in OPTIMIZERS)
 
@@ -89,5 +89,6 @@ def test_a_training_of_an_earlier_release_is_of_adamw() -> None:
 def test_names() -> None:
     from tiered import zero
 
-    assert {kind_of(options(optimizer=name)).ours.__name__ for name in OPTIMIZERS} == set(NAMED)
+    without = {"Muon"}  # for matrices alone: it needs a second optimizer beside it
+    assert {kind_of(options(optimizer=name)).ours.__name__ for name in OPTIMIZERS} == set(NAMED) - without
     assert all(issubclass(getattr(zero, name), zero.Optimizer) for name in NAMED)
