@@ -39,7 +39,7 @@ def checkout(tmp_path: Path) -> Path:
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in"):
         shutil.copy(ROOT / name, target)
     (target / "README.md").write_text("")
-    (target / "tiered" / "__init__.py").write_text("")
+    (target / "tiered" / "__init__.py").write_text('__version__ = "0"\n')  # where pyproject.toml looks for it
     return target
 
 

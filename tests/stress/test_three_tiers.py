@@ -406,8 +406,8 @@ def stress(folder: Path, operations: int, seed: int, look_every: int) -> None:
     assert descriptors() == files
 
 
-def test_some_hundred_operations(tmp_path: Path) -> None:
-    stress(tmp_path / "state", 800, seed=1, look_every=50)
+def test_some_thousand_operations(tmp_path: Path) -> None:
+    stress(tmp_path / "state", 1_600, seed=1, look_every=50)
 
 
 @pytest.mark.soak
