@@ -34,7 +34,8 @@ from the disk and from SOURCE, and compares.
 With --deepspeed, SOURCE is a checkpoint that DeepSpeed wrote (ZeRO stages 1 to 3, any number of ranks, also with the
 optimizer on NVMe): the folder that has the file "latest", or the folder of one tag. Parameters, fp32 masters,
 moments, counters and client state go into the store. engine.load_checkpoint("state/") and
-zero.page(existing="resume", source="state/") go on from there. Nothing in a pickle is run; a file that asks for it is refused.
+zero.page(existing="resume", source="state/") go on from there. Nothing in a pickle is run; a file that asks for it is
+refused.
 """
 
 EXAMPLES = """\
