@@ -809,3 +809,20 @@ def test_a_default_device_is_still_that_of_functions_that_make_tensors(name: str
     """
     with torch.device("meta"):
         assert getattr(torch, name)([1]).device.type == "meta"
+
+
+def test_set_to_itself_changes_nothing_and_to_another_tensor_raises(store: TieredStore) -> None:
+    """The first is what torch.nn.utils.parametrize does to a parameter."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+    model = zero.page(copy.deepcopy(reference), store)
+    seeds = torch.Generator().manual_seed(1).get_state()
+    outputs = []
+    for one in (reference, model):
+        torch.set_rng_state(seeds)
+        nn.utils.parametrizations.spectral_norm(one[2])
+        outputs.append(one(torch.ones(1, 32)))
+    assert torch.equal(*outputs)
+    with pytest.raises(MisuseError, match=r"'0\.weight'.*set_ would change the shape, or the memory"), torch.no_grad():
+        model[0].weight.set_(torch.zeros(32, 32))
+    assert torch.equal(model[0].weight, reference[0].weight)

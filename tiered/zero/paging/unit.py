@@ -163,7 +163,7 @@ class Unit:
         self._access = Access.READ
         self._versions: list[int] = []
         self._left: list[int] | None = None
-        """Versions of the parameters when the unit was last dropped, where they are known."""
+        """Versions of the parameters when the unit was last dropped, where somebody kept a tensor on their memory."""
         self._memory: tuple[int, StorageWeakRef] | None = None
         """What the parameters were views of then: its address, and whether anything still is."""
         self._placeholders = {p: Placeholder.on(store.device, p.shape, p.dtype) for p in plan.placements}
@@ -382,6 +382,8 @@ class Unit:
             self.release_parameters()
             self.base = None
             self.storage.close()
+            if self._memory is not None and self._memory[1].expired():  # type: ignore[no-untyped-call]
+                self._left = None  # nobody kept anything: no write to the memory can come
             if lent or self._witnesses:
                 self._witnesses = [one for one in (*self._witnesses, *lent) if not one.storage.expired()]  # type: ignore[no-untyped-call]
             self._holders = 0
@@ -496,10 +498,11 @@ class Unit:
 
         def mark() -> None:
             self.pending, self.version = pending, version
-            self._left = None
+            kept, self._left = self._left is not None, None
             torch.autograd.graph.increment_version(changed)  # of what others saved
-            with torch._C.DisableTorchFunctionSubclass():
-                self._left = [placement.parameter._version for placement in self.plan.placements]
+            if kept:
+                with torch._C.DisableTorchFunctionSubclass():
+                    self._left = [placement.parameter._version for placement in self.plan.placements]
 
         return mark
 

@@ -203,6 +203,12 @@ class PagedParameter(nn.Parameter):
     ) -> Any:
         return _call(func, tuple(types), args, dict(kwargs or {}))
 
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Return the parameter if it is given itself, as torch.nn.utils.parametrize does. torch asks no class about it."""
+        if source is self and not args and not kwargs:
+            return self
+        raise MisuseError(f"{_shown((self,), {})}: set_ {RESHAPED}; use a copy (.clone()), or tiered.zero.gathered")
+
     def __deepcopy__(self, memo: Any) -> Any:
         raise _no_copy()
 
