@@ -53,6 +53,7 @@ def generated(options: argparse.Namespace) -> dict[str, Any]:
 
     from tiered import TieredStore
     from tiered.integrations.transformers import TieredCache
+    from tiered.integrations.transformers.kv_model import ARGUMENT
 
     logging.set_verbosity_error()
     torch.set_num_threads(options.threads)
@@ -88,7 +89,7 @@ def generated(options: argparse.Namespace) -> dict[str, Any]:
 
     given = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "prefill_chunk_size": CHUNK, "streamer": Streamer}
     made = model.generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=options.tokens, **given
+        ids, attention_mask=torch.ones_like(ids), **{ARGUMENT: cache}, max_new_tokens=options.tokens, **given
     )
     mark()
     peak = peak_memory() - before

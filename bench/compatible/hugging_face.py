@@ -503,14 +503,16 @@ def _(side: Side) -> None:
     side.show("found", [found.sequences, found.logits])
 
 
-@row(GROUP, "pipeline('text-generation')-like batch of logits with past_key_values", needs=NEEDS, slow=2)
+@row(GROUP, "pipeline('text-generation')-like batch of logits with a cache", needs=NEEDS, slow=2)
 def _(side: Side) -> None:
+    from tiered.integrations.transformers.kv_model import ARGUMENT
+
     model = side.page(llama().eval())
     past = None
     with torch.no_grad():
         for number in range(3):
-            found = model(tokens(number, 2, 4), past_key_values=past, use_cache=True)
-            past = found.past_key_values
+            found = model(tokens(number, 2, 4), **{ARGUMENT: past}, use_cache=True)
+            past = found[ARGUMENT]
             side.show("logits", found.logits)
 
 

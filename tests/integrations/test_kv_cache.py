@@ -46,6 +46,7 @@ from tests.stress.strikes import lines_of, struck_at  # noqa: E402
 from tiered import CapacityError, ManifestError, MisuseError, TieredStore, WriteError  # noqa: E402
 from tiered.errors import InterruptedStore  # noqa: E402
 from tiered.integrations.transformers import TieredCache, import_model, open_model  # noqa: E402
+from tiered.integrations.transformers.kv_model import ARGUMENT  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 SIZES = {
@@ -108,15 +109,20 @@ def prompt(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
     return torch.randint(10, 300, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+def past(cache: Any) -> dict[str, Any]:
+    """Return the argument that gives a forward its cache, by the name of the installed version."""
+    return {ARGUMENT: cache}
+
+
 def generated(model: Any, ids: torch.Tensor, cache: Cache, tokens: int = 12, **options: Any) -> Any:
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False} | options
     options |= {"max_new_tokens": tokens, "pad_token_id": 0, "eos_token_id": None}
-    return model.generate(ids, past_key_values=cache, **options)
+    return model.generate(ids, **past(cache), **options)
 
 
 def stepped(model: Any, cache: TieredCache, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        logits: torch.Tensor = model(ids, past_key_values=cache).logits
+        logits: torch.Tensor = model(ids, **past(cache)).logits
     return logits
 
 
@@ -152,7 +158,7 @@ def test_tokens_and_logits_are_those_of_a_cache_in_memory(family: str, strategy:
     assert torch.equal(ours.sequences, reference.sequences)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours.logits, reference.logits, strict=True))
     if strategy != "beams":
-        assert torch.equal(ours.past_key_values.ids, ours.sequences[:, :-1])
+        assert torch.equal(getattr(ours, ARGUMENT).ids, ours.sequences[:, :-1])
 
 
 def test_a_model_that_assists(store: TieredStore) -> None:
@@ -205,8 +211,8 @@ def test_a_compiled_model(store: TieredStore) -> None:
     cache, reference = TieredCache(model, store, block=8), in_memory(model)
     with torch.no_grad():
         for begin, end in (0, 11), (11, 12), (12, 20):
-            found = compiled(ids[:, begin:end], past_key_values=cache).logits
-            assert torch.equal(found, model(ids[:, begin:end], past_key_values=reference).logits)
+            found = compiled(ids[:, begin:end], **past(cache)).logits
+            assert torch.equal(found, model(ids[:, begin:end], **past(reference)).logits)
             assert torch.equal(cache.ids, ids[:, :end])
 
 
@@ -316,7 +322,7 @@ def test_beams_and_padding_are_kept(tmp_path: Path) -> None:
 def _prefilled(model: Any, cache: Cache, ids: torch.Tensor, mask: torch.Tensor) -> None:
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
-        model(ids, attention_mask=mask.long(), position_ids=positions, past_key_values=cache)
+        model(ids, attention_mask=mask.long(), position_ids=positions, **past(cache))
 
 
 def _reused(cache: TieredCache, ids: torch.Tensor) -> TieredCache:
@@ -371,6 +377,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from tiered import TieredStore
 from tiered.integrations.transformers import TieredCache
+from tiered.integrations.transformers.kv_model import ARGUMENT
 
 torch.manual_seed(0)
 model = LlamaForCausalLM(LlamaConfig(**{sizes})).eval()
@@ -381,7 +388,7 @@ options = dict(do_sample=False, pad_token_id=0, eos_token_id=None)
 while True:
     for commits in True, False:
         cache.reuse(ids)
-        ids = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=7, **options)
+        ids = model.generate(ids, attention_mask=torch.ones_like(ids), **{{ARGUMENT: cache}}, max_new_tokens=7, **options)
         if commits:
             cache.commit()
             print(ids.shape[1], flush=True)
@@ -454,7 +461,7 @@ def test_other_ids_are_noticed(store: TieredStore) -> None:
     with pytest.raises(MisuseError, match="differs from the one that the 19 tokens"):
         generated(model, tokens, cache, 3, attention_mask=mask)
     with pytest.raises(MisuseError, match=r"attention_mask is of shape \[1, 5\]"):
-        model(tokens[:, -1:], past_key_values=cache, attention_mask=torch.ones(1, 5))
+        model(tokens[:, -1:], **past(cache), attention_mask=torch.ones(1, 5))
     assert torch.equal(generated(model, tokens, cache, 4), generated(model, ids, in_memory(model), 12))
 
 
@@ -464,7 +471,7 @@ def test_wrong_use_raises(store: TieredStore) -> None:
     with pytest.raises(MisuseError, match="is open already"):
         TieredCache(model, store, block=8)
     with pytest.raises(MisuseError, match="keeps no gradients"):
-        model(ids, past_key_values=cache)
+        model(ids, **past(cache))
     assert cache.get_seq_length() == 0
     tokens = generated(model, ids, cache, 5)
     other = made(num_hidden_layers=2)
@@ -473,16 +480,16 @@ def test_wrong_use_raises(store: TieredStore) -> None:
     wrongs: list[tuple[Callable[[], object], str]] = [
         (lambda: generated(other, tokens, cache), "was made with another model"),  # which has a cache, too
         (lambda: generated(made(), tokens, cache), "none has begun"),
-        (lambda: model.model(ids, past_key_values=cache), "none has begun"),
+        (lambda: model.model(ids, **past(cache)), "none has begun"),
         (lambda: generated(model, tokens[:1], cache), "has 2 sequences, and these are 1"),
         (lambda: generated(model, tokens, cache, num_beams=2), "has 2 sequences, and these are 4"),
         (lambda: cache.reuse(tokens[:1]), "has 2 sequences, and these are 1"),
-        (lambda: model(inputs_embeds=torch.ones(2, 1, 64), past_key_values=cache), "give the model input_ids"),
+        (lambda: model(inputs_embeds=torch.ones(2, 1, 64), **past(cache)), "give the model input_ids"),
         (lambda: cache.crop(3), "give a negative number"),
         (lambda: copy.deepcopy(cache), r"fork\(name\)"),
         (lambda: cache.layers[0].crop(-1), "call this of the cache"),
-        (lambda: model(ids, past_key_values=wrapped), "not part of an EncoderDecoderCache"),
-        (lambda: model(ids, past_key_values=cache, attention_mask=torch.ones(2, 1, 12, 28)), "of shape"),
+        (lambda: model(ids, **past(wrapped)), "not part of an EncoderDecoderCache"),
+        (lambda: model(ids, **past(cache), attention_mask=torch.ones(2, 1, 12, 28)), "of shape"),
     ]
     for wrong, says in wrongs:
         with torch.no_grad(), pytest.raises(MisuseError, match=says):

@@ -26,6 +26,7 @@ from tests.stress.fusefs import FaultyDisk, Rule  # noqa: E402
 from tests.stress.tally import Tally, counts  # noqa: E402
 from tiered import TieredStore, TransferError  # noqa: E402
 from tiered.integrations.transformers import TieredCache, import_model, open_model  # noqa: E402
+from tiered.integrations.transformers.kv_model import ARGUMENT  # noqa: E402
 from tiered.zero.paging.pager import pager_of  # noqa: E402
 
 PROMISE = "4 (errors are typed, the rest stays readable)"
@@ -168,7 +169,7 @@ def test_ten_minutes_of_generation(family: str, tmp_path: Path) -> None:
         while time.monotonic() < end or rounds < 6:
             for at in range(len(asked)):
                 cache.reset()
-                assert answered(model, at, past_key_values=cache) == expected[at]
+                assert answered(model, at, **{ARGUMENT: cache}) == expected[at]
                 cache.commit()
                 assert answered(model, at) == expected[at]
             rounds += 1

@@ -155,8 +155,10 @@ class _Conversation:
 
     def resumed(self, ids: torch.Tensor) -> dict[str, Any]:
         """Return the arguments of ``generate`` that go on from what is computed."""
+        from tiered.integrations.transformers.kv_model import ARGUMENT
+
         self._cache.reuse(ids)
-        return {"past_key_values": self._cache}
+        return {ARGUMENT: self._cache}
 
 
 def _refuse_without_transformers() -> None:

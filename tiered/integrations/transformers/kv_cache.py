@@ -22,7 +22,7 @@ from transformers.cache_utils import DummyLayer
 
 from tiered import Access, ManifestError, MisuseError, StoreClosed, TieredStore, Touch, Use
 from tiered.integrations.transformers.kv_layer import Copies, Extent, PagedLayer
-from tiered.integrations.transformers.kv_model import NO_STATE, WatchingCache, unwatch, watch, windows
+from tiered.integrations.transformers.kv_model import ARGUMENT, NO_STATE, WatchingCache, unwatch, watch, windows
 from tiered.integrations.transformers.kv_record import VERSION, LayerRecord, Model, Record, read, sampled, tensor_of
 from tiered.zero.paging.pager import pager_of
 
@@ -49,11 +49,12 @@ class Turn:
 
 
 class TieredCache(WatchingCache):
-    """A cache for ``model.generate(..., past_key_values=cache)`` whose keys and values are in ``store``.
+    """A cache for ``model.generate(..., cache=cache)`` whose keys and values are in ``store``.
 
     Each layer has blocks of ``block`` tokens, which come to memory and leave it as other tensors of the store do. While a layer
     computes, a copy of its keys and values is in memory beside the store's budget. ``store`` is open for writing; it may have
-    the model's parameters, too. A store that has not follows the order of the blocks: do not have it follow another one.
+    the model's parameters, too. A store that has not follows the order of the blocks: do not have it follow another one. Before
+    transformers 5.24 the argument's name is ``past_key_values``.
 
     ``name``: of the cache in the store. ``existing``: "refuse" a name that is kept already, or "overwrite" it;
     ``TieredCache.open`` goes on with it. ``commit`` keeps the cache, and everything else in the store.
@@ -214,7 +215,7 @@ class TieredCache(WatchingCache):
     def reuse(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
         """Crop the cache to what it shares with the beginning of ``input_ids``, and return that number of tokens.
 
-        ``generate(input_ids, attention_mask=..., past_key_values=cache)`` then computes only the rest, at least the last token.
+        ``generate(input_ids, attention_mask=..., cache=cache)`` then computes only the rest, at least the last token.
         Raises MisuseError for another number of sequences.
         """
         length = min(self.matches(input_ids, attention_mask), input_ids.shape[1] - 1)
@@ -458,7 +459,7 @@ class TieredCache(WatchingCache):
         if self._pending is None:
             raise MisuseError(
                 f"the cache {self._name!r} takes keys and values from forwards of the model that it was made with, and none "
-                "has begun: give it as past_key_values to that model itself"
+                f"has begun: give it as {ARGUMENT} to that model itself"
             )
         if key_states.requires_grad or value_states.requires_grad:
             raise MisuseError("a TieredCache keeps no gradients: generate, or call the model under torch.no_grad()")

@@ -17,10 +17,16 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache, EncoderDecoderCache, get_layer_types_and_kwargs
+from transformers.generation.utils import GenerationMixin
 
 from tiered import MisuseError
 
-__all__ = ["NO_STATE", "WatchingCache", "unwatch", "watch", "windows"]
+__all__ = ["ARGUMENT", "NO_STATE", "WatchingCache", "unwatch", "watch", "windows"]
+
+NAMES = ("cache", "past_key_values")
+"""What ``transformers`` calls the cache among a forward's arguments: since 5.24, and before it."""
+ARGUMENT = next(name for name in NAMES if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters)
+"""Which of them the installed one does."""
 
 FULL, WINDOWED = ("full_attention",), ("sliding_attention", "chunked_attention")
 """Kinds of layers whose state is the keys and values of tokens, in the words of ``transformers``."""
@@ -74,9 +80,14 @@ def _given(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapp
     return {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs} if args else kwargs
 
 
+def _cache_of(given: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments of a forward, by either of its names."""
+    return next((given[name] for name in NAMES if given.get(name) is not None), None)
+
+
 def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given = _given(model, args, kwargs)
-    past = given.get("past_key_values")
+    past = _cache_of(given)
     if isinstance(past, WatchingCache):
         past.begin(model, given)
     elif isinstance(past, EncoderDecoderCache) and (
@@ -86,7 +97,7 @@ def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _after(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    past = _given(model, args, kwargs).get("past_key_values")
+    past = _cache_of(_given(model, args, kwargs))
     if isinstance(past, WatchingCache):
         past.end(output)
 
@@ -96,7 +107,7 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def prepare_inputs_for_generation(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        past = kwargs.get("past_key_values")
+        past = _cache_of(kwargs)
         if isinstance(past, WatchingCache):
             kwargs["next_sequence_length"] = past.new_of(input_ids, kwargs.get("next_sequence_length"))
         return original(self, input_ids, *args, **kwargs)
