@@ -83,8 +83,8 @@ $(STAMP): pyproject.toml setup.py $(wildcard libaio_ext/*.[ch] libaio_ext/*.map 
 	@$(MAKE) --no-print-directory environment
 
 # What tiered/integrations is tested against. Where it cannot be installed, those tests are skipped.
-$(LIBRARIES): $(STAMP)
-	@$(BIN)/pip install -q '$(TORCH)' --no-build-isolation -e '.[test,dev,hf,lightning]' \
+$(LIBRARIES): $(STAMP) tests/libraries.txt
+	@$(BIN)/pip install -q '$(TORCH)' -c tests/libraries.txt --no-build-isolation -e '.[test,dev,hf,lightning]' \
 		|| echo "setup: without transformers, accelerate, peft, trl and lightning; their tests are skipped"
 	@touch $(LIBRARIES)
 
@@ -101,7 +101,7 @@ environment:
 		|| { rm -rf .venv; echo "setup: $(PYTHON) cannot make a virtual environment (Debian: python3-venv)" >&2; exit 1; }
 	@# torch by an exact pin and first: what is asked for later must not bring another build of it.
 	$(BIN)/pip install -q '$(TORCH)' 'setuptools>=77' wheel 'cffi>=1.16'
-	$(BIN)/pip install -q --no-build-isolation -e '.[test,dev]'
+	$(BIN)/pip install -q -c tests/libraries.txt --no-build-isolation -e '.[test,dev]'
 	@$(BIN)/python -c 'from tiered.io.probe import libaio_unavailable as why; \
 		why() and print("setup: the libaio backend is not available, posix serves:", why())'
 	@touch $(STAMP)
