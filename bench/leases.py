@@ -81,6 +81,7 @@ def serve() -> None:
             nbytes, kind = line.rstrip("\n").split(" ", 1)
             if store is None or int(nbytes) != size or (followed and kind != "read, followed"):
                 if store is not None:
+                    store.commit()
                     store.close()
                 size, followed = int(nbytes), False
                 store = filled(f"{folder}/{time.monotonic_ns()}", size)
@@ -90,6 +91,7 @@ def serve() -> None:
             rate, used = one_round(store, kind.split(",")[0])
             print(rate, used, flush=True)
         if store is not None:
+            store.commit()
             store.close()
 
 

@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
+from tests.quick import quick  # noqa: E402
 from tiered import TieredStore  # noqa: E402
 from tiered.engine.retention import room_for  # noqa: E402
 from tiered.integrations.transformers import import_model, open_model  # noqa: E402
@@ -34,7 +35,7 @@ def quiet() -> Iterator[None]:
     transformers.logging.set_verbosity(level)
 
 
-@pytest.mark.parametrize("embedding", ["whole", "sliced", "sliced and tied"])
+@pytest.mark.parametrize("embedding", quick(["whole", "sliced", "sliced and tied"], ["whole", "sliced and tied"]))
 def test_no_way_of_asking_changes_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedding: str) -> None:
     """Nor does it matter which slice of an embedding has the rows of a token."""
     torch.manual_seed(0)
@@ -92,9 +93,7 @@ def test_no_way_of_asking_changes_the_order(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
-def test_experts_are_no_part_of_the_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, experts: str
-) -> None:
+def test_experts_are_no_part_of_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, experts: str) -> None:
     """What routers choose changes with each token, and the order does not."""
     torch.manual_seed(0)
     sizes = {"num_hidden_layers": 3, "num_experts_per_tok": 2, "initializer_range": 0.2, **SIZES}

@@ -38,6 +38,7 @@ from transformers import (  # noqa: E402
 )
 
 import tiered  # noqa: E402
+from tests.quick import quick  # noqa: E402
 from tiered import MisuseError, TieredStore, zero  # noqa: E402
 from tiered.integrations.transformers import TieredCallback, TieredTrainer, from_pretrained  # noqa: E402
 from tiered.integrations.transformers.training import OPTIMIZERS  # noqa: E402
@@ -161,7 +162,7 @@ CASES: dict[str, tuple[Made, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick(CASES, ["llama", "t5", "accumulation", "bf16", "together", "evaluation", "unclipped"]))
 def test_trainer_computes_as_in_memory(case: str, tmp_path: Path, store: TieredStore) -> None:
     make, options = CASES[case]
     reference = trainer(Trainer, make(), tmp_path / "a", **options)

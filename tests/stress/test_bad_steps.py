@@ -360,7 +360,7 @@ def bad_step(trial: Trial, what: str, bad: Bad) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "checkpoint", "reentrant", "split", "stored as bf16", "narrow"])
-@counts(2, 45)
+@counts(1, 45)
 def test_it_is_as_if_it_had_not_been(tmp_path: Path, kind: str, count: int, tally: Tally) -> None:
     """Half of them with the updates of the step before still pending."""
     trial = Trial(tmp_path / "state", kind, count, "on_fetch")

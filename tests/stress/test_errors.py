@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.quick import quick
 from tests.stress import syscalls
 from tests.stress.contents import content, evict_all, extent, holds
 from tests.stress.fusefs import FaultyDisk, Rule
@@ -182,7 +183,7 @@ def fail_a_write(disk: FaultyDisk, store: TieredStore, source: random.Random, ho
 
 
 @counts(1, 4)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", quick(FAULTS, ["EIO", "ENOSPC", "EINTR", "short", "odd"]))
 def test_errors_of_transfers(
     disk: FaultyDisk, sync_disk: FaultyDisk, backend: str, fault: str, count: int, tally: Tally
 ) -> None:

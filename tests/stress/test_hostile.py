@@ -16,7 +16,7 @@ from tests.stress.tally import Tally
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMISE = "24 (what a store or a peer says is data)"
-COUNTS = {"records": (12, 2000), "manifests": (30, 2000), "headers": (100, 2000), "peers": (150, 1500)}
+COUNTS = {"records": (6, 2000), "manifests": (12, 2000), "headers": (40, 2000), "peers": (75, 1500)}
 """Changed ones: in every run, and in the long one."""
 
 

@@ -11,6 +11,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.stress.tally import Tally, counts
 from tests.stress.test_ranks import PAGING, TIMEOUT, Fault, ip, strike_in_collective, two_hosts
 from tests.zero.ranks import on_ranks
@@ -71,8 +73,7 @@ def acknowledged(folder: Path) -> int:
 @counts(1, 40)
 def test_ranks_that_are_killed_go_on_from_the_last_commit_of_all(tmp_path: Path, count: int, tally: Tally) -> None:
     whole = {
-        stage: on_ranks(RANKS, train, tmp_path / f"whole{stage}", tmp_path / f"never{stage}", stage, -1, 0.0)
-        for stage in "13"
+        stage: on_ranks(RANKS, train, tmp_path / f"whole{stage}", tmp_path / f"never{stage}", stage, -1, 0.0) for stage in "13"
     }
     for trial in range(count):
         stage, victim = "13"[trial % 2], trial // 2 % RANKS
@@ -93,7 +94,8 @@ def test_ranks_that_are_killed_go_on_from_the_last_commit_of_all(tmp_path: Path,
         shutil.rmtree(where)
 
 
-@counts(1, 10)
+@pytest.mark.soak
+@pytest.mark.parametrize("count", [10])
 def test_two_hosts_go_on_once_their_cable_is_whole(tmp_path: Path, count: int, tally: Tally) -> None:
     dice = random.Random(count)
     whole = on_ranks(RANKS, train, tmp_path / "whole", tmp_path / "never", "3", -1, 0.0)

@@ -22,6 +22,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.quick import quick
 from tests.stress.tally import Tally, counts
 from tests.zero.ranks import on_ranks
 from tiered import RankError, TieredStore, zero
@@ -130,7 +131,7 @@ def free_port() -> int:
         return port
 
 
-@pytest.mark.parametrize("name", STRIKES)
+@pytest.mark.parametrize("name", quick(STRIKES, ["SIGKILL", "an exception"]))
 @counts(1, 20)
 def test_all_others_name_the_lost_rank(tmp_path: Path, name: str, count: int, tally: Tally) -> None:
     """Rank 0 has the store where the processes met: what becomes of that must not matter."""

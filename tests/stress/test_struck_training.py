@@ -66,7 +66,7 @@ def training(folder: Path, kind: str, count: int) -> Callable[[Child], None]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@counts(2, 80)
+@counts(1, 80)
 def test_struck_at_random_moments(tmp_path: Path, kind: str, count: int, tally: Tally) -> None:
     with forked(training(tmp_path / "store", kind, count), patience=PATIENCE) as running:
         running.wait_for("done")

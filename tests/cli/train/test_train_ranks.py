@@ -236,6 +236,7 @@ def test_what_one_rank_cannot_do_is_said_once(whole: tuple[Path, subprocess.Comp
     assert "rank-1-of-2" in line
 
 
+@pytest.mark.soak
 def test_a_host_that_hangs_with_the_store_in_which_ranks_met_is_told_by_the_others(tmp_path: Path) -> None:
     """Asked whether somebody told already, that store does not answer; nor need it, for the process to end."""
     with side_by_side(*TRAINING, "--steps", 100_000, "--dir", tmp_path / "many", "--timeout", "3s") as (lost, other):
@@ -248,6 +249,7 @@ def test_a_host_that_hangs_with_the_store_in_which_ranks_met_is_told_by_the_othe
     assert "and rank 0 did not answer" in line
 
 
+@pytest.mark.soak
 def test_a_training_that_is_over_is_no_failure_when_all_start_again(
     whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.quick import quick
 from tests.zero.harness import clipping, equal, train
 from tests.zero.models import SIZES, Mixed, Tied, parameter_groups
 from tests.zero.narrow import MasterAdamW
@@ -30,8 +31,13 @@ def twins(
     return masters, paged, zero.AdamW(parameter_groups(paged), lr=1e-3, update=update)
 
 
-@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("kind", ["plain", "checkpoint", "reentrant", "mixed"])
+@pytest.mark.parametrize(
+    ("kind", "storage"),
+    quick(
+        [(kind, dtype) for kind in ("plain", "checkpoint", "reentrant", "mixed") for dtype in (torch.bfloat16, torch.float16)],
+        [("plain", torch.bfloat16), ("checkpoint", torch.float16), ("reentrant", torch.bfloat16), ("mixed", torch.float16)],
+    ),
+)
 def test_training_is_that_of_memory_bit_for_bit(store: TieredStore, kind: str, storage: torch.dtype) -> None:
     torch.manual_seed(0)
     reference = Mixed() if kind == "mixed" else Tied(*SIZES[kind], mode=kind)
