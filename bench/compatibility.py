@@ -10,8 +10,8 @@ a model that went through ``zero.page`` with the smallest budget that it allows,
     wrong           anything else: other values, another exception, a crash, a hang
 
 A row runs in a process of its own, with at most 2 GiB. The exit code is 1 when a row is wrong or not valid (its side in memory
-fails). ``--check`` examines the rows instead: in memory twice a row must show the same, and with other values of the parameters
-something else.
+fails), and when a row was identical according to the file of ``--json`` and is so no longer. ``--check``
+examines the rows instead: in memory twice a row must show the same, and with other values of the parameters something else.
 
     python -m bench.compatibility
     python -m bench.compatibility --group gradients --row 'clip_grad_norm_*'
@@ -123,12 +123,26 @@ def run(rows: Sequence[Row], options: argparse.Namespace) -> list[Outcome]:
     return found
 
 
-def with_earlier(found: Sequence[Outcome], file: Path) -> list[Outcome]:
-    """Return ``found`` with what ``file`` has of other rows that there still are, in the order of the rows."""
+def earlier_in(file: Path) -> list[Outcome]:
+    """Return the outcomes that a run before has written into ``file``."""
+    return [Outcome(**{"detail": "", **one}) for one in json.loads(file.read_text())["rows"]] if file.exists() else []
+
+
+def lost(found: Sequence[Outcome], earlier: Sequence[Outcome]) -> list[str]:
+    """Return a line for each row that was identical ``earlier`` and now is not."""
+    identical = {(one.tier, one.group, one.name) for one in earlier if one.verdict == IDENTICAL}
+    return [
+        f"no longer identical: {one.group}: {one.name}: {one.verdict}: {one.detail}"
+        for one in found
+        if (one.tier, one.group, one.name) in identical and one.verdict not in (IDENTICAL, MISSING)
+    ]
+
+
+def with_earlier(found: Sequence[Outcome], earlier: Sequence[Outcome]) -> list[Outcome]:
+    """Return ``found`` with what ``earlier`` has of other rows that there still are, in the order of the rows."""
     rows_of(GROUPS, "*")
     order = {(row.group, row.name): number for number, row in enumerate(ROWS)}
     every: dict[tuple[str, str, str], Outcome] = {}
-    earlier = [Outcome(**{"detail": "", **one}) for one in json.loads(file.read_text())["rows"]] if file.exists() else []
     for one in (*earlier, *found):
         if (one.group, one.name) in order:
             every[one.tier, one.group, one.name] = one
@@ -269,12 +283,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(counts(found))
     print(versions())
     found = [replace(one, commit=commit()) for one in found]
-    every = with_earlier(found, Path(options.json)) if options.json else found
+    earlier = earlier_in(Path(options.json)) if options.json else []
+    every, worse = with_earlier(found, earlier), lost(found, earlier)
+    print("".join(f"{row}\n" for row in worse), end="")
     if options.json:
         Path(options.json).write_text(as_json(every))
     if options.write:
         Path(options.write).write_text(document(every))
-    return int(any(one.verdict == WRONG or (one.verdict == INVALID and not on_device) for one in found))
+    return int(bool(worse) or any(one.verdict == WRONG or (one.verdict == INVALID and not on_device) for one in found))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy
@@ -184,11 +184,18 @@ def test_outcomes_are_kept_in_the_file_and_shown_in_the_page(tmp_path: Path) -> 
     before = [asdict(one) for one in (second, gone, Outcome("writes", rows[0].name, WRONG, "NaN", 1.0))]
     file.write_text(json.dumps({"rows": before}))
     elsewhere = Outcome("writes", rows[0].name, CLEAR, "MisuseError: no", 1.0, tier="hbm")
-    every = compatibility.with_earlier([elsewhere, first], file)
+    every = compatibility.with_earlier([elsewhere, first], compatibility.earlier_in(file))
     assert every == [first, second, elsewhere]
     page = compatibility.document(every)
     assert "2 rows: 2 identical, 0 wrong." in page
     assert "1 rows: 1 clear error, 0 wrong." in page
+
+
+def test_a_row_that_was_identical_and_is_an_error_now_is_told() -> None:
+    before = [Outcome("writes", name, verdict, "", 1.0) for name, verdict in (("a", IDENTICAL), ("b", CLEAR), ("c", IDENTICAL))]
+    now = [Outcome("writes", name, verdict, "why", 1.0) for name, verdict in (("a", CLEAR), ("b", IDENTICAL), ("c", IDENTICAL))]
+    assert compatibility.lost(now, before) == ["no longer identical: writes: a: clear error: why"]
+    assert not compatibility.lost([replace(one, tier="hbm") for one in now], before), "rows of another tier are others"
 
 
 def test_a_hang_is_reported(tmp_path: Path) -> None:
