@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from tests import programs  # noqa: E402
 from tests.programs import ONE_THREAD  # noqa: E402
+from tests.quick import quick  # noqa: E402
 from tiered import TieredStore  # noqa: E402
 from tiered.cli.generate.live import Display  # noqa: E402
 from tiered.cli.generate.text import ByteText  # noqa: E402
@@ -123,8 +124,13 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Imported]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("way", ["greedy", "drawn"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    quick(
+        [(name, way) for name in CASES for way in ("greedy", "drawn")],
+        [("llama", "greedy"), ("moe", "drawn"), ("moe in float32", "greedy"), ("bytes", "drawn")],
+    ),
+)
 def test_text_is_that_of_the_model_in_memory(
     name: str, way: str, imported: dict[str, Imported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,9 +203,7 @@ def test_several_processes_read_at_once(imported: dict[str, Imported]) -> None:
         given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
         first = model.generate(ids, max_new_tokens=4, **given)[0, ids.shape[1] :].tolist()
         command = [sys.executable, "-m", "tiered", "generate", "--dir", str(one.store), "--prompt", PROMPT, "--dram", DRAM]
-        done = programs.run(
-            [*command, *GREEDY, "--json"], capture_output=True, text=True, env=ONE_THREAD, timeout=120
-        )
+        done = programs.run([*command, *GREEDY, "--json"], capture_output=True, text=True, env=ONE_THREAD, timeout=120)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["tokens"] == one.tokens["greedy"]
         again = model.generate(ids, max_new_tokens=24, **given)[0, ids.shape[1] :].tolist()
@@ -260,9 +264,7 @@ def test_import_refuses_and_overwrites(tmp_path: Path, capsys: pytest.CaptureFix
     assert "LlamaForCausalLM of " in capsys.readouterr().out
     assert "already has a model named 'model'" in refused(["import", str(tmp_path / "moe"), *into, "--model"], capsys)
     assert main(["import", str(tmp_path / "moe"), *into, "--model", "--name", "second"]) == 0
-    assert "2 models, 'model', 'second': choose one with --name" in refused(
-        ["generate", *into, "--prompt", "a"], capsys
-    )
+    assert "2 models, 'model', 'second': choose one with --name" in refused(["generate", *into, "--prompt", "a"], capsys)
     assert main(["import", str(tmp_path / "moe"), *into, "--model", "--existing", "overwrite"]) == 0
     with TieredStore.open(store, dram="2MiB", access="read") as opened:
         for name in "model", "second":

@@ -385,7 +385,7 @@ def test_it_is_as_if_it_had_not_been(tmp_path: Path, kind: str, count: int, tall
 
 
 @pytest.mark.parametrize("kind", ["plain", "checkpoint", "stored as bf16"])
-@counts(2, 30)
+@counts(1, 30)
 def test_within_backward_it_is_rolled_back(tmp_path: Path, kind: str, count: int, tally: Tally) -> None:
     trial = Trial(tmp_path / "state", kind, count, "in_backward")
     for what in trial.shuffled(IN_BACKWARD, count):

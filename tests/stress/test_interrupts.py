@@ -82,7 +82,7 @@ def interrupted(folder: Path, backend: str, rounds: int) -> Callable[[Child], No
 
 
 @syscalls.needs_notifications
-@counts(4, 80)
+@counts(2, 80)
 def test_at_any_moment(tmp_path: Path, backend: str, count: int, tally: Tally) -> None:
     TieredStore.open(tmp_path / "other", dram=MIB, backend=backend).close()  # type: ignore[arg-type]
     source, folder = random.Random(f"{backend} {count}"), tmp_path / "state"

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.quick import quick
 from tests.zero.harness import equal
 from tests.zero.models import Tied
 from tests.zero.striking import KINDS, Result, Struck, StruckError, Trainer, described, outcome, shuffled, struck_at
@@ -60,7 +61,7 @@ def lines_of(trainer: Trainer, call: Callable[[], object], count: int) -> list[t
     return shuffled(lines.seen, count)[:count]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS, ["plain", "in backward", "scaled"]))
 @counts(3)
 def test_rollback_works_after_a_strike_at_any_line(trainer: Trainer, kind: str, count: int) -> None:
     fired = 0
@@ -88,7 +89,7 @@ def test_rollback_works_after_a_strike_in_rollback(trainer: Trainer, kind: str, 
         assert outcome(trainer) == "right", described(place, error)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "scaled"])
+@pytest.mark.parametrize("kind", quick([kind for kind in KINDS if kind != "scaled"], ["plain", "micro batch"]))
 @counts(2)
 def test_without_rollback_a_step_is_right_or_raises(trainer: Trainer, kind: str, count: int) -> None:
     """Right is: the step that was struck has been made, all of it, or none of it."""
@@ -171,7 +172,7 @@ def test_a_state_that_does_not_fit_changes_nothing(trainer: Trainer, kind: str) 
     assert trainer.two_steps() == trainer.right
 
 
-@pytest.mark.parametrize("kind", ["plain", "checkpoint", "micro batch"])
+@pytest.mark.parametrize("kind", quick(["plain", "checkpoint", "micro batch"], ["checkpoint"]))
 @counts(3)
 def test_other_models_do_not_notice(trainer: Trainer, kind: str, count: int, tmp_path: Path) -> None:
     """Neither one in memory, nor a paged one that was never touched, before anybody has cleaned up after the strike."""
@@ -257,6 +258,8 @@ USES: dict[str, Callable[[Trainer], None]] = {
     "average": average,
     "custom": read_custom,
 }
+
+
 @pytest.mark.parametrize("kind", ["plain", pytest.param("stored as bf16", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("use", USES)
 @counts(1)

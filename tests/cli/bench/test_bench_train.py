@@ -50,9 +50,9 @@ def found(folder: Path, capsys: pytest.CaptureFixture[str], *more: object, alone
 @pytest.mark.parametrize(
     ("more", "alone"),
     [
-        ([], False),
+        pytest.param([], False, marks=pytest.mark.soak),
         (["--accumulate", 2], False),
-        (["--micro-batch", 2], False),
+        pytest.param(["--micro-batch", 2], False, marks=pytest.mark.soak),
         (["--update", "in_backward"], False),
         pytest.param([], True, marks=pytest.mark.soak),
     ],

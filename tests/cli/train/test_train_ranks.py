@@ -199,6 +199,7 @@ def test_ctrl_c_stops_all_after_one_step_and_resuming_goes_on(
     assert same(values(folder, 2), values(whole[0] / "many", 2))
 
 
+@pytest.mark.soak
 def test_other_numbers_of_ranks_go_on_with_the_newest_commit(
     whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.quick import quick
 from tiered import MisuseError, TieredStore, zero
 from tiered.store.at_rest import StoreAtRest
 from tiered.zero.checkpoint.safetensors import export_at_rest
@@ -150,8 +151,13 @@ def close(left: list[Any], right: list[Any]) -> bool:
 # -- training ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
-@pytest.mark.parametrize("how", ["eager", "grouped", "batched", "together"])
+@pytest.mark.parametrize(
+    ("how", "update"),
+    quick(
+        [(how, update) for how in ("eager", "grouped", "batched", "together") for update in ("on_fetch", "in_backward")],
+        [("eager", "in_backward"), ("grouped", "on_fetch"), ("batched", "in_backward"), ("together", "on_fetch")],
+    ),
+)
 def test_the_bits_of_memory(store: TieredStore, how: str, update: str) -> None:
     memory, paged = build(how), zero.page(build(how), store)
     first, second = in_memory(memory), zero.AdamW(paged.parameters(), lr=1e-2, update=update)
@@ -161,7 +167,7 @@ def test_the_bits_of_memory(store: TieredStore, how: str, update: str) -> None:
     assert same(states(first), states(second))
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp64"])
+@pytest.mark.parametrize("kind", quick(["bf16", "fp64"], ["bf16"]))
 def test_other_types(store: TieredStore, kind: str) -> None:
     """bf16 with its fp32 masters: against the same experts as modules of their own, which are paged as ever."""
     paged, whole = (zero.page(build(dtype=DTYPES[kind]), store, name=name, experts=name) for name in ("sliced", "whole"))
@@ -172,8 +178,13 @@ def test_other_types(store: TieredStore, kind: str) -> None:
     assert same(first.state_dict()["state"], second.state_dict()["state"])
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
+@pytest.mark.parametrize(
+    ("recompute", "update"),
+    quick(
+        [(recompute, update) for recompute in (False, True) for update in ("on_fetch", "in_backward")],
+        [(False, "on_fetch"), (True, "in_backward")],
+    ),
+)
 def test_checkpointed(store: TieredStore, recompute: bool, update: str) -> None:
     memory, paged = build(recompute=recompute), zero.page(build(recompute=recompute), store)
     first, second = in_memory(memory), zero.AdamW(paged.parameters(), lr=1e-2, update=update)
@@ -705,8 +716,13 @@ def words(kind: str) -> Any:
     return Words(kind)
 
 
-@pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
-@pytest.mark.parametrize("kind", ["embedding", "head", "apart"])
+@pytest.mark.parametrize(
+    ("kind", "update"),
+    quick(
+        [(kind, update) for kind in ("embedding", "head", "apart") for update in ("on_fetch", "in_backward")],
+        [("embedding", "on_fetch"), ("head", "in_backward"), ("apart", "on_fetch")],
+    ),
+)
 def test_weights_larger_than_a_third_of_the_budget(store: TieredStore, kind: str, update: str) -> None:
     """An embedding has the bits of memory. A linear layer adds up the gradient of its input in another order."""
     memory, paged = words(kind), zero.page(words(kind), store)
