@@ -23,17 +23,8 @@ PYTEST = """if True:
 @pytest.mark.parametrize("more", [["-k", "not ranks"], pytest.param([], marks=pytest.mark.soak)], ids=["one rank", "all"])
 def test_parameters_that_compute_on_a_device(tmp_path: Path, more: list[str]) -> None:
     cases = Path(__file__).with_name("on_device.py")
-    command = [
-        sys.executable,
-        "-c",
-        PYTEST,
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        f"--basetemp={tmp_path / 'within'}",
-        str(cases),
-        *more,
-    ]
+    options = ["-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'within'}", *more]
+    command = [sys.executable, "-c", PYTEST, *options, str(cases)]
     ended = programs.run(command, cwd=cases.parents[2], capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stdout[-20_000:] + ended.stderr[-2_000:]
     assert " passed" in ended.stdout
