@@ -13,8 +13,12 @@ from torch import nn
 import tiered
 from tiered import Machine, MisuseError, Numbers, TieredStore, zero
 from tiered.planning.dry_run import dry_run
+from tiered.planning.plan import Choice, Planner
 from tiered.planning.sources import subject_of
+from tiered.planning.steps import Update
 from tiered.planning.timing import Timing, measure_operations
+from tiered.zero import Policy
+from tiered.zero.rules import AdamWRule
 
 SMALL = Numbers(layers=3, width=64, heads=4, vocabulary=256)
 RATES: dict[str, Any] = {"read": 1e9, "write": 2e9, "dram": "1GiB"}
@@ -48,6 +52,19 @@ def test_no_plan_goes_below_the_optimum() -> None:
     assert found.chosen.optimum is not None
     assert 0 < found.chosen.optimum <= found.chosen.least_bytes * 1.001
     assert found.chosen.read + found.chosen.written >= found.chosen.optimum
+
+
+@pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
+def test_larger_chunks_in_a_rehearsal_move_as_many_bytes_in_the_same_time(update: Update) -> None:
+    subject = subject_of(SMALL, batch=2, sequence=32)
+    machine = Machine.of(RATES).but(read=1e8, write=1e8, lease=1e-7, transfer=1e-7)  # what a lease takes is that of each chunk
+    rule = AdamWRule(1e-3, (0.9, 0.999), 1e-8, 0.01, False)
+    whole, coarse = (Planner(subject, machine, rule, Policy(), 1, rehearsed=touches) for touches in (3000, 100))
+    expected, found = (planner.predict(Choice(update, "memory", 1 << 20)) for planner in (whole, coarse))
+    assert found.read + found.written == pytest.approx(expected.read + expected.written, rel=0.05)
+    assert found.seconds == pytest.approx(expected.seconds, rel=0.1)
+    assert coarse.notes
+    assert not whole.notes
 
 
 def test_a_plan_without_a_machine_has_bytes_and_no_seconds() -> None:

@@ -206,9 +206,10 @@ class Planner:
 
     def __init__(
         self, subject: Subject, machine: Machine | None, rule: rules.UpdateRule, policy: Policy, passes: int,
-        measure: bool = False,
+        measure: bool = False, rehearsed: int = REHEARSED,
     ) -> None:
         self.subject, self.machine, self._rule, self._policy, self._passes = subject, machine, rule, policy, passes
+        self._rehearsed = rehearsed
         self._runs: dict[tuple[Activations, tuple[str, ...]], DryRun] = {}
         self._measured: dict[str, float] = {}
         self._measures = measure
@@ -259,9 +260,10 @@ class Planner:
                 f"a step leases {touches:,} tensors, and a store follows orders of up to {LONGEST:,}: it would evict by last "
                 "use, and move more bytes than this plan says"
             ] = None
-        played = sizes if touches <= REHEARSED else self._coarser(plan, touches)
+        together = -(-touches // self._rehearsed)
+        played = sizes if together <= 1 else self._coarser(plan, together)
         steps = Steps(self.subject.model, plan, played, run, choice.update, self._passes)
-        rates = DriveRates(1e9, 1e9) if self.machine is None else self.machine.drive
+        rates = _in_blocks(DriveRates(1e9, 1e9) if self.machine is None else self.machine.drive, together)
         least = bytes_moved(*uses_of(steps), choice.dram, decide(*uses_of(steps), choice.dram))
         found = rehearse(steps, choice.dram, rates, self.seconds(), warm_up=warm_up, counted=counted)
         return Prediction(
@@ -301,10 +303,11 @@ class Planner:
             raise CapacityError(f"{ranks} ranks need {format_size(needed)} of DRAM each")
         run, sizes = self.run(choice.activations, plan), sizes_of(plan, NAME, self._rule)
         touches = sum(2 * len(chunk) for one in sizes for _, chunk in one.chunks)
-        played = sizes if touches <= REHEARSED else self._coarser(plan, touches)
+        together = -(-touches // self._rehearsed)
+        played = sizes if together <= 1 else self._coarser(plan, together)
         steps = Steps(self.subject.model, plan, played, run, choice.update, self._passes)
         sharing = min(ranks, machine.ranks_per_node)
-        drive = DriveRates(machine.read / sharing, machine.write / sharing, machine.transfer)
+        drive = _in_blocks(DriveRates(machine.read / sharing, machine.write / sharing, machine.transfer), together)
         found = rehearse(steps, choice.dram, drive, Timing(machine, self._measured, ranks), warm_up=2, counted=1)
         sent = sum(one.nbytes for one in steps.step() if isinstance(one, Work) and one.kind in ("gather", "reduce"))
         return Ranks(
@@ -319,9 +322,9 @@ class Planner:
             process=self._memory(choice, sizes, run, found).process,
         )
 
-    def _coarser(self, plan: ModelPlan, touches: int) -> list[UnitSizes]:
-        """Return units whose chunks of states are several together, so that a step has fewer touches."""
-        larger = replace(plan.limits, chunk=plan.limits.chunk * -(-touches // REHEARSED))
+    def _coarser(self, plan: ModelPlan, together: int) -> list[UnitSizes]:
+        """Return units whose chunks of states are so many together, so that a step has fewer touches."""
+        larger = replace(plan.limits, chunk=plan.limits.chunk * together)
         self.notes["chunks of optimizer states are taken together in the rehearsal, of which a step has very many"] = None
         return sizes_of(replace(plan, limits=larger), NAME, self._rule)
 
@@ -463,6 +466,11 @@ def _rows(planner: Planner, choice: Choice, ranks: Sequence[int], tokens: int) -
             row = replace(row, pays=more >= PAYS * (count / before.ranks - 1))
         rows.append(row)
     return tuple(rows)
+
+
+def _in_blocks(rates: DriveRates, together: int) -> DriveRates:
+    """Return a drive that moves so many blocks at a time: where chunks are taken together, the blocks of them are."""
+    return replace(rates, block=rates.block * max(1, together))
 
 
 def _order(one: Prediction) -> tuple[float, bool, float]:

@@ -85,11 +85,13 @@ class SimulatedMemory:
 @dataclass(frozen=True)
 class DriveRates:
     """What a link between two tiers does: bytes per second up (``read``) and down (``write``), one way at a time, and
-    ``transfer`` seconds for each tensor beside its bytes."""
+    ``transfer`` seconds for each tensor beside its bytes. ``block``: bytes that it moves before it looks for more urgent
+    transfers; a rehearsal of very many bytes takes larger blocks."""
 
     read: float
     write: float
     transfer: float = 0.0
+    block: int = PIECE_BYTES
 
 
 class _Job:
@@ -146,7 +148,7 @@ class SimulatedDrive:
             self.ends = math.inf
             return
         job = jobs[0]
-        block = min(job.left, PIECE_BYTES)
+        block = min(job.left, self.rates.block)
         seconds = block / (self.rates.read if job.up else self.rates.write)
         if job.left == job.nbytes:
             seconds += self.rates.transfer
