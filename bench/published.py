@@ -29,6 +29,8 @@ from tiered.zero.rules import AdamWRule
 
 __all__ = ["ROWS", "Planned", "Row", "plan_of", "seconds_of", "table", "tflops_of"]
 
+REHEARSED = 100
+"""Touches of a step that are played as they are: states of billions of elements in a few large chunks, which takes seconds."""
 PASSES = 4
 """Of a forward, with activations computed again in backward: forward, forward again, and a backward of two. The published
 TFlop/s count 2 floating point operations for each parameter, token and pass. Issue 1776 shows that: 8 x 50.356e9 parameters x
@@ -50,12 +52,23 @@ V100_NODE = Machine(
     read=28e9,  # DGX2: NVMe to GPU, 28 GB/s with one node, 1.8 TB/s with 64
     write=28e9,  # assumed: as reading; nothing was found
     dram=HOST // NODE,
-    flops_half=63e12,  # ISSUE: a model of 10 B parameters, which needs no offloading, on the same machine: about 63 TFlop/s a GPU
+    flops_half=63e12,  # ISSUE: 10 B parameters, which need no offloading, on the same kind of machine: about 63 TFlop/s
     memory=900e9,  # assumed: HBM2 of a V100, by its data sheet; operations that compute little take a few percent
     update=64e9 / 28 / NODE,  # assumed: Adam moves 28 bytes for each element; DGX2 has 64 GB/s of a node's memory to its GPUs
     network=70e9 * NODE,  # DGX2: between GPUs 70 GB/s, which it says is the limit of a gather
     ranks_per_node=NODE,
     cores=6,  # assumed: a core is left for the thread of the store
+)
+
+A100_NODE = Machine(
+    name="a node with an A100",
+    read=3.5e9,  # Samsung 980, 1 TB: https://www.guru3d.com/articles-pages/samsung-980-1tb-nvme-ssd-review,2.html
+    write=3e9,
+    flops_half=165e12,  # AZURE: a model of 1 T parameters on A100, ZeRO-3: 165.36 TFlop/s a GPU
+    memory=1.5e12,  # assumed: HBM2 of an A100
+    update=5e8,  # assumed, as the network
+    network=1.25e9,
+    cores=6,
 )
 
 
@@ -134,8 +147,8 @@ def _one_trillion(ranks: int, tflops: float) -> Row:
         batch=2, ranks=ranks, machine=V100_NODE, dram=HOST // NODE - RESERVED, tflops=tflops, source=DGX2,
         found="TFlop/s by the height of the point in the graph of the slides (PFlop/s by GPUs; at 512 the bar of 1 T says the "
         "same); 128 layers and 160 heads: the 1 T model of " + AZURE + ", from which the width of 25,600 follows",
-        assumed="2,048 tokens a GPU (the batch of the slides' analysis of bandwidth); what the run kept where is not known, the "
-        "plan keeps what fits the host's memory",
+        assumed="2,048 tokens a GPU (the batch of the slides' analysis of bandwidth); what the run kept where is not known, "
+        "the plan keeps what fits the memory of the host",
     )  # fmt: skip
 
 
@@ -143,8 +156,8 @@ def _fifty_billion(name: str, dram: int, title: str, assumed: str) -> Row:
     return Row(
         name, f"ZeRO-Infinity, 50 B parameters, one DGX-2, {title}", Numbers(62, 8192, 64, 50_304, dtype="bfloat16"), batch=26,
         ranks=16, machine=V100_NODE, dram=dram, seconds=298.91, source=ISSUE,
-        found="298.9 s a step: forward 53.6, backward 152.7, optimizer 92.6; 35.88 TFlop/s a GPU, 50.356 B parameters, batch 26 "
-        "(the name of the log)",
+        found="298.9 s a step: forward 53.6, backward 152.7, optimizer 92.6; 35.88 TFlop/s a GPU, 50.356 B parameters, batch "
+        "26 (the name of the log)",
         assumed="62 layers of width 8,192 and 1,024 tokens: they give the published numbers of parameters and of TFlop/s; "
         + assumed,
     )  # fmt: skip
@@ -153,12 +166,20 @@ def _fifty_billion(name: str, dram: int, title: str, assumed: str) -> Row:
 ROWS = {
     row.name: row
     for row in (
-        _fifty_billion("dgx2-50b", HOST // NODE - RESERVED, "host memory as it is", "states in the host's memory, where they fit"),
-        _fifty_billion("dgx2-50b-drive", 24 << 30, "24 GiB a GPU", "a pool of 24 GiB a GPU, so that states are on the drive"),
+        _fifty_billion("dgx2-50b", HOST // NODE - RESERVED, "all memory of the host", "a pool that holds all states"),
+        _fifty_billion("dgx2-50b-drive", 28 << 30, "pools of 28 GiB", "a pool a GPU that leaves states on the drive"),
         _one_trillion(512, 49.0),
         _one_trillion(256, 46.3),
         _one_trillion(128, 48.7),
         _one_trillion(64, 43.9),
+        Row(
+            "a100-10b", "ZeRO-Infinity, 10 B parameters, two nodes with an A100",
+            Numbers(50, 4096, 16, 50_304, dtype="bfloat16"), batch=8, ranks=2, dram=16 << 30, tflops=1.5, machine=A100_NODE,
+            source="https://github.com/deepspeedai/DeepSpeedExamples/issues/192",
+            found="1.5 TFlop/s a GPU; 50 layers of width 4,096, 16 heads, batch 8; A100 PCIe of 40 GB, a Samsung 980 of "
+            "1 TB, 60 GB of memory that is free, 80 GB on the drive of each node",
+            assumed="1,024 tokens; batch of a GPU; a pool of 16 GiB, which leaves as much on the drive; a network of 10 Gb/s",
+        ),
     )
 }
 
@@ -183,7 +204,7 @@ def plan_of(row: Row) -> Planned:
     """Return the plan of a row. Raises CapacityError where it does not fit the pool."""
     subject = checkpointed(subject_of(row.shape, batch=row.batch, sequence=row.sequence))
     rule = AdamWRule(1e-3, (0.9, 0.999), 1e-8, 0.01, False)
-    planner = Planner(subject, row.machine, rule, Policy(), 1)
+    planner = Planner(subject, row.machine, rule, Policy(), 1, rehearsed=REHEARSED)
     choice = Choice("on_fetch", "memory", row.dram)
     found = planner.with_ranks(choice, row.ranks, row.tokens)
     run = planner.run("memory", planner.divided(row.dram, row.ranks))
@@ -193,17 +214,18 @@ def plan_of(row: Row) -> Planned:
 def table(rows: Sequence[Planned]) -> list[str]:
     """Return a Markdown table of rows, a line each."""
     lines = [
-        "| row | GPUs | s published | s planned | ratio | s planned, drive not hidden | ratio | TFlop/s a GPU published | planned "
-        "| s of computing | GB read, written by a GPU | s waiting for the drive, the network |",
+        "| row | GPUs | s published | s planned | ratio | s planned, drive not hidden | ratio | TFlop/s a GPU published "
+        "| planned | s of computing | GB read, written by a GPU | s waiting for the drive, the network |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for one in rows:
         found, row = one.ranks, one.row
         rates = (tflops_of(seconds, one.parameters, row.tokens) for seconds in (one.published, found.seconds))
         cells = [
-            row.title, str(row.ranks), f"{one.published:.1f}", f"{found.seconds:.1f}", f"{one.ratio:.2f}", f"{one.unhidden:.1f}",
-            f"{one.unhidden / one.published:.2f}", *(f"{rate:.1f}" for rate in rates), f"{one.computing:.1f}",
-            f"{found.read / 1e9:.1f}, {found.written / 1e9:.1f}", f"{found.waiting:.1f}, {found.network:.1f}",
+            row.title, str(row.ranks), f"{one.published:.1f}", f"{found.seconds:.1f}", f"{one.ratio:.2f}",
+            f"{one.unhidden:.1f}", f"{one.unhidden / one.published:.2f}", *(f"{rate:.1f}" for rate in rates),
+            f"{one.computing:.1f}", f"{found.read / 1e9:.1f}, {found.written / 1e9:.1f}",
+            f"{found.waiting:.1f}, {found.network:.1f}",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return lines

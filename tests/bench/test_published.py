@@ -17,7 +17,7 @@ SLOW = Machine(read=1e8, write=1e8, flops=1e9, network=1e9, ranks_per_node=2)
 def small(**published: float) -> Row:
     shape = Numbers(layers=3, width=64, heads=4, vocabulary=256)
     return Row(
-        "small", "small", shape, batch=2, ranks=2, machine=SLOW, dram=2 << 20, source="none", found="nothing", assumed="all of it",
+        "small", "small", shape, batch=2, ranks=2, machine=SLOW, dram=2 << 20, source="none", found="nothing", assumed="all",
         sequence=32, **published,  # type: ignore[arg-type]
     )  # fmt: skip
 
