@@ -170,8 +170,6 @@ ROWS = {
         _fifty_billion("dgx2-50b-drive", 28 << 30, "pools of 28 GiB", "a pool a GPU that leaves states on the drive"),
         _one_trillion(512, 49.0),
         _one_trillion(256, 46.3),
-        _one_trillion(128, 48.7),
-        _one_trillion(64, 43.9),
         Row(
             "a100-10b", "ZeRO-Infinity, 10 B parameters, two nodes with an A100",
             Numbers(50, 4096, 16, 50_304, dtype="bfloat16"), batch=8, ranks=2, dram=16 << 30, tflops=1.5, machine=A100_NODE,
