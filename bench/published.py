@@ -102,8 +102,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Planned:
-    """A row with its plan. ``published`` and ``tflops`` are the published step's; ``computing`` are the plan's seconds of
-    forward and backward alone."""
+    """A row with its plan. ``computing``: seconds that the plan has for forward and backward alone, beside its ``ranks``."""
 
     row: Row
     ranks: Ranks
@@ -112,6 +111,7 @@ class Planned:
 
     @property
     def published(self) -> float:
+        """Return the published seconds of a step."""
         row = self.row
         if row.seconds is not None:
             return row.seconds
