@@ -14,8 +14,8 @@ them out.
 
 "of the cores" is the rate beside what all cores reach that do nothing but compute checksums, over the same memory in pieces of
 4 MiB, measured before each round. CPU seconds are those of the process. ``--against`` runs a process for each checkout and
-gives the rounds to them in turn; the ratio is taken between neighbouring rounds. The other checkout needs its built
-``tiered/io/_aio*.so``.
+gives the rounds to them in turn; ratios are taken between neighbouring rounds, and that of the CPU time scatters less where
+other programs run. The other checkout needs its built ``tiered/io/_aio*.so``.
 """
 
 from __future__ import annotations
@@ -267,12 +267,21 @@ def asked(child: subprocess.Popen[str], nbytes: int, way: str) -> dict[str, floa
     return answer
 
 
+def beside(before: Sequence[dict[str, float]], after: Sequence[dict[str, float]], name: str, digits: int) -> str:
+    """Return the cells of one figure: the medians there and here, and the ratio of neighbouring rounds."""
+    there, here = ([one[name] for one in side] for side in (before, after))
+    low, middle, high = statistics.quantiles([new / old for old, new in zip(there, here, strict=True)], n=4)
+    old, new = statistics.median(there), statistics.median(here)
+    return f"{old:,.{digits}f} | {new:,.{digits}f} | {middle:.2f} [{low:.2f}, {high:.2f}]"
+
+
 def against(other: Path, wanted: Wanted) -> list[dict[str, Any]]:
     here = Path(__file__).resolve().parents[1]
     if not (other / "tiered" / "__init__.py").exists():
         raise SystemExit(f"{other} is not a checkout of this project: it has no tiered/__init__.py")
-    print("| tensor | way | tensors/s there | here | here / there, median [quartiles] | CPU s per GiB there | here |")
-    print("|---|---|---:|---:|---:|---:|---:|")
+    ratio = "here / there, median [quartiles]"
+    print(f"| tensor | way | tensors/s there | here | {ratio} | CPU s per GiB there | here | {ratio} |")
+    print("|---|---|---:|---:|---:|---:|---:|---:|")
     rows = []
     with child_of(other, wanted) as there, child_of(here, wanted) as this:
         for nbytes, way in itertools.product(wanted.sizes, wanted.ways):
@@ -286,12 +295,8 @@ def against(other: Path, wanted: Wanted) -> list[dict[str, Any]]:
                 else:
                     before.append(asked(there, nbytes, way))
                     after.append(asked(this, nbytes, way))
-            ratios = [two["tensors"] / one["tensors"] for one, two in zip(before, after, strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            old, new = (statistics.median(one["tensors"] for one in side) for side in (before, after))
-            used, uses = (statistics.median(one["cpu"] for one in side) for side in (before, after))
-            cells = f"{old:,.0f} | {new:,.0f} | {middle:.2f} [{low:.2f}, {high:.2f}] | {used:.3f} | {uses:.3f}"
-            print(f"| {format_size(nbytes)} | {way} | {cells} |", flush=True)
+            rates, used = beside(before, after, "tensors", 0), beside(before, after, "cpu", 3)
+            print(f"| {format_size(nbytes)} | {way} | {rates} | {used} |", flush=True)
             rows.append({"size": nbytes, "way": way, "there": before, "here": after})
         for child in (there, this):
             child.communicate()
