@@ -40,6 +40,8 @@ class State(enum.Enum):
     DIRTY = "dirty"
     WRITEBACK = "writeback"
 
+    __hash__ = object.__hash__  # that of Enum is slow, and each change of a state looks up its edge
+
 
 EDGES: frozenset[tuple[State, State]] = frozenset(
     {
