@@ -68,15 +68,16 @@ class Run:
         dropout, clip, shuffle = more.pop("dropout", 0.0), more.pop("clip", 0.5), more.pop("shuffle", True)
         self.clip = clip
         sampling = DataLoaderConfiguration(use_seedable_sampler=shuffle, data_seed=11)
-        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=sampling, **more)
+        options = {name: value for name, value in more.items() if name != "kind"}
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=sampling, **options)
         torch.manual_seed(seed)
         model = Net(dropout)
         if store is not None:
             zero.page(model, store, existing=existing)
             if registered:
                 register(self.accelerator, store)
-        kind: Any = torch.optim.AdamW if store is None else zero.AdamW
-        optimizer = kind(model.parameters(), lr=1e-2, fused=True)
+        kind: Any = more.get("kind") or functools.partial(torch.optim.AdamW if store is None else zero.AdamW, fused=True)
+        optimizer = kind(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
         data = torch.randint(0, 17, (4 * BATCHES - 1, 5), generator=torch.Generator().manual_seed(3))
         loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=shuffle)
@@ -157,6 +158,22 @@ def test_save_state_commits_and_load_state_goes_back(tmp_path: Path) -> None:
         run.accelerator.load_state(str(folder))
         assert run.train(1, skip=2) == rest
         assert same(run.result(), reference.result())
+        store.close()
+
+
+@pytest.mark.parametrize("kind", [functools.partial(zero.SGD, momentum=0.9), zero.AdamW8bit, zero.Lion], ids=["sgd", "8bit", "lion"])
+def test_states_of_other_optimizers_are_commits_too(tmp_path: Path, kind: Any) -> None:
+    folder = tmp_path / "state"
+    with TieredStore.open(tmp_path / "store", dram="1MiB", keep=3) as store:
+        whole = Run(store, kind=kind)
+        expected = whole.train(save=folder)[-(BATCHES - 2 + 3) :]
+        result = whole.result()
+        assert not {"model.safetensors", "optimizer.bin"} & set(os.listdir(folder))
+    with TieredStore.open(tmp_path / "store", dram="1MiB", keep=3) as store:
+        run = Run(store, seed=5, existing="overwrite", kind=kind)
+        run.accelerator.load_state(str(folder))
+        assert run.train(1, skip=2) == expected
+        assert same(run.result(), result)
         store.close()
 
 

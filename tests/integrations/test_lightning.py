@@ -72,7 +72,7 @@ class Net(pl.LightningModule):
         self.seen.append(self.loss(batch[0]).item())
 
     def configure_optimizers(self) -> Any:
-        optimizer = self.kind(self.parameters(), lr=1e-2, fused=True)
+        optimizer = self.kind(self.parameters(), lr=1e-2, **({"fused": True} if self.kind.__name__ == "AdamW" else {}))
         optimizer._step_supports_amp_scaling = False  # else Lightning refuses to clip what torch's fused kernel updates
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -141,6 +141,22 @@ def test_fit_and_resume_are_those_in_memory(name: str) -> None:
     assert same(fit(case, again, zero.AdamW, "paged", f"paged/{FIRST}", seed=7), resumed)
     assert again.store.generation > 3
     again.close()
+
+
+@pytest.mark.parametrize("kind", [zero.SGD, zero.AdamW8bit, zero.Lion])
+def test_runs_of_other_optimizers_are_resumed(kind: Any) -> None:
+    """From a commit as from a file that has everything."""
+    case, resumed = CASES["norm"], []
+    for checkpoints in ("whole", "commits"):
+        for ckpt, seed in ((None, 5), (f"{checkpoints}/{FIRST}", 7)):
+            strategy = TieredStrategy(f"store-{checkpoints}", dram="1MiB", keep=9, checkpoints=checkpoints)
+            net = fit(case, strategy, kind, checkpoints, ckpt, seed)
+            found = net.values(), net.seen
+            strategy.close()
+        resumed.append(found)
+    (whole, losses), (commits, same_losses) = resumed
+    assert losses == same_losses
+    assert whole.keys() == commits.keys() and all(torch.equal(commits[name], value) for name, value in whole.items())
 
 
 def test_checkpoints_go_between_memory_and_a_store() -> None:

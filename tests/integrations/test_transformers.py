@@ -41,7 +41,7 @@ import tiered  # noqa: E402
 from tests.quick import quick  # noqa: E402
 from tiered import MisuseError, TieredStore, zero  # noqa: E402
 from tiered.integrations.transformers import TieredCallback, TieredTrainer, from_pretrained  # noqa: E402
-from tiered.integrations.transformers.training import OPTIMIZERS  # noqa: E402
+from tiered.integrations.transformers.training import ADAM_LIKE, OPTIMIZERS  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 KINDS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
@@ -340,9 +340,54 @@ def test_other_optimizers_of_trainer(name: str, tmp_path: Path, store: TieredSto
     assert same(found.model, reference.model)
 
 
+@pytest.mark.parametrize("name", [*ADAM_LIKE, *OPTIMIZERS])
+def test_names_of_trainers_optimizers(name: str, store: TieredStore, tmp_path: Path) -> None:
+    """``optim`` gives the class of that algorithm, with the values of TrainingArguments."""
+    given = {"learning_rate": 0.02, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6, "weight_decay": 0.1}
+    made = trainer(TieredTrainer, paged(llama(), store), tmp_path, optim=name, **given).create_optimizer()
+    words = {"8bit": zero.AdamW8bit, "4bit": zero.AdamW4bit, "lion": zero.Lion, "adamw": zero.AdamW}
+    expected = next((kind for word, kind in words.items() if word in name), None)
+    assert type(made) is expected if expected else type(made).__name__.lower() == name
+    assert {group["lr"] for group in made.param_groups} == {0.02}
+    assert {group["weight_decay"] for group in made.param_groups} == {0.0, 0.1}
+    if name in ADAM_LIKE:
+        assert all(tuple(group["betas"]) == (0.8, 0.95) and group.get("eps", 1e-6) == 1e-6 for group in made.param_groups)
+
+
 # Checkpoints that are commits
 
 SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 5}
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw_8bit", "lion_32bit", "muon"])
+def test_commits_of_other_optimizers_are_gone_on_from(name: str, tmp_path: Path) -> None:
+    def begun(store: TieredStore, existing: str) -> Any:
+        model = paged(llama(), store, existing=existing)
+        if name == "muon":
+            return trainer(TieredTrainer, model, tmp_path / "a", {"optimizers": (zero.Muon(model), None)}, **SAVING)
+        return trainer(TieredTrainer, model, tmp_path / "a", **SAVING, optim=name)
+
+    with TieredStore.open(tmp_path / "store", dram="1MiB", keep=5) as store:
+        whole = begun(store, "refuse")
+        whole.train()
+        expected = {key: value.clone() for key, value in whole.model.state_dict().items()}
+        states = whole.optimizer.state_dict()["state"]
+        store.close()
+    with TieredStore.open(tmp_path / "store", dram="1MiB", keep=5) as store:
+        again = begun(store, "overwrite")
+        again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+        assert logged(again)[-4:-1] == logged(whole)[-4:-1]
+        found = again.model.state_dict()
+        assert all(torch.equal(found[key], value) for key, value in expected.items())
+        assert_states(again.optimizer.state_dict()["state"], states)
+        store.close()
+
+
+def assert_states(found: Any, expected: Any) -> None:
+    """States of two optimizers are the same."""
+    assert found.keys() == expected.keys()
+    for index, state in expected.items():
+        assert all(torch.equal(torch.as_tensor(found[index][name]), torch.as_tensor(value)) for name, value in state.items())
 
 
 def commits(folder: Path) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """Have Hugging Face Accelerate save and load a paged model as commits of its store (https://hf.co/docs/accelerate).
 
-A loop over ``accelerator.prepare(...)`` needs nothing of this file: a paged model and ``zero.AdamW`` go through as others do.
-``register`` is for the three places where Accelerate would do what paging does already: it wraps a model in
-DistributedDataParallel, copies optimizer states to a device, and saves copies of everything.
+A loop over ``accelerator.prepare(...)`` needs nothing of this file: a paged model and an optimizer of ``tiered.zero`` go
+through as others do. ``register`` is for the three places where Accelerate would do what paging does already: it wraps a model
+in DistributedDataParallel, copies optimizer states to a device, and saves copies of everything.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class _Registered(Accelerator):
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)  # type: ignore[no-any-return]
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        if isinstance(optimizer, zero.AdamW):
+        if isinstance(optimizer, zero.Optimizer):
             device_placement = False  # it would copy all states to the device, and back
         return super().prepare_optimizer(optimizer, device_placement)
 
@@ -159,9 +159,9 @@ class _Registered(Accelerator):
 
     def _paged(self) -> list[Pair]:
         """Return the paged models that were prepared, each with its optimizer."""
-        optimizers: dict[Any, zero.AdamW] = {}
+        optimizers: dict[Any, zero.Optimizer] = {}
         for prepared in self._optimizers:
-            if isinstance(prepared.optimizer, zero.AdamW) and not prepared.optimizer.resident:
+            if isinstance(prepared.optimizer, zero.Optimizer) and not prepared.optimizer.resident:
                 pager = owner_of(prepared.optimizer.param_groups[0]["params"][0])
                 if pager in optimizers:
                     raise MisuseError(

@@ -176,15 +176,15 @@ class TieredStrategy(SingleDeviceStrategy):
                 load_optimizer(optimizer, state[KEY])
             else:
                 name = type(optimizer).__name__
-                raise MisuseError(f"the checkpoint is of a tiered.zero.AdamW, and configure_optimizers made a {name}")
+                raise MisuseError(f"the checkpoint is of an optimizer of tiered.zero, and configure_optimizers made a {name}")
 
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
 
 
-def _is_ours(optimizer: Optimizer) -> TypeGuard[zero.AdamW]:
-    return isinstance(optimizer, zero.AdamW) and not optimizer.resident
+def _is_ours(optimizer: Optimizer) -> TypeGuard[zero.Optimizer]:
+    return isinstance(optimizer, zero.Optimizer) and not optimizer.resident
 
 
 def _refuse_other(optimizer: Optimizer) -> None:

@@ -24,7 +24,7 @@ __all__ = ["MARK", "Saved", "is_paged", "restore", "save", "store_of"]
 MARK = "tiered.saved"
 """Where a commit's meta, and what is committed of a model, has the mark."""
 
-Pair = tuple[nn.Module, "zero.AdamW | None"]
+Pair = tuple[nn.Module, "zero.Optimizer | None"]
 """A paged model, and its optimizer where there is one."""
 
 

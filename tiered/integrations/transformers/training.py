@@ -40,9 +40,17 @@ __all__ = ["CommitCheckpoints", "TieredCallback", "TieredTrainer"]
 # -- commits -------------------------------------------------------------------------------------------------------------------
 
 OURS, STATE = "tiered.json", "trainer_state.json"
+"""Files of a checkpoint's folder: which generation it is, and Trainer's state."""
 OPTIMIZERS = ("sgd", "adagrad", "rmsprop")
 """Of Trainer's ``optim``: classes of torch's of which ``tiered.zero`` has one of the same name."""
-"""Files of a checkpoint's folder: which generation it is, and Trainer's state."""
+ADAM_LIKE: dict[str, type[zero.Optimizer]] = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit"), zero.AdamW),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), zero.AdamW8bit),
+    "adamw_torch_4bit": zero.AdamW4bit,
+    **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), zero.Lion),
+}
+"""Of Trainer's ``optim``: the optimizer that has the same algorithm and takes Trainer's Adam arguments. "Paged" ones of Trainer
+keep their states in host memory, as a store does."""
 
 
 def _commit(model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any, state: str, step: int) -> int:
@@ -63,12 +71,13 @@ def _commit(model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any, state
     )
 
 
-def _ours(optimizer: Any) -> zero.AdamW:
+def _ours(optimizer: Any) -> zero.Optimizer:
     """Return the optimizer that Accelerate has wrapped."""
-    while not isinstance(optimizer, zero.AdamW) and hasattr(optimizer, "optimizer"):
+    while not isinstance(optimizer, zero.Optimizer) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
-    if not isinstance(optimizer, zero.AdamW):
-        raise MisuseError(f"{type(optimizer).__name__}: a commit has the state of zero.AdamW, so train with that")
+    if not isinstance(optimizer, zero.Optimizer):
+        name = type(optimizer).__name__
+        raise MisuseError(f"{name}: a commit has the state of an optimizer of tiered.zero, so train with one, as zero.AdamW")
     return optimizer
 
 
@@ -164,8 +173,8 @@ class TieredCallback(TrainerCallback):
 class CommitCheckpoints:
     """Mixin that makes the checkpoints of a ``Trainer`` commits: ``class Mine(CommitCheckpoints, SFTTrainer): pass``.
 
-    - The model is paged as a whole (``zero.page``, after ``peft.get_peft_model``). The optimizer is ``zero.AdamW`` with the
-      values of ``TrainingArguments``, unless another ``zero.AdamW`` is given.
+    - The model is paged as a whole (``zero.page``, after ``peft.get_peft_model``). The optimizer is that of ``tiered.zero``
+      which ``TrainingArguments(optim=)`` names, with its values, unless another ``zero.Optimizer`` is given.
     - ``checkpoint-N`` in the output folder has Trainer's state and the number of a generation of the store. As many stay as
       ``save_total_limit`` says; without it, as many as the store was opened with (``keep=``). The best one stays, too.
     - ``train(resume_from_checkpoint=True)`` goes on from the newest commit, and a folder from its generation, bit for bit.
@@ -213,16 +222,17 @@ class CommitCheckpoints:
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[type, dict[str, Any]]:
         """Return the optimizer of ``tiered.zero`` for a trainer that was given none; groups and arguments are Trainer's."""
         name = getattr(args.optim, "value", args.optim)
-        if name in ("adamw_torch", "adamw_torch_fused"):
-            betas = args.adam_beta1, args.adam_beta2
-            return zero.AdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+        if name in ADAM_LIKE:
+            kind = ADAM_LIKE[name]
+            given = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
+            return kind, given if kind is zero.Lion else {**given, "eps": args.adam_epsilon}
         if name in OPTIMIZERS:
             kind, given = Trainer.get_optimizer_cls_and_kwargs(args, model)
             kernel = {"fused": False} if name in ("sgd", "adagrad") else {}  # of torch's classes, as Trainer makes them
             return getattr(zero, kind.__name__), {**given, **kernel}
         raise MisuseError(
             f"optim={name}: what updates paged parameters is an optimizer of tiered.zero: give optim='adamw_torch_fused' (or "
-            f"{', '.join(map(repr, OPTIMIZERS))}), or make one and give it to Trainer (optimizers=)"
+            f"{', '.join(map(repr, (*OPTIMIZERS, 'adamw_8bit', 'adamw_torch_4bit', 'lion_32bit')))}), or make one and give it to Trainer (optimizers=)"
         )
 
     # -- saving ------------------------------------------------------------------------------------------------------------

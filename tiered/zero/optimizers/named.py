@@ -65,9 +65,13 @@ class _Named(Optimizer):
     _torch: ClassVar[type[torch.optim.Optimizer]]
     _rule_type: ClassVar[type[UpdateRule]]
 
-    def __init_subclass__(cls, torchs: type[torch.optim.Optimizer], rule: type[UpdateRule], **kwargs: Any) -> None:
+    def __init_subclass__(
+        cls, torchs: type[torch.optim.Optimizer] | None = None, rule: type[UpdateRule] | None = None, **kwargs: Any
+    ) -> None:
+        """Other classes that derive from one of these (Lightning makes such) keep its class of torch and its rule."""
         super().__init_subclass__(**kwargs)
-        cls._torch, cls._rule_type = torchs, rule
+        if torchs is not None and rule is not None:
+            cls._torch, cls._rule_type = torchs, rule
 
     def __init__(self, params: ParamsT, settings: dict[str, Any], where: Where) -> None:
         if settings.get("fused", False) is None:
