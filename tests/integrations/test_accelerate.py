@@ -161,7 +161,10 @@ def test_save_state_commits_and_load_state_goes_back(tmp_path: Path) -> None:
         store.close()
 
 
-@pytest.mark.parametrize("kind", [functools.partial(zero.SGD, momentum=0.9), zero.AdamW8bit, zero.Lion], ids=["sgd", "8bit", "lion"])
+OTHERS = {"sgd": functools.partial(zero.SGD, momentum=0.9), "8bit": zero.AdamW8bit, "lion": zero.Lion}
+
+
+@pytest.mark.parametrize("kind", OTHERS.values(), ids=OTHERS)
 def test_states_of_other_optimizers_are_commits_too(tmp_path: Path, kind: Any) -> None:
     folder = tmp_path / "state"
     with TieredStore.open(tmp_path / "store", dram="1MiB", keep=3) as store:

@@ -156,7 +156,8 @@ def test_runs_of_other_optimizers_are_resumed(kind: Any) -> None:
         resumed.append(found)
     (whole, losses), (commits, same_losses) = resumed
     assert losses == same_losses
-    assert whole.keys() == commits.keys() and all(torch.equal(commits[name], value) for name, value in whole.items())
+    assert whole.keys() == commits.keys()
+    assert all(torch.equal(commits[name], value) for name, value in whole.items())
 
 
 def test_checkpoints_go_between_memory_and_a_store() -> None:

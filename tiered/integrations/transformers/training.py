@@ -230,9 +230,10 @@ class CommitCheckpoints:
             kind, given = Trainer.get_optimizer_cls_and_kwargs(args, model)
             kernel = {"fused": False} if name in ("sgd", "adagrad") else {}  # of torch's classes, as Trainer makes them
             return getattr(zero, kind.__name__), {**given, **kernel}
+        others = ", ".join(map(repr, (*OPTIMIZERS, "adamw_8bit", "adamw_torch_4bit", "lion_32bit")))
         raise MisuseError(
             f"optim={name}: what updates paged parameters is an optimizer of tiered.zero: give optim='adamw_torch_fused' (or "
-            f"{', '.join(map(repr, (*OPTIMIZERS, 'adamw_8bit', 'adamw_torch_4bit', 'lion_32bit')))}), or make one and give it to Trainer (optimizers=)"
+            f"{others}), or make one and give it to Trainer (optimizers=)"
         )
 
     # -- saving ------------------------------------------------------------------------------------------------------------
