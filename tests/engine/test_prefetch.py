@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -15,7 +16,7 @@ from tiered.engine.engine import Engine, EngineConfig
 from tiered.engine.policy import LRU, NEVER, NextUse, Plan, Touch
 from tiered.engine.requests import Install, Lease, Room
 from tiered.engine.residency import State
-from tiered.engine.retention import PRICES, RetentionPlan, affordable, bytes_moved, decide, room_for
+from tiered.engine.retention import PRICES, RetentionPlan, affordable, bytes_moved, decide, largest_streamed, room_for
 from tiered.engine.snapshot import Flush
 from tiered.engine.state import Token
 from tiered.types import Access, Direction, TensorSpec, Then, Transfer, Urgency, Use
@@ -255,6 +256,35 @@ def test_with_room_to_spare_a_decision_says_of_each_touch_whether_to_keep() -> N
     assert kept is not None
     assert len(kept) == 4
     assert sum(kept) == 1, "beside the one that is touched there is room for one"
+
+
+def test_of_tensors_that_are_read_those_of_the_largest_kind_are_streamed() -> None:
+    """An embedding and a head of 10 units, and 24 layers with a norm of 1 and a matrix of 4: 24 bytes of 140 do not fit."""
+    layers = [(f"{kind}{number}", size) for number in range(24) for kind, size in (("norm", 1), ("matrix", 4))]
+    keys, sizes = zip(("embedding", 10), *layers, ("head", 10), strict=True)
+    uses = [Use.READ] * len(keys)
+    assert largest_streamed(keys, uses, sizes, 116) == 4
+    kept = decide(keys, uses, sizes, 116, spare=8).keep
+    assert kept is not None
+    left = [key for key, stays in zip(keys, kept, strict=True) if not stays]
+    assert all(key.startswith("matrix") for key in left)
+    numbers = [int(key.removeprefix("matrix")) for key in left]
+    assert len(numbers) == 9  # 36 bytes: what does not fit, the room for read-ahead, and the one that is in use
+    assert max(after - before for before, after in itertools.pairwise(numbers)) <= 3 + 1
+    assert largest_streamed(keys, [Use.WRITE] * len(keys), sizes, 116) == 10, "of an order that also writes, the largest of all"
+
+
+@given(
+    sizes=st.lists(st.sampled_from([1, 2, 5, 9]), min_size=2, max_size=30), share=st.floats(0.2, 0.95), spare=st.integers(1, 9)
+)
+def test_streaming_one_kind_moves_no_more_than_one_tensor_of_each_kind_beside_belady(
+    sizes: list[int], share: float, spare: int
+) -> None:
+    keys, uses, capacity = [str(i) for i in range(len(sizes))], [Use.READ] * len(sizes), int(sum(sizes) * share) + max(sizes)
+    plan = decide(keys, uses, sizes, capacity, spare=spare)
+    budget = max(capacity - spare, max(sizes))
+    belady = bytes_moved(keys, uses, sizes, budget, RetentionPlan())
+    assert bytes_moved(keys, uses, sizes, budget, plan) <= belady + sum(set(sizes))
 
 
 def test_room_that_would_move_what_is_used_often_is_not_left() -> None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from tiered.types import Key, Then, Use
 
-__all__ = ["RetentionPlan", "affordable", "bytes_moved", "dead_after", "decide", "room_for"]
+__all__ = ["RetentionPlan", "affordable", "bytes_moved", "dead_after", "decide", "largest_streamed", "room_for"]
 
 PRICES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0)  # of a write-back, in mean interval lengths; the best one is taken
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of the room, for tensors that stay for good
@@ -83,6 +83,22 @@ def _decision(touches: _Touched, capacity: int, spare: int, then: Then) -> Reten
     budget = max(capacity - spare, *sizes)
     best = _cheapest(keys, uses, sizes, budget, then)[1] if len(keys) <= SIMULATED else RetentionPlan()
     return _materialise(keys, uses, sizes, budget, best, then) if spare and len(keys) <= SETTLED else best
+
+
+def largest_streamed(keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], capacity: int) -> int:
+    """Return the bytes of the largest tensor that will not stay in ``capacity`` bytes, by what ``decide`` keeps; of an order
+    that does more than read each tensor once a round, the largest of all."""
+    largest = max(sizes, default=0)
+    if any(use is not Use.READ for use in uses) or len(set(keys)) < len(keys):
+        return largest
+    of_size, missing = Counter(sizes), sum(sizes) - capacity
+    streamed = 0
+    for size, count in sorted(of_size.items(), key=lambda found: found[0] * found[1], reverse=True):
+        streamed = max(streamed, size)
+        missing -= size * count
+        if missing + room_for(capacity, max(0, sum(sizes) - capacity), streamed) <= 0:
+            break
+    return streamed
 
 
 def affordable(
@@ -181,14 +197,23 @@ def _spread(
 ) -> tuple[bool, ...]:
     """Return ``kept`` with as many tensors of each kind kept, evenly spaced. A kind is the intervals of one size and use
     that span a whole round: whichever of them are kept, they take the same room at all times, and moving the others costs
-    the same."""
+    the same.
+
+    Of tensors that are read, so many bytes are kept, of the kinds with the fewest bytes first: the few largest tensors (an
+    embedding) would each be waited for, and the smallest are not worth a transfer. The kind with the most bytes is streamed."""
     spread, end = list(kept), len(kept)
     kinds: dict[tuple[int, Use], list[int]] = {}
     for i, j in enumerate(following):
         if j == i + end and uses[i] is not Use.PUT:
             kinds.setdefault((sizes[i], uses[i]), []).append(i)
-    for positions in kinds.values():
-        count, among = sum(kept[i] for i in positions), len(positions)
+    counts = {kind: sum(kept[i] for i in positions) for kind, positions in kinds.items()}
+    of_reads = {kind: positions for kind, positions in kinds.items() if kind[1] is Use.READ}
+    left = sum(counts[kind] * kind[0] for kind in of_reads)
+    for kind, positions in sorted(of_reads.items(), key=lambda found: found[0][0] * len(found[1])):
+        counts[kind] = min(len(positions), left // kind[0])
+        left -= counts[kind] * kind[0]
+    for kind, positions in kinds.items():
+        count, among = counts[kind], len(positions)
         for number, i in enumerate(positions):
             spread[i] = (number + 1) * count // among > number * count // among
     return tuple(spread)

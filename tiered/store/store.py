@@ -20,7 +20,7 @@ from tiered.engine.engine import Engine
 from tiered.engine.policy import LRU, NextUse, Plan, Record, Touch, touch_of
 from tiered.engine.requests import Delete, Install, Room, Work
 from tiered.engine.residency import Entry
-from tiered.engine.retention import affordable, decide, room_for
+from tiered.engine.retention import affordable, decide, largest_streamed, room_for
 from tiered.engine.state import Token
 from tiered.errors import ForkedStore, KeyNotFound, MisuseError, StoreClosed, UncommittedWarning, from_here
 from tiered.interfaces import EvictionPolicy, IOBackend, Returnable
@@ -590,7 +590,7 @@ class TieredStore(TensorMapping):
             needed, spare = sizes(index), 0
             if prefetch == "on":
                 missing = sum(dict(zip(keys, needed, strict=True)).values()) - memory.capacity
-                spare = room_for(memory.capacity, missing, max(needed, default=0))
+                spare = room_for(memory.capacity, missing, largest_streamed(keys, uses, needed, memory.capacity))
                 spare = affordable(keys, uses, needed, memory.capacity, spare, then)
                 rooms.append(spare)
             decisions.append(decide(keys, uses, needed, memory.capacity, then=then, spare=spare))
