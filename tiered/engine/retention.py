@@ -199,7 +199,7 @@ def _spread(
     that span a whole round: whichever of them are kept, they take the same room at all times, and moving the others costs
     the same.
 
-    Of tensors that are read, so many bytes are kept, of the kinds with the fewest bytes first: the few largest tensors (an
+    Where an order only reads, so many bytes are kept, of the kinds with the fewest bytes first: the few largest tensors (an
     embedding) would each be waited for, and the smallest are not worth a transfer. The kind with the most bytes is streamed."""
     spread, end = list(kept), len(kept)
     kinds: dict[tuple[int, Use], list[int]] = {}
@@ -207,11 +207,11 @@ def _spread(
         if j == i + end and uses[i] is not Use.PUT:
             kinds.setdefault((sizes[i], uses[i]), []).append(i)
     counts = {kind: sum(kept[i] for i in positions) for kind, positions in kinds.items()}
-    of_reads = {kind: positions for kind, positions in kinds.items() if kind[1] is Use.READ}
-    left = sum(counts[kind] * kind[0] for kind in of_reads)
-    for kind, positions in sorted(of_reads.items(), key=lambda found: found[0][0] * len(found[1])):
-        counts[kind] = min(len(positions), left // kind[0])
-        left -= counts[kind] * kind[0]
+    if all(use is Use.READ for use in uses):
+        left = sum(counts[kind] * kind[0] for kind in kinds)
+        for kind, positions in sorted(kinds.items(), key=lambda found: found[0][0] * len(found[1])):
+            counts[kind] = min(len(positions), left // kind[0])
+            left -= counts[kind] * kind[0]
     for kind, positions in kinds.items():
         count, among = counts[kind], len(positions)
         for number, i in enumerate(positions):
