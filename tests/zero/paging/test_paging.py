@@ -432,6 +432,47 @@ def test_a_checkpointed_function_that_reads_parameters_itself(store: TieredStore
             assert torch.equal(optimizer.grad(ours), theirs.grad)
 
 
+@pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
+def test_a_checkpointed_block_may_be_larger_than_the_memory(tmp_path: Path, update: str) -> None:
+    """What torch.utils.checkpoint keeps of a recomputation is not the block's parameters, which would pin all of the memory."""
+
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.Sequential(*(nn.Linear(128, 128) if i % 2 else nn.LayerNorm(128) for i in range(34))) for _ in range(2)
+            )
+            self.blocks[0][7].weight.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = x + checkpoint(block, x, use_reentrant=False)
+            return x
+
+    torch.manual_seed(0)
+    reference = Blocks()
+    with TieredStore.open(tmp_path / "s", dram="1MiB", deadline=10.0) as store:
+        model = zero.page(copy.deepcopy(reference), store)
+        assert sum(p.nbytes for p in reference.blocks[0].parameters()) > store.statistics().tier("dram").capacity
+        sides: list[tuple[nn.Module, torch.optim.Optimizer]] = [
+            (reference, torch.optim.AdamW(reference.parameters(), fused=True)),
+            (model, zero.AdamW(model.parameters(), update=update)),  # type: ignore[arg-type]
+        ]
+        for step in range(3):
+            x = torch.randn(4, 128, generator=torch.Generator().manual_seed(step)).requires_grad_()
+            losses = []
+            for net, optimizer in sides:
+                loss = net(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+            assert torch.equal(*losses)
+        trained = model.state_dict()
+        assert all(torch.equal(trained[name], value) for name, value in reference.state_dict().items())
+        assert held(store) == 0
+
+
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_a_parameter_that_is_frozen_after_forward_keeps_its_gradient(tmp_path: Path, accumulated: bool) -> None:
     """As in torch, which neither accumulates then nor forgets."""

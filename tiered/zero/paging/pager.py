@@ -355,7 +355,7 @@ class Pager:
                 self.step_trace.forward_begins("training" if torch.is_grad_enabled() else "inference", self._units_in_order)
         frame = Frame(module)
         self._frames.append(frame)
-        frame.hooks = self._hooks()
+        frame.hooks = self._hooks(of_module=True)
         if frame.hooks is not None:
             push_hooks(*frame.hooks)
         units = self._held.get(module, ())
@@ -719,15 +719,20 @@ class Pager:
                 return Reference(unit, tensor)
         return None
 
-    def _hooks(self) -> Hooks | None:
+    def _hooks(self, *, of_module: bool = False) -> Hooks | None:
         """Return the hooks that must be put in force so that what is saved of a parameter does not keep it: None where nothing
         is recorded, or such are in force already.
 
-        Those of torch.utils.checkpoint keep nothing, and count the tensors that they get. Any others may keep the parameter
-        itself, which shows NaN later; they get what is no parameter, and what they keep is looked through.
+        Hooks of others may keep the parameter itself, which shows NaN later; they get what is no parameter, and what they keep
+        is looked through. Those of torch.utils.checkpoint count the tensors that they get, and a recomputation keeps them until
+        it ends: aliases, which would pin all parameters of a block, and divide the memory. So within a module's forward, which
+        is the same both times, they get no parameters. Where parts are gathered from other ranks they do: an alias is smaller
+        than another gather.
         """
         below = hooks_active()
-        if not torch.is_grad_enabled() or _owner(below) is self or of_checkpoint(below):
+        if not torch.is_grad_enabled() or _owner(below) is self:
+            return None
+        if of_checkpoint(below) and not (of_module and self._reduce_scatter is None):
             return None
         if not below:
             return self._pack, self._unpack

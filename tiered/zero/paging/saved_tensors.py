@@ -93,19 +93,25 @@ class _Kept:
 
 class OverHooks:
     """Saved-tensor hooks of a paged ``model`` over those of somebody else (``below``), which still get every tensor. Memory of
-    parameters in what these keep, in lists and dicts too, is remembered by reference."""
+    parameters in what these keep, in lists and dicts too, is remembered by reference.
+
+    Hooks of ``offload_activations`` and of torch.utils.checkpoint get no parameters: what they keep cannot be looked through.
+    """
 
     def __init__(self, model: Saving, below: Hooks) -> None:
         self.model, self._below = model, below
+        self._alone = are_offloading(below) or of_checkpoint(below)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         reference = self.model.reference(tensor)
-        if reference is not None and are_offloading(self._below):  # what these keep cannot be looked through
+        if reference is not None and self._alone:
             return _Kept(self, reference)
         shown = tensor if reference is None else tensor.detach()
         return tree_map(self._referred, self._below[0](shown))
 
     def unpack(self, packed: Any) -> torch.Tensor:
+        if self._alone and isinstance(packed, _Kept):
+            return self.model._unpack(packed.reference)
         return self._below[1](tree_map(self._restored, packed))
 
     def _referred(self, value: Any) -> Any:
