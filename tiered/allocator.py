@@ -24,6 +24,9 @@ from tiered.types import Slot
 __all__ = ["FreeSpace", "Move", "moves"]
 
 
+SMALL = 1024
+
+
 class FreeSpace:
     """A free-space allocator over ``[0, capacity)``: best fit, and the lowest address among ranges of equal size.
 
@@ -83,6 +86,8 @@ class FreeSpace:
         if found == len(self._by_size):
             return None
         start = self._by_size[found][1]
+        if size * SMALL <= self.capacity:
+            start = next(start for start in self._starts if self._sizes[start] >= size)
         self._take(start, start, size)
         return start, size
 
@@ -209,7 +214,7 @@ def moves(
     if layout.holes and layout.holes[-1].nbytes >= nbytes:
         return []
     best: list[Move] | None = None
-    for hole in islice(reversed(layout.holes), None if isinf(most) else TRIED):
+    for hole in islice(layout.promising(nbytes, most), None if isinf(most) else TRIED):
         for widen in (layout.widen_up, layout.widen_down):
             found = widen(hole, nbytes, most)
             if found is not None and any_way:
@@ -225,6 +230,34 @@ class _Hole(NamedTuple):
     nbytes: int
     offset: int
     above: int = 0
+    section: int = 0
+
+
+class _Section:
+    """What lies between two slots that cannot be moved: the ``holes`` and, before each of them, the ``bytes`` of the slots
+    since the hole before, in order of their offsets; and the ``sizes`` of all slots."""
+
+    __slots__ = ("bytes", "holes", "sizes")
+
+    def __init__(self) -> None:
+        self.holes: list[int] = []
+        self.bytes: list[int] = []
+        self.sizes: list[int] = []
+
+    def reach(self, most: float, largest: int) -> int:
+        """Return no less than the bytes that a hole may get by a plan that moves ``most`` bytes: those of neighbouring holes
+        with at most so many bytes between them, and of one slot that moves into a hole of ``largest`` bytes."""
+        best = free = between = first = 0
+        for last, hole in enumerate(self.holes):
+            free += hole
+            if last:
+                between += self.bytes[last]
+            while between > most:
+                first += 1
+                between -= self.bytes[first]
+                free -= self.holes[first - 1]
+            best = max(best, free)
+        return best + max((size for size in self.sizes if size <= largest), default=0)
 
 
 class _Layout:
@@ -233,14 +266,32 @@ class _Layout:
     def __init__(self, slots: Sequence[Slot], capacity: int, movable: Container[int]) -> None:
         self._slots, self._capacity, self._movable = slots, capacity, movable
         self.holes: list[_Hole] = []
-        end = 0
+        self._sections = [section := _Section()]
+        end = number = between = 0
         for index, (offset, nbytes) in enumerate(slots):
             if offset > end:
-                self.holes.append(_Hole(offset - end, end, index))
+                self.holes.append(_Hole(offset - end, end, index, number))
+                section.holes.append(offset - end)
+                section.bytes.append(between)
+                between = 0
+            if offset in movable:
+                section.sizes.append(nbytes)
+                between += nbytes
+            else:
+                self._sections.append(section := _Section())
+                number, between = number + 1, 0
             end = offset + nbytes
         if capacity > end:
-            self.holes.append(_Hole(capacity - end, end, len(slots)))
+            self.holes.append(_Hole(capacity - end, end, len(slots), number))
+            section.holes.append(capacity - end)
+            section.bytes.append(between)
         self.holes.sort()
+
+    def promising(self, nbytes: int, most: float) -> Iterator[_Hole]:
+        """Yield the holes that may get ``nbytes`` by a plan that moves ``most`` bytes, the largest hole first."""
+        largest = self.holes[-1].nbytes if self.holes else 0
+        good = [bool(one.holes) and one.reach(most, largest) >= nbytes for one in self._sections]
+        return (hole for hole in reversed(self.holes) if good[hole.section])
 
     def widen_up(self, hole: _Hole, nbytes: int, most: float) -> list[Move] | None:
         """Return moves that slide neighbours above the hole down across it."""
