@@ -26,6 +26,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from tiered.errors import MisuseError
+from tiered.store.activations import Hooks, hooks_active, pop_hooks, push_hooks
+from tiered.zero.paging.saved_tensors import of_checkpoint
 from tiered.zero.paging.units import is_called
 
 __all__ = ["Cost", "Described", "DryRun", "Happening", "Kind", "OperationKind", "dry_run", "on_meta"]
@@ -120,12 +122,17 @@ def on_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def dry_run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss, target: Any = None) -> DryRun:
+def dry_run(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss, target: Any = None, *, split: bool = False
+) -> DryRun:
     """Run forward and backward of ``model``, which is on the meta device, with these arguments; ``loss(output, target)``.
+
+    ``split``: torch.utils.checkpoint stands for modules whose units are held while they are computed again; else it is the
+    model's own, and parameters that are saved within it are remembered by reference.
 
     Raises MisuseError where the model cannot run without values, with the reason.
     """
-    recorder = _Recorder(model)
+    recorder = _Recorder(model, split)
     try:
         with recorder.recording():
             value = loss(model(*args, **kwargs), target)
@@ -175,9 +182,10 @@ class _Watched(dict[str, Any]):
 
 
 class _Recorder:
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, split: bool) -> None:
         self.found = DryRun()
-        self._model = model
+        self._model, self._split = model, split
+        self._over: list[tuple[str, _OverCheckpoint]] = []
         self._number = {parameter: number for number, parameter in enumerate(model.parameters())}
         self._memory = {p.untyped_storage()._cdata: number for p, number in self._number.items()}
         self._names = {module: name for name, module in model.named_modules()}
@@ -229,13 +237,18 @@ class _Recorder:
                     stack.callback(taken.remove)
             stack.enter_context(_Attention())
             stack.enter_context(self._live)
-            stack.enter_context(saved_tensors_hooks(self._pack, self._unpack))
+            stack.enter_context(saved_tensors_hooks(self.pack, self.unpack))
             yield
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         name = self._names[module]
         self.note(Kind.ENTER, name)
         self._within.append(name)
+        if not self._split and module._parameters and of_checkpoint(below := hooks_active()):
+            assert below is not None
+            over = _OverCheckpoint(self, below)
+            push_hooks(over.pack, over.unpack)
+            self._over.append((name, over))
         if name not in self.found.inputs:
             with torch._C._DisableTorchDispatch():
                 self.found.inputs[name] = tree_map(_shape_of, args), tree_map(_shape_of, kwargs)
@@ -245,13 +258,17 @@ class _Recorder:
         self.note(Kind.EXIT, name)
         if self._within[-1] == name:
             self._within.pop()
+        if self._over and self._over[-1][0] == name:
+            pop_hooks()
+            self._over.pop()
 
     def _read(self, parameter: nn.Parameter) -> None:
         number = self._number.get(parameter)
         if number is not None and len(self._within) > 1:
             self.note(Kind.READ, parameter=number)
 
-    def _pack(self, tensor: torch.Tensor) -> object:
+    def pack(self, tensor: torch.Tensor) -> object:
+        """Return what autograd keeps instead of a tensor that shows memory of a parameter; any other as it is."""
         number = self._memory.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
         if number is None:
             return tensor
@@ -260,7 +277,8 @@ class _Recorder:
         weakref.finalize(saved, self._freed, number).atexit = False
         return saved
 
-    def _unpack(self, packed: Any) -> torch.Tensor:
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Return the tensor of ``pack``."""
         if isinstance(packed, torch.Tensor):
             return packed
         number = self._memory[packed.tensor.untyped_storage()._cdata]
@@ -276,6 +294,20 @@ class _Recorder:
 
     def _operations_of(self, operation: OperationKind) -> None:
         self._operations.append(operation)
+
+
+class _OverCheckpoint:
+    """Hooks over those of torch.utils.checkpoint, which get all tensors but parameters, as those of ``zero.paging``."""
+
+    def __init__(self, recorder: _Recorder, below: Hooks) -> None:
+        self._recorder, self._below = recorder, below
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        packed = self._recorder.pack(tensor)
+        return packed if isinstance(packed, _Saved) else self._below[0](tensor)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        return self._recorder.unpack(packed) if isinstance(packed, _Saved) else self._below[1](packed)
 
 
 def _taken(parameter: torch.Tensor) -> None:

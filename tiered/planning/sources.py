@@ -140,7 +140,7 @@ class Subject:
     def recomputed(self, modules: Mapping[nn.Module, str]) -> DryRun:
         """Run with the activations within these modules computed again in backward."""
         with _Checkpointed(modules):
-            return self.run()
+            return dry_run(self.model, self.args, self.kwargs, self.loss, self.target, split=True)
 
 
 class _Checkpointed:
