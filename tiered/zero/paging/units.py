@@ -91,7 +91,7 @@ BLOCK, TAIL = 512, 64
 """Of a model for reading, rows of a slice are a multiple of BLOCK, and its last slice has at least TAIL, even where that makes
 a unit larger than it should be: products with some rows at a time then had the bits of the whole product (MKL in fp32, batches
 of 1 to 128 rows, 64 to 11,008 columns; a last slice of 1 or 4 rows had others)."""
-CHUNK_SHARE = 64
+CHUNK_SHARE = 16
 """A chunk of optimizer state is at most this fraction of the pool, and at most ``LARGEST_CHUNK`` bytes of fp32."""
 LARGEST_CHUNK = 4 << 20
 SHARE_STEP, OLDER_SHARE_STEP = 256, ALIGNMENT // 2
