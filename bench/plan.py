@@ -5,7 +5,8 @@
 
 Four models, budgets of 10, 50 and 90 % of the state, and both update modes: 24 rows. The machine is measured first, in the same
 run and the same folder. Each row trains in a process of its own: some steps until their order is known, then the median of
-five. The plan is made in this process before; the operations of each model are timed by shape, once.
+five. The plan is made in this process right before, and the operations of the model are timed by shape each time, because the
+speed of a virtual machine changes by a third within minutes.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def measure(case: Case, folder: str, threads: int) -> Measured:
 
 
 def planner_of(name: str, machine: Machine) -> Planner:
-    """Return what plans cases of a model, which is on the meta device; its operations are timed once."""
+    """Return what plans cases of a model, which is on the meta device; its operations are timed now."""
     subject = MODELS[name]
     with torch.device("meta"):
         model = subject.make()
@@ -152,11 +153,8 @@ def planner_of(name: str, machine: Machine) -> Planner:
 
 
 def rows(cases: list[Case], machine: Machine, folder: str, threads: int) -> Iterator[tuple[Case, Prediction, Measured]]:
-    planners: dict[str, Planner] = {}
     for case in cases:
-        if case.model not in planners:
-            planners[case.model] = planner_of(case.model, machine)
-        planned = planners[case.model].predict(Choice(case.update, "memory", dram_of(case)))
+        planned = planner_of(case.model, machine).predict(Choice(case.update, "memory", dram_of(case)))
         yield case, planned, measure(case, folder, threads)
 
 

@@ -27,8 +27,9 @@ class Machine:
     of host memory. ``flops``: floating point operations of fp32 products (``flops_half``: of bf16 ones; 0: as fp32).
     ``memory``: bytes of operands of operations that compute little, ``operation``: seconds of the smallest operation of torch.
     ``lease``: seconds of a lease and of what paging does around it; ``update``: elements that Adam updates; ``gradient``:
-    seconds of storing a gradient, beside its bytes. ``hashing``: bytes that the thread of the store checks, which takes time
-    from computing where torch has as many ``threads`` as there are ``cores``. ``base``: bytes of a process after its imports.
+    seconds of storing a gradient, beside its bytes. ``hashing``: bytes that the store's thread checks, ``handling``: seconds
+    of its for each transfer beside that; both are taken from computing where torch has as many ``threads`` as there are
+    ``cores``. ``base``: bytes of a process after its imports.
     ``network``, ``latency``: between nodes; ``ranks_per_node`` share drive and network. ``rated_life``: bytes that the drive
     may be written in its life (0: not known).
     """
@@ -45,6 +46,7 @@ class Machine:
     update: float = 5e8
     gradient: float = 1e-4
     hashing: float = 8e9
+    handling: float = 2.5e-4
     cores: int = 2
     threads: int = 1
     base: int = 240 << 20

@@ -52,7 +52,7 @@ _RULES: dict[str, rules.UpdateRule] = {
 NAME = "model"
 REHEARSED = 3000
 """Touches of a step that are played as they are; of a longer step chunks of states are taken together."""
-IN_TRANSIT = 56 << 20
+IN_TRANSIT = 62 << 20
 """Bytes beside the pool, the activations and the imports: pieces in transit, buffers of torch's libraries, and what the C
 library keeps of what was freed (``docs/memory.md``)."""
 PAYS = 0.5
@@ -89,7 +89,8 @@ class Memory:
 @dataclass(frozen=True)
 class Prediction:
     """One choice, and what a step of it does. Bytes of the drive are each step's. ``seconds`` is 0 where no machine was given;
-    ``by_work`` are the processor's, by kind ("forward", "backward", "update", "gradients", "store"), ``waiting`` those in which
+    ``by_work`` are the processor's, by kind ("forward", "backward", "update", "gradients", "store", and "transfers": what the
+    store's thread takes from computing), ``waiting`` those in which
     it waits for the drive, ``drive_busy`` those in which the drive works. ``least_bytes``: read and written by the best that
     could be done on demand with all of the budget, knowing the whole order. ``optimum``: bytes that no way to serve the step
     within the budget goes below, where that was asked for. ``touches``: leases and creations of tensors."""

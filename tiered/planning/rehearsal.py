@@ -16,11 +16,10 @@ WARM_UP, COUNTED = 3, 2
 """Steps that are played before those that count, and those that count: the order is known after one."""
 
 class Seconds(Protocol):
-    """What steps take of the processor: each operation the kind of work, and seconds; and each byte that the store moves
-    ``checking`` seconds."""
+    """What steps take of the processor: each operation the kind of work, and seconds; and ``lost`` seconds that the store's
+    thread takes from computing to move so many bytes in so many transfers."""
 
-    @property
-    def checking(self) -> float: ...
+    def lost(self, nbytes: float, transfers: int) -> float: ...
 
     def __call__(self, operation: Operation, /) -> tuple[str, float]: ...
 
@@ -44,7 +43,8 @@ class Rehearsed:
 class _NoTime:
     """Takes no time for anything: the drive sets the pace."""
 
-    checking = 0.0
+    def lost(self, nbytes: float, transfers: int) -> float:
+        return 0.0
 
     def __call__(self, operation: Operation) -> tuple[str, float]:
         return "none", 0.0
@@ -94,12 +94,14 @@ def _play(store: SimulatedStore, trace: StepTrace, steps: Steps, seconds: Second
     touches = 0
     begins = free = store.clock.now  # of the network: when the next gather may begin, and when the last exchange has ended
     trace.forward_begins("training", list)
-    moved = sum(store.moved)
+    moved, transfers = sum(store.moved), store.transfers
     for operation in steps.step():
-        if seconds.checking and (now := sum(store.moved)) > moved:
-            taken, moved = (now - moved) * seconds.checking, now
-            work["checksums"] = work.get("checksums", 0.0) + taken
-            store.compute(taken)
+        if (now := store.transfers) > transfers:
+            taken = seconds.lost(sum(store.moved) - moved, now - transfers)
+            moved, transfers = sum(store.moved), now
+            if taken:
+                work["transfers"] = work.get("transfers", 0.0) + taken
+                store.compute(taken)
         kind, taken = seconds(operation)
         if taken and kind == "network":  # it goes on beside computing, for the unit that follows
             free = max(begins, free) + taken

@@ -270,6 +270,12 @@ class SimulatedStore(TieredStore):
         flows = self._simulated.link_statistics()[-1]
         return flows.up.bytes, flows.down.bytes
 
+    @property
+    def transfers(self) -> int:
+        """Number of transfers from the drive and to it."""
+        flows = self._simulated.link_statistics()[-1]
+        return flows.up.transfers + flows.down.transfers
+
     @contextmanager
     def closing(self) -> Iterator[SimulatedStore]:
         """Close the store after a block of code."""

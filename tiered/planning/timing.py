@@ -7,6 +7,7 @@ smallest operation takes.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -50,11 +51,13 @@ class Timing:
             return "gradients", moved + machine.gradient * operation.pieces
         return "store", 0.0
 
-    @property
-    def checking(self) -> float:
-        """Seconds that computing loses to the store's thread for each byte that it moves: none where a core is left for it."""
+    def lost(self, nbytes: float, transfers: int) -> float:
+        """Return the seconds that computing loses to the store's thread, which moves so many bytes in so many transfers: none
+        where a core is left for it."""
         machine = self.machine
-        return 1 / machine.hashing if machine.threads >= machine.cores else 0.0
+        if machine.threads < machine.cores:
+            return 0.0
+        return nbytes / machine.hashing + transfers * machine.handling
 
     def network(self, nbytes: float) -> float:
         """Return the seconds in which a unit of so many bytes is gathered, or reduced: a ring, in which each rank sends all but
@@ -134,7 +137,7 @@ def _timed(kind: OperationKind) -> float | None:
                 taken.append(time.perf_counter() - began)
     except (RuntimeError, TypeError, IndexError, NotImplementedError):
         return None
-    return min(taken[1:])  # other programs only make it longer
+    return statistics.median(taken[1:])  # not the least: a processor is not at its best for the whole of a step
 
 
 def _made(value: Any) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import platform
 import statistics
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 
 import psutil
@@ -24,14 +25,21 @@ POOL = 64 << 20
 SMALL, MANY = 16 << 10, 256
 """Bytes of a small tensor, and how many are read to see what one takes beside its bytes."""
 PRODUCT = (512, 1024, 2048)
-MOVED = 16 << 20
+MOVED = 64 << 20
 """Bytes of an operand that is only moved: larger than caches."""
 UPDATED = 1 << 20
 """Parameters of a layer that is updated."""
 STREAMED, UPDATES = 16 << 20, 20
 """Bytes of the pool in which updates are timed: two thirds of the states of two such layers; and how many steps."""
-UNITS, WIDTH = 24, 64
-STEPS = 20
+ROWS = 128
+"""Rows of the batch meanwhile: computing uses the caches of the processor, too, as it does while a model trains."""
+STORE_THREAD = "tiered-engine"
+HASHED = 256 << 20
+"""Bytes of memory whose checksums are computed: more than caches have."""
+UNITS, WIDTH = 24, 320
+STEPS = 15
+RESIDENT = 96 << 20
+"""Bytes of a pool that has such a model with its states."""
 
 
 def measured_machine(folder: str, *, check: Callable[[], object] = lambda: None) -> Machine:
@@ -56,7 +64,8 @@ def measured_machine(folder: str, *, check: Callable[[], object] = lambda: None)
     one = torch.ones(4, requires_grad=True)
     operation = statistics.median(_seconds(lambda: one + 1) for _ in range(500))
     check()
-    update = _update(folder)
+    hashing = _hashing()
+    update, handling = _update(folder, hashing)
     check()
     lease = _lease(folder)
     import_module("torch._dynamo")  # torch imports it with its first optimizer, so it is part of what a process takes
@@ -72,7 +81,8 @@ def measured_machine(folder: str, *, check: Callable[[], object] = lambda: None)
         lease=lease,
         gradient=lease,
         update=update,
-        hashing=_hashing(),
+        hashing=hashing,
+        handling=handling,
         threads=torch.get_num_threads(),
         cores=psutil.cpu_count() or 1,
         base=base,
@@ -118,9 +128,14 @@ def _transfer(store: TieredStore, rate: float) -> float:
 
 
 def _hashing() -> float:
-    """Return the bytes whose checksum is computed in a second."""
-    piece = bytes(PIECE_BYTES)
-    return PIECE_BYTES / _least(lambda: xxhash.xxh3_128_digest(piece), 15)
+    """Return the bytes whose checksum is computed in a second, of memory that no cache of the processor has."""
+    memory = memoryview(bytearray(HASHED))
+
+    def hash_all() -> None:
+        for at in range(0, HASHED, PIECE_BYTES):
+            xxhash.xxh3_128_digest(memory[at : at + PIECE_BYTES])
+
+    return HASHED / _least(hash_all, 3)
 
 
 class _Wide(nn.Module):
@@ -135,22 +150,42 @@ class _Wide(nn.Module):
         return found
 
 
-def _update(folder: str) -> float:
-    """Return the elements that Adam updates in a second, as paging does it: of a model whose states come from the drive, so
-    that no cache of the processor has them. Time that it waits for the drive does not count."""
+def _update(folder: str, hashing: float) -> tuple[float, float]:
+    """Return the elements that Adam updates in a second, as paging does it, and the seconds of the processor that the store's
+    thread takes for a transfer, beside checksums: of a model whose states come from the drive, so that no cache of the
+    processor has them. Time that it waits for the drive does not count."""
+    others = set(threading.enumerate())
     with scratch_store(folder, dram=STREAMED) as store:
+        own = [thread.ident for thread in set(threading.enumerate()) - others if thread.name == STORE_THREAD]
         model = zero.page(_Wide(), store)
         optimizer = zero.AdamW(model.parameters())
+        x = torch.ones(ROWS, UPDATED // 1024)
         taken, before = [], 0.0
-        for _ in range(2 + UPDATES):
-            model(torch.ones(1, UPDATED // 1024)).sum().backward()
+        used, moved = 0.0, (0, 0)
+        for number in range(2 + UPDATES):
+            if number == 2:
+                used, moved = _used_by(own), _moved(store)
+            model(x).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             after = zero.statistics(model).update_seconds
             taken.append(after - before)
             before = after
         elements = sum(parameter.numel() for parameter in model.parameters())
-    return elements / min(one for one in taken if one > 0)
+        transfers, nbytes = (now - then for now, then in zip(_moved(store), moved, strict=True))
+        handling = (_used_by(own) - used - nbytes / hashing) / max(1, transfers)
+    return elements / statistics.median(one for one in taken if one > 0), max(1e-6, handling)
+
+
+def _used_by(threads: Iterable[int | None]) -> float:
+    """Return the seconds of the processor that threads of this process have used."""
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in threads if ident is not None)
+
+
+def _moved(store: TieredStore) -> tuple[int, int]:
+    """Return the transfers of a store's drive, and their bytes."""
+    flows = store.statistics().links[-1]
+    return flows.up.transfers + flows.down.transfers, flows.up.bytes + flows.down.bytes
 
 
 class _Small(nn.Module):
@@ -166,8 +201,9 @@ class _Small(nn.Module):
 
 def _lease(folder: str) -> float:
     """Return what paging takes for a lease or a gradient, all being resident: a step of a small paged model, less that of the
-    same model in memory. Both take turns, and the least of each counts."""
-    x = torch.ones(4, WIDTH)
+    same model in memory. Both take turns, and the median difference counts. The batch is large, so that computing uses the
+    caches of the processor between two leases."""
+    x = torch.ones(4 * ROWS, WIDTH)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model(x).square().mean().backward()
@@ -176,7 +212,7 @@ def _lease(folder: str) -> float:
 
     plain = _Small()
     alone = torch.optim.AdamW(plain.parameters(), fused=True)
-    with scratch_store(folder, dram=POOL) as store:
+    with scratch_store(folder, dram=RESIDENT) as store:
         paged = zero.page(_Small(), store, largest_unit=5 * WIDTH * WIDTH)
         optimizer = zero.AdamW(paged.parameters())
         for _ in range(3):  # the order of a step is known after two
@@ -186,5 +222,5 @@ def _lease(folder: str) -> float:
         with store.trace() as touches:
             paged(x).square().mean().backward()
             optimizer.step()
-        taken = min(after for _, after in both) - min(before for before, _ in both)
+        taken = statistics.median(after - before for before, after in both)
         return max(1e-6, taken / (len(touches) + 2 * UNITS))
