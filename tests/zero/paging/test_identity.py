@@ -52,7 +52,7 @@ def compare(
 def test_a_tied_transformer_in_the_smallest_budget(tmp_path: Path, mode: str) -> None:
     expected, numbers, evictions = compare(tmp_path, mode)
     assert numbers == expected
-    assert evictions > 8 * STEPS, "the budget was meant to be too small to keep anything"
+    assert evictions > 10 * STEPS, "the budget was meant to be too small to keep anything"
 
 
 def test_without_prefetch(tmp_path: Path) -> None:

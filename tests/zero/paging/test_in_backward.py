@@ -56,7 +56,7 @@ def compare(store: TieredStore, reference: nn.Module, *, look: bool = False, ste
 def test_a_tied_transformer_in_the_smallest_budget(store: TieredStore, mode: str) -> None:
     torch.manual_seed(0)
     compare(store, Tied(*SIZES[mode], mode=mode), look=mode == "plain")
-    assert store.statistics().evictions > 8 * STEPS, "the budget was meant to be too small to keep anything"
+    assert store.statistics().evictions > 10 * STEPS, "the budget was meant to be too small to keep anything"
 
 
 def test_convolution_batchnorm_lstm_attention(store: TieredStore) -> None:

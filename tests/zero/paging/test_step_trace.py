@@ -111,7 +111,7 @@ def test_one_plan_serves_steps_that_repeat(tmp_path: Path, monkeypatch: pytest.M
         for _ in range(3):
             with torch.no_grad():
                 model(torch.ones(1, 64))
-        assert followed[planned:] == [120, 24], "inference has an order of its own; its first round applied the updates"
+        assert followed[planned:] == [168, 24], "inference has an order of its own; its first round applied the updates"
         train(model, optimizer, 2)
         assert followed[planned + 2 :] == [followed[planned - 1]], "and training finds its again"
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import platform
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from importlib import import_module
 
 import psutil
@@ -33,7 +32,6 @@ STREAMED, UPDATES = 16 << 20, 20
 """Bytes of the pool in which updates are timed: two thirds of the states of two such layers; and how many steps."""
 ROWS = 128
 """Rows of the batch meanwhile: computing uses the caches of the processor, too, as it does while a model trains."""
-STORE_THREAD = "tiered-engine"
 HASHED = 256 << 20
 """Bytes of memory whose checksums are computed: more than caches have."""
 UNITS, WIDTH = 24, 320
@@ -154,9 +152,9 @@ def _update(folder: str, hashing: float) -> tuple[float, float]:
     """Return the elements that Adam updates in a second, as paging does it, and the seconds of the processor that the store's
     thread takes for a transfer, beside checksums: of a model whose states come from the drive, so that no cache of the
     processor has them. Time that it waits for the drive does not count."""
-    others = set(threading.enumerate())
+    others = {thread.id for thread in psutil.Process().threads()}
     with scratch_store(folder, dram=STREAMED) as store:
-        own = [thread.ident for thread in set(threading.enumerate()) - others if thread.name == STORE_THREAD]
+        own = {thread.id for thread in psutil.Process().threads()} - others
         model = zero.page(_Wide(), store)
         optimizer = zero.AdamW(model.parameters())
         x = torch.ones(ROWS, UPDATED // 1024)
@@ -177,9 +175,9 @@ def _update(folder: str, hashing: float) -> tuple[float, float]:
     return elements / statistics.median(one for one in taken if one > 0), max(1e-6, handling)
 
 
-def _used_by(threads: Iterable[int | None]) -> float:
-    """Return the seconds of the processor that threads of this process have used."""
-    return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in threads if ident is not None)
+def _used_by(threads: Collection[int]) -> float:
+    """Return the seconds of the processor that threads of this process have used, to some hundredths."""
+    return float(sum(thread.user_time + thread.system_time for thread in psutil.Process().threads() if thread.id in threads))
 
 
 def _moved(store: TieredStore) -> tuple[int, int]:

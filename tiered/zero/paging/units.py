@@ -91,8 +91,9 @@ BLOCK, TAIL = 512, 64
 """Of a model for reading, rows of a slice are a multiple of BLOCK, and its last slice has at least TAIL, even where that makes
 a unit larger than it should be: products with some rows at a time then had the bits of the whole product (MKL in fp32, batches
 of 1 to 128 rows, 64 to 11,008 columns; a last slice of 1 or 4 rows had others)."""
-CHUNK_SHARE = 16
-"""A chunk of optimizer state is at most this fraction of the pool, and at most ``LARGEST_CHUNK`` bytes of fp32."""
+CHUNK_SHARE, SMALL_POOL, SHARE_OF_SMALL = 16, 8 << 20, 64
+"""A chunk of optimizer state is at most this fraction of the pool, and at most ``LARGEST_CHUNK`` bytes of fp32. In less than
+``SMALL_POOL`` bytes it is the smaller fraction: what a forward holds leaves little room there."""
 LARGEST_CHUNK = 4 << 20
 SHARE_STEP, OLDER_SHARE_STEP = 256, ALIGNMENT // 2
 """Elements at multiples of which parameters begin, and shares of ranks end: so the blocks of which states are kept are whole in
@@ -114,7 +115,8 @@ class Limits:
         """Return the limits for a store with ``pool`` bytes of memory. Several ranks have more tensors of a unit's size in use
         at a time."""
         share = UNIT_SHARE if shares == 1 else 2 * UNIT_SHARE
-        chunk = max(4096, min(LARGEST_CHUNK, pool // CHUNK_SHARE) // 4096 * 4096) // 4
+        part = pool // (SHARE_OF_SMALL if pool < SMALL_POOL else CHUNK_SHARE)
+        chunk = max(4096, min(LARGEST_CHUNK, part) // 4096 * 4096) // 4
         fits = shares > 1 and 4 * shares * SHARE_STEP <= pool // share  # the smallest unit there may be, in fp32
         return cls(pool // share, chunk, SHARE_STEP if fits else OLDER_SHARE_STEP)
 
