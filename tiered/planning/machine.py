@@ -28,7 +28,7 @@ class Machine:
     ``memory``: bytes of operands of operations that compute little, ``operation``: seconds of the smallest operation of torch.
     ``lease``: seconds of a lease and of what paging does around it; ``update``: elements that Adam updates; ``gradient``:
     seconds of storing a gradient, beside its bytes. ``hashing``: bytes that the store's thread checks, ``handling``: seconds
-    of its for each transfer beside that; both are taken from computing where torch has as many ``threads`` as there are
+    that a transfer takes of it beside that; both are taken from computing where torch has as many ``threads`` as there are
     ``cores``. ``base``: bytes of a process after its imports.
     ``network``, ``latency``: between nodes; ``ranks_per_node`` share drive and network. ``rated_life``: bytes that the drive
     may be written in its life (0: not known).
