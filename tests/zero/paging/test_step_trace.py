@@ -41,6 +41,10 @@ def expected(words: str) -> str:
         ("ab cd ab cd", "abcd"),  # two optimizers take turns
         ("ab cd ab cd ab", "cdab"),
         ("ab cd ef ab cd ef ab cd", "efabcd"),
+        ("abcd acbd", "abcd"),  # the same touches, some earlier or later: no order is better known than another
+        ("abcd acbd abcd adbc", "abcd"),
+        ("abcd acbd acbd", "acbd"),  # another order that comes again is one
+        ("abcd acbb", "acbb"),
     ],
 )
 def test_which_order_is_expected(words: str, next_ones: str) -> None:

@@ -10,7 +10,7 @@ A store follows one order, so there is one trace per store.
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Literal
@@ -56,7 +56,7 @@ class _Loop:
             if rounds[-period:] == rounds[-2 * period : -period]:
                 self._state = rounds[-period:], 0, True
                 return
-        if not repeats:
+        if not repeats and not _alike(self._state[0], touches):
             self._state = rounds[-1:], 0, False
 
     def order(self) -> list[Touch]:
@@ -64,6 +64,12 @@ class _Loop:
         expected, place, _ = self._state
         turned = expected[place:] + expected[:place]
         return [touch for touches in turned for touch in touches]
+
+
+def _alike(expected: list[list[Touch]], touches: list[Touch]) -> bool:
+    """Return whether a round was the expected one with some touches earlier or later: so are rounds of several ranks, where it
+    depends on the other ranks and the network when a reduction ends. Another order of them would be no better known."""
+    return len(expected) == 1 and len(expected[0]) == len(touches) and Counter(expected[0]) == Counter(touches)
 
 
 class StepTrace:
