@@ -15,7 +15,7 @@ from tiered import Machine, MisuseError, Numbers, TieredStore, zero
 from tiered.planning.dry_run import dry_run
 from tiered.planning.plan import Choice, Planner
 from tiered.planning.sources import subject_of
-from tiered.planning.steps import Update
+from tiered.planning.steps import Create, Delete, Lease, Steps, Update, sizes_of
 from tiered.planning.timing import Timing, measure_operations
 from tiered.zero import Policy
 from tiered.zero.rules import AdamWRule
@@ -210,3 +210,24 @@ def test_a_model_stays_as_it_is() -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert model[0].weight.grad is None
     assert not model[0]._forward_hooks
+
+
+@pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_update_once_gradients_are_reduced(ranks: int, update: Update) -> None:
+    subject = subject_of(SMALL, sequence=8)
+    rule = AdamWRule(1e-3, (0.9, 0.999), 1e-8, 0.01, False)
+    plan = Planner(subject, None, rule, Policy(), 1).divided(2 << 20, ranks)
+    sizes = sizes_of(plan, "model", rule)
+    steps = Steps(subject.model, plan, sizes, subject.run(), update)
+    for _ in range(3):
+        there, updated = set(steps.initial()), set[str]()
+        for one in steps.step():
+            if isinstance(one, Create):
+                there.add(one.key)
+            elif isinstance(one, Delete):
+                there.remove(one.key)
+            elif isinstance(one, Lease):
+                assert there.issuperset(one.keys)
+                updated.update(key for key in one.keys if key.endswith("/grad"))
+        assert updated == {f"{unit.key}/grad" for unit in sizes if unit.gradient}
