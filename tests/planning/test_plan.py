@@ -94,11 +94,57 @@ def test_the_smallest_budget_is_the_one_that_paging_takes(tmp_path: Path) -> Non
                     zero.page(nn.Sequential(nn.Conv1d(64, 600, 9)), store)
 
 
+def test_the_smallest_budget_of_what_computes_again_is_larger(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Conv1d(64, 600, 9), nn.Flatten(), nn.Tanh())
+
+    asked: dict[str, Any] = {"inputs": torch.zeros(1, 64, 9), "activations": "recompute"}
+    found = tiered.plan(model(), dram="1MiB", **asked)
+    assert not found.fits
+    assert len(found.changes) == 2
+    assert tiered.plan(model(), dram=found.smallest, **asked).fits
+    with TieredStore.open(tmp_path / "store", dram=found.smallest, durability="none") as store:
+        zero.page(model(), store, activations="recompute")
+    less = TieredStore.open(tmp_path / "less", dram=found.smallest - 4096, durability="none")
+    with less as store, pytest.raises(tiered.CapacityError, match="smallest"):
+        zero.page(model(), store, activations="recompute")
+    assert tiered.plan(model(), dram="1KiB", inputs=torch.zeros(1, 64, 9)).smallest < found.smallest
+
+
+def test_what_updates_whole_parameters_is_planned_where_none_is_divided() -> None:
+    model, asked = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 8)), {"inputs": torch.zeros(1, 512)}
+    assert tiered.plan(model, dram="2MiB", **asked).fits
+    found = tiered.plan(model, dram="2MiB", optimizer="adafactor", **asked)
+    assert not found.fits
+    assert found.smallest >= 3 << 20
+    assert tiered.plan(model, dram=found.smallest, optimizer="adafactor", **asked).fits
+    with pytest.raises(MisuseError, match="leave ranks out"):
+        tiered.plan(model, dram="8MiB", optimizer="adafactor", ranks=[2], machine=RATES, **asked)
+
+
 def test_what_does_not_fit_says_what_would() -> None:
-    found = tiered.plan(SMALL, machine={**RATES, "dram": "64MiB", "base": 1 << 20}, **{**ASKED, "batch": 512})
+    asked = {**ASKED, "batch": 512, "update": "on_fetch", "activations": "memory"}
+    none = tiered.plan(SMALL, machine={**RATES, "dram": "64MiB", "base": 1 << 20}, **asked)
+    assert [one for one in none.changes if one.startswith("more memory")], "no batch is small enough"
+    found = tiered.plan(SMALL, machine={**RATES, "dram": "80MiB", "base": 1 << 20}, **asked)
     assert not found.fits
     assert "activations" in (found.refused or "")
     assert any("micro_batch" in one for one in found.changes)
+    assert not any("recompute" in one or "budget" in one for one in found.changes), "neither would be enough"
+
+
+@pytest.mark.parametrize(("room", "budget"), [(92 << 20, False), (169 << 19, True)])
+def test_a_change_that_is_said_to_fit_does(room: int, budget: bool) -> None:
+    machine, asked = {**RATES, "dram": room, "base": 1 << 20}, ASKED | {"batch": 64, "dram": "4MiB", "update": "on_fetch"}
+    found = tiered.plan(SMALL, machine=machine, activations="memory", **asked)
+    assert not found.fits
+    told = found.changes[0]
+    assert told.startswith("activations='recompute'")
+    assert ("dram=" in told) is budget
+    if budget:
+        assert not tiered.plan(SMALL, machine=machine, activations="recompute", **asked).fits
+        asked["dram"] = int(told.partition("dram=")[2].rstrip(")"))
+    assert tiered.plan(SMALL, machine=machine, activations="recompute", **asked).fits
 
 
 def test_recomputing_takes_less_memory_and_more_time() -> None:
