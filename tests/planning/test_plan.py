@@ -210,7 +210,15 @@ def test_operations_are_timed_by_shape() -> None:
         ({"machine": "/nowhere/machine.json"}, "tiered info --machine"),
         ({"accumulate": 2, "update": "in_backward"}, "on_fetch"),
         ({"ranks": [2]}, "need machine="),
-        ({"batch": 0}, "at least 1"),
+        ({"batch": 0}, "from 1 on"),
+        ({"sequence": 1.5}, "whole numbers"),
+        ({"accumulate": 1.5}, "whole number"),
+        ({"machine": RATES, "ranks": [2, 0]}, "from 1 on, not 0"),
+        ({"machine": {**RATES, "lease": -1}}, "lease is a number from 0 on"),
+        ({"machine": {**RATES, "latency": float("nan")}}, "latency is a number from 0 on"),
+        ({"machine": {**RATES, "read": float("inf")}}, "above 0"),
+        ({"machine": {**RATES, "cores": 2.5}}, "cores is a whole number"),
+        ({"machine": {**RATES, "name": 5}}, "text"),
     ],
 )
 def test_what_cannot_be_planned(asked: dict[str, Any], told: str) -> None:
@@ -233,6 +241,9 @@ def test_models_that_cannot_be_planned(tmp_path: Path) -> None:
         tiered.plan(tmp_path)
     with pytest.raises(MisuseError, match="heads"):
         Numbers(1, 10, 3, 256)
+    for numbers in ({"inner": 0}, {"kv_heads": 0}, {"layers": 1.5}, {"vocabulary": "10"}, {"dtype": "int64"}):
+        with pytest.raises(MisuseError, match=next(iter(numbers)).replace("dtype", "parameters are")):
+            tiered.plan({"layers": 1, "width": 8, "heads": 2, "vocabulary": 8, **numbers}, **ASKED)
     with TieredStore.open(tmp_path / "store", dram="1MiB", durability="none") as store:
         paged = zero.page(nn.Linear(4, 4), store)
         with pytest.raises(MisuseError, match="paged already"):

@@ -432,8 +432,10 @@ def plan(
     for name, value, known in (("update", update, get_args(Update)), ("activations", activations, get_args(Activations))):
         if value is not None and value not in known:
             raise MisuseError(f"{name} is {' or '.join(map(repr, known))}, or None for the better one, not {value!r}")
-    if accumulate < 1:
-        raise MisuseError(f"a step has a forward and a backward at least: accumulate={accumulate}")
+    if type(accumulate) is not int or accumulate < 1:
+        raise MisuseError(f"a step has a whole number of forwards and backwards, and one at least, not {accumulate!r}")
+    if wrong := [one for one in ranks if type(one) is not int or one < 1]:
+        raise MisuseError(f"numbers of ranks are whole numbers from 1 on, not {wrong[0]!r}")
     if accumulate > 1 and update == "in_backward":
         raise MisuseError("update='in_backward' makes each backward a step: leave accumulate out, or use update='on_fetch'")
     found = None if machine is None else Machine.of(machine)
@@ -494,9 +496,7 @@ def _curve(planner: Planner, choice: Choice, budgets: Sequence[int], updates: Se
 def _rows(planner: Planner, choice: Choice, ranks: Sequence[int], tokens: int) -> tuple[Ranks, ...]:
     """Return one row for each number of ranks, with what each brings beside the one before."""
     rows: list[Ranks] = []
-    for count in sorted(ranks):
-        if count < 1:
-            raise MisuseError(f"there is one rank at least, not {count}")
+    for count in sorted(set(ranks)):
         try:
             row = planner.with_ranks(choice, count, tokens)
         except CapacityError as error:
