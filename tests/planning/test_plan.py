@@ -288,3 +288,20 @@ def test_ranks_update_once_gradients_are_reduced(ranks: int, update: Update) -> 
                 assert there.issuperset(one.keys)
                 updated.update(key for key in one.keys if key.endswith("/grad"))
         assert updated == {f"{unit.key}/grad" for unit in sizes if unit.gradient}
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+def test_a_folder_of_transformers(tmp_path: Path, family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256, "bos_token_id": 1}
+    more = {"intermediate_size": 128} if family == "Llama" else {"n_positions": 64}
+    config = getattr(transformers, f"{family}Config")(**sizes, **more, eos_token_id=2)
+    config.save_pretrained(tmp_path)
+    model = getattr(transformers, f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")(config)
+    before = transformers.masking_utils.find_packed_sequence_indices
+    for what in (tmp_path, model):  # the model itself is on the CPU
+        found = tiered.plan(what, update="on_fetch", machine=RATES, **ASKED)
+        assert found.chosen is not None
+        assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+        assert {one.choice.activations for one in (found.chosen, *found.others)} == {"memory", "recompute"}
+    assert transformers.masking_utils.find_packed_sequence_indices is before
