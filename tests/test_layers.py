@@ -115,6 +115,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "engine.state": "what the engine's lock guards, kept consistent; no decisions",
     "integrations.transformers.shapes": "a model of a config.json without values, of which planning needs no more",
     "tables.kernel": "copies of rows, in C or without it",
+    "planning.plan": "what a plan says: predictions of choices, and which changes are better or fit",
     "io.probe": "whether libaio works here, asked without importing it",
     "store.store": "the public calls of a store, which threads and coroutines share",
     "tables.table": "the calls on a table: rows gathered from and scattered to leased blocks",

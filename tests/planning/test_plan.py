@@ -15,7 +15,7 @@ from tiered import Machine, MisuseError, Numbers, TieredStore, zero
 from tiered.planning.dry_run import dry_run
 from tiered.planning.plan import Choice, Planner
 from tiered.planning.sources import subject_of
-from tiered.planning.steps import Update
+from tiered.planning.steps import Create, Delete, Lease, Steps, Update, sizes_of
 from tiered.planning.timing import Timing, measure_operations
 from tiered.zero import Policy
 from tiered.zero.rules import AdamWRule
@@ -94,11 +94,57 @@ def test_the_smallest_budget_is_the_one_that_paging_takes(tmp_path: Path) -> Non
                     zero.page(nn.Sequential(nn.Conv1d(64, 600, 9)), store)
 
 
+def test_the_smallest_budget_of_what_computes_again_is_larger(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Conv1d(64, 600, 9), nn.Flatten(), nn.Tanh())
+
+    asked: dict[str, Any] = {"inputs": torch.zeros(1, 64, 9), "activations": "recompute"}
+    found = tiered.plan(model(), dram="1MiB", **asked)
+    assert not found.fits
+    assert len(found.changes) == 2
+    assert tiered.plan(model(), dram=found.smallest, **asked).fits
+    with TieredStore.open(tmp_path / "store", dram=found.smallest, durability="none") as store:
+        zero.page(model(), store, activations="recompute")
+    less = TieredStore.open(tmp_path / "less", dram=found.smallest - 4096, durability="none")
+    with less as store, pytest.raises(tiered.CapacityError, match="smallest"):
+        zero.page(model(), store, activations="recompute")
+    assert tiered.plan(model(), dram="1KiB", inputs=torch.zeros(1, 64, 9)).smallest < found.smallest
+
+
+def test_what_updates_whole_parameters_is_planned_where_none_is_divided() -> None:
+    model, asked = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 8)), {"inputs": torch.zeros(1, 512)}
+    assert tiered.plan(model, dram="2MiB", **asked).fits
+    found = tiered.plan(model, dram="2MiB", optimizer="adafactor", **asked)
+    assert not found.fits
+    assert found.smallest >= 3 << 20
+    assert tiered.plan(model, dram=found.smallest, optimizer="adafactor", **asked).fits
+    with pytest.raises(MisuseError, match="leave ranks out"):
+        tiered.plan(model, dram="8MiB", optimizer="adafactor", ranks=[2], machine=RATES, **asked)
+
+
 def test_what_does_not_fit_says_what_would() -> None:
-    found = tiered.plan(SMALL, machine={**RATES, "dram": "64MiB", "base": 1 << 20}, **{**ASKED, "batch": 512})
+    asked = {**ASKED, "batch": 512, "update": "on_fetch", "activations": "memory"}
+    none = tiered.plan(SMALL, machine={**RATES, "dram": "64MiB", "base": 1 << 20}, **asked)
+    assert [one for one in none.changes if one.startswith("more memory")], "no batch is small enough"
+    found = tiered.plan(SMALL, machine={**RATES, "dram": "80MiB", "base": 1 << 20}, **asked)
     assert not found.fits
     assert "activations" in (found.refused or "")
     assert any("micro_batch" in one for one in found.changes)
+    assert not any("recompute" in one or "budget" in one for one in found.changes), "neither would be enough"
+
+
+@pytest.mark.parametrize(("room", "budget"), [(92 << 20, False), (169 << 19, True)])
+def test_a_change_that_is_said_to_fit_does(room: int, budget: bool) -> None:
+    machine, asked = {**RATES, "dram": room, "base": 1 << 20}, ASKED | {"batch": 64, "dram": "4MiB", "update": "on_fetch"}
+    found = tiered.plan(SMALL, machine=machine, activations="memory", **asked)
+    assert not found.fits
+    told = found.changes[0]
+    assert told.startswith("activations='recompute'")
+    assert ("dram=" in told) is budget
+    if budget:
+        assert not tiered.plan(SMALL, machine=machine, activations="recompute", **asked).fits
+        asked["dram"] = int(told.partition("dram=")[2].rstrip(")"))
+    assert tiered.plan(SMALL, machine=machine, activations="recompute", **asked).fits
 
 
 def test_recomputing_takes_less_memory_and_more_time() -> None:
@@ -164,7 +210,15 @@ def test_operations_are_timed_by_shape() -> None:
         ({"machine": "/nowhere/machine.json"}, "tiered info --machine"),
         ({"accumulate": 2, "update": "in_backward"}, "on_fetch"),
         ({"ranks": [2]}, "need machine="),
-        ({"batch": 0}, "at least 1"),
+        ({"batch": 0}, "from 1 on"),
+        ({"sequence": 1.5}, "whole numbers"),
+        ({"accumulate": 1.5}, "whole number"),
+        ({"machine": RATES, "ranks": [2, 0]}, "from 1 on, not 0"),
+        ({"machine": {**RATES, "lease": -1}}, "lease is a number from 0 on"),
+        ({"machine": {**RATES, "latency": float("nan")}}, "latency is a number from 0 on"),
+        ({"machine": {**RATES, "read": float("inf")}}, "above 0"),
+        ({"machine": {**RATES, "cores": 2.5}}, "cores is a whole number"),
+        ({"machine": {**RATES, "name": 5}}, "text"),
     ],
 )
 def test_what_cannot_be_planned(asked: dict[str, Any], told: str) -> None:
@@ -187,6 +241,9 @@ def test_models_that_cannot_be_planned(tmp_path: Path) -> None:
         tiered.plan(tmp_path)
     with pytest.raises(MisuseError, match="heads"):
         Numbers(1, 10, 3, 256)
+    for numbers in ({"inner": 0}, {"kv_heads": 0}, {"layers": 1.5}, {"vocabulary": "10"}, {"dtype": "int64"}):
+        with pytest.raises(MisuseError, match=next(iter(numbers)).replace("dtype", "parameters are")):
+            tiered.plan({"layers": 1, "width": 8, "heads": 2, "vocabulary": 8, **numbers}, **ASKED)
     with TieredStore.open(tmp_path / "store", dram="1MiB", durability="none") as store:
         paged = zero.page(nn.Linear(4, 4), store)
         with pytest.raises(MisuseError, match="paged already"):
@@ -210,3 +267,41 @@ def test_a_model_stays_as_it_is() -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert model[0].weight.grad is None
     assert not model[0]._forward_hooks
+
+
+@pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_update_once_gradients_are_reduced(ranks: int, update: Update) -> None:
+    subject = subject_of(SMALL, sequence=8)
+    rule = AdamWRule(1e-3, (0.9, 0.999), 1e-8, 0.01, False)
+    plan = Planner(subject, None, rule, Policy(), 1).divided(2 << 20, ranks)
+    sizes = sizes_of(plan, "model", rule)
+    steps = Steps(subject.model, plan, sizes, subject.run(), update)
+    for _ in range(3):
+        there, updated = set(steps.initial()), set[str]()
+        for one in steps.step():
+            if isinstance(one, Create):
+                there.add(one.key)
+            elif isinstance(one, Delete):
+                there.remove(one.key)
+            elif isinstance(one, Lease):
+                assert there.issuperset(one.keys)
+                updated.update(key for key in one.keys if key.endswith("/grad"))
+        assert updated == {f"{unit.key}/grad" for unit in sizes if unit.gradient}
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+def test_a_folder_of_transformers(tmp_path: Path, family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256, "bos_token_id": 1}
+    more = {"intermediate_size": 128} if family == "Llama" else {"n_positions": 64}
+    config = getattr(transformers, f"{family}Config")(**sizes, **more, eos_token_id=2)
+    config.save_pretrained(tmp_path)
+    model = getattr(transformers, f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")(config)
+    before = transformers.masking_utils.find_packed_sequence_indices
+    for what in (tmp_path, model):  # the model itself is on the CPU
+        found = tiered.plan(what, update="on_fetch", machine=RATES, **ASKED)
+        assert found.chosen is not None
+        assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+        assert {one.choice.activations for one in (found.chosen, *found.others)} == {"memory", "recompute"}
+    assert transformers.masking_utils.find_packed_sequence_indices is before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.quick import quick
 from tiered import TieredStore, Touch, zero
-from tiered.planning.plan import Choice, Planner, uses_of
+from tiered.cli.train.optimizers import kind_named
+from tiered.cli.train.options import OPTIMIZERS
+from tiered.planning.plan import _RULES, Choice, Planner, uses_of
 from tiered.planning.rehearsal import rehearse
 from tiered.planning.simulated import DriveRates
 from tiered.planning.sources import subject_of
 from tiered.planning.steps import Steps, Update, sizes_of
 from tiered.zero.paging.units import Policy
-from tiered.zero.rules import AdamWRule, SGDRule
+from tiered.zero.rules import AdamWRule, SGDRule, UpdateRule
 
 RULE = AdamWRule(1e-3, (0.9, 0.999), 1e-8, 0.01, False)
 BUDGET = 1 << 20
@@ -97,7 +100,9 @@ def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
-def real(folder: Path, model: nn.Module, update: Update, passes: int, policy: Policy, rounds: int = 3) -> list[Touch]:
+def real(
+    folder: Path, model: nn.Module, update: Update, passes: int, policy: Policy, rounds: int = 3, make: Any = zero.AdamW
+) -> list[Touch]:
     """Touches of the last of some steps."""
     torch.manual_seed(0)
     tokens = torch.randint(0, 256, (2, 16))
@@ -105,7 +110,7 @@ def real(folder: Path, model: nn.Module, update: Update, passes: int, policy: Po
         tokens = torch.arange(0, 2048, 64).view(2, 16)  # in all slices
     with TieredStore.open(folder, dram=BUDGET, durability="none") as store:
         zero.page(model, store, policy=policy)
-        optimizer = zero.AdamW(model.parameters(), update=update)
+        optimizer = make(model.parameters(), update=update)
         with store.trace() as touches:
             for _ in range(rounds):
                 del touches[:]
@@ -116,11 +121,11 @@ def real(folder: Path, model: nn.Module, update: Update, passes: int, policy: Po
         return touches
 
 
-def planned(model: nn.Module, update: Update, passes: int, policy: Policy) -> Steps:
+def planned(model: nn.Module, update: Update, passes: int, policy: Policy, rule: UpdateRule = RULE) -> Steps:
     subject = subject_of(model, batch=2, sequence=16)
-    planner = Planner(subject, None, RULE, policy, passes)
+    planner = Planner(subject, None, rule, policy, passes)
     plan = planner.divided(BUDGET)
-    return Steps(subject.model, plan, sizes_of(plan, "model", RULE), subject.run(), update, passes)
+    return Steps(subject.model, plan, sizes_of(plan, "model", rule), subject.run(), update, passes)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +149,16 @@ def test_the_touches_of_a_step_are_those_of_a_real_one(tmp_path: Path, name: str
 def test_the_touches_of_accumulation_and_of_converted_parameters(tmp_path: Path, passes: int, policy: Policy) -> None:
     keys, uses, _ = uses_of(planned(Tied(), "on_fetch", passes, policy))
     found = real(tmp_path / "store", Tied(), "on_fetch", passes, policy)
+    assert list(zip(keys, uses, strict=True)) == [(touch.key, touch.use) for touch in found]
+
+
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adafactor", "adamw_bf16", "radam"]))
+def test_the_touches_of_each_optimizer(tmp_path: Path, name: str) -> None:
+    """Of each that ``tiered train`` and ``tiered plan`` offer."""
+    kind = kind_named(name)
+    keys, uses, _ = uses_of(planned(Tied(), "on_fetch", 1, Policy(), _RULES[name]))
+    make = partial(kind.ours, lr=1e-3, **kind.settings)
+    found = real(tmp_path / "store", Tied(), "on_fetch", 1, Policy(), make=make)
     assert list(zip(keys, uses, strict=True)) == [(touch.key, touch.use) for touch in found]
 
 

@@ -9,6 +9,7 @@ for a layer, whatever its size.
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -134,7 +135,7 @@ def dry_run(
     """
     recorder = _Recorder(model, split)
     try:
-        with recorder.recording():
+        with _whole_sequences(), recorder.recording():
             value = loss(model(*args, **kwargs), target)
             recorder.backward_begins()
             _backward(value)
@@ -149,6 +150,22 @@ def dry_run(
         for parameter in model.parameters():
             parameter.grad = None
     return recorder.found
+
+
+@contextmanager
+def _whole_sequences() -> Iterator[None]:
+    """Have transformers take each row of a batch for one sequence. It looks for several in a row by the values of positions,
+    which there are none of on the meta device; a row of one sequence has no mask for that."""
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    found = getattr(masks, "find_packed_sequence_indices", None)
+    if found is None:
+        yield
+        return
+    masks.find_packed_sequence_indices = lambda positions: None if positions.is_meta else found(positions)
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = found
 
 
 def _backward(value: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -58,12 +59,17 @@ class Machine:
 
     def __post_init__(self) -> None:
         for name in ("read", "write", "flops", "memory", "update", "hashing", "network"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-                raise MisuseError(f"a machine's {name} is a rate above 0, not {value!r}")
+            if not _is_number(getattr(self, name)) or not getattr(self, name) > 0:
+                raise MisuseError(f"a machine's {name} is a rate above 0, not {getattr(self, name)!r}")
+        seconds = ("transfer", "operation", "lease", "gradient", "handling", "latency")
+        for name in (*seconds, "dram", "flops_half", "base", "rated_life"):
+            if not _is_number(getattr(self, name)) or getattr(self, name) < 0:
+                raise MisuseError(f"a machine's {name} is a number from 0 on, not {getattr(self, name)!r}")
         for name in ("cores", "threads", "ranks_per_node"):
-            if getattr(self, name) < 1:
-                raise MisuseError(f"a machine's {name} is at least 1, not {getattr(self, name)!r}")
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise MisuseError(f"a machine's {name} is a whole number from 1 on, not {getattr(self, name)!r}")
+        if not isinstance(self.name, str):
+            raise MisuseError(f"a machine's name is text, not {self.name!r}")
 
     @property
     def drive(self) -> DriveRates:
@@ -112,3 +118,7 @@ class Machine:
     def but(self, **numbers: Any) -> Machine:
         """Return this machine with other numbers."""
         return replace(self, **numbers)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

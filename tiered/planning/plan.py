@@ -36,15 +36,23 @@ from tiered.zero.paging.units import Limits, ModelPlan, Policy, divide
 __all__ = ["Choice", "Memory", "Plan", "Prediction", "Ranks", "plan"]
 
 Activations = Literal["memory", "recompute"]
-Optimizer = Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "lion", "adamw8bit", "adamw4bit"]
+Optimizer = Literal[
+    "adamw", "adam", "nadam", "radam", "adamax", "sgd", "adagrad", "rmsprop", "lion", "adafactor", "adamw_bf16", "adamw8bit",
+    "adamw4bit",
+]  # fmt: skip
 
 _RULES: dict[str, rules.UpdateRule] = {
     "adamw": rules.AdamWRule(1e-3, (0.9, 0.999), 1e-8, 0.01, False),
     "adam": rules.AdamRule(),
+    "nadam": rules.NAdamRule(),
+    "radam": rules.RAdamRule(),
+    "adamax": rules.AdamaxRule(),
     "sgd": rules.SGDRule(momentum=0.9),
     "adagrad": rules.AdagradRule(),
     "rmsprop": rules.RMSpropRule(),
     "lion": rules.LionRule(),
+    "adafactor": rules.AdafactorRule(),
+    "adamw_bf16": rules.AdamWBFloat16Rule(),
     "adamw8bit": rules.AdamW8bitRule(),
     "adamw4bit": rules.AdamW4bitRule(),
 }
@@ -212,6 +220,7 @@ class Planner:
     ) -> None:
         self.subject, self.machine, self._rule, self._policy, self._passes = subject, machine, rule, policy, passes
         self._rehearsed = rehearsed
+        self._updates_whole = any(form.block == rules.WHOLE for form in rules.kept_by(rule, torch.float32).values())
         self._runs: dict[tuple[Activations, tuple[str, ...]], DryRun] = {}
         self._measured: dict[str, float] = {}
         self._measures = measure
@@ -221,14 +230,35 @@ class Planner:
         """Return the model's units for a budget."""
         return divide(self.subject.model, Limits.of(dram, ranks), {}, self._policy, ranks)
 
-    def smallest(self) -> int:
-        """Return the bytes of the smallest budget with which ``zero.page`` takes the model."""
+    def smallest(self, activations: Activations = "memory") -> int:
+        """Return the bytes of the smallest budget with which ``zero.page``, and the optimizer, take the model."""
         dram = SMALLEST_DRAM
         while True:
-            needed = smallest_pool(self.divided(dram), self.subject.model)
+            needed = self._needed(self.divided(dram), activations)
             if needed <= dram:
                 return dram
             dram = needed
+
+    def _needed(self, plan: ModelPlan, activations: Activations) -> int:
+        """Return the bytes of the smallest budget for a model that is divided so. Raises MisuseError where its rule updates
+        whole parameters, and one is divided whatever the budget."""
+        needed = smallest_pool(plan, self.subject.model, saves=activations != "memory")
+        if not self._updates_whole:
+            return needed
+        for unit, sizes in zip(plan.units, sizes_of(plan, NAME, self._rule), strict=True):
+            if not sizes.gradient:
+                continue
+            found = 3 * unit.nbytes + sizes.states
+            for placement in unit.placements:
+                if placement.sliced is not None:  # unless the parameter is at most a third of the budget
+                    if placement.sliced.rows is None:
+                        raise MisuseError(
+                            f"{type(self._rule).__name__} updates whole parameters, and {placement.name!r} is one of several "
+                            "slices of a parameter: plan another optimizer"
+                        )
+                    found = max(found, 3 * placement.whole.nbytes)
+            needed = max(needed, -(-found // 4096) * 4096)
+        return needed
 
     def run(self, activations: Activations, plan: ModelPlan) -> DryRun:
         """Return the dry run of forward and backward."""
@@ -247,11 +277,10 @@ class Planner:
     def predict(self, choice: Choice, *, warm_up: int = 3, counted: int = 2) -> Prediction:
         """Play steps of a choice. Raises CapacityError where it does not fit."""
         plan = self.divided(choice.dram)
-        needed = smallest_pool(plan, self.subject.model)
-        if needed > choice.dram:
+        if self._needed(plan, choice.activations) > choice.dram:
             raise CapacityError(
                 f"a budget of {choice.dram:,} bytes of DRAM is too small for this model: the smallest that works is "
-                f"{self.smallest():,} bytes"
+                f"{self.smallest(choice.activations):,} bytes"
             )
         run = self.run(choice.activations, plan)
         sizes = sizes_of(plan, NAME, self._rule)
@@ -299,8 +328,14 @@ class Planner:
         """Play steps of one of several ranks. Raises CapacityError where they do not fit."""
         machine = self.machine
         assert machine is not None
+        if self._updates_whole:
+            raise MisuseError(
+                f"{type(self._rule).__name__} updates whole parameters, which ranks gather for that, and a plan of ranks knows "
+                "optimizers that update elements: leave ranks out, or plan another optimizer"
+            )
         plan = self.divided(choice.dram, ranks)
-        needed = smallest_pool(plan, self.subject.model, shares=ranks)
+        saves = choice.activations != "memory"
+        needed = smallest_pool(plan, self.subject.model, saves=saves, shares=ranks)
         if needed > choice.dram:
             raise CapacityError(f"{ranks} ranks need {format_size(needed)} of DRAM each")
         run, sizes = self.run(choice.activations, plan), sizes_of(plan, NAME, self._rule)
@@ -397,8 +432,10 @@ def plan(
     for name, value, known in (("update", update, get_args(Update)), ("activations", activations, get_args(Activations))):
         if value is not None and value not in known:
             raise MisuseError(f"{name} is {' or '.join(map(repr, known))}, or None for the better one, not {value!r}")
-    if accumulate < 1:
-        raise MisuseError(f"a step has a forward and a backward at least: accumulate={accumulate}")
+    if type(accumulate) is not int or accumulate < 1:
+        raise MisuseError(f"a step has a whole number of forwards and backwards, and one at least, not {accumulate!r}")
+    if wrong := [one for one in ranks if type(one) is not int or one < 1]:
+        raise MisuseError(f"numbers of ranks are whole numbers from 1 on, not {wrong[0]!r}")
     if accumulate > 1 and update == "in_backward":
         raise MisuseError("update='in_backward' makes each backward a step: leave accumulate out, or use update='on_fetch'")
     found = None if machine is None else Machine.of(machine)
@@ -406,7 +443,9 @@ def plan(
     planner = Planner(subject, found, _RULES[optimizer], Policy(storage=storage), accumulate, measure)
     budget = parse_size(dram) if dram is not None else _half(found)
     tokens = _tokens(subject) * accumulate
-    smallest = planner.smallest()
+    ways: Sequence[Activations] = [activations] if activations else ["memory", "recompute"]
+    smallest_of = {way: planner.smallest(way) for way in ways}
+    smallest = min(smallest_of.values())
     parameters = subject.parameters
     if budget < smallest:
         return Plan(
@@ -416,8 +455,8 @@ def plan(
             changes=(f"a budget of {format_size(smallest)} (dram={smallest})", *_smaller_units(planner, budget)),
         )
     updates: Sequence[Update] = [update] if update else (["on_fetch"] if accumulate > 1 else ["on_fetch", "in_backward"])
-    ways: Sequence[Activations] = [activations] if activations else ["memory", "recompute"]
-    predictions = [planner.predict(Choice(one, way, budget)) for way in ways for one in updates]
+    fit = [way for way in ways if smallest_of[way] <= budget]
+    predictions = [planner.predict(Choice(one, way, budget)) for way in fit for one in updates]
     room = found.dram if found is not None and found.dram else None
     fitting = [one for one in predictions if room is None or one.memory.process <= room]
     ranked = sorted(fitting or predictions, key=_order)
@@ -429,7 +468,7 @@ def plan(
             f"the process would take {format_size(chosen.memory.process)}, {format_size(chosen.memory.activations)} of it for "
             f"activations, and the machine has {format_size(room)}"
         )
-        changes = _to_fit(chosen, room, smallest)
+        changes = _to_fit(planner, chosen, room)
     if ranks and found is None:
         raise MisuseError("ranks need machine=, with its network")
     if optimum:
@@ -437,14 +476,15 @@ def plan(
     curve = _curve(planner, chosen.choice, [parse_size(one) for one in budgets], updates)
     rows = _rows(planner, chosen.choice, ranks, tokens)
     return Plan(
-        model=subject.name, parameters=parameters, tokens=tokens, optimizer=optimizer, machine=found, smallest=smallest,
-        chosen=chosen, others=others, curve=curve, ranks=rows, refused=refused, changes=changes, notes=tuple(planner.notes),
+        model=subject.name, parameters=parameters, tokens=tokens, optimizer=optimizer, machine=found,
+        smallest=smallest_of[chosen.choice.activations], chosen=chosen, others=others,
+        curve=curve, ranks=rows, refused=refused, changes=changes, notes=tuple(planner.notes),
     )
 
 
 def _curve(planner: Planner, choice: Choice, budgets: Sequence[int], updates: Sequence[Update]) -> tuple[Prediction, ...]:
     """Return predictions for each update mode and each of the budgets that work."""
-    smallest = planner.smallest() if budgets else 0
+    smallest = planner.smallest(choice.activations) if budgets else 0
     return tuple(
         planner.predict(replace(choice, update=update, dram=dram), warm_up=3, counted=2)
         for update in updates
@@ -456,9 +496,7 @@ def _curve(planner: Planner, choice: Choice, budgets: Sequence[int], updates: Se
 def _rows(planner: Planner, choice: Choice, ranks: Sequence[int], tokens: int) -> tuple[Ranks, ...]:
     """Return one row for each number of ranks, with what each brings beside the one before."""
     rows: list[Ranks] = []
-    for count in sorted(ranks):
-        if count < 1:
-            raise MisuseError(f"there is one rank at least, not {count}")
+    for count in sorted(set(ranks)):
         try:
             row = planner.with_ranks(choice, count, tokens)
         except CapacityError as error:
@@ -495,14 +533,12 @@ def _tokens(subject: Subject) -> int:
 
 
 def _smaller_units(planner: Planner, budget: int) -> list[str]:
+    """Return what else than the smallest budget would do; a budget below the smallest of a store nothing does."""
     plan = planner.divided(budget)
     largest = max(plan.units, key=lambda unit: unit.nbytes, default=None)
-    if largest is None:
+    if largest is None or budget < SMALLEST_DRAM or largest.nbytes <= budget / 4:
         return []
-    found = [f"a largest unit of less than {format_size(budget / 4)}: {largest.name!r} has {format_size(largest.nbytes)}"]
-    if any(p.dtype is torch.float32 for p in planner.subject.model.parameters()):
-        found.append("parameters stored as bf16 (storage=torch.bfloat16), which take half of the room")
-    return found
+    return [f"a largest unit of less than {format_size(budget / 4)}: {largest.name!r} has {format_size(largest.nbytes)}"]
 
 
 def _faster(
@@ -518,6 +554,8 @@ def _faster(
             if (one, way) != (chosen.choice.update, chosen.choice.activations)
         ]
         for one, way in modes if chosen.waiting > 0.1 * chosen.seconds else ():
+            if planner.smallest(way) > chosen.choice.dram:
+                continue
             other = planner.predict(replace(chosen.choice, update=one, activations=way))
             if other.seconds < 0.95 * chosen.seconds:
                 mode = f"update={one!r}, activations={way!r}"
@@ -530,15 +568,30 @@ def _faster(
     return tuple(found)
 
 
-def _to_fit(chosen: Prediction, room: int, smallest: int) -> tuple[str, ...]:
-    """Return what would make the process fit into ``room`` bytes, the cheapest change first."""
-    memory, found = chosen.memory, []
-    over = memory.process - room
-    if memory.pool - over >= smallest:
-        found.append(f"a budget of {format_size(memory.pool - over)}")
+def _to_fit(planner: Planner, chosen: Prediction, room: int) -> tuple[str, ...]:
+    """Return what would make the process fit into ``room`` bytes, the cheapest change first: budgets and modes that are enough.
+    """
+    found = []
+    ways: list[tuple[Activations, str]] = [(chosen.choice.activations, "")]
     if chosen.choice.activations == "memory":
-        found.append("activations='recompute': about a third more computing")
-    found.append(f"micro_batch=, or a smaller batch or sequence: activations are {format_size(memory.activations)}")
+        ways.append(("recompute", "activations='recompute', about a third more computing"))
+    for way, told in ways:
+        smallest = planner.smallest(way)
+        if smallest > chosen.choice.dram:
+            continue
+        other = planner.predict(replace(chosen.choice, activations=way)) if told else chosen
+        over = other.memory.process - room
+        if over <= 0:
+            found.append(told)
+        elif other.memory.pool - over >= smallest:
+            fewer = (other.memory.pool - over) // 4096 * 4096
+            found.append(f"{told}{', with ' if told else ''}a budget of {format_size(fewer)} (dram={fewer})")
+    memory = chosen.memory
+    least = memory.process - memory.activations - memory.pool + planner.smallest(chosen.choice.activations)
+    if least < room:
+        found.append(f"micro_batch=, or a smaller batch or sequence: activations are {format_size(memory.activations)}")
+    else:
+        found.append(f"more memory: beside activations and with the smallest budget the process takes {format_size(least)}")
     return tuple(found)
 
 

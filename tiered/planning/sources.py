@@ -42,16 +42,17 @@ class Numbers:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "vocabulary"):
-            if getattr(self, name) < 1:
-                raise MisuseError(f"{name} is at least 1, not {getattr(self, name)}")
+        for name in ("layers", "width", "heads", "vocabulary", "inner", "kv_heads"):
+            value = getattr(self, name)
+            if (type(value) is not int or value < 1) and not (value is None and name in ("inner", "kv_heads")):
+                raise MisuseError(f"{name} is a whole number from 1 on, not {value!r}")
         if self.width % self.heads or self.heads % (self.kv_heads or self.heads):
             raise MisuseError(
                 f"width {self.width} is a multiple of {self.heads} heads, and these of {self.kv_heads or self.heads} heads "
                 "of keys and values"
             )
-        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
-            raise MisuseError(f"torch has no type {self.dtype!r}: float32, bfloat16, float16")
+        if self.dtype not in ("float32", "bfloat16", "float16", "float64"):
+            raise MisuseError(f"parameters are float32, bfloat16, float16 or float64, not {self.dtype!r}")
 
     @property
     def parameters(self) -> int:
@@ -200,8 +201,8 @@ def subject_of(
 
 def _arguments(inputs: Any, batch: int, sequence: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if inputs is None:
-        if batch < 1 or sequence < 1:
-            raise MisuseError(f"a batch of {batch} sequences of {sequence} tokens has none: both are at least 1")
+        if type(batch) is not int or type(sequence) is not int or batch < 1 or sequence < 1:
+            raise MisuseError(f"a batch of {batch} sequences of {sequence} tokens: both are whole numbers from 1 on")
         return (torch.zeros(batch, sequence, dtype=torch.int64, device="meta"),), {}
     if isinstance(inputs, Mapping):
         return (), {name: _on_meta(value) for name, value in inputs.items()}

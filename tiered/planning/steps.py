@@ -430,7 +430,7 @@ class Steps:
             yield Lease(unit.opened, (key,), True)
         yield Work("gradient", placement.numel, 2 * placement.nbytes, 1)
         unit.arrived.add(placement)
-        if self._in_backward:
+        if self._in_backward and not sizes.gathered:  # of several ranks, a gradient is final once it is reduced
             self._waiting[unit] = None
 
     def _close_gradients(self) -> Iterator[Operation]:
@@ -485,6 +485,8 @@ class Steps:
         yield from self._leave()
         yield from self._close_gradients()
         yield from self._reduce()
+        if self._in_backward:
+            self._waiting |= {unit: None for unit in self._units if unit.sizes.gathered and unit.has_gradient}
         for unit in list(self._waiting):
             yield from self._update_now(unit)
         if self._in_backward:

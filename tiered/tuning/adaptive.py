@@ -272,7 +272,7 @@ class AdaptiveActivations:
         self._made = self._rest_made = 0
         if not self._left:
             self._profile = self._measured()
-            self._choose("after a warm-up")
+            self._choose("after a warm-up", measured=True)
 
     def _measured(self) -> Profile:
         """Return what the warm-up has measured."""
@@ -335,7 +335,8 @@ class AdaptiveActivations:
             return (torch.cuda.mem_get_info(device)[0] + cached) // SHARE
         return (headroom() + free_in_heap()) // SHARE
 
-    def _choose(self, when: str) -> None:
+    def _choose(self, when: str, *, measured: bool = False) -> None:
+        """Choose, and say so unless that changes nothing. ``measured``: after a warm-up, whose numbers are said in any case."""
         profile = self._profile
         assert profile is not None
         self._room_then = room = self._room()
@@ -347,9 +348,9 @@ class AdaptiveActivations:
         self._way = self._rest
         self._odd = 0
         self._lately.clear()
-        if self._choices and same:
+        if same and not measured:
             return
-        self._choices += 1
+        self._choices += not same
         self._why = self._told(found, profile, when)
         logger.info("%s", self._why)
 

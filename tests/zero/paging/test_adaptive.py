@@ -160,6 +160,7 @@ def test_larger_inputs_are_measured_again(store: TieredStore) -> None:
     for _ in range(2):
         step(8)
     assert not chooser.measuring
+    assert "after a warm-up" in chooser.chosen().why, "also where the same was chosen as before"
     step(4)  # smaller ones fit
     assert not chooser.measuring
 

@@ -27,8 +27,6 @@ examples:
   tiered plan --layers 80 --width 8192 --heads 64 --vocabulary 128256 --machine server.json --ranks 1,8,64,1024
 """
 
-PLANNED = tuple(name for name in OPTIMIZERS if name not in ("nadam", "radam", "adamax"))
-
 
 def add_parser(commands: Commands) -> None:
     """Add ``plan`` to the commands."""
@@ -41,7 +39,7 @@ def add_parser(commands: Commands) -> None:
     model.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the parameters")
     how = parser.add_argument_group("training")
     how.add_argument("--dram", type=size, metavar="SIZE", help="budget of host memory (default: half of the machine's)")
-    how.add_argument("--optimizer", choices=PLANNED, default="adamw", help="default: adamw")
+    how.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: adamw")
     how.add_argument("--update", choices=UPDATES, help="when units are updated (default: the faster one)")
     how.add_argument("--activations", choices=("memory", "recompute"), help="default: the faster that fits")
     how.add_argument("--accumulate", type=count, metavar="N", default=1, help=f"{MODEL_HELP['accumulate']} (default: 1)")

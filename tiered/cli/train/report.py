@@ -231,7 +231,7 @@ def predicted(options: Options, summary: Summary) -> dict[str, Any] | None:
     """Return what ``tiered.plan`` predicts of a step, with the rates of the drive that the training measured at its end, and
     this machine's operations timed; None where a plan does not know these options."""
     rates = summary.rates
-    planned = options.activations in ("memory", "recompute") and options.optimizer not in ("nadam", "radam", "adamax")
+    planned = options.activations in ("memory", "recompute")
     if not planned or rates is None or options.hbm or options.micro_batch > 1 or summary.ranks > 1:
         return None
     machine = {
@@ -239,7 +239,7 @@ def predicted(options: Options, summary: Summary) -> dict[str, Any] | None:
         "cores": psutil.cpu_count() or 1,
     }  # fmt: skip
     shape = Shape(options.layers, options.width, options.heads, options.context, options.recompute)
-    optimizer: Any = "adamw" if options.optimizer == "adamw_bf16" else options.optimizer
+    optimizer: Any = options.optimizer
     with torch.device("meta"):
         model = GPT(shape)
     plan = tiered.plan(
