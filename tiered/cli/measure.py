@@ -14,7 +14,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import psutil
 import torch
 
 import tiered
-from tiered import CapacityError, MisuseError, TieredStore
+from tiered import CapacityError, MisuseError, TieredStore, UncommittedWarning
 from tiered.types import BackendName
 
 __all__ = [
@@ -78,11 +78,15 @@ def scratch_store(parent: str, *, dram: int, backend: BackendName = "auto") -> I
         with warnings.catch_warnings():  # the report says whether there is O_DIRECT
             warnings.simplefilter("ignore")
             store = TieredStore.open(folder, dram=dram, backend=backend, keep=1)
-        with closing(store):
+        try:
             nvme = store._parts.nvme
             assert nvme is not None
             nvme.drop_names()
             yield store
+        finally:
+            with warnings.catch_warnings():  # nothing in it was meant to last
+                warnings.simplefilter("ignore", UncommittedWarning)
+                store.close()
 
 
 def free_on(folder: str) -> int:
