@@ -154,6 +154,11 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors_of(found.read_text()), f"{page.name}: {target}"
 
 
+def test_the_list_of_results_has_each() -> None:
+    listed = re.findall(r"\]\(\.\./bench/results/([\w.-]+)\)", (ROOT / "docs" / "benchmarks.md").read_text())
+    assert sorted(set(listed)) == sorted(path.name for path in (ROOT / "bench" / "results").glob("*.md"))
+
+
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: page.stem)
 def test_files_that_are_named_exist(page: Path) -> None:
     """``tiered/io/posix.py`` in a text is a path from the root; what stands for many has a star or capitals."""
