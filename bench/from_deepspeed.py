@@ -70,6 +70,8 @@ def run(python: str, script: Path, arguments: list[str], folder: Path) -> Run:
     times = [float(found) for found in re.findall(r"^at (\S+)$", done.stdout, re.MULTILINE)]
     memory, read, written = map(int, re.findall(r"^memory (\d+) read (\d+) written (\d+)$", done.stdout, re.MULTILINE)[-1])
     between = [later - sooner for sooner, later in itertools.pairwise(times)]
+    if len(between) <= LEFT_OUT:
+        sys.exit(f"{script.name} makes {len(times)} passes with {' '.join(arguments)}; give it {LEFT_OUT + 2} or more")
     return Run(losses, statistics.fmean(between[LEFT_OUT:]), memory, read, written)
 
 
@@ -125,6 +127,8 @@ def main() -> None:
     parser.add_argument("--dir", help="where runs are made (default: the folder for temporary files)")
     parser.add_argument("--out", type=Path, help="file for the table")
     parsed = parser.parse_args()
+    if parsed.dir is not None:
+        Path(parsed.dir).mkdir(parents=True, exist_ok=True)
     lines = compared("deepspeed_gpt", ["--steps", str(parsed.steps), "--width", str(parsed.width)], parsed)
     lines += compared("deepspeed_cifar", ["--pictures", str(parsed.pictures), "--epochs", "1"], parsed)
     print("\n".join(lines))
