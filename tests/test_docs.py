@@ -235,6 +235,7 @@ def test_pictures_have_colours_for_light_and_dark_pages_and_load_nothing() -> No
         assert f"(images/{name}.svg)" in concepts
         text = (ROOT / "docs" / "images" / f"{name}.svg").read_text()
         assert "@media (prefers-color-scheme: dark)" in text
+        assert ".line {" not in text or ".line { fill: none !important;" in text  # the dark colours fill what they name
         assert re.findall(r"https?://[^\"]+", text) == ["http://www.w3.org/2000/svg"]
         assert "/tmp/" not in text
 
