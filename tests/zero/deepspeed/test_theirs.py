@@ -234,6 +234,13 @@ def test_counts_and_pipes_take_neither_memory_nor_time(tmp_path: Path) -> None:
         Saved(changed(theirs, many_ranks))
 
 
+def test_moments_that_are_integers(tmp_path: Path) -> None:
+    theirs = unpacked("stage2-fp32", tmp_path)
+    tag = changed(theirs, lambda data: data.replace(b"ctorch\nFloatStorage\n", b"ctorch\nIntStorage\n"))
+    with pytest.raises(TorchFileError, match="not of floating point"):
+        Saved(tag)
+
+
 @pytest.mark.parametrize("wrong", [b"G" + struct.pack(">d", math.nan), b"X\1\0\0\0a", b"N"], ids=["nan", "text", "none"])
 def test_settings_that_are_no_numbers(tmp_path: Path, wrong: bytes, capfd: pytest.CaptureFixture[str]) -> None:
     theirs = unpacked("stage2-fp32", tmp_path)

@@ -66,6 +66,8 @@ COUNTED = ("global_steps", "global_samples", "skipped_steps")
 MOST_VALUES = 1_000_000
 MOST_COPIES = 16
 """Times the bytes of its file that the tensors of one value may take: many tensors may lie in the same bytes of it."""
+FLOATING = ("float32", "float16", "bfloat16", "float64")
+"""Types of masters and moments."""
 LONGEST = 8192
 """Bits of an integer: Python writes no text of one with more than 4300 digits."""
 MOST_PADDING = 1 << 20
@@ -517,8 +519,8 @@ def _flats(kept: Any, master: Any) -> tuple[dict[str, _Flat], Any]:
     if "exp_avg_sq" in flats and "exp_avg" not in flats:
         flats["sum"] = flats.pop("exp_avg_sq")  # as DeepSpeed's Adagrad calls what torch's calls sum
     for value in flats.values():
-        if not value.is_contiguous:
-            raise ValueError("a flat tensor is not contiguous")
+        if not value.is_contiguous or value.dtype not in FLOATING:
+            raise ValueError("a flat tensor is not contiguous, or not of floating point")
     return flats, state.get("step")
 
 
