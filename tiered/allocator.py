@@ -24,9 +24,6 @@ from tiered.types import Slot
 __all__ = ["FreeSpace", "Move", "moves"]
 
 
-SMALL = 1024
-
-
 class FreeSpace:
     """A free-space allocator over ``[0, capacity)``: best fit, and the lowest address among ranges of equal size.
 
@@ -86,8 +83,6 @@ class FreeSpace:
         if found == len(self._by_size):
             return None
         start = self._by_size[found][1]
-        if size * SMALL <= self.capacity:
-            start = next(start for start in self._starts if self._sizes[start] >= size)
         self._take(start, start, size)
         return start, size
 

@@ -374,3 +374,91 @@ def least(rank: int, folder: Path) -> list[int]:
 def test_the_smallest_pool_that_is_not_refused_works(tmp_path: Path) -> None:
     first, *others = on_ranks(2, least, tmp_path / "a")
     assert all(pools == first for pools in others)
+
+
+DEEP = 16
+DEEP_UNIT = 4 * (224 * 224)
+ROOMS = {"overlapped": 20 * DEEP_UNIT, "prompt": 10 * DEEP_UNIT, "late": 7 * DEEP_UNIT}
+"""Bytes of pools: for gathers and reductions beside computing, for a reduction before a unit computes, for one at the end."""
+
+
+class Sometimes(nn.Linear):
+    """Layer that may leave its weight without a gradient, though backward needs the weight."""
+
+    def forward(self, x: torch.Tensor, trained: bool = True) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight if trained else self.weight.detach())
+
+
+class Deep(nn.Module):
+    """Units of 196 KiB. ``without``: the layer that gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Sometimes(224, 224, bias=False) for _ in range(DEEP))
+        self.passed: Any = None
+
+    def loss(self, seed: int, without: int = -1) -> torch.Tensor:
+        x = torch.randn(4, 224, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+        for number, layer in enumerate(self.layers):
+            x = x + torch.tanh(layer(x, number != without))
+            if self.passed is not None:
+                x.register_hook(self.passed)
+        return x.square().mean()
+
+
+def unreduced(rank: int, folder: Path) -> dict[str, tuple[int, list[torch.Tensor]]]:
+    """The most units at a time that wait for their reduction, and the parameters after steps in which the last rank has no
+    gradient of one layer."""
+    found = {}
+    for name, pool in ROOMS.items():
+        torch.manual_seed(0)
+        model, waiting = Deep(), [0]
+        with TieredStore.open(folder / f"{name}{rank}", dram=pool, durability="none") as store:
+            zero.page(model, store, stage=zero.Stage3())
+            optimizer = zero.AdamW(model.parameters(), lr=LR)
+
+            def passed(_: torch.Tensor, store: TieredStore = store, waiting: list[int] = waiting) -> None:
+                waiting[0] = max(waiting[0], sum(key.endswith("/local") for key in store.keys()))  # noqa: SIM118
+
+            model.passed = passed
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                model.loss(10 * rank + step).backward()
+                optimizer.step()
+            most, model.passed = waiting[0], None
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                model.loss(10 * rank + step, without=DEEP // 2 if rank else -1).backward()
+                optimizer.step()
+            found[name] = most, [value.clone() for value in model.state_dict().values()]
+    return found | {"in memory": (0, in_memory())}
+
+
+def in_memory() -> list[torch.Tensor]:
+    """The parameters after the same steps of both ranks in one process."""
+    torch.manual_seed(0)
+    models = [Deep() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=LR, fused=True) for model in models]
+    for step in range(2 * STEPS):
+        for rank, model in enumerate(models):
+            optimizers[rank].zero_grad()
+            model.loss(10 * rank + step % STEPS, without=DEEP // 2 if rank and step >= STEPS else -1).backward()
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            assert one.grad is not None
+            mean = one.grad.add(torch.zeros_like(one) if other.grad is None else other.grad).div_(2)
+            one.grad, other.grad = mean, mean.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    return list(models[0].state_dict().values())
+
+
+def test_few_gradients_wait_for_their_reduction(tmp_path: Path) -> None:
+    """Otherwise those of all units go to the drive and back, in each backward pass."""
+    for said in on_ranks(2, unreduced, tmp_path):
+        expected = said.pop("in memory")[1]
+        assert said["prompt"][0] <= 2
+        assert said["overlapped"][0] <= 5
+        assert said["late"][0] >= DEEP - 2
+        for name, (_, values) in said.items():
+            assert all(map(torch.equal, values, expected)), name

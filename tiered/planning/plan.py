@@ -22,13 +22,14 @@ from tiered.planning.optimum import lower_bound
 from tiered.planning.rehearsal import Rehearsed, Seconds, no_time, rehearse
 from tiered.planning.simulated import DriveRates
 from tiered.planning.sources import Numbers, Subject, subject_of
-from tiered.planning.steps import Create, Lease, Steps, UnitSizes, Update, Work, sizes_of
+from tiered.planning.steps import Create, Lease, Reductions, Steps, UnitSizes, Update, Work, sizes_of
 from tiered.planning.timing import Timing, measure_operations
 from tiered.store.opening import SMALLEST_DRAM, default_dram
 from tiered.types import Use, format_size, parse_size
 from tiered.zero import rules
 from tiered.zero.page import smallest_pool
 from tiered.zero.paging.micro_batch import split_modules
+from tiered.zero.paging.reduction import overlaps
 from tiered.zero.paging.step_trace import LONGEST
 from tiered.zero.paging.units import Limits, ModelPlan, Policy, divide
 
@@ -306,10 +307,12 @@ class Planner:
         touches = sum(2 * len(chunk) for one in sizes for _, chunk in one.chunks)
         together = -(-touches // self._rehearsed)
         played = sizes if together <= 1 else self._coarser(plan, together)
-        steps = Steps(self.subject.model, plan, played, run, choice.update, self._passes)
+        roomy, prompt = overlaps(plan.units, choice.dram, plan.held_together(self.subject.model))
+        reductions: Reductions = "overlapped" if roomy else "prompt" if prompt else "late"
+        steps = Steps(self.subject.model, plan, played, run, choice.update, self._passes, reductions)
         sharing = min(ranks, machine.ranks_per_node)
         drive = _in_blocks(DriveRates(machine.read / sharing, machine.write / sharing, machine.transfer), together)
-        found = rehearse(steps, choice.dram, drive, Timing(machine, self._measured, ranks), warm_up=2, counted=1)
+        found = rehearse(steps, choice.dram, drive, Timing(machine, self._measured, ranks), warm_up=3, counted=2)
         sent = sum(one.nbytes for one in steps.step() if isinstance(one, Work) and one.kind in ("gather", "reduce"))
         return Ranks(
             ranks=ranks,
@@ -443,7 +446,7 @@ def _curve(planner: Planner, choice: Choice, budgets: Sequence[int], updates: Se
     """Return predictions for each update mode and each of the budgets that work."""
     smallest = planner.smallest() if budgets else 0
     return tuple(
-        planner.predict(replace(choice, update=update, dram=dram), warm_up=2, counted=1)
+        planner.predict(replace(choice, update=update, dram=dram), warm_up=3, counted=2)
         for update in updates
         for dram in sorted(budgets)
         if dram >= smallest

@@ -19,9 +19,11 @@ from tiered.zero.paging.units import ModelPlan, Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import States
 from tiered.zero.rules import UpdateRule, kept_by
 
-__all__ = ["Create", "Delete", "End", "Lease", "Operation", "Pause", "Steps", "UnitSizes", "Work", "sizes_of"]
+__all__ = ["Create", "Delete", "End", "Lease", "Operation", "Pause", "Reductions", "Steps", "UnitSizes", "Work", "sizes_of"]
 
 Update = Literal["on_fetch", "in_backward"]
+Reductions = Literal["overlapped", "prompt", "late"]
+"""Between ranks, gradients of a unit are reduced while the next one computes, before it does, or at the end of backward."""
 
 
 class Create(NamedTuple):
@@ -126,8 +128,8 @@ class _Unit:
     def __init__(self, sizes: UnitSizes) -> None:
         self.sizes = sizes
         self.holders = 0
-        self.lease = self.opened = -1
-        self.pending = self.has_gradient = False
+        self.lease = self.source = self.opened = -1
+        self.pending = self.has_gradient = self.has_local = False
         self.saved = 0
         self.arrived: set[Any] = set()
         self.expected: set[Any] = set()
@@ -135,12 +137,25 @@ class _Unit:
 
 class Steps:
     """Operations of one step after the other. ``passes`` forwards and backwards make a step (accumulation); ``update`` is when
-    a unit is updated. All units have a gradient, and with "on_fetch" a pending update, before the first step."""
+    a unit is updated, ``reductions`` when its gradients are reduced between ranks. All units have a gradient, and with
+    "on_fetch" a pending update, before the first step."""
 
     def __init__(
-        self, model: nn.Module, plan: ModelPlan, sizes: Sequence[UnitSizes], run: DryRun, update: Update, passes: int = 1
+        self,
+        model: nn.Module,
+        plan: ModelPlan,
+        sizes: Sequence[UnitSizes],
+        run: DryRun,
+        update: Update,
+        passes: int = 1,
+        reductions: Reductions = "late",
     ) -> None:
-        self._run, self._in_backward, self._passes = run, update == "in_backward", passes
+        self._run, self._in_backward, self._passes, self._reductions = run, update == "in_backward", passes, reductions
+        self._unreduced: list[_Unit] = []  # of one of several ranks: units that are complete
+        self._reducing: tuple[_Unit, int, int] | None = None
+        self._after: dict[tuple[bool, _Unit | None, _Unit], _Unit] = {}  # what was held after these two
+        self._last: tuple[_Unit | None, _Unit | None] = None, None
+        self._ahead: _Unit | None = None
         self._units = [_Unit(one) for one in sizes]
         names = {module: name for name, module in model.named_modules()}
         self._held = {names[module]: [self._units[i] for i in held] for module, held in plan.held.items()}
@@ -188,7 +203,7 @@ class Steps:
             unit.arrived.clear()
 
     def _one_pass(self) -> Iterator[Operation]:
-        self._in_pass = False
+        self._in_pass, self._last = False, (None, None)
         for at, event in enumerate(self._run.events):
             kind = event.kind
             if kind is Kind.COST:
@@ -201,6 +216,8 @@ class Steps:
             elif kind is Kind.BACKWARD:
                 if self._in_pass:
                     yield from self._finish()
+                yield from self._give_up_ahead()
+                self._last = None, None
                 self._in_pass = not self._in_pass
             elif self._in_pass and self._home[event.parameter][0][1].sliced is not None:
                 yield from self._of_sliced(kind, event.parameter, at)
@@ -259,21 +276,25 @@ class Steps:
 
     def _hold(self, unit: _Unit) -> Iterator[Operation]:
         if not unit.holders:
-            if unit.pending:
-                yield from self._apply(unit)
+            if self._ahead is not unit:
+                yield from self._give_up_ahead()
+                if unit.pending:
+                    yield from self._apply(unit)
             yield from self._materialize(unit)
+            if unit.sizes.gathered and self._reductions == "overlapped":
+                yield from self._gather_ahead(unit)
         unit.holders += 1
 
     def _materialize(self, unit: _Unit) -> Iterator[Operation]:
         sizes = unit.sizes
         if sizes.gathered:
-            yield Create(f"{sizes.key}/gathered", sizes.gathered)
-            unit.lease = self._number()
-            yield Lease(unit.lease, (f"{sizes.key}/gathered",), True)
-            own = self._number()
-            yield Lease(own, (sizes.key,), False)
+            if self._ahead is not unit:
+                yield from self._begin_gather(unit)
+            self._ahead = None
             yield Work("gather", 0, sizes.gathered, 1)
-            yield End(own)
+            yield End(unit.source)
+            if self._in_pass and self._reductions == "prompt":
+                yield from self._reduce()
             return
         if not sizes.converted:
             unit.lease = self._number()
@@ -286,6 +307,34 @@ class Steps:
         yield Lease(source, (sizes.key,), False)
         yield Work("cast", sizes.plan.elements, sizes.nbytes + sizes.converted, len(sizes.plan.placements))
         yield End(source)
+
+    def _begin_gather(self, unit: _Unit) -> Iterator[Operation]:
+        sizes = unit.sizes
+        yield Create(f"{sizes.key}/gathered", sizes.gathered)
+        unit.lease = self._number()
+        yield Lease(unit.lease, (f"{sizes.key}/gathered",), True)
+        unit.source = self._number()
+        yield Lease(unit.source, (sizes.key,), False)
+
+    def _gather_ahead(self, unit: _Unit) -> Iterator[Operation]:
+        """Begin to gather the unit that followed this one in the pass before."""
+        before, last = self._last
+        if last is not None:
+            self._after[self._in_pass, before, last] = unit
+        self._last = last, unit
+        follows = None if last is None else self._after.get((self._in_pass, last, unit))
+        if follows is not None and not follows.holders:
+            if follows.pending:
+                yield from self._apply(follows)
+            yield from self._begin_gather(follows)
+            self._ahead = follows
+
+    def _give_up_ahead(self) -> Iterator[Operation]:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            yield End(ahead.source)
+            yield End(ahead.lease)
+            yield Delete(f"{ahead.sizes.key}/gathered")
 
     def _drop(self, unit: _Unit) -> Iterator[Operation]:
         unit.holders -= 1
@@ -330,7 +379,7 @@ class Steps:
 
     def _apply_ready(self) -> Iterator[Operation]:
         for unit in list(self._waiting):
-            if not unit.holders and not unit.saved and unit.expected <= unit.arrived:
+            if not unit.holders and not unit.saved and unit.expected <= unit.arrived and not unit.sizes.gathered:
                 yield from self._update_now(unit)
 
     def _update_now(self, unit: _Unit) -> Iterator[Operation]:
@@ -360,6 +409,9 @@ class Steps:
             yield from self._leave()
         yield from self._apply_ready()
         yield from self._close_gradients()
+        if self._reductions == "overlapped":
+            yield from self._end_reduction()
+            yield from self._begin_reduction()
         self._graded = unit
 
     def _write_gradient(self, unit: _Unit, placement: Placement) -> Iterator[Operation]:
@@ -368,8 +420,11 @@ class Steps:
             if unit.pending:
                 yield from self._apply(unit)
             key, nbytes = (f"{sizes.key}/local", sizes.gathered) if sizes.gathered else (f"{sizes.key}/grad", sizes.gradient)
-            if sizes.gathered or not unit.has_gradient:
+            if not (unit.has_local if sizes.gathered else unit.has_gradient):
                 yield Create(key, nbytes)
+            if sizes.gathered:
+                unit.has_local = True
+            else:
                 unit.has_gradient = True
             unit.opened = self._number()
             yield Lease(unit.opened, (key,), True)
@@ -381,19 +436,55 @@ class Steps:
     def _close_gradients(self) -> Iterator[Operation]:
         unit, self._graded = self._graded, None
         if unit is not None and unit.opened >= 0:
-            sizes = unit.sizes
-            if sizes.gathered:
-                yield Work("reduce", 0, sizes.gathered, 1)
-                if sizes.gradient:
-                    yield Create(f"{sizes.key}/grad", sizes.gradient)
             yield End(unit.opened)
             unit.opened = -1
-            if sizes.gathered:
-                yield Delete(f"{sizes.key}/local")
+            if unit.sizes.gathered and unit not in self._unreduced:
+                self._unreduced.append(unit)
+
+    # -- between ranks -----------------------------------------------------------------------------------------------------
+
+    def _reduce(self) -> Iterator[Operation]:
+        """Reduce all that is complete, one unit after the other."""
+        if self._graded is not None and self._graded.expected <= self._graded.arrived:
+            yield from self._close_gradients()
+        yield from self._end_reduction()
+        while self._unreduced:
+            yield from self._begin_reduction()
+            yield from self._end_reduction()
+
+    def _begin_reduction(self) -> Iterator[Operation]:
+        if self._unreduced:
+            unit = self._unreduced.pop(0)
+            key, nbytes = unit.sizes.key, unit.sizes.gathered
+            local, received = self._number(), self._number()
+            yield Lease(local, (f"{key}/local",), True)
+            yield Create(f"{key}/received", nbytes)
+            yield Lease(received, (f"{key}/received",), True)
+            self._reducing = unit, local, received
+
+    def _end_reduction(self) -> Iterator[Operation]:
+        reducing, self._reducing = self._reducing, None
+        if reducing is not None:
+            unit, local, received = reducing
+            sizes = unit.sizes
+            yield Work("reduce", 0, sizes.gathered, 1)
+            if sizes.gradient:
+                own = self._number()
+                if not unit.has_gradient:
+                    yield Create(f"{sizes.key}/grad", sizes.gradient)
+                yield Lease(own, (f"{sizes.key}/grad",), True)
+                yield End(own)
+                unit.has_gradient = True
+            yield End(received)
+            yield Delete(f"{sizes.key}/received")
+            yield End(local)
+            yield Delete(f"{sizes.key}/local")
+            unit.has_local = False
 
     def _finish(self) -> Iterator[Operation]:
         yield from self._leave()
         yield from self._close_gradients()
+        yield from self._reduce()
         for unit in list(self._waiting):
             yield from self._update_now(unit)
         if self._in_backward:

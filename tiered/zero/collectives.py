@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -17,21 +18,33 @@ import torch.distributed as dist
 
 from tiered import RankError
 
-__all__ = ["Ranks", "Under"]
+__all__ = ["Progress", "Ranks", "Under"]
 
 TAG = 192
-"""Bytes that say what a collective is for."""
+"""Bytes that say what a collective is for, and at their end how far the rank is."""
+NUMBER = 8
+"""Bytes of these that say how far the rank is."""
+TEXT = TAG - NUMBER
 ADDED_AT_ONCE = 1 << 18
 """Elements that are added up at a time."""
 GRACE = 5.0
 """Seconds in which the other ranks, which waited for as long, say that it failed there, too."""
 
 
+@dataclass
+class Progress:
+    """How far this rank (``here``) and the rank that is furthest behind (``everywhere``, as far as it is known) are in work
+    that all ranks do in one order. Every rank learns ``everywhere`` from the same collectives, so all may act on it alike."""
+
+    here: int = 0
+    everywhere: int = 0
+
+
 class Under:
     """Collective that is under way, and the comparison, sent before it, of what it is for."""
 
-    def __init__(self, ranks: Ranks, what: str, tags: torch.Tensor, tagging: Any) -> None:
-        self._ranks, self._what, self._tags, self._tagging = ranks, what, tags, tagging
+    def __init__(self, ranks: Ranks, what: str, tags: torch.Tensor, tagging: Any, progress: Progress | None) -> None:
+        self._ranks, self._what, self._tags, self._tagging, self._progress = ranks, what, tags, tagging, progress
         self.moving: Any = None
 
     @property
@@ -57,7 +70,7 @@ class Under:
             self.moving.wait()
 
     def _compare(self) -> None:
-        said = [bytes(tag.tolist()).rstrip(b"\0").decode(errors="replace") for tag in self._tags]
+        said = [bytes(tag[:TEXT].tolist()).rstrip(b"\0").decode(errors="replace") for tag in self._tags]
         here = said[self._ranks.rank]
         for rank, other in enumerate(said):
             if other != here:
@@ -66,6 +79,9 @@ class Under:
                     "ranks must run the same modules in the same order, and call what looks at a model (state_dict, "
                     "evaluation, clipping, commit) together"
                 )
+        if self._progress is not None:
+            numbers = self._tags[:, TEXT:].contiguous().view(torch.int64)
+            self._progress.everywhere = max(self._progress.everywhere, int(numbers.amin()))
 
 
 class Ranks:
@@ -82,6 +98,8 @@ class Ranks:
         self._calls: _Calls | None = None
         self.failed = False
         """A collective did; nothing can be agreed on any more."""
+        self.progress: Progress | None = None
+        """What ``gather`` sends along and learns from the others. All ranks have one, or none, at the same gathers."""
         with self.named("the other ranks"):
             self._gathers, self._reductions, calls = (
                 dist.new_group(members, timeout=self.timeout, backend="gloo", use_local_synchronization=len(members) > 1)
@@ -111,7 +129,7 @@ class Ranks:
         """Begin to fill ``whole`` with all ranks' ``own``, in order. ``own`` may be its place in ``whole``. Both uint8.
         ``ahead``: it is not waited for at once, so it does not wait for agreement either."""
         said = f"{what}, {own.numel():,} bytes"
-        return self._begin(self._gathers, said, lambda: _gather(whole, own, self._gathers), ahead)
+        return self._begin(self._gathers, said, lambda: _gather(whole, own, self._gathers), ahead, self.progress)
 
     def all_to_all(self, received: torch.Tensor, whole: torch.Tensor, what: str) -> Under:
         """Begin to send each rank its part of ``whole``; ``received`` will have what each had of this rank's part, in order.
@@ -162,16 +180,20 @@ class Ranks:
             if self.rank and data.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(data)
 
-    def _begin(self, group: Any, what: str, start: Callable[[], Any], ahead: bool = False) -> Under:
+    def _begin(
+        self, group: Any, what: str, start: Callable[[], Any], ahead: bool = False, progress: Progress | None = None
+    ) -> Under:
         self._numbers[group] += 1
         tag = torch.zeros(TAG, dtype=torch.uint8, device="cpu")
         said = f"collective {self._numbers[group]}: {what}".encode()
-        if len(said) > TAG:  # sizes are at the end
-            said = said[: TAG // 2] + b"..." + said[TAG // 2 + 3 - TAG :]
+        if len(said) > TEXT:  # sizes are at the end
+            said = said[: TEXT // 2] + b"..." + said[TEXT // 2 + 3 - TEXT :]
         tag[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        if progress is not None:
+            tag[TEXT:].view(torch.int64).fill_(progress.here)
         tags = torch.empty(self.size * TAG, dtype=torch.uint8, device="cpu")
         with self.named(what):
-            under = Under(self, what, tags.view(self.size, TAG), _gather(tags, tag, group))
+            under = Under(self, what, tags.view(self.size, TAG), _gather(tags, tag, group), progress)
         if not ahead:
             under.agree()  # gloo ends a process that receives more than it expects
         with self.named(what):

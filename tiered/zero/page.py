@@ -656,12 +656,7 @@ def smallest_pool(plan: ModelPlan, model: nn.Module, *, saves: bool = False, sha
     converted is in memory beside the pool, as in a store that is open for reading.
     """
     sizes = [-(-(unit.stored_nbytes if beside and unit.converted else unit.nbytes) // 4096) * 4096 for unit in plan.units]
-
-    def deepest(module: nn.Module, above: frozenset[int]) -> int:
-        here = above | frozenset(plan.held.get(module, ()))
-        return max([sum(sizes[i] for i in here), *(deepest(child, here) for child in module.children())])
-
-    together = deepest(model, frozenset()) if sizes else 0
+    together = plan.held_together(model, sizes)
     converted = max((unit.stored_nbytes for unit in plan.units if unit.converted), default=0)  # it is there twice meanwhile
     converted = 0 if beside else converted
     together += (max(sizes, default=0) if shares == 1 else 4 * max(sizes, default=0)) + converted

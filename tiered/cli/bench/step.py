@@ -155,7 +155,7 @@ def bench(options: Options, json: str | None) -> int:
             store = stack.enter_context(scratch_store(options.folder, dram=options.pool, backend=options.backend))
             stepper = Stepper(store, options)
             report["parameters"] = stepper.parameters
-            disk = _disk(options, store, stack)
+            disk = _disk(options, stack)
             steps, disks = _rounds(stepper, disk, options.rounds, stop, progress)
             report["peak_bytes"] = store.statistics().tiers[0].peak
             report["units"] = zero.statistics(stepper.model).units
@@ -181,12 +181,14 @@ def _refuse_full_disk(options: Options) -> None:
         )
 
 
-def _disk(options: Options, store: TieredStore, stack: ExitStack) -> Callable[[], Rates]:
-    """Make a function that measures the disk now: with fio, or through the store with large tensors."""
+def _disk(options: Options, stack: ExitStack) -> Callable[[], Rates]:
+    """Make a function that measures the disk now: with fio, or through a store with large tensors. It is a store of its own:
+    its tensors would be part of what the model's store learns a step to be, and displace the model."""
     if options.beside == "nothing":
+        beside = stack.enter_context(scratch_store(options.folder, dram=options.pool, backend=options.backend))
 
         def through_the_store() -> Rates:
-            found = measure(store)
+            found = measure(beside)
             if found is None:
                 raise CapacityError("the disk has no room for the measurement: lower --parameters")
             return found
@@ -217,7 +219,6 @@ def _rounds(
         stop.check()
         progress.working(f"round {number + 1} of {rounds}", (WARM_UP + number) / total)
         disks.append(disk())
-        stepper.step()  # a step that does not count: the measurement has displaced the model in memory
         steps.append(stepper.step())
     progress.working("done", 1.0)
     return steps, disks

@@ -239,7 +239,9 @@ class Pager:
                 one.requires_grad = False
         self.units = [Unit(store, updates, name, u, chunk, self.checkpoint, partition, self.intent) for u in plan.units]
         partition.joins(store)
-        self.partition, self.gradient_sync = partition, gradient_sync(partition, self.units, pool)
+        self.partition, self.gradient_sync = partition, gradient_sync(
+            partition, self.units, pool, plan.held_together(model)
+        )
         self._reduce_scatter = self.gradient_sync if isinstance(self.gradient_sync, ReduceScatter) else None
         self.placements = sorted((p for u in plan.units for p in u.placements), key=lambda p: p.index)
         self._home = {p.parameter: (u, p) for u in self.units for p in u.plan.placements}

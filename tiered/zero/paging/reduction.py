@@ -12,18 +12,20 @@ from typing import Protocol
 import torch
 
 from tiered import Access, MisuseError, TensorSpec
-from tiered.zero.collectives import Ranks, Under
+from tiered.zero.collectives import Progress, Ranks, Under
 from tiered.zero.paging.gradients import LocalGradients
 from tiered.zero.paging.sharding import Partition, Sharded
 from tiered.zero.paging.storage import host, in_dram
 from tiered.zero.paging.unit import Unit
-from tiered.zero.paging.units import Placement
+from tiered.zero.paging.units import Placement, UnitPlan
 
-__all__ = ["GradientSync", "NoSync", "ReduceScatter", "gradient_sync"]
+__all__ = ["GradientSync", "NoSync", "ReduceScatter", "gradient_sync", "overlaps"]
 
 ROOMY = 12
 """Times the largest unit that a pool has to be so that the next unit is gathered, and another one's gradients are on their way,
 while one computes: that is six tensors in use of at most this size, and wherever they lie, a seventh has room."""
+BACKLOG = 2
+"""Units that are complete and wait for their reduction, from which on the reduction under way is waited for."""
 
 
 class GradientSync(Protocol):
@@ -63,22 +65,28 @@ class ReduceScatter:
 
     Reductions begin in one order on all ranks, the last unit of the model first. A reduction begins when backward goes on to
     another unit and the next unit in that order is complete; the end of backward begins and ends the reductions that are left.
-    No rank waits for another one before that: a rank whose data leave a unit out is behind with its reductions, and never in
-    the way of a gather. One reduction is under way at a time; a unit that is complete earlier waits in the store.
+    A rank whose data leave a unit out is behind with its reductions, and never in the way of a gather. One reduction is under
+    way at a time; a unit that is complete earlier waits in the store.
+
+    Each gather within backward tells all ranks how many units are complete on every one of them. Before that many are reduced
+    no rank needs another one's progress, so they may be waited for: at once where one thing is done after the other, and
+    otherwise when more than a few wait. So what waits in the store stays a few units, whatever the network's rate.
 
     Parameters are gathered as units are held, the next one while this one computes, where the pass is as the last. Without
-    room for that (``overlapped``) one thing is done after the other.
+    room for that (``overlapped``) one thing is done after the other; without room for a reduction beside the units that are
+    held (``prompt``) all reductions come at the end of backward.
     """
 
     def __init__(
-        self, ranks: Ranks, units: Sequence[Unit], *, early: bool, replicated: bool, overlapped: bool
+        self, ranks: Ranks, units: Sequence[Unit], *, early: bool, replicated: bool, overlapped: bool, prompt: bool
     ) -> None:
-        self._ranks, self._early, self._overlapped = ranks, early, overlapped
+        self._ranks, self._early, self._overlapped, self._prompt = ranks, early, overlapped, prompt
         self._replicas = list(units) if replicated else []
         self.paused = False
         self._units = units
         self._order: list[Unit] = []
         self._begun = 0  # of these, in this pass
+        self._progress = Progress()  # units of these that are complete, in this pass
         self._reducing = False  # a backward pass runs, or was interrupted, whose gradients are reduced as they arrive
         self._pending: PendingReduction | None = None
         self._backward = False
@@ -98,11 +106,13 @@ class ReduceScatter:
     def before_hold(self, unit: Unit) -> None:
         """Have what other processes updated of a unit that will be held now."""
         self._give_up_ahead(unit)
+        self._tell_progress()
         if self._replicas:
             self._refresh(self._replicas[: self._replicas.index(unit) + 1])
 
     def after_hold(self, unit: Unit) -> None:
         """Begin to gather the unit that followed this one, which is held now, in the pass before."""
+        self._reduce_agreed()
         before, last = self._last
         if last is not None:
             self._after[self._backward, before, last] = unit
@@ -112,6 +122,7 @@ class ReduceScatter:
         follows = None if self._replicas or not self._overlapped else self._after.get((self._backward, last, unit))
         if follows is not None and not follows.held:
             follows.apply_update()
+            self._tell_progress()
             follows.storage.prefetch()
             self._ahead = follows
 
@@ -140,6 +151,25 @@ class ReduceScatter:
             while self._is_idle() and self._begun < len(self._order) and self._order[self._begun].gradients.has_all:
                 self._begin(self._order[self._begun])
 
+    def _tell_progress(self) -> None:
+        """Have the next gather say how many units are complete here."""
+        if not self._reducing or self._replicas or not (self._prompt or self._overlapped):
+            self._ranks.progress = None
+            return
+        complete = self._begun
+        while complete < len(self._order) and self._order[complete].gradients.has_all:
+            complete += 1
+        self._progress.here, self._ranks.progress = complete, self._progress
+
+    def _reduce_agreed(self) -> None:
+        """Reduce units that are complete on all ranks, if it is their turn."""
+        while self._reducing and self._begun < self._progress.everywhere:
+            if self._overlapped and not self._is_idle() and self._progress.here - self._begun < BACKLOG:
+                break
+            self._begin(self._order[self._begun])
+            if not self._overlapped:
+                self._finish_pending()
+
     def backward_ended(self) -> Iterable[tuple[Unit, Placement]]:
         """Reduce what is left; return what got a gradient in this pass, on any rank."""
         found: list[tuple[Unit, Placement]] = []
@@ -167,13 +197,15 @@ class ReduceScatter:
     def _catch_up(self) -> None:
         """Begin the reductions that another rank had begun before an exception ended a backward pass, on all ranks that go on
         after it."""
+        for unit in self._order[self._begun : self._progress.everywhere]:  # another rank may wait for these
+            self._begin(unit)
         mine = torch.tensor([self._begun], device="cpu")
         begun = int(self._ranks.all_gather(mine, "how far an interrupted backward pass was", apart=True).amax())
         for unit in self._order[self._begun : begun]:
             self._begin(unit)
 
     def _forget_pass(self) -> None:
-        self._begun, self._reducing = 0, False
+        self._begun, self._reducing, self._progress = 0, False, Progress()
         self._order = [unit for unit in reversed(self._units) if any(map(_is_trained, unit.gradients.states))]
 
     def synchronise(self) -> None:
@@ -243,13 +275,24 @@ class ReduceScatter:
         return whole
 
 
-def gradient_sync(partition: Partition, units: Sequence[Unit], pool: int) -> GradientSync:
-    """Make what reduces the gradients of ``units``, which ``partition`` divides; ``pool``: bytes of memory in the store."""
+def gradient_sync(partition: Partition, units: Sequence[Unit], pool: int, held: int) -> GradientSync:
+    """Make what reduces the gradients of ``units``, which ``partition`` divides; ``pool``: bytes of memory in the store;
+    ``held``: bytes of the units that are held at a time, at most."""
     if not isinstance(partition, Sharded):
         return NoSync()
-    roomy = pool >= ROOMY * max((unit.plan.nbytes for unit in units), default=0)
+    roomy, prompt = overlaps([unit.plan for unit in units], pool, held)
     stage = partition.stage
-    return ReduceScatter(partition.ranks, units, early=stage.early, replicated=stage.replicated, overlapped=roomy)
+    return ReduceScatter(
+        partition.ranks, units, early=stage.early, replicated=stage.replicated, overlapped=roomy, prompt=prompt
+    )
+
+
+def overlaps(units: Sequence[UnitPlan], pool: int, held: int) -> tuple[bool, bool]:
+    """Return whether a pool has room to gather and reduce beside computing, and whether it has room for one reduction beside
+    the units that are held. Of the latter are in use, wherever they lie: what is held, what is sent and what is received; one
+    tensor more has room beside them in twice as much."""
+    largest = max((unit.nbytes for unit in units), default=0)
+    return pool >= ROOMY * largest, pool >= 2 * (held + 3 * largest)
 
 
 class PendingReduction:

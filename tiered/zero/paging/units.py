@@ -476,6 +476,17 @@ class ModelPlan:
     def largest(self) -> int:
         return max((unit.nbytes for unit in self.units), default=0)
 
+    def held_together(self, model: nn.Module, sizes: list[int] | None = None) -> int:
+        """Return the most bytes that the forward of a module of ``model`` and of those around it hold at a time. ``sizes``: of
+        each unit, if not those in memory."""
+        nbytes = [unit.nbytes for unit in self.units] if sizes is None else sizes
+
+        def deepest(module: nn.Module, above: frozenset[int]) -> int:
+            here = above | frozenset(self.held.get(module, ()))
+            return max([sum(nbytes[i] for i in here), *(deepest(child, here) for child in module.children())])
+
+        return deepest(model, frozenset()) if self.units else 0
+
 
 def divide(
     model: nn.Module,
