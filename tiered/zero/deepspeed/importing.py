@@ -175,7 +175,8 @@ def _groups_of(optimizer: Optimizer, saved: Saved) -> list[ForeignGroup]:
         known = {key: _sound(key, first[key], usual, saved) for key, usual in settings_of(rule).items() if key in first}
         settings = {**{key: group[key] for key in settings_of(rule)}, **known}
         for other in theirs:
-            if any(_sound(key, other.settings.get(key), value, saved) != value for key, value in known.items()):
+            found_there = {key: _sound(key, one, known[key], saved) for key, one in other.settings.items() if key in known}
+            if found_there != known:
                 raise MisuseError(
                     f"param group {index} of this optimizer has parameters of several groups of {saved.where}, with other "
                     "settings: divide the parameters as they were divided for DeepSpeed"

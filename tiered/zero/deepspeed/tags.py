@@ -85,10 +85,13 @@ def text_of(path: Path) -> str:
     """Return the text of a small file, which another program may have written. Raises MisuseError for a pipe, a device and a
     file that is large or no text; OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(fd, "rb") as file:
+    try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise MisuseError(f"{path} is not a regular file")
-        data = file.read(MOST_TEXT + 1)
+        with open(fd, "rb", closefd=False) as file:
+            data = file.read(MOST_TEXT + 1)
+    finally:
+        os.close(fd)
     try:
         if len(data) > MOST_TEXT:
             raise ValueError(f"it has more than {MOST_TEXT:,} bytes")
