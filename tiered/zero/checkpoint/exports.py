@@ -176,8 +176,8 @@ def _refuse_outside(name: str) -> None:
     that others wrote."""
     if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
         raise MisuseError(
-            f"{shown(name, 100)} is no name for a folder, and a universal checkpoint has one for each parameter: export as "
-            "torch-dcp"
+            f"{shown(repr(name), 100)} is no name for a folder, and a universal checkpoint has one for each parameter: export "
+            "as torch-dcp"
         )
 
 
